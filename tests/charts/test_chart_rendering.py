@@ -264,8 +264,33 @@ def test_names_follow_the_release(helm):
 def test_the_notes_say_where_it_looks(helm):
     assert "It looks after ModelServices in: tandem-system." in helm.notes("tandem")
     assert "of every namespace" in helm.notes("tandem", {"scope": "Cluster"})
-    assert "WARNING" not in helm.notes("tandem")
-    assert "need 1.29" in helm.notes("tandem", kube="1.28.9")
+
+
+@pytest.mark.parametrize(("chart", "values"), [("tandem", {}), ("tandem-model", {"model": {"path": "/m"}})])
+def test_helm_refuses_a_cluster_that_is_too_old(helm, chart, values):
+    with pytest.raises(HelmError, match=r"chart requires kubeVersion: >=1\.29\.0-0"):
+        helm.render(chart, values, kube="1.28.9")
+    # As providers name theirs.
+    assert helm.render(chart, values, kube="1.29.0-eks-1234567")
+
+
+def test_what_models_may_ask_for_is_a_flag(helm):
+    args = deployment(helm.render("tandem", {"allow": ["routes", "monitors"]}))["spec"]["template"]["spec"]
+    assert "--allow=routes,monitors" in args["containers"][0]["args"]
+    with pytest.raises(HelmError, match="/allow/0"):
+        helm.render("tandem", {"allow": ["everything"]})
+
+
+def test_a_pod_that_never_gets_ready_does_not_keep_its_node(helm):
+    for without, policy in (((), "AlwaysAllow"), (("policy/v1",), None)):
+        (budget,) = of_kind(helm.render("tandem", without=without), "PodDisruptionBudget")
+        assert budget["spec"].get("unhealthyPodEvictionPolicy") == policy
+
+
+@pytest.mark.parametrize("name", ["1chat", "chat.v1", "Chat", "chat-"])
+def test_a_release_whose_name_no_service_could_have_is_refused(helm, name):
+    with pytest.raises(HelmError, match="nameOverride|release name"):
+        helm.render("tandem-model", {"model": {"path": "/m"}}, release=name)
 
 
 def test_helm_itself_refuses_a_typo(helm):

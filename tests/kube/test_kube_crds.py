@@ -131,11 +131,19 @@ def test_kubectl_get_shows_what_the_status_says(control_plane, namespace):
     manifest = model_service(namespace)
     applied(control_plane, manifest)
     conditions = [{"type": "Ready", "status": "False", "reason": "WorkersStarting", "message": "wait"}]
-    status = {"ready": "0/1P 1/1D", "revision": "abc123", "endpoint": "http://chat", "conditions": conditions}
+    status = {
+        "ready": "0/1P 1/1D",
+        "serving": "abc122",
+        "revision": "abc123",
+        "trouble": "CanaryFailed: no answer",
+        "endpoint": "http://chat",
+        "conditions": conditions,
+    }
     control_plane.merge(control_plane.path(manifest, "status"), {"status": status}).raise_for_status()
     head, row = control_plane.kubectl("-n", namespace, "get", "ms").splitlines()
-    assert head.split() == ["NAME", "READY", "WORKERS", "REVISION", "REASON", "AGE"]
-    assert row.split()[:-1] == ["chat", "False", "0/1P", "1/1D", "abc123", "WorkersStarting"]
+    assert head.split() == ["NAME", "READY", "WORKERS", "SERVING", "WANTED", "REASON", "TROUBLE", "AGE"]
+    shown = ["chat", "False", "0/1P", "1/1D", "abc122", "abc123", "WorkersStarting"]
+    assert row.split()[:-1] == [*shown, "CanaryFailed:", "no", "answer"]
     assert "http://chat" in control_plane.kubectl("-n", namespace, "get", "ms", "-o", "wide")
 
 

@@ -63,7 +63,8 @@ def test_a_node_drain_waits_until_the_replacement_is_ready(services, running, tm
     first, second = decode_pods(services)
     nodes = [first["spec"]["nodeName"], second["spec"]["nodeName"]]
     budget = f"/apis/{cluster.newest('policy/v1', 'policy/v1beta1')}/namespaces/{services.namespace}"
-    budget += "/poddisruptionbudgets/chat-decode"
+    (revision,) = services.workers("decode")
+    budget += f"/poddisruptionbudgets/chat-decode-{revision}"
     try:
         cluster.kubectl("cordon", nodes[0])
         # As a drain does it with the first pod.
@@ -103,6 +104,46 @@ def test_a_node_drain_waits_until_the_replacement_is_ready(services, running, tm
     wait_for(back, PATIENCE_S, running.log)
     assert second["metadata"]["uid"] not in {one["metadata"]["uid"] for one in decode_pods(services)}
     services.wait_ready()
+
+
+def test_a_stuck_rollout_does_not_block_a_drain(services, running):
+    """One budget of a role over all revisions counted the new pod that was never ready, and allowed nothing more."""
+    services.apply(prefill=TWO, decode=TWO)
+    services.wait_ready()
+    (old,) = services.workers("decode")
+    broken = {**TWO, "pod": {"annotations": {NOT_READY: "false"}}}
+    services.apply(prefill=broken, decode=broken, model={"path": "/opt/tandem/models/tandem-mini-eagle"})
+    wait_for(lambda: len(decode_pods(services)) == 3, PATIENCE_S, running.log)
+    status = services.get()["status"]
+    assert (status["ready"], status["serving"]) == ("2/2P 2/2D", old)
+    assert status["revision"] != old
+    version = services.cluster.newest("policy/v1", "policy/v1beta1")
+    budgets = f"/apis/{version}/namespaces/{services.namespace}/poddisruptionbudgets"
+
+    def allowed(role: str) -> int:
+        return services.cluster.get(f"{budgets}/chat-{role}-{old}").get("status", {}).get("disruptionsAllowed", 0)
+
+    for role in ("prefill", "decode"):
+        wait_for(lambda role=role: allowed(role) == 1, PATIENCE_S, running.log)
+        serving = [
+            one["metadata"]["name"]
+            for one in services.pods("worker")
+            if one["metadata"]["labels"]["tandem.dev/role"] == role
+            and one["metadata"]["labels"]["tandem.dev/revision"] == old
+        ]
+        body = {"kind": "Eviction", "metadata": {"name": serving[0], "namespace": services.namespace}}
+        path = f"/api/v1/namespaces/{services.namespace}/pods/{serving[0]}"
+        answer = services.cluster.api.post(f"{path}/eviction", json={"apiVersion": version, **body})
+        assert answer.status_code == 201, answer.text
+    # Budgets go with the workers that they protect.
+    services.apply(prefill=TWO, decode=TWO, model={"path": "/opt/tandem/models/tandem-mini-eagle"})
+    services.wait_ready()
+    names = {f"chat-{role}-{services.get()['status']['revision']}" for role in ("prefill", "decode")}
+    wait_for(
+        lambda: {one["metadata"]["name"] for one in services.cluster.get(budgets)["items"]} == names,
+        PATIENCE_S,
+        running.log,
+    )
 
 
 def test_a_rolling_restart_of_everything_in_turn_never_leaves_a_part_short(services, running):

@@ -154,7 +154,7 @@ def test_an_eviction_waits_while_a_role_has_lost_a_worker(control_plane, namespa
     manifests = plan_of(control_plane, namespace, EXAMPLES[0].with_name("gpu.yaml"))
     for manifest in manifests:
         control_plane.apply(manifest, manager="tandem-operator").raise_for_status()
-    (budget,) = [one for name, one in named(manifests, "PodDisruptionBudget").items() if name.endswith("-decode")]
+    (budget,) = [one for name, one in named(manifests, "PodDisruptionBudget").items() if "-decode-" in name]
 
     def allowed() -> int:
         status = control_plane.get(control_plane.path(budget)).get("status", {})

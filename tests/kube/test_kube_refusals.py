@@ -3,6 +3,7 @@
 Nothing is listed twice: rules and bounds are taken from the schemas, and a new rule without a violation here fails.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class Violation:
 
     now: dict[str, Any]
     before: dict[str, Any] | None = None
+    around: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the rest has to have, without which other rules would not be looked at."""
 
 
 VIOLATIONS = {
@@ -73,6 +76,26 @@ VIOLATIONS = {
     "decode.replicas is 0 while prefill has workers: nobody could answer; set both to 0 to stop serving": Violation(
         {"decode": {"replicas": 0}}
     ),
+    "metadata.name: a DNS label as of Services: a-z, 0-9 and '-', first a letter, last no '-'": Violation(
+        {"metadata": {"name": "chat.v1"}}
+    ),
+    "path: '..' leads out of the folder; name the folder itself": Violation(
+        {"path": "/models/../etc", "mountPath": "/a"}
+    ),
+    "mountPath: '..' leads out of the folder; name the folder itself": Violation({"path": "/a", "mountPath": "/a/.."}),
+    "revision: '..' leads out of the folder; name the folder itself": Violation(
+        {"id": "Qwen/Qwen3-8B", "revision": "main/../../other"}
+    ),
+    "draftModelPath: '..' leads out of the folder; name the folder itself": Violation(
+        {"algorithm": "EAGLE", "draftModelPath": "../eagle"}
+    ),
+    "sizeLimit is that of a pod's own copy, and with cacheClaim there is none: give one of them": Violation(
+        {"id": "Qwen/Qwen3-8B", "sizeLimit": "1Ti", "cacheClaim": "hub"}
+    ),
+    "backendRequest is longer than request, which ends an attempt; lower it, or set it to 0s": Violation(
+        {"request": "30s", "backendRequest": "1m"},
+        around={"spec": {"gateway": {"httpRoute": {"parentRefs": [{"name": "public"}]}}}},
+    ),
     "metadata.name: at most 40 characters, for pods' names begin with it": Violation({"metadata": {"name": "x" * 41}}),
     "routerPolicy is locality, round_robin, least_loaded, power_of_two or session, or prefill=P,decode=P": Violation(
         {"routerPolicy": "prefill=fastest"}
@@ -90,7 +113,7 @@ RULES = [(crd["spec"]["names"]["kind"], *rule) for crd in (SERVICE, POOL) for ru
 def test_every_rule_is_enforced_where_it_stands(control_plane, namespace, kind, path, message):
     assert message in VIOLATIONS, "write down what violates this rule"
     violation = VIOLATIONS[message]
-    base = MAKE[kind](namespace)
+    base = merged(MAKE[kind](namespace), violation.around)
     if violation.before is not None:
         good = merged(base, at_path(path, violation.before))
         control_plane.apply(good).raise_for_status()
@@ -130,6 +153,10 @@ def test_no_violation_is_left_over():
         },
         {"spec": {"decode": {"pod": {"labels": {"team": "search"}}}}},
         {"metadata": {"name": "x" * 40}},
+        {"metadata": {"name": "a-1-b2"}},
+        {"spec": {"model": {"path": "/models/a..b/.cache/..c"}}},
+        {"spec": {"gateway": {"httpRoute": {"parentRefs": [{"name": "g"}], "timeouts": {"backendRequest": "1h30m"}}}}},
+        {"spec": {"gateway": {"httpRoute": {"parentRefs": [{"name": "g"}], "timeouts": {"request": "90s"}}}}},
     ],
     ids=str,
 )
@@ -204,7 +231,8 @@ def bases(namespace: str) -> list[dict[str, Any]]:
     secret = {"name": "TOKEN", "secretKeyRef": {"name": "hub", "key": "token"}}
     prefill = {"pod": {"tolerations": [toleration], "env": [secret], "serviceAccountName": "models"}}
     engine = {"kvCacheGib": 4}
-    rest = model_service(namespace, redis={"managed": redis}, prefill=prefill, engine=engine)
+    hub = {"huggingFace": {"id": "Qwen/Qwen3-8B", "sizeLimit": "20Gi"}}
+    rest = model_service(namespace, redis={"managed": redis}, prefill=prefill, engine=engine, model=hub)
     return [*manifests, rest, worker_pool(namespace, replicas=2)]
 
 

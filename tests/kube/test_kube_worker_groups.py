@@ -67,7 +67,7 @@ def test_a_role_of_groups_comes_up_scales_rolls_and_goes(services, sets, started
         assert owner["uid"] == services.get()["metadata"]["uid"]
         assert sorted(sets.pods(name)) == [f"{name}-0", f"{name}-0-1", f"{name}-1", f"{name}-1-1"]
         budgets = {key[1] for key in services.owned() if key[0] == "poddisruptionbudgets"}
-        assert "chat-decode-followers" in budgets
+        assert f"{name}-followers" in budgets
         assert ("networkpolicies", "chat-follower") in services.owned()
 
         # The pool counts workers, not pods, and its scale subresource is the way to change them.

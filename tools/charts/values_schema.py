@@ -15,7 +15,7 @@ OWN_VALUES: Json = {
     "nameOverride": {
         "type": "string",
         "maxLength": 40,
-        "pattern": "^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$",
+        "pattern": "^([a-z]([-a-z0-9]*[a-z0-9])?)?$",
         "description": "Name of the ModelService. Empty: the release's.",
     },
     "labels": {

@@ -17,8 +17,10 @@ Manifest = dict[str, Any]
 SERVICE_COLUMNS = (
     ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status', 0),
     ("Workers", "string", ".status.ready", 0),
-    ("Revision", "string", ".status.revision", 0),
+    ("Serving", "string", ".status.serving", 0),
+    ("Wanted", "string", ".status.revision", 0),
     ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
+    ("Trouble", "string", ".status.trouble", 0),
     ("Endpoint", "string", ".status.endpoint", 1),
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from tandem_operator.api.markers import Api, LabelKey, Rule, Share, printable
+from tandem_operator.api.markers import Api, LabelKey, Rule, Share, printable, within_folder
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 GiB = Annotated[float, msgspec.Meta(gt=0.0, le=65536.0)]
@@ -25,6 +25,7 @@ class Speculation(Api, frozen=True, kw_only=True):
     """Guesses per request and step at most."""
 
     RULES: ClassVar = (
+        within_folder("draftModelPath"),
         Rule(
             "self.algorithm == 'NGRAM' || has(self.draftModelPath)",
             "draftModelPath is needed by DRAFT and EAGLE",

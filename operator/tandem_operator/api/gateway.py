@@ -39,6 +39,27 @@ class ParentRef(Api, frozen=True, kw_only=True):
     """Its listener."""
 
 
+GatewayDuration = Annotated[str, msgspec.Meta(pattern=r"^([0-9]{1,5}(h|m|s|ms)){1,4}$", max_length=32)]
+"""As the Gateway API writes it (GEP-2257): 30s, 1h30m; 0s is no limit."""
+
+
+class RouteTimeouts(Api, frozen=True, kw_only=True):
+    """How long the Gateway waits. Without these a Gateway has limits of its own, which cut long streams off."""
+
+    request: GatewayDuration = "0s"
+    """From the begin of a client's request to the end of its answer, streams included; 0s: no limit."""
+    backend_request: GatewayDuration = "0s"
+    """Of one attempt at a gateway pod; 0s: no limit."""
+
+    RULES: ClassVar = (
+        Rule(
+            "!has(self.request) || !has(self.backendRequest) || duration(self.request) == duration('0s') || "
+            "duration(self.backendRequest) <= duration(self.request)",
+            "backendRequest is longer than request, which ends an attempt; lower it, or set it to 0s",
+        ),
+    )
+
+
 class HttpRoute(Api, frozen=True, kw_only=True):
     """An HTTPRoute to the gateway's Service, where the Gateway API is installed."""
 
@@ -49,6 +70,8 @@ class HttpRoute(Api, frozen=True, kw_only=True):
         msgspec.Meta(max_length=16),
     ] = []
     """Host names that it answers to."""
+    timeouts: RouteTimeouts = RouteTimeouts()
+    """Time limits (Gateway API 1.2 or later)."""
 
 
 class InferencePool(Api, frozen=True, kw_only=True):

@@ -29,6 +29,18 @@ def rules_of(part: type) -> tuple[Rule, ...]:
     return rules
 
 
+GOES_BACK = "(^|/)[.][.](/|$)"
+"""A path with a part `..`, as a regular expression."""
+
+
+def within_folder(field: str) -> Rule:
+    """A path that does not leave the folder that it seems to name."""
+    return Rule(
+        f"!has(self.{field}) || !self.{field}.matches('{GOES_BACK}')",
+        f"{field}: '..' leads out of the folder; name the folder itself",
+    )
+
+
 def printable(**limits: Any) -> msgspec.Meta:
     """A string that may stand on a command line or in a log: one line, no control characters."""
     return msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]*$", **limits)
@@ -37,7 +49,7 @@ def printable(**limits: Any) -> msgspec.Meta:
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=63)]
 """Of an object in the same namespace."""
 
-FileName = Annotated[str, msgspec.Meta(pattern=r"^[-._a-zA-Z0-9]+$", min_length=1, max_length=253)]
+FileName = Annotated[str, msgspec.Meta(pattern=r"^\.?[-_a-zA-Z0-9][-._a-zA-Z0-9]*$", min_length=1, max_length=253)]
 """A key of a Secret or ConfigMap."""
 
 LabelKey = Annotated[str, msgspec.Meta(pattern=r"^([-.a-z0-9]+/)?[-._a-zA-Z0-9]+$", min_length=1, max_length=317)]

@@ -16,7 +16,7 @@ from tandem_operator.api.conditions import Conditions
 from tandem_operator.api.engine import Engine, Transfer
 from tandem_operator.api.gateway import Gateway
 from tandem_operator.api.images import Images
-from tandem_operator.api.markers import Api, Count, ModelName, Rule, Seconds
+from tandem_operator.api.markers import Api, Count, ModelName, Quantity, Rule, Seconds
 from tandem_operator.api.model_source import ModelSource
 from tandem_operator.api.observability import Observability
 from tandem_operator.api.pods import PodOverrides, Resources
@@ -38,6 +38,8 @@ class Role(Api, frozen=True, kw_only=True):
     """Resources of one worker (of one pod of it, where it spans several). GPUs go into limits."""
     pod: PodOverrides = PodOverrides()
     """What is different about its pods."""
+    shared_memory: Quantity = "16Gi"
+    """Size limit of /dev/shm. What is used of it counts as the container's memory."""
     engine: Engine = Engine()
     """Engine settings of this role alone; each wins over `spec.engine`. Page size, dtypes and context length may
     not differ between roles and are refused here."""
@@ -184,11 +186,15 @@ class ModelServiceStatus(Api, frozen=True, kw_only=True):
     conditions: Conditions = []
     """Ready and what it follows from."""
     ready: str = ""
-    """prefill and decode workers that are ready, of those wanted: for `kubectl get`."""
+    """prefill and decode workers of the serving revision that are ready, of those wanted: for `kubectl get`."""
     endpoint: str = ""
     """Where clients inside the cluster reach it."""
+    serving: str = ""
+    """The revision that gets most new requests; empty while none has a decode worker that is ready."""
     revision: str = ""
-    """The revision that is served, or becomes so."""
+    """The revision that the spec wants: it serves, or becomes so."""
+    trouble: str = ""
+    """What is wrong, in short: for `kubectl get`. Conditions have the whole sentence."""
     revisions: Annotated[list[RevisionStatus], msgspec.Meta(max_length=32)] = []
     """All revisions with workers."""
     history: Annotated[list[str], msgspec.Meta(max_length=32)] = []
@@ -207,4 +213,8 @@ class ModelService(Api, frozen=True, kw_only=True):
 
     RULES: ClassVar = (
         Rule("self.metadata.name.size() <= 40", "metadata.name: at most 40 characters, for pods' names begin with it"),
+        Rule(
+            "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+            "metadata.name: a DNS label as of Services: a-z, 0-9 and '-', first a letter, last no '-'",
+        ),
     )

@@ -4,8 +4,17 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from tandem_operator.api.markers import AbsolutePath, Api, Image, Name, RelativePath, Rule
-from tandem_operator.api.pods import SecretKey
+from tandem_operator.api.markers import (
+    AbsolutePath,
+    Api,
+    Image,
+    Name,
+    Quantity,
+    RelativePath,
+    Rule,
+    within_folder,
+)
+from tandem_operator.api.pods import Resources, SecretKey
 
 
 class ClaimSource(Api, frozen=True, kw_only=True):
@@ -39,6 +48,18 @@ class HuggingFaceSource(Api, frozen=True, kw_only=True):
     """Access token, for gated models."""
     cache_claim: Name | None = None
     """PersistentVolumeClaim to keep downloads in; without it each pod has its own copy."""
+    size_limit: Quantity | None = None
+    """Size limit of a pod's own copy, 1Ti by default; a pod that goes beyond it is evicted."""
+    resources: Resources = Resources(requests={"cpu": "250m", "memory": "512Mi"}, limits={"memory": "4Gi"})
+    """Resources of the init container that downloads."""
+
+    RULES: ClassVar = (
+        within_folder("revision"),
+        Rule(
+            "!(has(self.sizeLimit) && has(self.cacheClaim))",
+            "sizeLimit is that of a pod's own copy, and with cacheClaim there is none: give one of them",
+        ),
+    )
 
 
 class ModelSource(Api, frozen=True, kw_only=True):
@@ -54,6 +75,7 @@ class ModelSource(Api, frozen=True, kw_only=True):
     """Model of the Hugging Face hub."""
 
     RULES: ClassVar = (
+        within_folder("path"),
         Rule(
             "[has(self.path), has(self.claim), has(self.image), has(self.huggingFace)].filter(x, x).size() == 1",
             "give exactly one of path, claim, image and huggingFace",

@@ -19,6 +19,7 @@ from tandem_operator.api.markers import (
     Quantity,
     Rule,
     printable,
+    within_folder,
 )
 
 
@@ -83,6 +84,8 @@ class HostPath(Api, frozen=True, kw_only=True):
     read_only: bool = True
     """Whether the container may not write there."""
 
+    RULES: ClassVar = (within_folder("path"), within_folder("mountPath"))
+
 
 class PodOverrides(Api, frozen=True, kw_only=True):
     """What may be changed about the pods of one part."""
@@ -102,7 +105,8 @@ class PodOverrides(Api, frozen=True, kw_only=True):
     affinity: Opaque = {}
     """Affinity, as in a pod."""
     topology_spread_constraints: Annotated[list[Opaque], msgspec.Meta(max_length=8)] = []
-    """Spread over zones or nodes, as in a pod; without a labelSelector it is that of the part."""
+    """Spread over zones or nodes, as in a pod; without a labelSelector it is that of the part. Gateways and routers
+    prefer different nodes and zones unless it is given."""
     priority_class_name: Annotated[
         str, msgspec.Meta(pattern=r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?)?$", max_length=253)
     ] = ""
@@ -113,6 +117,9 @@ class PodOverrides(Api, frozen=True, kw_only=True):
     """RuntimeClass of the pods, such as nvidia."""
     scheduler_name: DnsName | None = None
     """Another scheduler than the cluster's default."""
+    scratch_limit: Quantity | None = None
+    """Size limit of the folder for temporary files; a pod that goes beyond it is evicted. Default: 16Gi of a worker,
+    4Gi of a gateway or router, 256Mi of Redis."""
     env: Annotated[list[EnvVar], msgspec.Meta(max_length=64)] = []
     """More environment variables of the main container."""
     service_account_name: DnsName | None = None

@@ -4,7 +4,16 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from tandem_operator.api.markers import Api, Labels, Name, Rule
+from tandem_operator.api.markers import Api, Labels, Name, Port, Rule
+
+
+class EgressRule(Api, frozen=True, kw_only=True):
+    """A place outside of the service that its pods may reach."""
+
+    cidr: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$", max_length=49)] | None = None
+    """Addresses, such as 10.0.0.0/8; without it all."""
+    ports: Annotated[list[Port], msgspec.Meta(max_length=16)] = []
+    """TCP ports; empty: all ports of all protocols."""
 
 
 class Security(Api, frozen=True, kw_only=True):
@@ -12,6 +21,9 @@ class Security(Api, frozen=True, kw_only=True):
 
     network_policies: bool = True
     """Deny what the parts do not need: clients reach the gateway alone."""
+    egress: Annotated[list[EgressRule], msgspec.Meta(max_length=16)] = []
+    """More places that workers, gateways and routers may reach, past the network policies: beyond each other, DNS, an
+    external Redis, the collector of traces and the Hugging Face hub (port 443), where the spec names them."""
     client_namespaces: Labels = {}
     """Labels of namespaces whose pods may reach the gateway; empty: all may."""
     run_as_user: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 10001

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tandem_operator.api.pods import EnvVar, PodOverrides, Resources
-from tandem_operator.builders.naming import Labels
+from tandem_operator.builders.naming import Labels, selector_of
 from tandem_operator.builders.privileges import with_privileges
 
 Manifest = dict[str, Any]
@@ -42,10 +42,20 @@ def pod_security(user: int) -> Manifest:
     }
 
 
-def resources_of(resources: Resources) -> Manifest:
-    """Field `resources` of a container, amounts as strings as server-side apply wants them; {} when nothing is said."""
-    built: Manifest = msgspec.to_builtins(resources)
-    return {kind: {name: str(amount) for name, amount in amounts.items()} for kind, amounts in built.items()}
+LEAST: Mapping[str, str] = {"cpu": "250m", "memory": "512Mi"}
+"""Requests of a container whose resource names neither a request nor a limit."""
+
+
+def resources_of(resources: Resources, least: Mapping[str, str] = LEAST) -> Manifest:
+    """Field `resources` of a container, amounts as strings as server-side apply wants them.
+
+    Each container has requests of CPU and memory, so that schedulers and quotas count it: where `resources` names none,
+    its limit, else `least`.
+    """
+    limits = {name: str(amount) for name, amount in resources.limits.items()}
+    requests = {name: limits.get(name, amount) for name, amount in least.items()}
+    requests |= {name: str(amount) for name, amount in resources.requests.items()}
+    return {"requests": requests, **({"limits": limits} if limits else {})}
 
 
 def env_of(variables: Sequence[EnvVar]) -> list[Manifest]:
@@ -78,13 +88,12 @@ def container_port(name: str, number: int) -> Manifest:
     return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 
-def scratch(name: str, path: str, *, memory: bool = False, limit: str | None = None) -> tuple[Manifest, Manifest]:
-    """An empty volume of the pod and its mount: the root file system is read-only."""
-    source: Manifest = {}
-    if memory:
-        source["medium"] = "Memory"
-    if limit is not None:
-        source["sizeLimit"] = limit
+def scratch(name: str, path: str, *, limit: str, memory: bool = False) -> tuple[Manifest, Manifest]:
+    """An empty volume of the pod and its mount: the root file system is read-only. `limit`: a pod that goes beyond it
+    is evicted, so that it does not fill the node's disk.
+    """
+    source: Manifest = {"medium": "Memory"} if memory else {}
+    source["sizeLimit"] = limit
     return {"name": name, "emptyDir": source}, {"name": name, "mountPath": path}
 
 
@@ -96,6 +105,24 @@ def secret_volume(
     if keys is not None:
         source["items"] = [{"key": key, "path": file} for key, file in keys.items()]
     return {"name": name, "secret": source}, {"name": name, "mountPath": path, "readOnly": True}
+
+
+def scratch_limit(overrides: PodOverrides, default: str) -> str:
+    """Of the folder for temporary files."""
+    return default if overrides.scratch_limit is None else str(overrides.scratch_limit)
+
+
+def spread_apart(labels: Labels) -> list[Manifest]:
+    """Topology spread of pods that should not be lost together: nodes and zones where there are several."""
+    return [
+        {
+            "maxSkew": 1,
+            "topologyKey": key,
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": selector_of(labels)},
+        }
+        for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
+    ]
 
 
 def pod_template(

@@ -3,6 +3,7 @@
 import msgspec
 
 from tandem_engine.addresses import EVERY_ADDRESS
+from tandem_operator.api.gateway import RouteTimeouts
 from tandem_operator.api.model_service import ModelServiceSpec
 from tandem_operator.builders.containers import Manifest, container_port, from_pod
 from tandem_operator.builders.model_mount import ModelMount, model_mount
@@ -70,7 +71,8 @@ def http_route(service: Served, *, to_pool: bool = False) -> Manifest | None:
         backend = {"group": INFERENCE_GROUP, "kind": "InferencePool", "name": service.name}
     body: Manifest = {
         "parentRefs": [msgspec.to_builtins(parent) for parent in route.parent_refs],
-        "rules": [{"backendRefs": [backend]}],
+        # The defaults of a Gateway would end a stream that takes longer.
+        "rules": [{"backendRefs": [backend], "timeouts": _timeouts(route.timeouts)}],
     }
     if route.hostnames:
         body["hostnames"] = route.hostnames
@@ -84,6 +86,10 @@ def http_route(service: Served, *, to_pool: bool = False) -> Manifest | None:
         },
         "spec": body,
     }
+
+
+def _timeouts(wanted: RouteTimeouts) -> Manifest:
+    return {"request": wanted.request, "backendRequest": wanted.backend_request}
 
 
 def _template(service: Served, labels: dict[str, str]) -> Manifest:

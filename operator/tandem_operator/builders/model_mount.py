@@ -4,10 +4,13 @@ from dataclasses import dataclass
 
 from tandem_operator.api.model_source import ClaimSource, HuggingFaceSource, ImageSource, ModelSource
 from tandem_operator.api.pods import SecretKey
-from tandem_operator.builders.containers import TMP, Manifest, container_security, scratch, value
+from tandem_operator.builders.containers import TMP, Manifest, container_security, resources_of, scratch, value
 
 MOUNT = "/models"
 DOWNLOADED = f"{MOUNT}/model"
+MODEL_LIMIT = "1Ti"
+HUB_CACHE_LIMIT = "16Gi"
+"""Of the hub client's own files beside the model: chunks under way."""
 TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "*.txt")
 """What a gateway needs of a checkpoint."""
 
@@ -58,7 +61,7 @@ def _image(source: ImageSource) -> ModelMount:
 
 
 def _hugging_face(source: HuggingFaceSource, image: str, *, weights: bool) -> ModelMount:
-    store, mount = scratch("model", MOUNT)
+    store, mount = scratch("model", MOUNT, limit=str(source.size_limit or MODEL_LIMIT))
     if source.cache_claim is not None:
         store = {"name": "model", "persistentVolumeClaim": {"claimName": source.cache_claim}}
     # Several pods may share a claim: one folder per revision, and the hub's client locks each file.
@@ -66,12 +69,13 @@ def _hugging_face(source: HuggingFaceSource, image: str, *, weights: bool) -> Mo
     command = ["hf", "download", source.id, "--revision", source.revision, "--local-dir", folder]
     if not weights:
         command += [word for pattern in TOKENIZER_FILES for word in ("--include", pattern)]
-    home, home_mount = scratch("hf-home", "/hf")
+    home, home_mount = scratch("hf-home", "/hf", limit=HUB_CACHE_LIMIT)
     download: Manifest = {
         "name": "download",
         "image": image,
         "command": command,
         "env": [value("HF_HOME", "/hf"), *_token(source.token_secret)],
+        "resources": resources_of(source.resources),
         # Every pod has this volume; without it Python finds no folder for temporary files.
         "volumeMounts": [mount, home_mount, {"name": "tmp", "mountPath": TMP}],
         "securityContext": container_security(),

@@ -1,29 +1,62 @@
 """What protects the pods of a ModelService: disruption budgets and network policies."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
 from tandem_operator.api.roles import ROLES, RoleName
+from tandem_operator.api.security import EgressRule
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.gateway import ADMIN_PORT, PORT, gateway_labels
 from tandem_operator.builders.inference_pool import GRPC_PORT
 from tandem_operator.builders.inference_pool import PORT as ROUTER_PORT
-from tandem_operator.builders.naming import SERVICE_LABEL, Labels, labels_of, selector_of
+from tandem_operator.builders.naming import SERVICE_LABEL, Labels, deployment_name, labels_of, selector_of
 from tandem_operator.builders.redis_access import PORT as REDIS_PORT
 from tandem_operator.builders.served import Served
-from tandem_operator.builders.worker import HEALTH_PORT
+from tandem_operator.builders.worker import HEALTH_PORT, worker_labels
 from tandem_operator.builders.worker_group import FOLLOWER
 from tandem_operator.settings import OperatorSettings
+
+DNS = (53, 5353)
+"""Of a cluster's DNS servers; on OpenShift their pods have the second."""
+HTTP, HTTPS = 80, 443
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """Label that every namespace has since Kubernetes 1.21."""
 
 
-def disruption_budgets(service: Served, settings: OperatorSettings) -> list[Manifest]:
-    """One per role over all revisions, and one for gateways: a node drain takes one pod of each at a time."""
-    parts: list[tuple[str, Labels]] = [(role, labels_of(service.name, "worker", role=role)) for role in ROLES]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSet:
+    """Workers of one role of one revision, which have a disruption budget of their own."""
+
+    role: RoleName
+    revision: str
+    grouped: bool
+    """Whether a worker has several pods."""
+    exchanging: bool = False
+    """Whether its pods are being exchanged for newer ones of the same revision."""
+
+
+def disruption_budgets(service: Served, settings: OperatorSettings, workers: Iterable[WorkerSet]) -> list[Manifest]:
+    """One for each of `workers`, and one for gateways: a node drain takes one pod of each at a time.
+
+    Revisions have budgets of their own, so that pods of a new one that never become ready do not keep those of the old
+    one from moving to another node.
+    """
+    budgets = []
+    for one in workers:
+        name = deployment_name(service.name, one.role, one.revision)
+        # What an exchange takes away by itself leaves a drain its own pod: an exchange may be stuck.
+        most = 1 + (service.spec.rollout.max_unavailable if one.exchanging else 0)
+        labels = worker_labels(service, one.role, one.revision)
+        budgets.append(_budget(service, name, labels, settings, most))
+        if one.grouped:
+            # A group is gone when any of its pods is.
+            labels = labels_of(service.name, FOLLOWER, role=one.role, revision=one.revision)
+            budgets.append(_budget(service, f"{name}-followers", labels, settings, most))
     if service.spec.gateway.replicas > 1:
-        parts.append(("gateway", gateway_labels(service.name)))
-    # A group is gone when any of its pods is.
-    parts += [(f"{role}-followers", labels_of(service.name, FOLLOWER, role=role)) for role in _grouped(service)]
-    return [_budget(service, part, labels, settings.apis.pod_disruption_budget) for part, labels in parts]
+        budgets.append(_budget(service, f"{service.name}-gateway", gateway_labels(service.name), settings, 1))
+    return budgets
 
 
 def _grouped(service: Served) -> list[RoleName]:
@@ -31,17 +64,24 @@ def _grouped(service: Served) -> list[RoleName]:
     return [role for role in ROLES if service.nodes(role) > 1]
 
 
-def _budget(service: Served, part: str, labels: Labels, api: str) -> Manifest:
+def _budget(service: Served, name: str, labels: Labels, settings: OperatorSettings, most: int) -> Manifest:
+    api = settings.apis.pod_disruption_budget
+    spec: Manifest = {"maxUnavailable": most, "selector": {"matchLabels": selector_of(labels)}}
+    if api == "policy/v1":
+        # Pods that are not ready serve nothing that a budget could protect, and may be the reason for the drain.
+        spec["unhealthyPodEvictionPolicy"] = "AlwaysAllow"
     return {
         "apiVersion": api,
         "kind": "PodDisruptionBudget",
-        "metadata": {"name": f"{service.name}-{part}", "namespace": service.namespace, "labels": labels},
-        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector_of(labels)}},
+        "metadata": {"name": name, "namespace": service.namespace, "labels": labels},
+        "spec": spec,
     }
 
 
 def network_policies(service: Served, settings: OperatorSettings) -> list[Manifest]:
-    """Nobody reaches these pods but who has to: clients the gateway, gateways and workers each other and Redis."""
+    """Only who has to reaches these pods: clients the gateway, gateways and workers each other and Redis. The pods
+    themselves reach each other, and outside of the service what the spec names.
+    """
     name, security = service.name, service.spec.security
     if not security.network_policies:
         return []
@@ -75,22 +115,53 @@ def network_policies(service: Served, settings: OperatorSettings) -> list[Manife
             reach["router"].append({"from": prometheus, "ports": [_port(ROUTER_PORT)]})
     if service.spec.redis.managed is not None:
         reach["redis"] = [{"from": [parts], "ports": [_port(REDIS_PORT)]}]
-    return [_policy(service, part, rules) for part, rules in reach.items()]
+    return [_policy(service, part, rules, _egress(service, part, parts)) for part, rules in reach.items()]
 
 
-def _policy(service: Served, part: str, ingress: list[Manifest]) -> Manifest:
+def _egress(service: Served, part: str, parts: Manifest) -> list[Manifest]:
+    """Where the pods of a part may go: to each other, and where the spec sends them."""
+    if part == "redis":
+        return []
+    spec = service.spec
+    rules: list[Manifest] = [{"to": [parts]}, {"ports": [_port(port, kind) for port in DNS for kind in ("UDP", "TCP")]}]
+    reached = []
+    if spec.redis.external is not None:
+        reached.append(urlsplit(spec.redis.external.url).port or REDIS_PORT)
+    if spec.observability.otlp_traces_endpoint is not None:
+        collector = urlsplit(spec.observability.otlp_traces_endpoint)
+        reached.append(collector.port or (HTTPS if collector.scheme == "https" else HTTP))
+    if spec.model.hugging_face is not None:
+        reached.append(HTTPS)
+    if reached:
+        rules.append({"ports": [_port(port) for port in dict.fromkeys(reached)]})
+    return rules + [_allowed(one) for one in spec.security.egress]
+
+
+def _allowed(rule: EgressRule) -> Manifest:
+    built: Manifest = {}
+    if rule.cidr is not None:
+        built["to"] = [{"ipBlock": {"cidr": rule.cidr}}]
+    if rule.ports:
+        built["ports"] = [_port(port) for port in rule.ports]
+    return built
+
+
+def _policy(service: Served, part: str, ingress: list[Manifest], egress: list[Manifest]) -> Manifest:
     labels = labels_of(service.name, part)
+    spec = {
+        "podSelector": {"matchLabels": selector_of(labels)},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": ingress,
+        "egress": egress,
+    }
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": {"name": f"{service.name}-{part}", "namespace": service.namespace, "labels": labels},
-        "spec": {
-            "podSelector": {"matchLabels": selector_of(labels)},
-            "policyTypes": ["Ingress"],
-            "ingress": ingress,
-        },
+        # A list without rules allows nothing; API servers do not keep it.
+        "spec": {key: value for key, value in spec.items() if value != []},
     }
 
 
-def _port(number: int) -> Manifest:
-    return {"protocol": "TCP", "port": number}
+def _port(number: int, protocol: str = "TCP") -> Manifest:
+    return {"protocol": protocol, "port": number}

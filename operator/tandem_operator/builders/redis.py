@@ -12,6 +12,7 @@ from tandem_operator.builders.containers import (
     pod_template,
     resources_of,
     scratch,
+    scratch_limit,
     secret_volume,
 )
 from tandem_operator.builders.naming import labels_of, redis_name, redis_secret_name, selector_of
@@ -31,6 +32,9 @@ MEMORY_SHARE = Decimal("0.75")
 
 DEFAULT_MEMORY = "1Gi"
 
+SCRATCH_LIMIT = "256Mi"
+"""Of its folder, which holds its configuration alone."""
+
 
 def redis_labels(service: str) -> dict[str, str]:
     """Of its objects and its pod."""
@@ -43,7 +47,7 @@ def redis_deployment(service: Served) -> Manifest:
     assert managed is not None, "an external Redis is not ours to make"
     labels = redis_labels(service.name)
     volumes, mounts = zip(
-        scratch("data", "/data"),
+        scratch("data", "/data", limit=scratch_limit(managed.pod, SCRATCH_LIMIT)),
         secret_volume("password", redis_secret_name(service.name), PASSWORD_FOLDER, {PASSWORD_KEY: PASSWORD_KEY}),
         strict=True,
     )

@@ -16,7 +16,9 @@ from tandem_operator.builders.containers import (
     pod_template,
     resources_of,
     scratch,
+    scratch_limit,
     secret_volume,
+    spread_apart,
     value,
 )
 from tandem_operator.builders.model_mount import ModelMount
@@ -26,6 +28,7 @@ from tandem_operator.builders.served import Served
 from tandem_operator.builders.worker import CURVE_FOLDER, CURVE_KEY
 
 KEYS_FOLDER = "/etc/tandem/keys"
+SCRATCH_LIMIT = "4Gi"
 
 
 def services_pod(
@@ -48,7 +51,7 @@ def services_pod(
         environment: variables beside those that every such pod has and those of `overrides`.
     """
     spec = service.spec
-    pairs = _volumes(service)
+    pairs = _volumes(service, overrides)
     container: Manifest = {
         "name": name,
         "image": service.services_image,
@@ -71,6 +74,7 @@ def services_pod(
     if spec.images.pull_policy is not None:
         container["imagePullPolicy"] = spec.images.pull_policy
     pod: Manifest = {
+        "topologySpreadConstraints": spread_apart(labels),
         "securityContext": pod_security(spec.security.run_as_user),
         "terminationGracePeriodSeconds": grace_s,
         "initContainers": list(mount.init_containers),
@@ -81,10 +85,13 @@ def services_pod(
     return pod_template(labels=labels, overrides=overrides, spec={key: part for key, part in pod.items() if part != []})
 
 
-def _volumes(service: Served) -> list[tuple[Manifest, Manifest]]:
+def _volumes(service: Served, overrides: PodOverrides) -> list[tuple[Manifest, Manifest]]:
     """Each with its place in the container."""
     spec = service.spec
-    pairs = [scratch("tmp", TMP), secret_volume("curve", service.curve_secret, CURVE_FOLDER, {CURVE_KEY: CURVE_KEY})]
+    pairs = [
+        scratch("tmp", TMP, limit=scratch_limit(overrides, SCRATCH_LIMIT)),
+        secret_volume("curve", service.curve_secret, CURVE_FOLDER, {CURVE_KEY: CURVE_KEY}),
+    ]
     pairs += redis_volumes(spec.redis, service.name)
     if spec.gateway.auth_secret is not None:
         pairs.append(secret_volume("api-keys", spec.gateway.auth_secret, KEYS_FOLDER))

@@ -18,6 +18,7 @@ from tandem_operator.builders.containers import (
     pod_template,
     resources_of,
     scratch,
+    scratch_limit,
     secret_volume,
     value,
 )
@@ -43,6 +44,10 @@ GRACE_AFTER_DRAIN_S = 15
 """After the drain a worker says good-bye to Redis and its peers, and its engine has 10 s to end."""
 AWAIT_LINKS_S = 20
 """A pod is not ready before the links to the peers that it finds were tested: in a large fleet that takes a while."""
+LEAST = {"cpu": "500m", "memory": "1Gi"}
+"""Requests of a worker that names neither a request nor a limit."""
+SCRATCH_LIMIT = "16Gi"
+"""Of compiled kernels and temporary files."""
 START_PROBES = 360
 """Every five seconds: half an hour to download and load weights before the pod is restarted."""
 
@@ -85,7 +90,7 @@ def worker_template(service: Served, role: RoleName, labels: dict[str, str], *, 
     spec, part = service.spec, service.role(role)
     image = service.engine_image(role)
     mount = model_mount(spec.model, image=image, weights=True)
-    volumes, mounts = _files(service, mount)
+    volumes, mounts = _files(service, part, mount)
     container: Manifest = {
         "name": "worker",
         "image": image,
@@ -162,11 +167,11 @@ def _environment(spec: ModelServiceSpec, part: Role, revision: str, *, standby: 
     return ours + ucx + env_of(part.pod.env)
 
 
-def _files(service: Served, mount: ModelMount) -> tuple[list[Manifest], list[Manifest]]:
+def _files(service: Served, part: Role, mount: ModelMount) -> tuple[list[Manifest], list[Manifest]]:
     pairs = [
-        scratch("tmp", TMP),
+        scratch("tmp", TMP, limit=scratch_limit(part.pod, SCRATCH_LIMIT)),
         # Shared memory between ranks, and between workers of one node where UCX uses it.
-        scratch("shm", "/dev/shm", memory=True),  # noqa: S108 - a volume of the pod
+        scratch("shm", "/dev/shm", limit=str(part.shared_memory), memory=True),  # noqa: S108 - a volume of the pod
         secret_volume("curve", service.curve_secret, CURVE_FOLDER, {CURVE_KEY: CURVE_KEY}),
         *redis_volumes(service.spec.redis, service.name),
     ]
@@ -175,7 +180,7 @@ def _files(service: Served, mount: ModelMount) -> tuple[list[Manifest], list[Man
 
 
 def _resources(spec: ModelServiceSpec, part: Role) -> Manifest:
-    built = resources_of(part.resources)
+    built = resources_of(part.resources, LEAST)
     rdma = spec.transfer.rdma
     if rdma is not None:
         for kind in ("requests", "limits"):

@@ -99,9 +99,17 @@ def _deployment(seen: Seen, pods: list[Seen], failing: Mapping[str, str]) -> Dep
         role=role,
         revision=labels.get(REVISION_LABEL),
         created=body["metadata"].get("creationTimestamp", ""),
+        exchanging=_exchanging(body),
         paused=body["spec"].get("paused", False),
         trouble=_trouble(body, living, failing),
     )
+
+
+def _exchanging(body: dict[str, Any]) -> bool:
+    """A Deployment or a LeaderWorkerSet with pods of an older template, or too few of the newest."""
+    status = body.get("status", {})
+    updated = status.get("updatedReplicas", 0)
+    return bool(updated < body["spec"].get("replicas", 1) or status.get("replicas", 0) > updated)
 
 
 def _partition(group: Seen) -> int:

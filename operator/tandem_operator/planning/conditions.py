@@ -31,6 +31,7 @@ NEEDED = (VALID, MODEL_AVAILABLE, REDIS_READY, *WORKERS_READY.values(), ROUTER_R
 """What must be true for `Ready`, in the order in which people should look."""
 
 MAX_MESSAGE = 4096
+MAX_TROUBLE = 80
 
 
 def condition(kind: str, status: bool | None, reason: str, message: str = "") -> Condition:
@@ -49,6 +50,18 @@ def ready(conditions: Sequence[Condition]) -> Condition:
         if one.status != "True":
             return condition(READY, False, one.reason, f"{kind}: {one.message}" if one.message else kind)
     return condition(READY, True, "CanaryPassed", "a request went from prefill to decode and came back")
+
+
+def trouble_of(conditions: Sequence[Condition]) -> str:
+    """What is wrong, as a column of `kubectl get` has it: the first of what people should look at, cut short."""
+    bad = {VALID: "False", DEGRADED: "True", MODEL_AVAILABLE: "False", TRANSPORT_READY: "False"}
+    by_type = {one.type: one for one in conditions}
+    for kind, status in bad.items():
+        one = by_type.get(kind)
+        if one is not None and one.status == status:
+            text = f"{one.reason}: {one.message}" if one.message else one.reason
+            return text if len(text) <= MAX_TROUBLE else f"{text[: MAX_TROUBLE - 1]}…"
+    return ""
 
 
 def settled(

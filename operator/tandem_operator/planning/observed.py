@@ -33,6 +33,8 @@ class DeploymentSeen:
     revision: str | None = None
     created: str = ""
     """RFC 3339, so that names sort by age."""
+    exchanging: bool = False
+    """Its pods are being exchanged for those of its newest template."""
     paused: bool = False
     """Its pods are not exchanged, whatever its template says."""
     trouble: str = ""

@@ -32,12 +32,12 @@ from tandem_operator.builders.naming import (
     redis_secret_name,
     selector_of,
 )
-from tandem_operator.builders.policies import disruption_budgets, network_policies
+from tandem_operator.builders.policies import WorkerSet, disruption_budgets, network_policies
 from tandem_operator.builders.pools import worker_pool
 from tandem_operator.builders.redis import redis_deployment, redis_service
 from tandem_operator.builders.served import Served
-from tandem_operator.builders.worker_group import workers
-from tandem_operator.planning.conditions import READY, ready, settled
+from tandem_operator.builders.worker_group import LEADER_WORKER_SETS, workers
+from tandem_operator.planning.conditions import READY, ready, settled, trouble_of
 from tandem_operator.planning.observed import Observed, Ref
 from tandem_operator.planning.pausing import held
 from tandem_operator.planning.revision import revision_of
@@ -85,7 +85,7 @@ def make_plan(
     target = revision_of(service)
     wanted = wanted_workers(service, observed)
     step = next_step(target, wanted, _revisions(observed), service.spec.rollout)
-    manifests = held(_manifests(service, target, step, settings), service, observed)
+    manifests = held(_manifests(service, observed, target, step, settings), service, observed)
     conditions = health_of(service, observed, target, wanted)
     status = _status(before, conditions, observed, generation)
     return Plan(
@@ -129,7 +129,9 @@ def _revisions(observed: Observed) -> list[RevisionSeen]:
     ]
 
 
-def _manifests(service: Served, target: str, step: Step, settings: OperatorSettings) -> tuple[Manifest, ...]:
+def _manifests(
+    service: Served, observed: Observed, target: str, step: Step, settings: OperatorSettings
+) -> tuple[Manifest, ...]:
     manifests = [worker_pool(service, role) for role in ROLES]
     manifests += [
         workers(service, role, target, step.desired[target][role], standby=settings.canaries) for role in ROLES
@@ -143,9 +145,24 @@ def _manifests(service: Served, target: str, step: Step, settings: OperatorSetti
         manifests.append(route)
     manifests += pool
     manifests += pod_monitors(service)
-    manifests += disruption_budgets(service, settings)
+    manifests += disruption_budgets(service, settings, _worker_sets(service, observed, target))
     manifests += network_policies(service, settings)
     return tuple(manifests)
+
+
+def _worker_sets(service: Served, observed: Observed, target: str) -> list[WorkerSet]:
+    """Of the wanted revision, and of others as long as they have workers."""
+    sets = {(role, target): WorkerSet(role=role, revision=target, grouped=service.nodes(role) > 1) for role in ROLES}
+    for one in observed.workers():
+        if one.role is None or one.revision is None or (one.revision != target and not one.replicas and not one.pods):
+            continue
+        sets[one.role, one.revision] = WorkerSet(
+            role=one.role,
+            revision=one.revision,
+            grouped=one.api_version == LEADER_WORKER_SETS,
+            exchanging=one.exchanging,
+        )
+    return list(sets.values())
 
 
 def _secrets(service: Served, observed: Observed) -> tuple[str, ...]:
@@ -201,6 +218,8 @@ def _status(
         observed_generation=generation,
         conditions=timed,
         ready=before.ready,
+        serving=before.serving,
+        trouble=trouble_of(timed),
         endpoint=before.endpoint,
         revision=before.revision,
         revisions=before.revisions,
@@ -212,18 +231,32 @@ def _status(
 def _with_workers(
     status: ModelServiceStatus, service: Served, observed: Observed, target: str, wanted: Counts, step: Step
 ) -> ModelServiceStatus:
-    total = {role: sum(one.ready for one in observed.workers() if one.role == role) for role in ROLES}
+    serving = _serving(observed, target)
+    counted = {role: _ready(observed, serving or target, role) for role in ROLES}
     port = service.spec.gateway.service.port
     host = f"{gateway_name(service.name)}.{service.namespace}.svc"
     history = [name for name in (status.revision, *status.history) if name and name != target]
     return msgspec.structs.replace(
         status,
-        ready=" ".join(f"{total[role]}/{wanted[role]}{role[0].upper()}" for role in ROLES),
+        ready=" ".join(f"{counted[role]}/{wanted[role]}{role[0].upper()}" for role in ROLES),
+        serving=serving,
         endpoint=Address(host, port).url().removesuffix(":80"),
         revision=target,
         history=list(dict.fromkeys(history))[: service.spec.rollout.history],
         revisions=_revision_statuses(observed, step),
     )
+
+
+def _serving(observed: Observed, target: str) -> str:
+    """The revision with most decode workers that are ready, for new requests follow them; empty without any."""
+    names = {one.revision for one in observed.workers() if one.revision is not None}
+    shares = {name: (_ready(observed, name, "decode"), name == target, name) for name in names}
+    best = max(shares, key=lambda name: shares[name], default="")
+    return best if best and shares[best][0] > 0 else ""
+
+
+def _ready(observed: Observed, revision: str, role: RoleName) -> int:
+    return sum(one.ready for one in observed.workers() if one.revision == revision and one.role == role)
 
 
 def _revision_statuses(observed: Observed, step: Step) -> list[RevisionStatus]:

@@ -22,6 +22,7 @@ from tandem_operator.planning.conditions import (
     WORKERS_READY,
     condition,
     settled,
+    trouble_of,
 )
 from tandem_operator.planning.observed import DeploymentSeen, Observed, Ref
 from tandem_operator.planning.rollout import Counts
@@ -37,7 +38,10 @@ def invalid(problems: list[str]) -> Condition:
 def name_taken(foreign: Iterable[Ref]) -> Condition:
     """Objects of others have names that ours would need; they are left alone."""
     names = ", ".join(sorted(f"{ref.kind} {ref.name!r}" for ref in foreign))
-    message = f"not made by this service and left alone: {names}; delete them, or give this service another name"
+    message = (
+        f"not made by this service and left alone: {names}; delete them, or give this service another name. Those of a "
+        f"deleted service of this name go by themselves once its gateways have drained"
+    )
     return condition(VALID, False, "NameTaken", message)
 
 
@@ -54,7 +58,7 @@ def not_applied(
     kept = [one for one in planned.conditions if one.type not in (READY, DEGRADED)]
     conditions = [ready, *kept, condition(DEGRADED, True, reason, message)]
     timed = settled(conditions, before.conditions, generation=planned.observed_generation, now=now)
-    return msgspec.structs.replace(planned, conditions=timed)
+    return msgspec.structs.replace(planned, conditions=timed, trouble=trouble_of(timed))
 
 
 def health_of(service: Served, observed: Observed, target: str, wanted: Counts) -> list[Condition]:

@@ -54,6 +54,7 @@ def problems_of(service: Served, apis: ClusterApis, allow: Set[Privilege] = froz
     return [
         *_privileges(service, allow),
         *_objects(service, apis, allow),
+        *_ways_back(service),
         *_host_paths(service),
         *_names(service),
         *_quantities(service),
@@ -99,11 +100,29 @@ def _host_paths(service: Served) -> Iterator[str]:
         taken: set[str] = set()
         for number, one in enumerate(overrides.host_paths):
             field = f"spec.{path}.pod.hostPaths[{number}]"
-            if ".." in one.path.split("/"):
-                yield f"{field}.path: {one.path!r} goes back by '..'; name the folder itself"
             if one.mount_path in taken:
                 yield f"{field}.mountPath: {one.mount_path!r} is another one's already; give each its own"
             taken.add(one.mount_path)
+
+
+def _ways_back(service: Served) -> Iterator[str]:
+    """Paths that leave the folder that they seem to name, where the CRD in the cluster is older than this rule."""
+    model = service.spec.model
+    paths = [
+        ("spec.model.path", model.path),
+        ("spec.model.huggingFace.revision", model.hugging_face.revision if model.hugging_face is not None else None),
+    ]
+    for name in ("engine", *(f"{role}.engine" for role in ROLES)):
+        engine = service.spec.engine if name == "engine" else service.role(name.removesuffix(".engine")).engine
+        draft = engine.speculation.draft_model_path if engine.speculation is not None else None
+        paths.append((f"spec.{name}.speculation.draftModelPath", draft))
+    for part, overrides in _pods(service).items():
+        for number, one in enumerate(overrides.host_paths):
+            field = f"spec.{part}.pod.hostPaths[{number}]"
+            paths += [(f"{field}.path", one.path), (f"{field}.mountPath", one.mount_path)]
+    for field, path in paths:
+        if path is not None and ".." in path.split("/"):
+            yield f"{field}: {path!r} leads out of the folder by '..'; name the folder itself"
 
 
 def _pods(service: Served) -> dict[str, PodOverrides]:

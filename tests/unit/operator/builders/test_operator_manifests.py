@@ -258,8 +258,9 @@ def test_only_a_service_that_somebody_scales_may_be_at_zero():
 
 
 def test_a_group_is_one_worker_and_its_pods_are_told_apart_by_the_controller():
-    made = {one["metadata"]["name"]: one for one in manifests(ROOT / "examples/multi-node.yaml")}
-    (group,) = [one for one in made.values() if one["kind"] == "LeaderWorkerSet"]
+    everything = manifests(ROOT / "examples/multi-node.yaml")
+    (group,) = [one for one in everything if one["kind"] == "LeaderWorkerSet"]
+    made = {one["metadata"]["name"]: one for one in everything if one["kind"] != "LeaderWorkerSet"}
     assert group["metadata"]["labels"][ROLE_LABEL] == "decode"
     spec, pair = group["spec"], group["spec"]["leaderWorkerTemplate"]
     assert (spec["replicas"], pair["size"], pair["restartPolicy"]) == (1, 2, "RecreateGroupOnPodRestart")
@@ -281,7 +282,7 @@ def test_a_group_is_one_worker_and_its_pods_are_told_apart_by_the_controller():
         "follower",
     )
     # Nobody takes a follower for a worker; it is protected all the same.
-    for name in ("large-decode-followers", "large-follower"):
+    for name in (f"{group['metadata']['name']}-followers", "large-follower"):
         selector = made[name]["spec"].get("podSelector", made[name]["spec"].get("selector"))["matchLabels"]
         assert selector.items() <= follower["metadata"]["labels"].items()
         assert not selector.items() <= leader["metadata"]["labels"].items()

@@ -104,7 +104,7 @@ def test_all_pods_of_a_worker_of_several_pods_have_what_is_allowed_and_nothing_i
 @pytest.mark.parametrize(
     ("paths", "said"),
     [
-        ([("/mnt/../etc", "/a")], "hostPaths[0].path: '/mnt/../etc' goes back by '..'"),
+        ([("/mnt/../etc", "/a")], "hostPaths[0].path: '/mnt/../etc' leads out of the folder by '..'"),
         ([("/mnt/a", "/a"), ("/mnt/b", "/a")], "hostPaths[1].mountPath: '/a' is another one's already"),
     ],
 )

@@ -29,7 +29,7 @@ ELSEWHERE = {
 }
 WORDS = """
 tcp none full error float32 ClusterIP Never fcfs write_back NoExecute FailClose Equal Exists NGRAM NoSchedule internal
-512Mi 1 cpu
+512Mi 1 cpu 2h 10.2.0.0/16
 redis://elsewhere:1/0 rediss://elsewhere:1/0
 """.split()
 """For fields that take one of a few."""

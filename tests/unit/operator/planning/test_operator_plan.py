@@ -40,8 +40,8 @@ def test_a_minimal_service_gets_pools_gateway_redis_and_their_protection():
         ("Service", "chat-gateway"),
         ("Deployment", "chat-redis"),
         ("Service", "chat-redis"),
-        ("PodDisruptionBudget", "chat-prefill"),
-        ("PodDisruptionBudget", "chat-decode"),
+        ("PodDisruptionBudget", f"chat-prefill-{revision}"),
+        ("PodDisruptionBudget", f"chat-decode-{revision}"),
         ("NetworkPolicy", "chat-gateway"),
         ("NetworkPolicy", "chat-worker"),
         ("NetworkPolicy", "chat-redis"),
@@ -130,7 +130,7 @@ def test_groups_scale_roll_and_pause_as_other_workers_do():
     two = {"engine": {"tensorParallelSize": 2, "nodes": 2}}
     cluster.settle(service_of(decode={**two, "replicas": 3}))
     first = cluster.status.revision
-    kinds = {ref.name: ref.kind for ref in cluster.objects if ref.name in cluster.deployments}
+    kinds = {ref.name: ref.kind for ref in cluster.objects if ref.kind in ("Deployment", "LeaderWorkerSet")}
     assert (kinds[f"chat-decode-{first}"], kinds[f"chat-prefill-{first}"]) == ("LeaderWorkerSet", "Deployment")
     plan = cluster.reconcile(service_of(decode={**two, "replicas": 3}, rollout={"paused": True}))
     (group,) = [one for one in plan.apply if one["kind"] == "LeaderWorkerSet"]
