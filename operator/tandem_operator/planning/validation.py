@@ -112,8 +112,8 @@ def _ways_back(service: Served) -> Iterator[str]:
         ("spec.model.path", model.path),
         ("spec.model.huggingFace.revision", model.hugging_face.revision if model.hugging_face is not None else None),
     ]
-    for name in ("engine", *(f"{role}.engine" for role in ROLES)):
-        engine = service.spec.engine if name == "engine" else service.role(name.removesuffix(".engine")).engine
+    engines = {"engine": service.spec.engine, **{f"{role}.engine": service.role(role).engine for role in ROLES}}
+    for name, engine in engines.items():
         draft = engine.speculation.draft_model_path if engine.speculation is not None else None
         paths.append((f"spec.{name}.speculation.draftModelPath", draft))
     for part, overrides in _pods(service).items():
