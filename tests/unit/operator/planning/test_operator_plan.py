@@ -323,3 +323,46 @@ def test_a_service_that_never_came_up_is_unready_for_the_refusal():
         found = {one.type: (one.status, one.reason, one.message) for one in status.conditions}
         assert found["Ready"] == ("False", *told[:2])
         assert found["Degraded"] == ("True", *told[:2])
+
+
+def test_counts_and_columns_are_those_of_the_serving_revision():
+    """Workers of all revisions were counted, so a rollout that was stuck looked complete."""
+    cluster = KubeCluster()
+    cluster.settle(service_of(prefill={"replicas": 2}, decode={"replicas": 2}))
+    old = cluster.status.revision
+    assert (cluster.status.serving, cluster.status.ready, cluster.status.trouble) == (old, "2/2P 2/2D", "")
+    changed = service_of(prefill={"replicas": 2}, decode={"replicas": 2}, model={"path": "/models/other"})
+    cluster.reconcile(changed)
+    new = next(one.revision for one in cluster.deployments.values() if one.revision not in (None, old))
+    cluster.canaries[new] = Canary(passed=False, message="no answer")
+    cluster.reconcile(changed)
+    status = cluster.status
+    assert (status.serving, status.revision, status.ready) == (old, new, "2/2P 2/2D")
+    assert status.trouble == f"CanaryFailed: revision {new}: no answer"
+    cluster.settle(changed)
+    assert (cluster.status.serving, cluster.status.ready, cluster.status.trouble) == (new, "2/2P 2/2D", "")
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        ({"model": {"path": "/models/../etc"}}, "spec.model.path"),
+        (
+            {"model": {"huggingFace": {"id": "a/b", "revision": "main/../../c"}}},
+            "spec.model.huggingFace.revision",
+        ),
+        (
+            {"decode": {"engine": {"speculation": {"algorithm": "EAGLE", "draftModelPath": "../eagle"}}}},
+            "spec.decode.engine.speculation.draftModelPath",
+        ),
+        (
+            {"engine": {"speculation": {"algorithm": "EAGLE", "draftModelPath": "a/.."}}},
+            "spec.engine.speculation.draftModelPath",
+        ),
+    ],
+)
+def test_a_path_that_leaves_its_folder_is_refused(spec, field):
+    """Also where the CRD in the cluster is older than the rule."""
+    (text,) = problems_of(service_of({**MINIMAL, **spec}), ClusterApis())
+    assert text.startswith(f"{field}: ")
+    assert "leads out of the folder by '..'" in text
