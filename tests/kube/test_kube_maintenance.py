@@ -114,9 +114,9 @@ def test_a_stuck_rollout_does_not_block_a_drain(services, running):
     broken = {**TWO, "pod": {"annotations": {NOT_READY: "false"}}}
     services.apply(prefill=broken, decode=broken, model={"path": "/opt/tandem/models/tandem-mini-eagle"})
     wait_for(lambda: len(decode_pods(services)) == 3, PATIENCE_S, running.log)
+    wait_for(lambda: services.get()["status"]["revision"] != old, PATIENCE_S, running.log)
     status = services.get()["status"]
     assert (status["ready"], status["serving"]) == ("2/2P 2/2D", old)
-    assert status["revision"] != old
     version = services.cluster.newest("policy/v1", "policy/v1beta1")
     budgets = f"/apis/{version}/namespaces/{services.namespace}/poddisruptionbudgets"
 
