@@ -36,7 +36,7 @@ _RENDERING_ERRORS = (
     TypeError,
     ValueError,
 )
-_CASE_CHANGES = frozenset(("capitalize", "casefold", "lower", "swapcase", "title", "translate", "upper"))
+_CASE_CHANGES = frozenset(("capitalize", "casefold", "lower", "swapcase", "title", "upper"))
 
 
 class _GenerationTag(Extension):
@@ -73,7 +73,9 @@ class ChatTemplate:
         self.knows_tools = "tools" in self.variables
         self.constants = frozenset({*_constants(parsed), *special_tokens.values()})
         """All text that it can write of its own."""
-        self.changes_case = not _CASE_CHANGES.isdisjoint(_operations(parsed))
+        operations = frozenset(_operations(parsed))
+        self.changes_case = not _CASE_CHANGES.isdisjoint(operations)
+        self.translates = "translate" in operations
 
     def render(
         self,

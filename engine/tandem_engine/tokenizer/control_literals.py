@@ -5,7 +5,8 @@ every character (`TracedText`) costs more than rendering, so it is done only whe
 control literal:
 
     contents    a string of the client's has the first or last character of a literal, such as "<" or ">"
-    template    the template writes literals in pieces (`"<|" + message.role + "|>"`) or changes the case of text
+    template    the template writes literals in pieces (`"<|" + message.role + "|>"`), translates characters, or changes
+                the case of text where a literal begins or ends with a letter
 
 Without either, a literal in the rendered text begins and ends in the template's own text, in one piece.
 """
@@ -21,6 +22,8 @@ class ControlLiterals:
     def __init__(self, literals: Sequence[str]) -> None:
         self._literals = tuple(literals)
         edges = {edge for text in literals for edge in (text[0], text[-1])}
+        self.begin_with_letters = any(edge.lower() != edge.upper() for edge in edges)
+        """Or end with one."""
         self._edge = re.compile(f"[{re.escape(''.join(sorted(edges)))}]" if edges else r"(?!)")
 
     def may_begin_in(self, value: Any) -> bool:

@@ -82,8 +82,7 @@ class TextTokenizer:
             _without_controls=without_controls,
             _chats=ChatEncoder.of(with_controls, without_controls, literals, unknown=unknown, resembling=resembling),
             _literals=control_literals,
-            _follows_all=template is not None
-            and (template.changes_case or control_literals.pieced_together(template.constants) or resembling),
+            _follows_all=template is not None and _follows_all(template, control_literals, resembling=resembling),
         )
 
     @property
@@ -202,6 +201,11 @@ class TextTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.vocabulary.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def _follows_all(template: ChatTemplate, literals: ControlLiterals, *, resembling: bool) -> bool:
+    recased = template.changes_case and literals.begin_with_letters
+    return resembling or recased or template.translates or literals.pieced_together(template.constants)
 
 
 def _require_plain_controls(

@@ -186,7 +186,13 @@ def with_twin_as_text(template, literal, asked):
     return ids and [each for token in ids for each in (plain if token == twin_id else (token,))]
 
 
-SPLITTING = ("think_split_last_query", "think_always_open", "gmask_thinking_macro", "bracket_marks_tool_macro")
+SPLITTING = (
+    "think_split_last_query",
+    "think_always_open",
+    "gmask_thinking_macro",
+    "bracket_marks_tool_macro",
+    "thoughts_cut_in_a_loop",
+)
 
 
 @pytest.mark.parametrize("template", SPLITTING)

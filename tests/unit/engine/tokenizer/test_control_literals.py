@@ -126,6 +126,14 @@ def test_prompts_of_sentencepiece_keep_their_spaces(tmp_path):
     assert ids == [1, pieces.index("a"), *plain, pieces.index("b"), pieces.index("▁a")]
 
 
+def test_literal_of_letters_made_by_case_is_not_forged(tmp_path):
+    template = "{{ messages[0].content | capitalize }} End"
+    tokenizer, reference = load(tmp_path, added=[{"content": "End"}], template=template)
+    ids = tokenizer.encode_chat(says("end"))
+    assert ids.count(reference.token_to_id("End")) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "End End"
+
+
 def test_scan_finds_edges_in_values_and_keys():
     literals = ControlLiterals(["<|a|>", "[B]"])
     assert not literals.may_begin_in([{"role": "user", "content": "plain | text"}, None, 3, ("x",)])
