@@ -21,6 +21,10 @@ class CheckpointError(EngineError):
     code = "checkpoint_error"
 
 
+class UnsupportedVariantError(CheckpointError):
+    """A sound checkpoint with a field or value that Tandem's own layers do not implement; transformers may."""
+
+
 class InvalidRequestError(EngineError):
     """A request that no engine state can ever serve. `param` names the field at fault."""
 

@@ -15,6 +15,7 @@ from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.load_progress import load_progress
 from tandem_engine.model.loader import load_kv_scales, load_model, resolve_dtype
+from tandem_engine.model.long_context import default_context, fingerprint_of
 from tandem_engine.model.sharing import require_shareable
 from tandem_engine.model.weight_memory import weight_memory
 from tandem_engine.parallel.devices import device_of_rank, require_device
@@ -59,6 +60,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
     config = replace(config, device=device_of_rank(config.device, config.parallel.local_rank(parallel.rank)))
     read_draft(config.speculative, target=facts, target_path=config.model_path)
     context_length = _context_length(config, facts)
+    facts = replace(facts, fingerprint=fingerprint_of(facts, context_length))
     threads = max(1, (config.threads or len(config.cpus) or torch.get_num_threads()) // config.parallel.local_size)
     # This thread only schedules; see `ForwardThread` for what a second compute team would cost.
     torch.set_num_threads(1)
@@ -132,4 +134,4 @@ def _context_length(config: EngineConfig, facts: ModelConfig) -> int:
         )
     if config.context_length == 1:
         raise ConfigError("--context-length must be at least 2, a token of prompt and one of output, got 1")
-    return config.context_length or min(facts.max_position, DEFAULT_CONTEXT)
+    return config.context_length or default_context(facts, DEFAULT_CONTEXT)

@@ -6,12 +6,15 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tandem_engine.config import ModelImpl
 from tandem_engine.errors import CheckpointError
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.fallback.examine import examine
 from tandem_engine.model.loader import load_model
+from tandem_engine.model.long_context import default_context, fingerprint_of
+from tandem_testing.dense_attention import DenseAttend
 from tandem_testing.exactness import (
     CACHED,
     CHUNKED,
@@ -107,6 +110,8 @@ def test_the_examination_allows_for_rounding(olmo2, dtype):
         ("llama4", "layer_types may name only full_attention and sliding_attention"),
         ("deepseek-v3", "keys of 192 and values of 128"),
         ("gpt-oss", "asks for s_aux"),
+        ("roberta", "computes other logits than transformers by itself"),
+        ("xlm-roberta", "computes other logits than transformers by itself"),
     ],
 )
 def test_a_model_that_does_more_than_paged_attention_is_refused(name, reason, tmp_path):
@@ -141,7 +146,13 @@ def test_a_model_whose_tokens_meet_outside_attention_is_refused(olmo2):
 
     model.body.layers[1].register_forward_hook(shift)
     with pytest.raises(CheckpointError, match="does something between tokens"):
-        examine(model.body, model.head, num_layers=facts.num_layers, vocab_size=facts.vocab_size)
+        examine(
+            model.body,
+            model.head,
+            num_layers=facts.num_layers,
+            vocab_size=facts.vocab_size,
+            max_position=facts.max_position,
+        )
 
 
 def test_code_in_a_checkpoint_is_never_run(olmo2):
@@ -192,17 +203,77 @@ def test_two_models_with_the_same_weights_and_another_config_never_exchange_page
     assert read_model_config(olmo2, impl=ModelImpl.AUTO).fingerprint != before
 
 
-def test_angles_that_depend_on_the_length_of_a_call_bound_the_context(tmp_path):
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0 + i for i in range(8)],
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(("context", "length"), [(64, 50), (256, 100)])
+def test_longrope_has_the_angles_of_its_context(tmp_path, context, length):
+    """Up to the original context the short ones, with a longer one those of prompts beyond it."""
     write_tiny_checkpoint("phi3", tmp_path)
-    longrope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-        "original_max_position_embeddings": 128,
-    }
-    edit_config(tmp_path, rope_parameters=longrope, original_max_position_embeddings=128)
-    assert load(tmp_path).config.max_position == 128
+    edit_config(tmp_path, rope_parameters=LONGROPE, original_max_position_embeddings=64, sliding_window="absent")
+    config = read_model_config(tmp_path, impl=ModelImpl.AUTO)
+    assert config.max_position == 512
+    assert default_context(config, 4096) == 64
+    model = load_model(tmp_path, config, torch.float32, context_length=context, progress=False)
+    ids = torch.randint(259, (length,), generator=torch.Generator().manual_seed(3))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    attend = DenseAttend(specs=model.attention)
+    with torch.inference_mode():
+        parts = []
+        for start, stop in ((0, 20), (20, length)):
+            attend.extend_lens = [stop - start]
+            span = torch.arange(start, stop)
+            parts.append(model.logits(model.forward(ids[start:stop], span, attend, span - start)))
+        expected = theirs(ids[None], use_cache=False).logits[0]
+    torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=0)
+
+
+def test_longrope_workers_of_other_angles_differ_in_identity(tmp_path):
+    write_tiny_checkpoint("phi3", tmp_path)
+    edit_config(tmp_path, rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    config = read_model_config(tmp_path, impl=ModelImpl.AUTO)
+    assert fingerprint_of(config, 64) == config.fingerprint
+    assert fingerprint_of(config, 65) == fingerprint_of(config, 512) != config.fingerprint
+
+
+def test_dynamic_rope_bounds_the_context_of_the_fallback(tmp_path):
+    write_tiny_checkpoint("olmo2", tmp_path)
+    edit_config(tmp_path, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    assert load(tmp_path).config.max_position == 512
+
+
+@pytest.mark.parametrize("reach", [512, 16])
+def test_windows_that_only_masks_apply_are_refused(tmp_path, monkeypatch, reach):
+    """Layers keep their window from the interface: found by a prompt beyond it, and by a shorter window."""
+    model = load(write_tiny_checkpoint("olmo3", tmp_path))
+    for layer in model.body.layers:
+        layer.self_attn.sliding_window = None
+    monkeypatch.setattr("tandem_engine.model.fallback.examine.LONGEST", reach)
+    facts = model.config
+    with pytest.raises(CheckpointError, match="computes other logits than transformers by itself"):
+        examine(model.body, model.head, num_layers=3, vocab_size=facts.vocab_size, max_position=facts.max_position)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_act": 3}, {"hidden_size": "64"}, {"rope_parameters": 3}, {"pad_token_id": 1 << 40}]
+)
+def test_errors_of_transformers_are_one_sentence(olmo2, changes):
+    edit_config(olmo2, **changes)
+    assert "\n" not in refusal(olmo2)
+
+
+def test_gemma4_text_is_refused_in_one_sentence(tmp_path):
+    text = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "vocab_size": 259, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    message = refusal(tmp_path)
+    assert str(tmp_path / "config.json") in message
+    assert "\n" not in message
 
 
 def test_only_the_fallback_imports_transformers(tmp_path):

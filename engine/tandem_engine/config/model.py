@@ -9,7 +9,7 @@ class RopeConfig:
     """Rotary embedding parameters as in Hugging Face `rope_parameters` / `rope_scaling`."""
 
     rope_type: str = "default"
-    """default, linear, dynamic, llama3 or yarn."""
+    """default, linear, dynamic, llama3 or yarn; longrope where transformers computes the model."""
     theta: float = 10000.0
     factor: float = 1.0
     original_max_position: int | None = None

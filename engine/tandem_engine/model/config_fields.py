@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tandem_engine.errors import CheckpointError
+from tandem_engine.errors import CheckpointError, UnsupportedVariantError
 from tandem_engine.model.json_file import shown
 
 
@@ -78,6 +78,10 @@ class ConfigFields:
     def refuse(self, name: str, rule: str) -> NoReturn:
         """Raise that field `name` breaks `rule`."""
         raise CheckpointError(f"{self.path}: {self.prefix}{name} {rule}, got {shown(self.values.get(name))}")
+
+    def defer(self, name: str, rule: str) -> NoReturn:
+        """As `refuse`, of a value that may well mean something to another implementation of the model."""
+        raise UnsupportedVariantError(f"{self.path}: {self.prefix}{name} {rule}, got {shown(self.values.get(name))}")
 
     def _value(self, name: str, default: object) -> object:
         value = self.values.get(name)

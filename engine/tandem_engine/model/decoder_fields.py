@@ -1,6 +1,8 @@
 """The fields of config.json that all families share, each with a bound."""
 
-from tandem_engine.config import Activation, ModelConfig
+from dataclasses import dataclass
+
+from tandem_engine.config import Activation, ModelConfig, RopeConfig
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.rope_fields import MAX_POSITION, longest_context, read_rope
 
@@ -13,33 +15,42 @@ MAX_HEAD_DIM = 1024
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def read_decoder(
-    fields: ConfigFields,
-    *,
-    family: str,
-    head_dim: int | None = None,
-    tie_embeddings: bool = False,
-    rope_theta: float = 10000.0,
-    rope_of: str | None = None,
-) -> ModelConfig:
-    """A plain pre-norm SwiGLU decoder; families `replace` what they do otherwise.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Defaults:
+    """What absent fields stand for in a family, as in its config class of transformers."""
 
-    Args:
-        head_dim: what an absent `head_dim` stands for; None is hidden_size / num_attention_heads.
-        tie_embeddings: what an absent `tie_word_embeddings` stands for.
-        rope_theta: what an absent `rope_theta` stands for.
-        rope_of: kind of layer whose rotary parameters to read, where kinds have their own.
+    head_dim: int | None = None
+    """None is hidden_size / num_attention_heads."""
+    num_kv_heads: int | None = None
+    """None is num_attention_heads."""
+    rms_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    tie_embeddings: bool = False
+
+
+def read_decoder(fields: ConfigFields, *, family: str, defaults: Defaults) -> ModelConfig:
+    """A plain pre-norm SwiGLU decoder with one set of rotary parameters; families `replace` what they do otherwise.
 
     Raises:
         CheckpointError: a field is missing, out of bounds, or not supported.
     """
-    hidden_size = fields.integer("hidden_size", least=1, most=MAX_HIDDEN)
-    num_heads = fields.integer("num_attention_heads", least=1, most=MAX_HEADS)
-    max_position = fields.integer("max_position_embeddings", least=1, most=MAX_POSITION)
-    rope = read_rope(fields, max_position=max_position, theta=rope_theta, layer_kind=rope_of)
+    max_position = read_positions(fields)
+    rope = read_rope(fields, max_position=max_position, theta=defaults.rope_theta)
     context = longest_context(rope, max_position=max_position)
     if context > MAX_POSITION:
         fields.refuse("max_position_embeddings", f"times the rope factor exceeds {MAX_POSITION} ({context})")
+    return read_sizes(fields, family=family, defaults=defaults, rope=rope, context=context)
+
+
+def read_positions(fields: ConfigFields) -> int:
+    """`max_position_embeddings`."""
+    return fields.integer("max_position_embeddings", least=1, most=MAX_POSITION)
+
+
+def read_sizes(fields: ConfigFields, *, family: str, defaults: Defaults, rope: RopeConfig, context: int) -> ModelConfig:
+    """As `read_decoder`, of a family that reads its rotary parameters `rope` and its longest `context` itself."""
+    hidden_size = fields.integer("hidden_size", least=1, most=MAX_HIDDEN)
+    num_heads = fields.integer("num_attention_heads", least=1, most=MAX_HEADS)
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size", least=1, most=MAX_VOCAB),
@@ -47,19 +58,20 @@ def read_decoder(
         intermediate_size=fields.integer("intermediate_size", least=1, most=MAX_INTERMEDIATE),
         num_layers=fields.integer("num_hidden_layers", least=1, most=MAX_LAYERS),
         num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(fields, num_heads),
-        head_dim=_head_dim(fields, hidden_size, num_heads, default=head_dim),
+        num_kv_heads=_num_kv_heads(fields, num_heads, absent=defaults.num_kv_heads),
+        head_dim=_head_dim(fields, hidden_size, num_heads, default=defaults.head_dim),
         max_position=context,
-        rms_eps=fields.number("rms_norm_eps", least=1e-12, most=0.1, default=1e-6),
+        rms_eps=fields.number("rms_norm_eps", least=1e-12, most=0.1, default=defaults.rms_eps),
         rope=rope,
-        tie_embeddings=fields.flag("tie_word_embeddings", default=tie_embeddings),
+        tie_embeddings=fields.flag("tie_word_embeddings", default=defaults.tie_embeddings),
         dtype=read_dtype(fields),
     )
 
 
 def require_silu(fields: ConfigFields) -> Activation:
     """The gate of every family but Gemma."""
-    fields.choice("hidden_act", ("silu",), default="silu")
+    if fields.has("hidden_act") and fields.values["hidden_act"] != "silu":
+        fields.defer("hidden_act", "must be silu")
     return Activation.SILU
 
 
@@ -69,8 +81,10 @@ def read_dtype(fields: ConfigFields) -> str:
     return fields.choice(name, DTYPES, default="float32")
 
 
-def _num_kv_heads(fields: ConfigFields, num_heads: int) -> int:
-    count = fields.integer("num_key_value_heads", least=1, most=MAX_HEADS, default=num_heads)
+def _num_kv_heads(fields: ConfigFields, num_heads: int, *, absent: int | None) -> int:
+    """Null means as many as query heads in every family; absent may stand for a number."""
+    default = num_heads if absent is None or "num_key_value_heads" in fields.values else absent
+    count = fields.integer("num_key_value_heads", least=1, most=MAX_HEADS, default=default)
     if num_heads % count:
         fields.refuse("num_key_value_heads", f"must divide num_attention_heads ({num_heads})")
     return count

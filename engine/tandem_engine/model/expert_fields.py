@@ -3,6 +3,7 @@
 from tandem_engine.config import MoeConfig
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.decoder_fields import MAX_INTERMEDIATE
+from tandem_engine.model.json_file import shown
 
 MAX_EXPERTS = 4096
 MAX_EXPERTS_PER_TOKEN = 256
@@ -24,3 +25,15 @@ def read_experts(fields: ConfigFields, *, count: str, size: str) -> MoeConfig:
         intermediate_size=fields.integer(size, least=1, most=MAX_INTERMEDIATE),
         normalise=True,
     )
+
+
+def expert_count(fields: ConfigFields, usual: str) -> str:
+    """Name of the field with the number of experts: `usual`, or the other one of the two that transformers has.
+
+    Raises:
+        CheckpointError: the config has both, and they differ.
+    """
+    first, second = "num_local_experts", "num_experts"
+    if fields.has(first) and fields.has(second) and fields.values[first] != fields.values[second]:
+        fields.refuse(second, f"must be {first} ({shown(fields.values[first])}) where a file has both")
+    return next((name for name in (first, second) if fields.has(name)), usual)

@@ -81,12 +81,14 @@ def load_model(
     group = group or SingleRank()
     require_shareable(config, group.size)
     directory = open_directory(path)
+    positions = min(context_length or config.max_position, config.max_position)
     if config.impl is ModelImpl.TRANSFORMERS:
         # Nobody else needs transformers installed, or waits for its import.
         from tandem_engine.model.fallback.model import load_fallback
 
-        return load_fallback(directory, config, dtype, torch.device(device), progress=progress)
-    positions = min(context_length or config.max_position, config.max_position)
+        return load_fallback(
+            directory, config, dtype, torch.device(device), context_length=positions, progress=progress
+        )
     place, scheme = torch.device(device), read_scheme(read_fields(directory))
     holding = holding_of(quantization, scheme, place)
     if load_format is LoadFormat.DUMMY:

@@ -15,9 +15,23 @@ FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3)
 
 
 def find_family(config: ConfigFields) -> Family | None:
-    """The family that `architectures` names. `auto_map`, which points at code to run, is never looked at."""
+    """The family that `architectures` names. `auto_map`, which points at code to run, is never looked at.
+
+    Raises:
+        CheckpointError: `model_type`, by which transformers chooses a model, names another one.
+    """
     architectures = config.items("architectures")
-    return next((family for family in FAMILIES if family.architecture in architectures), None)
+    named = [family for family in FAMILIES if family.architecture in architectures]
+    if not named:
+        return None
+    model_type = config.values.get("model_type")
+    family = next((family for family in named if model_type is None or family.name == model_type), None)
+    if family is None:
+        config.refuse(
+            "model_type",
+            f"must be {named[0].name}, as architectures names {named[0].architecture}; correct the one that is wrong",
+        )
+    return family
 
 
 def require_family(config: ConfigFields) -> Family:

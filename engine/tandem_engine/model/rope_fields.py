@@ -2,51 +2,105 @@
 
 Since version 5 transformers writes one object, `rope_parameters`, with `rope_theta` inside. Before, the
 base stood at the top as `rope_theta` and the scaling apart in `rope_scaling`, whose kind was called `type`
-at first. As in transformers, `rope_scaling` wins when a file has both.
+at first. As in transformers, a `rope_scaling` that is not empty wins when a file has both.
 
-Where kinds of layer rotate differently, `rope_parameters` holds an object per kind, and the older spelling
-means the layers with full attention.
+Where kinds of layer rotate differently, a family picks the object of a kind itself (`families.gemma3`) and has it read
+by `read_parameters`.
 """
+
+from typing import TypedDict
 
 from tandem_engine.config import RopeConfig
 from tandem_engine.model.config_fields import ConfigFields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_FIELDS = frozenset(
+    {
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "finetuned",
+        "high_freq_factor",
+        "low_freq_factor",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "rope_theta",
+        "rope_type",
+        "truncate",
+        "type",
+    }
+)
+"""What may stand in a set of rotary parameters. Which of them a kind reads follows below; it ignores the others, as in
+transformers. Exporters wrote `finetuned` beside YaRN; it has no effect."""
+ORIGINAL = "original_max_position_embeddings"
 MAX_THETA = 1e12
 MAX_FACTOR = 4096.0
 MAX_POSITION = 1 << 22
 
 
-def read_rope(
-    config: ConfigFields, *, max_position: int, theta: float = 10000.0, layer_kind: str | None = None
-) -> RopeConfig:
+class YarnFields(TypedDict, total=False):
+    """Fields of `RopeConfig`."""
+
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+    truncate: bool
+
+
+def read_rope(config: ConfigFields, *, max_position: int, theta: float = 10000.0) -> RopeConfig:
     """Parse the rotary parameters of a config whose `max_position_embeddings` is `max_position`.
 
     Args:
         theta: the base when the config names none.
-        layer_kind: the kind of layer whose own parameters to take, if the config has such; None where all
-            layers share one set.
 
     Raises:
         CheckpointError: unknown kind, a value out of bounds, or a variant that is not supported.
     """
-    fields = _object(config, layer_kind)
-    theta_from = fields if fields.has("rope_theta") else config
-    rope_type = fields.choice("type" if _spells_type(fields) else "rope_type", ROPE_TYPES, default="default")
-    original = _original_position(config, fields, rope_type=rope_type, max_position=max_position)
+    fields = config.inner("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
+    # A value at the top of the file wins, as in transformers (Phi-3 has it there).
+    original = config if config.has(ORIGINAL) else fields
+    base = fields if fields.has("rope_theta") else config
+    require_whole_rotation(config)
+    return read_parameters(fields, original=original, base=base, max_position=max_position, theta=theta)
+
+
+def read_parameters(
+    fields: ConfigFields, *, original: ConfigFields, base: ConfigFields, max_position: int, theta: float
+) -> RopeConfig:
+    """One set of rotary parameters.
+
+    Args:
+        original: where `original_max_position_embeddings` stands, if anywhere.
+        base: where `rope_theta` stands, if anywhere.
+        theta: what an absent `rope_theta` stands for.
+
+    Raises:
+        CheckpointError: as `read_rope`.
+    """
+    for name, value in fields.values.items():
+        if name not in ROPE_FIELDS and value is not None:
+            fields.defer(name, "is no rotary parameter that is known")
+    require_whole_rotation(fields)
+    spelling = "type" if fields.has("type") and not fields.has("rope_type") else "rope_type"
+    if fields.has(spelling) and fields.values[spelling] not in ROPE_TYPES:
+        fields.defer(spelling, f"must be one of {', '.join(ROPE_TYPES)}")
+    rope_type = fields.choice(spelling, ROPE_TYPES, default="default")
+    before = _original_position(original, rope_type=rope_type, max_position=max_position)
+    if rope_type == "dynamic" and fields.has(ORIGINAL) and fields.values[ORIGINAL] != max_position:
+        fields.defer(ORIGINAL, f"must be max_position_embeddings ({max_position}) for dynamic scaling")
     return RopeConfig(
         rope_type=rope_type,
-        theta=theta_from.number("rope_theta", least=1.001, most=MAX_THETA, default=theta),
-        factor=_factor(fields, rope_type=rope_type, implied=max_position / original),
-        original_max_position=None if rope_type in ("default", "linear") else original,
+        theta=base.number("rope_theta", least=1.001, most=MAX_THETA, default=theta),
+        factor=_factor(fields, rope_type=rope_type, implied=max_position / before),
+        original_max_position=None if rope_type in ("default", "linear") else before,
         low_freq_factor=_llama3_bound(fields, rope_type, "low_freq_factor", otherwise=1.0),
         high_freq_factor=_llama3_bound(fields, rope_type, "high_freq_factor", otherwise=4.0),
-        beta_fast=fields.number("beta_fast", least=1e-3, most=1e6, default=32.0),
-        beta_slow=fields.number("beta_slow", least=1e-3, most=1e6, default=1.0),
-        attention_factor=_optional(fields, "attention_factor"),
-        mscale=_optional(fields, "mscale"),
-        mscale_all_dim=_optional(fields, "mscale_all_dim"),
-        truncate=fields.flag("truncate", default=True),
+        **_yarn(fields, rope_type),
     )
 
 
@@ -63,41 +117,17 @@ def longest_context(rope: RopeConfig, *, max_position: int) -> int:
     return max_position
 
 
-def has_rope_of(config: ConfigFields, layer_kind: str) -> bool:
-    """Whether the config has rotary parameters for layers of `layer_kind` alone."""
-    return config.has("rope_parameters") and config.inner("rope_parameters").has(layer_kind)
+def require_whole_rotation(owner: ConfigFields) -> None:
+    """Raise `UnsupportedVariantError` where only a part of each head rotates."""
+    if owner.number("partial_rotary_factor", least=0, most=1, default=1.0) != 1.0:
+        owner.defer("partial_rotary_factor", "must be 1; partial rotary embedding is not supported")
 
 
-def _differs_by_kind(config: ConfigFields) -> bool:
-    return any(isinstance(value, dict) for value in config.inner("rope_parameters").values.values())
-
-
-def _object(config: ConfigFields, layer_kind: str | None) -> ConfigFields:
-    if layer_kind is not None and _differs_by_kind(config):
-        if config.has("rope_scaling"):
-            config.refuse("rope_scaling", "and rope_parameters contradict each other; remove one")
-        fields = config.inner("rope_parameters").inner(layer_kind)
-    else:
-        fields = config.inner("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
-    for name, value in fields.values.items():
-        if isinstance(value, dict):
-            fields.refuse(name, "is a set of its own; rotary parameters that differ by layer are not supported")
-    for owner in (config, fields):
-        if owner.number("partial_rotary_factor", least=0, most=1, default=1.0) != 1.0:
-            owner.refuse("partial_rotary_factor", "must be 1; partial rotary embedding is not supported")
-    return fields
-
-
-def _spells_type(fields: ConfigFields) -> bool:
-    return fields.has("type") and not fields.has("rope_type")
-
-
-def _original_position(config: ConfigFields, fields: ConfigFields, *, rope_type: str, max_position: int) -> int:
-    """Context before scaling. A value at the top of the file wins, as in transformers (Phi3 puts it there)."""
+def _original_position(owner: ConfigFields, *, rope_type: str, max_position: int) -> int:
+    """Context before scaling."""
     if rope_type not in ("llama3", "yarn"):
         return max_position
-    owner = config if config.has("original_max_position_embeddings") else fields
-    return owner.integer("original_max_position_embeddings", least=1, most=MAX_POSITION, default=max_position)
+    return owner.integer(ORIGINAL, least=1, most=MAX_POSITION, default=max_position)
 
 
 def _factor(fields: ConfigFields, *, rope_type: str, implied: float) -> float:
@@ -115,6 +145,22 @@ def _llama3_bound(fields: ConfigFields, rope_type: str, name: str, *, otherwise:
     if name == "high_freq_factor" and value <= fields.number("low_freq_factor", least=1e-3, most=1e6):
         fields.refuse(name, "must be greater than low_freq_factor")
     return value
+
+
+def _yarn(fields: ConfigFields, rope_type: str) -> YarnFields:
+    """What YaRN alone reads."""
+    if rope_type != "yarn":
+        return {}
+    if "truncate" in fields.values and not fields.has("truncate"):
+        fields.refuse("truncate", "must be true or false")  # transformers takes null for false
+    return {
+        "beta_fast": fields.number("beta_fast", least=1e-3, most=1e6, default=32.0),
+        "beta_slow": fields.number("beta_slow", least=1e-3, most=1e6, default=1.0),
+        "attention_factor": _optional(fields, "attention_factor"),
+        "mscale": _optional(fields, "mscale"),
+        "mscale_all_dim": _optional(fields, "mscale_all_dim"),
+        "truncate": fields.flag("truncate", default=True),
+    }
 
 
 def _optional(fields: ConfigFields, name: str) -> float | None:

@@ -204,6 +204,8 @@ UNSUPPORTED_MODELS = {
     "stablelm": TinyModel(config_class="StableLmConfig"),
     "llama4": TinyModel(config_class="Llama4TextConfig"),
     "deepseek-v3": TinyModel(config_class="DeepseekV3Config"),
+    "roberta": TinyModel(config_class="RobertaConfig", fields={"is_decoder": True, "pad_token_id": 1}),
+    "xlm-roberta": TinyModel(config_class="XLMRobertaConfig", fields={"is_decoder": True, "pad_token_id": 1}),
     "gpt-oss": TinyModel(config_class="GptOssConfig", fields={"head_dim": 16, "num_local_experts": 4}),
 }
 """Architectures that keep more than keys and values of one size, or keep callers from their attention."""

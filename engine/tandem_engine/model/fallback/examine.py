@@ -1,32 +1,46 @@
-"""Does this model's attention, all of it, go through the interface? Asked once, before anybody depends on it.
+"""Is a model with attention over our pages the model that transformers computes? Examined as an adversary would.
 
-    1. two short prompts run as the engine would run them: packed into one step, then cut into two, with keys and
-       values kept by us. Every layer must call the interface exactly once and in order; its options become its
-       `AttentionSpec`
-    2. the logits must be those that transformers computes for each prompt alone. A model that lets tokens meet
-       anywhere else (a convolution, a state, a bias on the scores) fails here, whatever its config.json says
+    1. prompts run as the engine would run them: packed into one step, then cut into two, with keys and values kept by
+       us. Every layer must call the interface exactly once and in order; its options become its `AttentionSpec`
+    2. the logits must be those of the whole model, which transformers computes from the tokens of each prompt and
+       nothing else: neither positions nor masks are told to it. A model that counts positions in its own way
+       (RoBERTa), or lets tokens meet anywhere else (a convolution, a state, a bias on the scores), fails here, whatever
+       its config.json says
+    3. the same with prompts that are longer than every window and threshold of config.json, as far as `WORK` allows,
+       and with windows beyond that made shorter
 
-Weights are the real ones, so the examination costs a few forwards of some ten tokens.
+Weights are the real ones, so the examination costs a few forwards of some ten tokens, and one of a few hundred where
+a threshold is in reach.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.attention.torch_ref import attend_dense
 from tandem_engine.errors import CheckpointError
 from tandem_engine.model.fallback.head import Head
-from tandem_engine.model.fallback.interface import ATTEND, NAME, OBSERVE, Call
+from tandem_engine.model.fallback.interface import ATTEND, OBSERVE, Call
 
-PROMPT_LENGTHS = (9, 6)
-CUTS = (5, 2)
+PROMPT_LENGTHS = (29, 18)
+CUTS = (17, 5)
 """Tokens of each prompt in the first of two steps."""
+BEYOND = 12
+"""Tokens of a prompt after a threshold."""
+SHORT_WINDOW = 7
+LONGEST = 1100
+"""Tokens of a prompt at most: transformers' own attention writes down all scores."""
+WORK = {"cpu": 2e12, "cuda": 1e14}
+"""Parameters times tokens of a long prompt, at most: some ten seconds."""
+THRESHOLD = re.compile(r"window|chunk|original_max_position|floor_scale|local_attention")
+"""Names of fields whose number is a length from which on a model does something else."""
 MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
 """Largest norm of the difference, relative to that of the logits. A wrong model is off by about 1."""
 
@@ -64,6 +78,8 @@ class Examination:
     keys: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     values: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     first_step: bool = True
+    hidden_size: int = 0
+    """Of what the layers give."""
 
     def observe(self, call: Call) -> None:
         """See `Observe`. Raises `CheckpointError` for an option that is not understood."""
@@ -92,16 +108,18 @@ class Examination:
 
 
 @torch.inference_mode()
-def examine(body: PreTrainedModel, head: Head, *, num_layers: int, vocab_size: int) -> Examined:
+def examine(body: PreTrainedModel, head: Head, *, num_layers: int, vocab_size: int, max_position: int) -> Examined:
     """Run the model `body` with its `head` both ways and compare.
+
+    Args:
+        max_position: positions that will be used at most.
 
     Raises:
         CheckpointError: attention is not, or not only, what goes through the interface.
     """
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(vocab_size, (length,), generator=generator) for length in PROMPT_LENGTHS]
+    prompts = _prompts(body.config, [min(length, max_position) for length in PROMPT_LENGTHS], vocab_size)
     examination = Examination()
-    hidden = _packed(body, examination, prompts)
+    ours = _packed(body, head, examination, prompts)
     specs, heads = tuple(examination.specs), set(examination.heads)
     if len(specs) != num_layers:
         raise CheckpointError(
@@ -110,46 +128,91 @@ def examine(body: PreTrainedModel, head: Head, *, num_layers: int, vocab_size: i
         )
     if len(heads) != 1:
         raise CheckpointError(f"layers differ in their heads ({sorted(heads)}); pages hold layers of one shape")
-    ours = head(torch.cat(hidden))
-    _require_equal(ours, torch.cat([head(_alone(body, prompt)) for prompt in prompts]), dtype=hidden[0].dtype)
-    return Examined(specs=specs, heads=heads.pop(), hidden_size=hidden[0].shape[-1], vocab_size=ours.shape[-1])
+    _require_equal(ours, _alone(body, head, prompts), dtype=body.dtype)
+    reach = min(LONGEST, max_position, int(WORK.get(body.device.type, WORK["cpu"]) / max(1, body.num_parameters())))
+    lengths = [threshold + BEYOND for threshold in _thresholds(body.config) if threshold < reach]
+    if any(length > min(map(len, prompts)) for length in lengths):
+        _compare(body, head, _prompts(body.config, [min(max(lengths), max_position), CUTS[0]], vocab_size))
+    with _short_windows(body, reach) as shortened:
+        if shortened:
+            _compare(body, head, prompts)
+    return Examined(specs=specs, heads=heads.pop(), hidden_size=examination.hidden_size, vocab_size=ours[0].shape[-1])
 
 
-def _packed(body: PreTrainedModel, examination: Examination, prompts: Sequence[Tensor]) -> list[Tensor]:
-    """Hidden states of each prompt, computed in two steps of both prompts."""
-    hidden: list[list[Tensor]] = [[] for _ in prompts]
-    starts = (0,) * len(prompts)
-    for stops in (CUTS, PROMPT_LENGTHS):
+def _compare(body: PreTrainedModel, head: Head, prompts: Sequence[Tensor]) -> None:
+    _require_equal(_packed(body, head, Examination(), prompts), _alone(body, head, prompts), dtype=body.dtype)
+
+
+def _prompts(config: PreTrainedConfig, lengths: Sequence[int], vocab_size: int) -> list[Tensor]:
+    """Random tokens; the second half of each prompt begins with those that a model may treat in a way of its own."""
+    generator = torch.Generator().manual_seed(0)
+    named = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
+    special = [token for token in named if type(token) is int and 0 <= token < vocab_size]
+    prompts = [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
+    for prompt in prompts:
+        half = len(prompt) // 2
+        count = min(len(special), len(prompt) - half)
+        prompt[half : half + count] = torch.tensor(special[:count], dtype=torch.int64)
+    return prompts
+
+
+def _thresholds(config: PreTrainedConfig) -> list[int]:
+    """Lengths that config.json names, in any depth."""
+    found: list[int] = []
+    left: list[tuple[str, object]] = list(config.to_dict().items())
+    while left:
+        name, value = left.pop()
+        if isinstance(value, dict):
+            left.extend((str(inner), deeper) for inner, deeper in value.items())
+        elif type(value) is int and value > 0 and THRESHOLD.search(name):
+            found.append(value)
+    return found
+
+
+@contextlib.contextmanager
+def _short_windows(body: PreTrainedModel, reach: int) -> Iterator[bool]:
+    """A window that is out of reach becomes `SHORT_WINDOW`, wherever the model keeps it. Yields if there is one."""
+    window = getattr(body.config, "sliding_window", None)
+    if type(window) is not int or window + BEYOND <= reach:
+        yield False
+        return
+    owners = [body.config, *(module for module in body.modules() if getattr(module, "sliding_window", None) == window)]
+    for owner in owners:
+        owner.sliding_window = SHORT_WINDOW
+    try:
+        yield True
+    finally:
+        for owner in owners:
+            owner.sliding_window = window
+
+
+def _packed(body: PreTrainedModel, head: Head, examination: Examination, prompts: Sequence[Tensor]) -> list[Tensor]:
+    """Logits of each prompt, computed in two steps of all prompts."""
+    logits: list[list[Tensor]] = [[] for _ in prompts]
+    starts = [0] * len(prompts)
+    cuts = [min(cut, len(prompt) - 1) for cut, prompt in zip(CUTS, prompts, strict=True)]
+    for stops in (cuts, [len(prompt) for prompt in prompts]):
         parts = [slice(start, stop) for start, stop in zip(starts, stops, strict=True)]
         examination.extend_lens = [part.stop - part.start for part in parts]
         ids = torch.cat([prompt[part] for prompt, part in zip(prompts, parts, strict=True)])
         positions = torch.cat([torch.arange(part.start, part.stop) for part in parts])
-        out = _run(body, ids, positions, **{ATTEND: examination, OBSERVE: examination.observe})
-        for collected, rows in zip(hidden, out.split_with_sizes(list(examination.extend_lens)), strict=True):
-            collected.append(rows)
+        options = {ATTEND: examination, OBSERVE: examination.observe}
+        ids, positions = ids.to(body.device), positions.to(body.device)
+        out = body(input_ids=ids[None], position_ids=positions[None], use_cache=False, **options)
+        examination.hidden_size = out.last_hidden_state.shape[-1]
+        for collected, rows in zip(logits, out.last_hidden_state[0].split(list(examination.extend_lens)), strict=True):
+            collected.append(head(rows))
         starts, examination.first_step = stops, False
-    return [torch.cat(rows) for rows in hidden]
+    return [torch.cat(rows) for rows in logits]
 
 
-def _alone(body: PreTrainedModel, prompt: Tensor) -> Tensor:
-    """Hidden states as transformers computes them without us."""
-    with _eager(body):
-        return _run(body, prompt, torch.arange(len(prompt)))
-
-
-def _run(body: PreTrainedModel, ids: Tensor, positions: Tensor, **options: object) -> Tensor:
-    out = body(input_ids=ids[None], position_ids=positions[None], use_cache=False, **options)
-    states: Tensor = out.last_hidden_state[0]
-    return states
-
-
-@contextlib.contextmanager
-def _eager(body: PreTrainedModel) -> Iterator[None]:
-    body.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        body.set_attn_implementation(NAME)
+def _alone(body: PreTrainedModel, head: Head, prompts: Sequence[Tensor]) -> list[Tensor]:
+    """Logits as transformers computes them without us, told nothing but the tokens."""
+    with head.whole(body) as model:
+        return [
+            model(input_ids=prompt[None].to(body.device), use_cache=False).logits[0].to(torch.float32)
+            for prompt in prompts
+        ]
 
 
 def _spec(call: Call, *, expected_layer: int) -> AttentionSpec:
@@ -171,10 +234,14 @@ def _spec(call: Call, *, expected_layer: int) -> AttentionSpec:
     )
 
 
-def _require_equal(ours: Tensor, theirs: Tensor, *, dtype: torch.dtype) -> None:
-    error = float((ours - theirs).norm() / theirs.norm())
-    if not error <= MAX_ERROR[dtype]:
-        raise CheckpointError(
-            f"through its attention interface transformers computes other logits than by itself (relative error "
-            f"{error:.2g}): the model does something between tokens that the interface does not see"
-        )
+def _require_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], *, dtype: torch.dtype) -> None:
+    """Compare each prompt, and the end of it, where windows and thresholds show."""
+    for mine, reference in zip(ours, theirs, strict=True):
+        for rows in (slice(None), slice(-BEYOND // 2, None)):
+            error = float((mine[rows] - reference[rows]).norm() / reference[rows].norm())
+            if not error <= MAX_ERROR[dtype]:
+                raise CheckpointError(
+                    f"with its attention over pages the model computes other logits than transformers by itself "
+                    f"(relative error {error:.2g} in a prompt of {len(mine)} tokens): it does something between tokens "
+                    "or with positions that the attention interface does not see"
+                )

@@ -5,6 +5,8 @@ So that function is kept, and the layers taken out of it: in their place stands 
 hidden states it is given.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from tandem_engine.errors import CheckpointError
+from tandem_engine.model.fallback.interface import NAME
 
 
 @dataclass
@@ -33,8 +36,10 @@ class GivesBack(nn.Module):
 class Head:
     """The rest of a causal language model without its layers."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
         self._model = model
+        self._name = name
+        """Of the layers within the model."""
 
     @classmethod
     def split(cls, model: PreTrainedModel) -> tuple[PreTrainedModel, "Head"]:
@@ -48,7 +53,18 @@ class Head:
         if not name:
             raise CheckpointError(f"{type(model).__name__} has no decoder apart from its output head")
         model.set_submodule(name, GivesBack())
-        return body, cls(model)
+        return body, cls(model, name)
+
+    @contextlib.contextmanager
+    def whole(self, body: PreTrainedModel) -> Iterator[PreTrainedModel]:
+        """The model as transformers built it, with its layers `body` and attention of its own."""
+        self._model.set_submodule(self._name, body)
+        self._model.set_attn_implementation("eager")
+        try:
+            yield self._model
+        finally:
+            self._model.set_attn_implementation(NAME)
+            self._model.set_submodule(self._name, GivesBack())
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, hidden] to float32 logits [N, vocab]."""

@@ -23,6 +23,9 @@ from tandem_engine.model.fallback.config import load_config
 from tandem_engine.model.fallback.examine import examine
 from tandem_engine.model.fallback.head import Head
 from tandem_engine.model.fallback.interface import ATTEND, NAME, register
+from tandem_engine.model.fallback.long_angles import set_long_angles
+from tandem_engine.model.fallback.refusal import refused_by_transformers
+from tandem_engine.model.long_context import has_long_angles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +54,13 @@ def load_fallback(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    context_length: int,
     progress: bool,
 ) -> FallbackModel:
     """Load the weights in `directory` and examine the model. `config` is corrected by what is found.
+
+    Args:
+        context_length: positions that will be used at most.
 
     Raises:
         CheckpointError: weights do not fit the model, or it cannot be served through the attention interface.
@@ -61,12 +68,17 @@ def load_fallback(
     register()
     hf_config = load_config(directory, read_fields(directory))
     model = _load(directory, hf_config, dtype, progress=progress).to(device).eval()
-    try:
+    with refused_by_transformers(f"{hf_config.model_type} cannot run with attention of ours"):
         body, head = Head.split(model)
-        found = examine(body, head, num_layers=config.num_layers, vocab_size=config.vocab_size)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        # Code of several hundred models meets ours here for the first time.
-        raise CheckpointError(f"{hf_config.model_type} cannot run with attention of ours: {error!r}") from error
+        found = examine(
+            body,
+            head,
+            num_layers=config.num_layers,
+            vocab_size=config.vocab_size,
+            max_position=min(context_length, config.rope.original_max_position or context_length),
+        )
+        if has_long_angles(config, context_length):
+            set_long_angles(body, hf_config)
     _require_told_window(hf_config, found.specs)
     facts = replace(
         config,
@@ -85,7 +97,7 @@ def _load(
 ) -> PreTrainedModel:
     if not progress:
         logging.disable_progress_bar()
-    try:
+    with refused_by_transformers(f"transformers cannot load {directory.path}"):
         model, report = AutoModelForCausalLM.from_pretrained(
             directory.path,
             config=hf_config,
@@ -96,8 +108,6 @@ def _load(
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
-        raise CheckpointError(f"transformers cannot load {directory.path}: {error}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(map(str, report[problem]))
         if names:

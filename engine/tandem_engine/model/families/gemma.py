@@ -14,13 +14,24 @@ from dataclasses import replace
 from tandem_engine.config import Activation, ModelConfig, NormKind
 from tandem_engine.model.config_fields import ConfigFields
 
+GEMMA_FIELDS = (
+    "attention_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "hidden_activation",
+    "layer_types",
+    "query_pre_attn_scalar",
+    "sliding_window",
+    "use_bidirectional_attention",
+)
 DEFAULT_QUERY_SCALAR = 256.0
 MAX_QUERY_SCALAR = 1e6
 
 
 def as_gemma(fields: ConfigFields, base: ModelConfig) -> ModelConfig:
     """`base` with Gemma's ways. Raises `CheckpointError` for variants that are no causal model of this kind."""
-    fields.choice("hidden_activation", ("gelu_pytorch_tanh",), default="gelu_pytorch_tanh")
+    if fields.has("hidden_activation") and fields.values["hidden_activation"] != "gelu_pytorch_tanh":
+        fields.defer("hidden_activation", "must be gelu_pytorch_tanh")
     if fields.flag("use_bidirectional_attention", default=False):
         fields.refuse("use_bidirectional_attention", "must be false; tokens of a generating model see no later ones")
     scalar = fields.number("query_pre_attn_scalar", least=1e-3, most=MAX_QUERY_SCALAR, default=DEFAULT_QUERY_SCALAR)

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 from tandem_engine.config import ModelConfig
 from tandem_engine.model.config_fields import ConfigFields
-from tandem_engine.model.decoder_fields import read_decoder, require_silu
+from tandem_engine.model.decoder_fields import Defaults, read_decoder, require_silu
 from tandem_engine.model.family import Family
+from tandem_engine.model.known_fields import decoder_fields
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
     attention_bias = fields.flag("attention_bias", default=False)
     return replace(
-        read_decoder(fields, family=LLAMA.name),
+        read_decoder(fields, family=LLAMA.name, defaults=Defaults()),
         activation=require_silu(fields),
         attention_bias=attention_bias,
         output_bias=attention_bias,
@@ -19,4 +20,9 @@ def _read(fields: ConfigFields) -> ModelConfig:
     )
 
 
-LLAMA = Family(name="llama", architecture="LlamaForCausalLM", read=_read)
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    fields=decoder_fields("hidden_act", "attention_bias", "mlp_bias", no_effect=("max_window_layers",)),
+    read=_read,
+)

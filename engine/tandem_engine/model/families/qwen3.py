@@ -4,15 +4,14 @@ from dataclasses import replace
 
 from tandem_engine.config import ModelConfig
 from tandem_engine.model.config_fields import ConfigFields
-from tandem_engine.model.decoder_fields import read_decoder, require_silu
+from tandem_engine.model.decoder_fields import Defaults, read_decoder, require_silu
 from tandem_engine.model.family import Family
+from tandem_engine.model.known_fields import decoder_fields
 from tandem_engine.model.windows import qwen_windows
-
-DEFAULT_HEAD_DIM = 128
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
-    base = read_decoder(fields, family=QWEN3.name, head_dim=DEFAULT_HEAD_DIM)
+    base = read_decoder(fields, family=QWEN3.name, defaults=Defaults(head_dim=128, num_kv_heads=32))
     attention_bias = fields.flag("attention_bias", default=False)
     return replace(
         base,
@@ -24,4 +23,11 @@ def _read(fields: ConfigFields) -> ModelConfig:
     )
 
 
-QWEN3 = Family(name="qwen3", architecture="Qwen3ForCausalLM", read=_read)
+QWEN3 = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    fields=decoder_fields(
+        "hidden_act", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "attention_bias"
+    ),
+    read=_read,
+)

@@ -7,17 +7,18 @@ from dataclasses import replace
 
 from tandem_engine.config import ModelConfig, MoeConfig
 from tandem_engine.model.config_fields import ConfigFields
-from tandem_engine.model.decoder_fields import MAX_LAYERS, read_decoder, require_silu
-from tandem_engine.model.expert_fields import read_experts
+from tandem_engine.model.decoder_fields import MAX_LAYERS, Defaults, read_decoder, require_silu
+from tandem_engine.model.expert_fields import expert_count, read_experts
 from tandem_engine.model.family import Family
-from tandem_engine.model.windows import in_all_layers, read_window
+from tandem_engine.model.known_fields import decoder_fields
+from tandem_engine.model.windows import in_all_layers, read_window, require_uniform_layers
 
 DEFAULT_WINDOW = 4096
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
     # Unlike dense Qwen3, transformers derives the size of a head when the config is silent.
-    base = read_decoder(fields, family=QWEN3_MOE.name)
+    base = read_decoder(fields, family=QWEN3_MOE.name, defaults=Defaults(num_kv_heads=4))
     attention_bias = fields.flag("attention_bias", default=False)
     return replace(
         base,
@@ -32,17 +33,17 @@ def _read(fields: ConfigFields) -> ModelConfig:
 
 def _windows(fields: ConfigFields, base: ModelConfig) -> tuple[int | None, ...]:
     """All layers or none."""
-    if not fields.flag("use_sliding_window", default=False):
+    slides = fields.flag("use_sliding_window", default=False)
+    require_uniform_layers(fields, num_layers=base.num_layers, default_window=DEFAULT_WINDOW, slides=slides)
+    if not slides:
         return ()
     window = read_window(fields, context=base.max_position, default=DEFAULT_WINDOW)
     return in_all_layers(window, num_layers=base.num_layers)
 
 
 def _moe(fields: ConfigFields, num_layers: int) -> MoeConfig:
-    # transformers 5 calls the field num_local_experts, the published checkpoints num_experts.
-    count = "num_experts" if fields.has("num_experts") else "num_local_experts"
     return replace(
-        read_experts(fields, count=count, size="moe_intermediate_size"),
+        read_experts(fields, count=expert_count(fields, "num_experts"), size="moe_intermediate_size"),
         normalise=fields.flag("norm_topk_prob", default=False),
         dense_layers=_dense_layers(fields, num_layers),
     )
@@ -57,4 +58,23 @@ def _dense_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
 
 
-QWEN3_MOE = Family(name="qwen3_moe", architecture="Qwen3MoeForCausalLM", read=_read)
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    fields=decoder_fields(
+        "hidden_act",
+        "attention_bias",
+        "use_sliding_window",
+        "sliding_window",
+        "layer_types",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "mlp_only_layers",
+        "decoder_sparse_step",
+        no_effect=("max_window_layers",),
+    ),
+    read=_read,
+)
