@@ -8,7 +8,7 @@ CHAOS_ARGS ?=
 BENCH_ARGS ?=
 export TANDEM_VENV := $(VENV)
 
-.PHONY: help up test setup check format lint types imports unit test-kube gpu verify bench bench-peers chaos fuzz console-shots clients images e2e clean
+.PHONY: help up test setup check format lint types imports unit test-kube gpu verify bench bench-peers chaos fuzz mutate console-shots clients images e2e clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -62,6 +62,9 @@ chaos: setup ## Break a real system in every way it promises to survive (CHAOS_A
 
 fuzz: setup ## Ask a gateway a hundred thousand random requests (ARGS="--requests N --seed N --first N")
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.request_fuzz $(ARGS)
+
+mutate: setup ## Change config.json of tiny checkpoints field by field and compare with transformers (ARGS="--model NAME --only N")
+	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.mutated_configs $(ARGS)
 
 console-shots: setup ## Take the pictures of docs/console/ again, from a real fleet (needs chromium)
 	@PYTHONPATH=tests/support $(BIN)/python tools/console_shots.py $(ARGS)

@@ -1,0 +1,57 @@
+"""config.json field by field against transformers: equal, or refused. `make mutate` tries every mutation."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem_testing.mutated_configs.comparison import Outcome, compare
+from tandem_testing.mutated_configs.mutations import ABSENT, FULL, SLIDING, Mutation
+from tandem_testing.mutated_configs.run import run
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+
+SAMPLED = ("mistral", "gemma3", "qwen3-moe")
+EVERY = 61
+NAMED = {
+    "mistral": [
+        {"layer_types": [FULL] * 3},
+        {"layer_types": [SLIDING, FULL, SLIDING]},
+        {"is_causal": False},
+        {"some_new_field": 1},
+        {"model_type": "llama"},
+    ],
+    "mixtral": [{"rms_norm_eps": ABSENT}],
+    "gemma3": [
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0}},
+        {"rope_parameters": ABSENT, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_parameters": ABSENT, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 99.0},
+    ],
+    "llama-bias": [{"attention_chunk_size": 8}, {"rope_scaling": {}, "rope_parameters": {"rope_theta": 300.0}}],
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_field_of_another_model_is_served_or_refused(name, tmp_path):
+    path = write_tiny_checkpoint(name, tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    for changes in NAMED[name]:
+        path.write_text(json.dumps(Mutation(changes=changes).of(config)))
+        result = compare(tmp_path)
+        assert result.outcome in (Outcome.EQUAL, Outcome.REFUSED), f"{changes}: {result}"
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_mutated_configs_are_equal_or_refused(name, tmp_path):
+    results = list(run(name, tmp_path, every=EVERY, first=7))
+    faults = [(number, str(mutation), result) for number, mutation, result in results if result.outcome.is_fault]
+    assert not faults
+    assert len(results) >= 5
+
+
+def test_a_stored_head_that_is_not_the_embedding_is_served(tmp_path):
+    write_tiny_checkpoint("llama-bias", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = torch.randn(tensors["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(5))
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert compare(tmp_path).outcome is Outcome.EQUAL

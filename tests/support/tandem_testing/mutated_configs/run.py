@@ -1,0 +1,26 @@
+"""Runs mutations of one checkpoint: the weights stay, config.json changes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem_testing.mutated_configs.comparison import Comparison, compare
+from tandem_testing.mutated_configs.mutations import Mutation, mutations
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+
+NATIVE = ("llama-bias", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-moe", "gemma2", "gemma3")
+FALLBACK = ("phi3", "olmo2", "cohere2", "gpt2")
+MODELS = (*NATIVE, *FALLBACK)
+
+
+def run(
+    name: str, directory: Path, *, every: int = 1, first: int = 0, only: int | None = None
+) -> Iterator[tuple[int, Mutation, Comparison]]:
+    """Mutations of the tiny checkpoint `name`, which is written into `directory`: every N-th, or `only` that number."""
+    write_tiny_checkpoint(name, directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for number, mutation in enumerate(mutations(config)):
+        if number == only or (only is None and number % every == first):
+            path.write_text(json.dumps(mutation.of(config)))
+            yield number, mutation, compare(directory)
