@@ -126,14 +126,14 @@ def _refuse_unsupported(config: PreTrainedConfig, fields: ConfigFields) -> None:
         fields.refuse("is_encoder_decoder", "must be false; only decoders can be served")
     if config.get_text_config(decoder=True) is not config:
         fields.refuse("model_type", "takes more than text, which is not supported")
-    if getattr(config, "attention_chunk_size", None) is not None:
-        fields.refuse("attention_chunk_size", "must be null; chunked attention is not supported")
-    if getattr(config, "sliding_window", None) == 1:
-        fields.refuse("sliding_window", "must be at least 2")
     _require_agreement(config, fields)
     kinds = fields.items("layer_types")
     if any(kind not in (FULL, SLIDING) for kind in kinds):
         fields.refuse("layer_types", f"may name only {FULL} and {SLIDING}; other layers keep state of their own")
+    if getattr(config, "attention_chunk_size", None) is not None:
+        fields.refuse("attention_chunk_size", "must be null; chunked attention is not supported")
+    if getattr(config, "sliding_window", None) == 1:
+        fields.refuse("sliding_window", "must be at least 2")
 
 
 def _require_agreement(config: PreTrainedConfig, fields: ConfigFields) -> None:

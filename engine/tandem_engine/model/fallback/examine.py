@@ -78,8 +78,6 @@ class Examination:
     keys: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     values: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     first_step: bool = True
-    hidden_size: int = 0
-    """Of what the layers give."""
 
     def observe(self, call: Call) -> None:
         """See `Observe`. Raises `CheckpointError` for an option that is not understood."""
@@ -119,7 +117,7 @@ def examine(body: PreTrainedModel, head: Head, *, num_layers: int, vocab_size: i
     """
     prompts = _prompts(body.config, [min(length, max_position) for length in PROMPT_LENGTHS], vocab_size)
     examination = Examination()
-    ours = _packed(body, head, examination, prompts)
+    hidden = _packed(body, examination, prompts)
     specs, heads = tuple(examination.specs), set(examination.heads)
     if len(specs) != num_layers:
         raise CheckpointError(
@@ -128,6 +126,7 @@ def examine(body: PreTrainedModel, head: Head, *, num_layers: int, vocab_size: i
         )
     if len(heads) != 1:
         raise CheckpointError(f"layers differ in their heads ({sorted(heads)}); pages hold layers of one shape")
+    ours = [head(rows) for rows in hidden]
     _require_equal(ours, _alone(body, head, prompts), dtype=body.dtype)
     reach = min(LONGEST, max_position, int(WORK.get(body.device.type, WORK["cpu"]) / max(1, body.num_parameters())))
     lengths = [threshold + BEYOND for threshold in _thresholds(body.config) if threshold < reach]
@@ -136,11 +135,12 @@ def examine(body: PreTrainedModel, head: Head, *, num_layers: int, vocab_size: i
     with _short_windows(body, reach) as shortened:
         if shortened:
             _compare(body, head, prompts)
-    return Examined(specs=specs, heads=heads.pop(), hidden_size=examination.hidden_size, vocab_size=ours[0].shape[-1])
+    return Examined(specs=specs, heads=heads.pop(), hidden_size=hidden[0].shape[-1], vocab_size=ours[0].shape[-1])
 
 
 def _compare(body: PreTrainedModel, head: Head, prompts: Sequence[Tensor]) -> None:
-    _require_equal(_packed(body, head, Examination(), prompts), _alone(body, head, prompts), dtype=body.dtype)
+    ours = [head(rows) for rows in _packed(body, Examination(), prompts)]
+    _require_equal(ours, _alone(body, head, prompts), dtype=body.dtype)
 
 
 def _prompts(config: PreTrainedConfig, lengths: Sequence[int], vocab_size: int) -> list[Tensor]:
@@ -186,9 +186,9 @@ def _short_windows(body: PreTrainedModel, reach: int) -> Iterator[bool]:
             owner.sliding_window = window
 
 
-def _packed(body: PreTrainedModel, head: Head, examination: Examination, prompts: Sequence[Tensor]) -> list[Tensor]:
-    """Logits of each prompt, computed in two steps of all prompts."""
-    logits: list[list[Tensor]] = [[] for _ in prompts]
+def _packed(body: PreTrainedModel, examination: Examination, prompts: Sequence[Tensor]) -> list[Tensor]:
+    """Hidden states of each prompt, computed in two steps of all prompts."""
+    hidden: list[list[Tensor]] = [[] for _ in prompts]
     starts = [0] * len(prompts)
     cuts = [min(cut, len(prompt) - 1) for cut, prompt in zip(CUTS, prompts, strict=True)]
     for stops in (cuts, [len(prompt) for prompt in prompts]):
@@ -199,11 +199,10 @@ def _packed(body: PreTrainedModel, head: Head, examination: Examination, prompts
         options = {ATTEND: examination, OBSERVE: examination.observe}
         ids, positions = ids.to(body.device), positions.to(body.device)
         out = body(input_ids=ids[None], position_ids=positions[None], use_cache=False, **options)
-        examination.hidden_size = out.last_hidden_state.shape[-1]
-        for collected, rows in zip(logits, out.last_hidden_state[0].split(list(examination.extend_lens)), strict=True):
-            collected.append(head(rows))
+        for collected, rows in zip(hidden, out.last_hidden_state[0].split(list(examination.extend_lens)), strict=True):
+            collected.append(rows)
         starts, examination.first_step = stops, False
-    return [torch.cat(rows) for rows in logits]
+    return [torch.cat(rows) for rows in hidden]
 
 
 def _alone(body: PreTrainedModel, head: Head, prompts: Sequence[Tensor]) -> list[Tensor]:
