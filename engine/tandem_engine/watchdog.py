@@ -1,7 +1,10 @@
 """When an engine hangs, what was it doing? Written down before anybody kills it.
 
     a step hangs           the scheduler waits for it and can still look: queues, pages, and all stacks
-    the scheduler hangs    a timer of the interpreter's own writes all stacks, even while something holds the GIL
+    the scheduler hangs    a timer of the kernel sends SIGALRM, whose handler in C writes all stacks, even while something
+                           holds the GIL
+
+The timer is one system call and no thread: it cannot fail on a machine that is out of threads, and costs nothing else.
 
 Neither ends the process. A hung engine falls silent (see `Loop`), so gateways go elsewhere, `/live` fails
 and whoever watches the worker starts it again; the dump is what is left to learn from.
@@ -9,6 +12,7 @@ and whoever watches the worker starts it again; the dump is what is left to lear
 
 import faulthandler
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,26 +24,31 @@ from tandem_engine.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+LONGEST_S = 1e8
+"""What a timer of the kernel can be set to; about three years."""
 MOST_LISTED = 32
 """Requests of each queue that a dump names."""
 
 
 class Watchdog:
-    """One per process: the interpreter has a single timer."""
+    """One per process, which has a single timer; SIGALRM is the watchdog's as long as it is open."""
 
     def __init__(self, *, timeout: float, folder: Path | None, name: str, describe: Callable[[], str]) -> None:
         """`folder` receives `hang-NAME.txt`; None writes to standard error.
 
         Raises `ConfigError` when the file cannot be written, which must not be learned during a hang.
         """
-        self._timeout = timeout
+        self._timeout = min(timeout, LONGEST_S)
         self._describe = describe
         self.path = None if folder is None else folder / f"hang-{name}.txt"
         self._file = sys.stderr if self.path is None else _open(self.path)
+        self._open = True
+        faulthandler.register(signal.SIGALRM, file=self._file, all_threads=True)
 
     def progressed(self) -> None:
-        """The scheduler turns: start the timer anew. Called a few times a second, for it costs a thread."""
-        faulthandler.dump_traceback_later(self._timeout, file=self._file)
+        """The scheduler turns: restart the timer."""
+        if self._open:
+            signal.setitimer(signal.ITIMER_REAL, self._timeout)
 
     def step_hangs(self, seconds: float) -> None:
         """The scheduler has waited so long for a step: write everything down."""
@@ -49,8 +58,12 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop the timer. A file that nothing was written to goes. Idempotent."""
-        faulthandler.cancel_dump_traceback_later()
-        if self.path is None or self._file.closed:
+        if not self._open:
+            return
+        self._open = False
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        faulthandler.unregister(signal.SIGALRM)
+        if self.path is None:
             return
         self._file.close()
         if self.path.stat().st_size == 0:
