@@ -1,10 +1,12 @@
 """Does the memory of a gateway grow while it serves? A real gateway with its router and Redis, before mock workers.
 
-    python benchmarks/gateway_soak.py [--minutes 60] [--rate 20] [--workers 4] [--sample-s 10] [--most-mib-h 1] [--out r.json]
+    python benchmarks/gateway_soak.py [--minutes 60] [--rate 20] [--workers 4] [--sample-s 10] [--most-mib-h 1]
+                                      [--out r.json]
 
-Clients send `--rate` chats a second for `--minutes`, whole and streamed ones in turn, and check every token. The command
-reads the resident memory of the gateway's process every `--sample-s` seconds. The figure is the slope of the least-squares
-line through the samples of the last half. The exit status is 1 where the slope is above `--most-mib-h` MiB an hour.
+Clients send `--rate` chats a second for `--minutes`, whole and streamed ones in turn, and check every token. It
+reads the resident memory of the gateway's process every `--sample-s` seconds. The figure is the slope of the
+least-squares line through the samples of the last half. The exit status is 1 where the slope is above `--most-mib-h`
+MiB an hour.
 
 In the first half the gateway fills what is bounded: the records that `explain` answers from, caches and connections.
 """

@@ -1,8 +1,8 @@
 """When an engine hangs, what was it doing? Written down before anybody kills it.
 
     a step hangs           the scheduler waits for it and can still look: queues, pages, and all stacks
-    the scheduler hangs    a timer of the kernel sends SIGALRM, whose handler in C writes all stacks, even while something
-                           holds the GIL
+    the scheduler hangs    a timer of the kernel sends SIGALRM, whose handler in C writes all stacks, even while
+                           something holds the GIL
 
 The timer is one system call and no thread: it cannot fail on a machine that is out of threads, and costs nothing else.
 

@@ -16,7 +16,7 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
 from tandem_services.gateway.admin import create_admin_app
 from tandem_services.gateway.composition import build_gateway
-from tandem_services.gateway.explain import RequestJournal
+from tandem_services.gateway.request_journal import RequestJournal
 from tandem_services.gateway.serve import AdminServer, listen
 from tandem_testing.forwarding_api_server import ForwardingApiServer
 from tandem_testing.gateway_builders import (

@@ -19,8 +19,9 @@ from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdent
 from tandem_services.gateway.deadline import deadline_of
 from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error
-from tandem_services.gateway.explain import ChoiceRecord, RequestJournal, RequestRecord, log_finished
+from tandem_services.gateway.explain import ChoiceRecord, RequestRecord, log_finished
 from tandem_services.gateway.metrics import GatewayMetrics
+from tandem_services.gateway.request_journal import RequestJournal
 
 T = TypeVar("T")
 
@@ -85,6 +86,7 @@ class Answering:
             metrics.finished(record)
             identity.trace.finished(record)
             log_finished(record)
+            self.journal.close(record)
 
 
 @asynccontextmanager

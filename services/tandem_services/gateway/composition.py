@@ -21,11 +21,11 @@ from tandem_services.gateway.access.tenant_limits import TenantLimits
 from tandem_services.gateway.answering import Answering
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.engine_client import LivenessTiming
-from tandem_services.gateway.explain import RequestJournal
 from tandem_services.gateway.metrics import PREFIX, HttpMetrics
 from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.model_service import Fleet, ModelService, Shared, build_model_service
 from tandem_services.gateway.operations import METRICS_PATH
+from tandem_services.gateway.request_journal import RequestJournal
 from tandem_services.gateway.request_trace import Traces, pass_on
 from tandem_services.gateway.tokenizer_threads import TokenizerThreads
 

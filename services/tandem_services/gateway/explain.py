@@ -1,14 +1,11 @@
 """What happened to recent requests, for `GET /v1/requests/{id}/explain` and for one log line each.
 
 A record is made when a request is accepted and filled while it runs, so that a request can be explained
-before it ends. Records are bounded in number; the oldest is dropped. They hold no text and no addresses. Nothing
-in them leads back to them, so that garbage collections need not look at the thousands that are kept (`gc=False`).
+before it ends. `request_journal` keeps them. They hold no text and no addresses. Nothing in them leads back to them, so
+that garbage collections need not look at them (`gc=False`).
 """
 
 import logging
-import re
-from collections import OrderedDict
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -187,58 +184,6 @@ class RequestRecord(msgspec.Struct, kw_only=True, gc=False):
             disk=sum(hit.disk for hit in hits),
             fetched=sum(hit.fetched for hit in hits),
         )
-
-
-class RequestJournal:
-    """The last `capacity` records by request id, and by the id that the client gave."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
-        self.accepted_total = 0
-        self._aliases: dict[tuple[str, str], str] = {}
-        """Tenant and its own id → ours: tenants cannot take each other's ids."""
-
-    def open(self, record: RequestRecord) -> None:
-        self.accepted_total += 1
-        self._records[record.request_id] = record
-        if record.client_request_id is not None:
-            self._aliases[record.tenant, record.client_request_id] = record.request_id
-        while len(self._records) > self._capacity:
-            _, oldest = self._records.popitem(last=False)
-            self._drop_alias(oldest)
-
-    def find(self, request_id: str, *, tenant: str = "") -> RequestRecord | None:
-        """Of one tenant: by our id, by the id of the answer (`chatcmpl-…`, `cmpl-…`, `resp_…`, `msg_…`), or by the
-        client's own.
-
-        Of several requests with the same client id, the newest.
-        """
-        bare = re.sub(r"^(chatcmpl-|cmpl-|resp_|msg_)", "", request_id)
-        record = self._records.get(bare) or self._records.get(self._aliases.get((tenant, request_id), ""))
-        return record if record is not None and record.tenant == tenant else None
-
-    def find_anybodys(self, request_id: str) -> RequestRecord | None:
-        """As `find`, for whoever may see all."""
-        tenants = {record.tenant for record in self._records.values()}
-        found = (self.find(request_id, tenant=tenant) for tenant in tenants)
-        return next((record for record in found if record is not None), None)
-
-    @property
-    def running(self) -> int:
-        """Requests that have not ended."""
-        return sum(record.e2e_s is None for record in self._records.values())
-
-    def latest(self, number: int) -> list[RequestRecord]:
-        """Anybody's, newest first."""
-        return list(islice(reversed(self._records.values()), number))
-
-    def _drop_alias(self, record: RequestRecord) -> None:
-        if record.client_request_id is None:
-            return
-        alias = (record.tenant, record.client_request_id)
-        if self._aliases.get(alias) == record.request_id:
-            del self._aliases[alias]
 
 
 def log_finished(record: RequestRecord) -> None:

@@ -22,7 +22,7 @@ from tandem_services.gateway.access.authentication import Access
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.console.assets import SAME_ORIGIN, Asset, read_assets
 from tandem_services.gateway.console.shared_document import SharedDocument
-from tandem_services.gateway.explain import RequestJournal
+from tandem_services.gateway.request_journal import RequestJournal
 
 PAGE = "/console"
 INDEX = "index.html"

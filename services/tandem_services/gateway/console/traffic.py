@@ -2,7 +2,8 @@
 
 import msgspec
 
-from tandem_services.gateway.explain import RequestJournal, RequestRecord
+from tandem_services.gateway.explain import RequestRecord
+from tandem_services.gateway.request_journal import RequestJournal
 
 SAMPLES = 200
 """Requests that are looked at: enough for a 95th percentile, few enough to be summed up every second."""

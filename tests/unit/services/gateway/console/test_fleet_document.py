@@ -15,7 +15,8 @@ from tandem_services.gateway.console.fleet_document import (
     fleet_document,
 )
 from tandem_services.gateway.console.traffic import latest_requests, traffic
-from tandem_services.gateway.explain import ChoiceRecord, RequestJournal, RequestRecord
+from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
+from tandem_services.gateway.request_journal import RequestJournal
 from tandem_services.router.registry import WorkerState
 from tandem_testing.console_builders import ScriptedFleet, link, member
 
