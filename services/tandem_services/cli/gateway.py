@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem_engine.addresses import LOOPBACK
 from tandem_engine.errors import ConfigError
-from tandem_engine.flags import host_address, non_negative_int
+from tandem_engine.flags import host_address, non_negative_int, positive_int
 from tandem_engine.private_files import keep_files_private
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
@@ -127,6 +127,21 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_queue(parser)
     parser.add_argument(
+        "--max-body-memory",
+        type=positive_int,
+        default=256,
+        metavar="MIB",
+        help="MiB of request bodies in flight of all clients; more are refused with 429 (default 256)",
+    )
+    parser.add_argument(
+        "--max-body-memory-per-client",
+        type=positive_int,
+        default=64,
+        metavar="MIB",
+        help="the same of each client: of a tenant where there are API keys, else of an address; raise it where all "
+        "clients come through one proxy (default 64)",
+    )
+    parser.add_argument(
         "--from-zero-timeout",
         type=positive_float,
         metavar="S",
@@ -157,6 +172,8 @@ def run(args: argparse.Namespace) -> int:
             port=args.port,
             allowed_hosts=tuple(args.allowed_hosts),
             strict_fields=args.strict_fields,
+            bodies_bytes=args.max_body_memory << 20,
+            bodies_bytes_per_client=args.max_body_memory_per_client << 20,
             drain_notice_s=args.drain_notice,
             drain_timeout_s=args.drain_timeout,
             api_keys=args.api_keys,

@@ -31,7 +31,7 @@ from tandem_services.gateway.canary import Canary, CanaryBody
 from tandem_services.gateway.composition import Gateway
 from tandem_services.gateway.console.routes import Console
 from tandem_services.gateway.operations import http_error, json_response, operations_routes
-from tandem_services.gateway.request_body import BodyDecoder, read_body
+from tandem_services.gateway.request_body import BodyDecoder, decode_body, read_body
 
 CANARY = "/canary"
 OPEN_PATHS = PROBES | {"/metrics", "/version", CANARY}
@@ -61,7 +61,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
 
     async def run_canary(request: Request) -> Response:
         _require_order(request, gateway)
-        return json_response(await canary.run(canaries.decode(await read_body(request))))
+        return json_response(await canary.run(await decode_body(canaries.decode, await read_body(request))))
 
     async def list_models(request: Request) -> Response:
         return json_response(gateway.models.listing(identity_of(request.scope).caller))

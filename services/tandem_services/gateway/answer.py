@@ -30,7 +30,7 @@ from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.openai_answers import Usage
 from tandem_services.gateway.plan import GenerationPlan
 from tandem_services.gateway.read_model import ReadModel
-from tandem_services.gateway.request_body import read_body
+from tandem_services.gateway.request_body import decode_body, read_body
 from tandem_services.gateway.sse import EventStream, send_json
 from tandem_services.gateway.tokenizer_threads import TokenizerThreads
 
@@ -82,11 +82,12 @@ class GenerationEndpoint(Generic[R]):
         self._shared = answering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(Request(scope, receive))
-        await run_until_disconnect(self._serve(body, scope, send), receive)
+        serving = self._serve(await read_body(Request(scope, receive)), scope, send)
+        await run_until_disconnect(serving, receive)
 
     async def _serve(self, body: bytes, scope: Scope, send: Send) -> None:
-        request = self._planner.decode(body)
+        request = await decode_body(self._planner.decode, body)
+        del body  # a request may run for minutes
         identify_request(scope, request.request_id)
         served = self._models.of_request(scope, request.model)
         identity = identity_of(scope)
@@ -94,6 +95,7 @@ class GenerationEndpoint(Generic[R]):
         deadline = self._shared.deadline(identity, request.timeout)
         async with time_limit(self._shared.remaining(deadline)):
             plan = (await self._planner.plan(request, served, caller)).owned_by(caller)
+        identity.body.release()
         record = new_record(
             identity,
             endpoint=self._planner.endpoint,

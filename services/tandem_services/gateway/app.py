@@ -127,6 +127,7 @@ def boundary_of(gateway: Gateway) -> Middleware:
         endpoints=LABELLED_PATHS,
         traces=gateway.traces,
         hosts=gateway.hosts,
+        bodies=gateway.bodies,
     )
 
 

@@ -25,6 +25,7 @@ from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import bounded_label
 from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.body_budget import BodyBudget, BodyCharge
 from tandem_services.gateway.disconnect import ClientGoneError
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error, send_error
 from tandem_services.gateway.limits import (
@@ -62,6 +63,8 @@ class RequestIdentity:
     """The client's `TIMEOUT_HEADER`, as it was sent."""
     ticket: RouteTicket = field(default_factory=RouteTicket)
     """Of a stand-alone router that has chosen the workers."""
+    body: BodyCharge
+    """The bytes of its body that are held."""
     caller: Caller = field(default_factory=Caller)
     model: str = ""
     """Name of the model service that answers; "" until one is known to."""
@@ -120,6 +123,7 @@ class RequestBoundary:
         endpoints: Collection[str],
         traces: Traces = pass_on,
         hosts: AllowedHosts,
+        bodies: BodyBudget | None = None,
     ) -> None:
         self._app = app
         self._clock = clock
@@ -128,6 +132,7 @@ class RequestBoundary:
         self._endpoints = endpoints
         self._traces = traces
         self._hosts = hosts
+        self._bodies = bodies or BodyBudget()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -145,6 +150,7 @@ class RequestBoundary:
         except Exception as error:  # noqa: BLE001  # the boundary of one request: others must go on
             await self._refuse(answer, scope, error)
         finally:
+            identity.body.release()
             endpoint = bounded_label(scope["path"], self._endpoints)
             self._metrics.answered(endpoint, answer.status, model=identity_of(scope).model)
             identity.trace.answered(answer.status)
@@ -160,6 +166,7 @@ class RequestBoundary:
             arrived=now,
             timeout=_header(scope, TIMEOUT_HEADER.lower().encode("ascii")),
             ticket=RouteTicket(_header(scope, TICKET_HEADER.encode("ascii"))),
+            body=BodyCharge(budget=self._bodies),
             trace=self._traces(scope, request_id, now),
         )
 

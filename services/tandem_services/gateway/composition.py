@@ -19,6 +19,7 @@ from tandem_services.gateway.access.key_watch import KeyWatch
 from tandem_services.gateway.access.tenant_limits import Board as UsageBoard
 from tandem_services.gateway.access.tenant_limits import TenantLimits
 from tandem_services.gateway.answering import Answering
+from tandem_services.gateway.body_budget import BodyBudget
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.engine_client import LivenessTiming
 from tandem_services.gateway.metrics import PREFIX, HttpMetrics
@@ -44,6 +45,8 @@ class Gateway:
     """What its model services are lent."""
     tokenizing: TokenizerThreads
     answering: Answering
+    bodies: BodyBudget
+    """Of all its ports."""
     access: Access | None
     """None: everybody may do everything."""
     order_access: OrderAccess
@@ -102,6 +105,10 @@ def build_gateway(
     )
     known = fleets if config.api_keys is not None else [_unshared(fleet) for fleet in fleets]
     models = ModelCatalog([build_model_service(fleet, shared) for fleet in known])
+    bodies = BodyBudget(most=config.bodies_bytes, most_per_client=config.bodies_bytes_per_client)
+    families.gauge("tandem_gateway_request_body_bytes", "Bytes of request bodies in flight", []).set_function(
+        lambda: bodies.held
+    )
     first = fleets[0]
     listening = (config.host,) if config.admin_port is None else (config.host, config.admin_host)
     hosts = AllowedHosts.of(config.allowed_hosts, listening=listening)
@@ -116,6 +123,7 @@ def build_gateway(
         answering=Answering(
             journal=RequestJournal(config.explain_records), clock=clock, timeout_s=config.request_timeout_s
         ),
+        bodies=bodies,
         access=_access(config, registry, usage, secret, clock),
         order_access=OrderAccess(token=token_for(first.context.keys), hosts=hosts),
         hosts=hosts,

@@ -9,6 +9,7 @@ from tandem_engine.addresses import LOOPBACK, is_loopback
 from tandem_engine.logs import LogFormat
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.tracing import TracingConfig
+from tandem_services.gateway.limits import BODIES_BYTES, BODIES_BYTES_PER_CLIENT
 from tandem_services.router.policies.by_role import PolicyNames
 
 
@@ -102,6 +103,9 @@ class GatewayConfig:
     """A worker that owes this many answers is dead."""
     explain_records: int = 4096
     """Requests that can be explained."""
+    bodies_bytes: int = BODIES_BYTES
+    bodies_bytes_per_client: int = BODIES_BYTES_PER_CLIENT
+    """Bytes of request bodies in flight, of all clients and of each."""
     tokenizer_threads: int = 2
     """For long texts; short ones have one of their own."""
     drain_notice_s: float = 1.0

@@ -44,7 +44,7 @@ from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.prompt_length import asked_truncation
 from tandem_services.gateway.prompt_shapes import Prompt, place_of, split_prompts
-from tandem_services.gateway.request_body import BodyDecoder, read_body
+from tandem_services.gateway.request_body import BodyDecoder, decode_body, read_body
 from tandem_services.gateway.sse import send_json
 
 CONCURRENT_INPUTS = 32
@@ -157,16 +157,18 @@ class EmbeddingEndpoint:
         self._shared = shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(Request(scope, receive))
-        await run_until_disconnect(self._serve(body, scope, send), receive)
+        serving = self._serve(await read_body(Request(scope, receive)), scope, send)
+        await run_until_disconnect(serving, receive)
 
     async def _serve(self, body: bytes, scope: Scope, send: Send) -> None:
-        request = self._planner.decode(body)
+        request = await decode_body(self._planner.decode, body)
+        del body  # as in `GenerationEndpoint`
         served = self._models.of_request(scope, request.model)
         identity = identity_of(scope)
         deadline = self._shared.deadline(identity, request.timeout)
         async with time_limit(self._shared.remaining(deadline)):
             plan = await self._planner.plan(request, served, identity.caller)
+        identity.body.release()
         record = new_record(
             identity,
             endpoint=self.path,

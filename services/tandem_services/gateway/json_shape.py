@@ -12,20 +12,25 @@ from tandem_services.common.errors import bad_request
 MAX_JSON_DEPTH = 64
 MAX_JSON_PARTS = 100_000
 """Strings, keys too, and runs of brackets of one body that has many: keeps the scan within tens of milliseconds."""
+MAX_JSON_VALUES = 1 << 21
+"""Of all lists and objects together: more token ids than any context takes. Each is an object of its own in memory, and
+while a thread parses them no other thread runs."""
 
+_STRINGS = re.compile(rb'"[^"]*"?')
 _PARTS = re.compile(rb'"[^"]*"?|[\[{]+|[\]}]+')
 _OPENING = b"[{"
 
 
 def check_json_shape(body: bytes) -> None:
-    """Raise `ApiError` 400 for a body that is nested too deeply or made of too many parts.
+    """Raise `ApiError` 400 for a body that is nested too deeply or made of too many parts or values.
 
     Says nothing about bodies that are no JSON: the decoder names what is wrong with them.
     """
+    if body.count(b",") > MAX_JSON_VALUES and _STRINGS.sub(b"", _unescaped(body)).count(b",") > MAX_JSON_VALUES:
+        raise bad_request(f"request body has more than {MAX_JSON_VALUES} values")
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH and body.count(b'"') <= 2 * MAX_JSON_PARTS:
         return
-    # Escaped backslashes go first, or the quote after one would look escaped.
-    body = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    body = _unescaped(body)
     depth = 0
     for number, part in enumerate(_PARTS.finditer(body)):
         first, length = body[part.start()], part.end() - part.start()
@@ -37,3 +42,8 @@ def check_json_shape(body: bytes) -> None:
             raise bad_request(f"request body is nested deeper than {MAX_JSON_DEPTH} levels")
         if number >= MAX_JSON_PARTS:
             raise bad_request(f"request body has more than {MAX_JSON_PARTS} strings, lists and objects")
+
+
+def _unescaped(body: bytes) -> bytes:
+    """Without escaped backslashes, which go first, or the quote after one would look escaped, and escaped quotes."""
+    return body.replace(rb"\\", b"").replace(rb"\"", b"")

@@ -10,6 +10,11 @@ from tandem_engine.logs import quoted
 from tandem_services.common.errors import ApiError, bad_request
 
 MAX_BODY_BYTES = 32 << 20
+BODIES_BYTES = 256 << 20
+BODIES_BYTES_PER_CLIENT = 64 << 20
+"""Of bodies in flight, by default; the second two of the largest."""
+PARSED_HERE_BYTES = 256 << 10
+"""Longer bodies are parsed by a thread: these take the event loop less than 10 ms."""
 BODY_TIMEOUT_S = 30.0
 """From the headers to the end of the body."""
 MAX_BODY_PIECES = 16_384
@@ -110,6 +115,8 @@ def check_priority(priority: int) -> None:
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, param: str, *, place: str | None = None) -> None:
     """`place`: where the ids are in the request, when that is not field `param` itself."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
     for position, token in enumerate(ids):
         if not 0 <= token < vocab_size:
             raise bad_request(

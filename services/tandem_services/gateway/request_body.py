@@ -1,11 +1,14 @@
 """From HTTP bytes to a request struct, refusing everything else with a sentence that says why.
 
-The body is counted while it arrives, so that one without a Content-Length cannot fill the memory either.
+The body is charged to the gateway's `BodyBudget` while it arrives, so that one without a Content-Length cannot fill the
+memory either. A long one is parsed by a thread, one at a time.
 """
 
 import asyncio
 import logging
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 import msgspec
@@ -15,9 +18,11 @@ from tandem_engine.logs import quoted
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.order_access import is_json
 from tandem_services.gateway.allowed_values import allowed_values
+from tandem_services.gateway.body_budget import BodyCharge
+from tandem_services.gateway.boundary import identity_of
 from tandem_services.gateway.disconnect import ClientGoneError
 from tandem_services.gateway.json_shape import check_json_shape
-from tandem_services.gateway.limits import BODY_TIMEOUT_S, MAX_BODY_BYTES
+from tandem_services.gateway.limits import BODY_TIMEOUT_S, PARSED_HERE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +35,23 @@ _NOT_FINITE = re.compile(rb"-?(NaN|nan|Infinity|inf)")
 _NO_SUCH_VALUE = "invalid enum value"
 _MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
 
+_PARSER = ThreadPoolExecutor(1, thread_name_prefix="request-body")
+
 T = TypeVar("T", bound=msgspec.Struct)
+R = TypeVar("R")
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises `ApiError` 400, 408, 413 or 415; `ClientGoneError` when the client leaves."""
+    """The whole body. Raises `ApiError` 400, 408, 413, 415 or 429; `ClientGoneError` when the client leaves.
+
+    It is charged until `identity_of(scope).body` is released, at the end of the request at the latest.
+    """
     _check_content_headers(request)
+    charge = identity_of(request.scope).body
+    charge.announce(_client_of(request), _announced(request))
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _counted_body(request)
+            return await _counted_body(request, charge)
     except ClientDisconnect as error:
         raise ClientGoneError from error
     except TimeoutError as error:
@@ -46,14 +59,33 @@ async def read_body(request: Request) -> bytes:
         raise ApiError(408, message, kind="RequestTimeoutError") from error
 
 
-async def _counted_body(request: Request) -> bytes:
+async def decode_body(decode: Callable[[bytes], R], body: bytes) -> R:
+    """What `decode` makes of `body`; on a thread where that takes the event loop too long. Raises what it raises."""
+    if len(body) <= PARSED_HERE_BYTES:
+        return decode(body)
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, decode, body)
+
+
+async def _counted_body(request: Request, charge: BodyCharge) -> bytes:
     chunks: list[bytes] = []
-    received = 0
     async for chunk in request.stream():
-        received += len(chunk)
-        _check_size(received)
+        charge.add(len(chunk))
         chunks.append(chunk)
     return b"".join(chunks)
+
+
+def _client_of(request: Request) -> str:
+    """Tenants and addresses cannot be taken for each other: no tenant's name has a colon."""
+    caller = identity_of(request.scope).caller
+    if caller.known:
+        return f"tenant:{caller.tenant.name}"
+    return "" if request.client is None else f"address:{request.client.host}"
+
+
+def _announced(request: Request) -> int:
+    """Bytes that the head says the body has; 0 where it does not."""
+    length = request.headers.get("content-length", "")
+    return int(length[:20]) if length.isdecimal() else 0
 
 
 class BodyDecoder(Generic[T]):
@@ -114,14 +146,6 @@ def _check_content_headers(request: Request) -> None:
     charset = re.search(r'charset\s*=\s*"?([^";\s]+)', parameters, re.IGNORECASE)
     if charset and charset[1].lower() not in ("utf-8", "utf8"):
         raise bad_request(f"charset must be utf-8, got {quoted(charset[1])}")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal():
-        _check_size(int(length[:20]))
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_BODY_BYTES:
-        raise ApiError(413, f"request body is larger than {MAX_BODY_BYTES} bytes", kind="RequestEntityTooLargeError")
 
 
 def _unsupported_type(message: str) -> ApiError:

@@ -1,7 +1,7 @@
 """The records of recent requests (`explain`), by our id and by the client's own.
 
 opened   the record is an object, which the running request fills
-closed   the journal keeps its MessagePack bytes instead: a fifth of the memory, and a size that is known
+closed   the journal keeps its MessagePack bytes instead: less than half the memory, and a size that is known
 dropped  the oldest record, when there are more than `capacity`; the oldest closed one, when all closed ones together
          have more than `max_bytes`
 """
@@ -14,7 +14,7 @@ import msgspec
 
 from tandem_services.gateway.explain import RequestRecord
 
-JOURNAL_BYTES = 8 << 20
+JOURNAL_BYTES = 16 << 20
 ENTRY_BYTES = 512
 """What an entry takes beside its record: its ids, and its places in two dictionaries."""
 _ANSWER_PREFIX = re.compile(r"^(chatcmpl-|cmpl-|resp_|msg_)")

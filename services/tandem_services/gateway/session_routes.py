@@ -23,7 +23,7 @@ from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.boundary import identity_of
 from tandem_services.gateway.limits import check_cache_salt
 from tandem_services.gateway.model_catalog import ModelCatalog
-from tandem_services.gateway.request_body import BodyDecoder, read_body
+from tandem_services.gateway.request_body import BodyDecoder, decode_body, read_body
 from tandem_services.gateway.session_turns import session_name
 from tandem_services.router.session_bindings import SessionName
 
@@ -91,13 +91,13 @@ class SessionRoutes:
         return _json(ClosedSession(id=session_id))
 
     async def close_as_sglang(self, request: Request) -> Response:
-        asked = _CLOSE.decode(await read_body(request))
+        asked = await decode_body(_CLOSE.decode, await read_body(request))
         await self._close(request, asked.session_id, asked.model, asked.cache_salt)
         return Response()
 
     async def _open(self, request: Request) -> tuple[SessionName, float]:
         """The session, and for how long it is kept unused, in seconds."""
-        asked = _OPEN.decode(await read_body(request))
+        asked = await decode_body(_OPEN.decode, await read_body(request))
         served = self.models.of_request(request.scope, asked.model, or_only=True)
         check_cache_salt(asked.cache_salt)
         session_id = secrets.token_hex(16) if asked.session_id is None else asked.session_id

@@ -16,7 +16,7 @@ from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.model_service import ModelService
 from tandem_services.gateway.openai_answers import DetokenizeResponse, TokenizeResponse
 from tandem_services.gateway.openai_schemas import DetokenizeRequest, TokenizeRequest
-from tandem_services.gateway.request_body import BodyDecoder, read_body
+from tandem_services.gateway.request_body import BodyDecoder, decode_body, read_body
 from tandem_services.gateway.tools import tool_use
 
 
@@ -31,7 +31,7 @@ class Tokenization:
 
     async def tokenize(self, request: Request) -> Response:
         """Ids of a prompt, or of messages through the chat template, exactly as generation would see them."""
-        asked = self._tokenize.decode(await read_body(request))
+        asked = await decode_body(self._tokenize.decode, await read_body(request))
         served = self._models.of_request(request.scope, asked.model, or_only=True)
         caller = identity_of(request.scope).caller
         answer = await self._shared.without_workers(request, lambda: _tokenized(asked, served, caller))
@@ -39,7 +39,7 @@ class Tokenization:
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids, control tokens included; U+FFFD for bytes that are not UTF-8."""
-        asked = self._detokenize.decode(await read_body(request))
+        asked = await decode_body(self._detokenize.decode, await read_body(request))
         prompts = self._models.of_request(request.scope, asked.model, or_only=True).prompts
         check_token_ids(asked.tokens, prompts.tokenizer.vocab_size, "tokens")
         text = await self._shared.without_workers(

@@ -34,7 +34,7 @@ from tandem_services.common.health import Health
 from tandem_services.common.metrics import CONTENT_TYPE, render
 from tandem_services.gateway.boundary import RequestBoundary
 from tandem_services.gateway.operations import READ, http_error, json_response
-from tandem_services.gateway.request_body import BodyDecoder, read_body
+from tandem_services.gateway.request_body import BodyDecoder, decode_body, read_body
 from tandem_services.router.choice import RouteQuery
 from tandem_services.router_server.desk import RoutingDesk
 from tandem_services.router_server.metrics import RouterMetrics
@@ -165,11 +165,11 @@ def _choice_routes(api: RouterApi) -> list[Route]:
     asks, releases = BodyDecoder(ChooseAsk, strict=True), BodyDecoder(ReleaseAsk, strict=True)
 
     async def choose(request: Request) -> Response:
-        ask = asks.decode(await read_body(request))
+        ask = await decode_body(asks.decode, await read_body(request))
         return json_response(await api.choose(ask, interface="http"))
 
     async def release(request: Request) -> Response:
-        ask = releases.decode(await read_body(request))
+        ask = await decode_body(releases.decode, await read_body(request))
         return json_response(ReleaseAnswer(released=await api.desk.release(ask.reservation)))
 
     async def workers(request: Request) -> Response:

@@ -21,6 +21,7 @@ from tandem_services.gateway.messages.planner import MessagesPlanner
 from tandem_services.gateway.models import ServedModel
 from tandem_services.gateway.plan import GenerationPlan
 from tandem_services.gateway.prompts import PromptEncoder
+from tandem_services.gateway.request_body import decode_body
 from tandem_services.gateway.responses.planner import ResponsesPlanner
 from tandem_services.gateway.session_turns import SessionDesk
 from tandem_services.router_server.schemas import ChooseAsk
@@ -98,7 +99,7 @@ class RequestReading:
         planner = self.planners.get(path)
         if planner is None:
             return None
-        request = planner.decode(body)
+        request = await decode_body(planner.decode, body)
         name = request.model or ""
         reader = self.models.get(name)
         if reader is None or name not in reader.model.names_for(caller):

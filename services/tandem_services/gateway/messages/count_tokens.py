@@ -9,7 +9,7 @@ from tandem_services.gateway.messages.answer_schemas import CountedTokens
 from tandem_services.gateway.messages.errors import PATH
 from tandem_services.gateway.messages.planner import MessagesPlanner
 from tandem_services.gateway.model_catalog import ModelCatalog
-from tandem_services.gateway.request_body import read_body
+from tandem_services.gateway.request_body import decode_body, read_body
 
 
 class TokenCount:
@@ -23,7 +23,7 @@ class TokenCount:
         self._shared = answering
 
     async def answer(self, request: Request) -> Response:
-        asked = self._planner.decode(await read_body(request))
+        asked = await decode_body(self._planner.decode, await read_body(request))
         served = self._models.of_request(request.scope, asked.model)
         tokens = await self._shared.without_workers(request, lambda: self._planner.count(asked, served))
         return Response(encode_json(CountedTokens(input_tokens=tokens)), media_type="application/json")

@@ -204,7 +204,7 @@ async def test_a_body_of_one_byte_chunks_is_a_body(gateway, rack):  # E1 #10
 
 
 async def test_one_byte_chunks_count_as_bytes(gateway, rack, monkeypatch):  # E1 #10
-    monkeypatch.setattr("tandem_services.gateway.request_body.MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("tandem_services.gateway.body_budget.MAX_BODY_BYTES", 1000)
     answer = await said(
         gateway, POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2000
     )

@@ -121,7 +121,7 @@ async def test_json_with_a_byte_order_mark_is_accepted(gateway):
 
 @pytest.mark.parametrize("declared", [True, False])
 async def test_a_body_over_the_limit_is_refused(gateway, rack, monkeypatch, declared):  # E1 #7
-    monkeypatch.setattr("tandem_services.gateway.request_body.MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("tandem_services.gateway.body_budget.MAX_BODY_BYTES", 1000)
 
     async def chunks():
         for _ in range(5):
