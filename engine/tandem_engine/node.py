@@ -94,6 +94,7 @@ def _on_signals(leaving: threading.Event) -> None:
         leaving.set()
 
     signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, leave)
 
 

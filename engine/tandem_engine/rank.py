@@ -44,6 +44,7 @@ def run_rank(standard_input: BinaryIO) -> int:
     """Be the rank that the order on `standard_input` describes; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     order = msgspec.json.decode(standard_input.readline(), type=RankOrder)
     lifeline = threading.Thread(
         target=_leave_with_rank_0, args=(standard_input, Path(order.folder)), name="lifeline", daemon=True

@@ -102,7 +102,7 @@ def _serve(config: ProcessConfig, context: IpcContext, control: Control | None) 
         ready = _ready(config, engine, requests.endpoint, test)
         reports = Reports(engine=engine, control=control, watchdog=watchdog, ready=ready)
         loop = _loop(config, engine, requests, outbox, reports)
-        _stop_on_signal(loop)
+        _stop_on_signal(loop, has_worker=control is not None)
         logger.info(
             "engine %s serves %s on %s (peers %s), %d pages of %d tokens, prefill %.0f tokens/s",
             config.incarnation,
@@ -174,10 +174,12 @@ def _open_control(context: IpcContext, config: ProcessConfig) -> Control | None:
     return Control(context, config.control, inbound=WorkerToEngine, outbound=EngineToWorker)
 
 
-def _stop_on_signal(loop: EngineLoop) -> None:
+def _stop_on_signal(loop: EngineLoop, *, has_worker: bool) -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         del number, frame
         loop.stop()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    # A terminal that closes tells every process of its session; the worker service drains before it ends its engine.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if has_worker else stop)

@@ -146,7 +146,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=positive_float,
         metavar="S",
         help="the fleet may be scaled to zero: be ready without any worker, and let new choices wait S seconds for "
-        "the first one, --max-waiting-requests of them (default: not ready, and 10 s)",
+        "the first one, --max-waiting-requests of them (default: not ready, and 9 s)",
     )
     parser.add_argument(
         "--prefill-fallback",

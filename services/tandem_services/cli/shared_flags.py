@@ -121,7 +121,7 @@ def add_queue(parser: argparse._ActionsContainer) -> None:
         type=positive_float,
         default=60.0,
         metavar="S",
-        help="seconds that a new choice waits for room before it is refused with 503; 10 s while no worker lives "
+        help="seconds that a new choice waits for room before it is refused with 503; 9 s while no worker lives "
         "(default 60)",
     )
 

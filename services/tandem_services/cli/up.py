@@ -1,7 +1,7 @@
 """`tandem up`: the whole system on this machine, the same processes as in a cluster.
 
 Order: Redis (unless --redis-url) → workers → gateway; ready when the gateway routes to a worker of every
-role. Then it watches and restarts what dies, until Ctrl-C or SIGTERM stops everything in reverse order.
+role. Then it watches and restarts what dies, until Ctrl-C, SIGTERM or SIGHUP stops everything in reverse order.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from tandem_services.cli.up_flags import add_up_flags
 from tandem_services.common.errors import StartupError
 from tandem_services.common.listening import listen
 from tandem_services.common.ports import free_port
+from tandem_services.common.signals import ending_signals
 from tandem_services.common.tracing import require_opentelemetry
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ def run(args: argparse.Namespace) -> int:
     todo = plan(args)
     cores = claim_cores(args, todo)
     supervisor = Supervisor()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in ending_signals():
+        signal.signal(number, signal.default_int_handler)
     try:
         start(args, todo, supervisor, cores)
         _wait_until_ready(args, todo, supervisor)
@@ -162,6 +164,7 @@ def run(args: argparse.Namespace) -> int:
         # A second Ctrl-C must not leave half of the processes behind.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         supervisor.stop(STOP_GRACE)
         cores.release()
     return 0

@@ -15,11 +15,10 @@ from typing import Generic, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from tandem_engine.clock import Clock
 from tandem_engine.logs import about_request
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, make_usage, share_prompt_logprobs
-from tandem_services.gateway.answering import Answering, new_record, time_limit
+from tandem_services.gateway.answering import Answering, new_record
 from tandem_services.gateway.best_of import keep_best
 from tandem_services.gateway.boundary import identify_request, identity_of
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece
@@ -93,7 +92,7 @@ class GenerationEndpoint(Generic[R]):
         identity = identity_of(scope)
         caller = identity.caller
         deadline = self._shared.deadline(identity, request.timeout)
-        async with time_limit(self._shared.remaining(deadline)):
+        async with self._shared.bounded(deadline):
             plan = (await self._planner.plan(request, served, caller)).owned_by(caller)
         identity.body.release()
         record = new_record(
@@ -116,7 +115,7 @@ class GenerationEndpoint(Generic[R]):
                 trace=identity.trace,
             )
             answer_format = self._planner.format(plan, served, identity.request_id, record.created)
-            answer = Answer(job, answer_format, served.generator, self._shared.clock, send, served.prompts.threads)
+            answer = Answer(job, answer_format, served.generator, self._shared, send, served.prompts.threads)
             await (answer.stream() if plan.stream else answer.whole())
 
 
@@ -128,21 +127,21 @@ class Answer:
         job: Job,
         answer_format: AnswerFormat,
         generator: Generator,
-        clock: Clock,
+        shared: Answering,
         send: Send,
         threads: TokenizerThreads,
     ) -> None:
         self._job = job
         self._format = answer_format
         self._generator = generator
-        self._clock = clock
+        self._shared = shared
         self._send = send
         self._threads = threads
 
     async def whole(self) -> None:
         """Gather everything, then answer once."""
         choices = [WholeChoice(index=c.index, texts=[c.echo or ""]) for c in self._job.plan.choices]
-        async with time_limit(self._remaining()):
+        async with self._shared.bounded(self._job.deadline):
             await self._gather(choices)
             share_prompt_logprobs(choices, self._job.plan.n)
             best = keep_best(choices, generated=self._job.plan.n, kept=self._job.plan.kept)
@@ -151,16 +150,16 @@ class Answer:
 
     async def stream(self) -> None:
         """Answer while it is generated. Raises only before the first event."""
-        events = EventStream(self._send)
-        try:
-            async with time_limit(self._remaining()):
-                await self._write_events(events)
-        except Exception as error:  # the status is out: the client learns in the stream
-            if not events.started:
-                raise
-            await self._write_failure(events, error)
-            return
-        await events.finish(self._format.closing(self._usage()))
+        async with EventStream(self._send) as events:
+            try:
+                async with self._shared.bounded(self._job.deadline):
+                    await self._write_events(events)
+            except Exception as error:  # the status is out: the client learns in the stream
+                if not events.started:
+                    raise
+                await self._write_failure(events, error)
+                return
+            await events.finish(self._format.closing(self._usage()))
 
     async def _gather(self, choices: list[WholeChoice]) -> None:
         if not self._job.plan.needs_workers:
@@ -215,9 +214,6 @@ class Answer:
             refusal = UNEXPECTED
         self._job.record.status, self._job.record.error = refusal.status, str(refusal)
         await events.finish(self._format.failure(refusal))
-
-    def _remaining(self) -> float:
-        return max(self._job.deadline - self._clock.now(), 0.0)
 
     def _usage(self) -> Usage:
         record = self._job.record

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from starlette.requests import Request
 from tandem_engine.clock import Clock
 from tandem_services.common.errors import timed_out
 from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdentity, identity_of
+from tandem_services.gateway.closing import Closing
 from tandem_services.gateway.deadline import deadline_of
 from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error
@@ -34,6 +35,7 @@ class Answering:
     clock: Clock
     timeout_s: float
     """Longest life of a request."""
+    closing: Closing = field(default_factory=Closing)
 
     def deadline(self, identity: RequestIdentity, timeout_s: float | None) -> float:
         """On `clock`. `timeout_s`: the longest that the client wants to wait. Raises `ApiError` 400 for no duration."""
@@ -50,10 +52,17 @@ class Answering:
         deadline = self.deadline(identity_of(request.scope), None)
 
         async def limited() -> T:
-            async with time_limit(self.remaining(deadline)):
+            async with self.bounded(deadline):
                 return await work()
 
         return await run_until_disconnect(limited(), request.receive)
+
+    @asynccontextmanager
+    async def bounded(self, deadline: float) -> AsyncIterator[None]:
+        """Raises `ApiError` in the block: 504 at the deadline, 503 when the gateway ends what still runs."""
+        with self.closing.running():
+            async with time_limit(self.remaining(deadline)):
+                yield
 
     @asynccontextmanager
     async def accepted(

@@ -9,6 +9,7 @@
 6. draining    answers close their connections, so that clients open the next one to another gateway
 """
 
+import asyncio
 import logging
 import re
 import uuid
@@ -26,6 +27,7 @@ from tandem_services.common.health import Health
 from tandem_services.common.metrics import bounded_label
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.body_budget import BodyBudget, BodyCharge
+from tandem_services.gateway.closing import shutting_down
 from tandem_services.gateway.disconnect import ClientGoneError
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error, send_error
 from tandem_services.gateway.limits import (
@@ -147,6 +149,13 @@ class RequestBoundary:
         except ClientGoneError:
             answer.status = CLIENT_CLOSED_REQUEST
             self._metrics.disconnected(model=identity_of(scope).model)
+        except asyncio.CancelledError:
+            # The server ends and waits no longer. What has not begun is refused; what has cannot be completed.
+            if not self._health.draining:
+                raise
+            answer.status = 503
+            if not answer.started:
+                await self._refuse(answer, scope, shutting_down())
         except Exception as error:  # noqa: BLE001  # the boundary of one request: others must go on
             await self._refuse(answer, scope, error)
         finally:

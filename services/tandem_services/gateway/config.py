@@ -45,7 +45,7 @@ class ModelConfig:
     """Attempts in a row that bring one choice no further, on different workers where possible."""
     recovery_s: float = math.inf
     """A choice that lost its worker waits this long for another one when there is none; at most until its deadline."""
-    queue_s: float = 10.0
+    queue_s: float = 9.0
     """A new choice waits this long for a worker when there is none."""
     from_zero: bool = False
     """The fleet may be scaled to zero: a gateway without any worker is ready all the same, and holds what comes."""

@@ -24,7 +24,7 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import bad_request, internal_error
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import encode_json
-from tandem_services.gateway.answering import Answering, new_record, time_limit
+from tandem_services.gateway.answering import Answering, new_record
 from tandem_services.gateway.boundary import RequestIdentity, identity_of
 from tandem_services.gateway.choice_request import ChoiceRequest
 from tandem_services.gateway.disconnect import run_until_disconnect
@@ -166,7 +166,7 @@ class EmbeddingEndpoint:
         served = self._models.of_request(scope, request.model)
         identity = identity_of(scope)
         deadline = self._shared.deadline(identity, request.timeout)
-        async with time_limit(self._shared.remaining(deadline)):
+        async with self._shared.bounded(deadline):
             plan = await self._planner.plan(request, served, identity.caller)
         identity.body.release()
         record = new_record(
@@ -191,7 +191,7 @@ class EmbeddingEndpoint:
 
         tasks = [asyncio.create_task(vector(index)) for index in range(len(job.plan.inputs))]
         try:
-            async with time_limit(self._shared.remaining(job.deadline)):
+            async with self._shared.bounded(job.deadline):
                 return await asyncio.gather(*tasks)
         finally:
             for task in tasks:

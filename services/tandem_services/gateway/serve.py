@@ -1,18 +1,21 @@
 """Running a gateway: router, sockets, HTTP server, in this order; stopped in the reverse one.
 
-A SIGTERM or SIGINT ends it:
+A SIGTERM, SIGINT or SIGHUP ends it:
 
     1. notice   /ready answers 503 and every answer closes its connection, but requests are still served: load
                 balancers learn from /ready, a moment later, to send no more (RELIABILITY B2.11)
     2. closing  the port closes; requests that run may finish within the drain time
-    3. end      exit status 0
+    3. ended    what still runs then gets an error: a stream as its last event, any other answer as a 503
+    4. end      exit status 0
 
-A second signal ends the notice; a SIGINT while closing ends the wait for running requests.
+A second signal ends the notice; a SIGINT while closing ends what still runs. A SIGHUP does what a SIGTERM does, unless
+it is ignored, as under `nohup`.
 """
 
 import asyncio
 import gc
 import logging
+import math
 import signal
 import socket
 import sys
@@ -37,9 +40,11 @@ from tandem_services.common.health import Health
 from tandem_services.common.listening import listen
 from tandem_services.common.order_token import TokenFile
 from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.common.signals import ending_signals
 from tandem_services.common.tracing import open_spans, require_opentelemetry
 from tandem_services.gateway.admin import create_admin_app
 from tandem_services.gateway.app import api_app
+from tandem_services.gateway.closing import Closing
 from tandem_services.gateway.composition import Gateway, build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.connection import GatewayConnection
@@ -58,7 +63,8 @@ __all__ = ["GatewayConfig", "ModelConfig", "listen", "serve"]
 logger = logging.getLogger(__name__)
 
 SERVICE = "tandem-gateway"
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LAST_WORDS_S = 2.0
+"""For the last events of what is ended: a client that does not read them by then is cut off."""
 
 TURN_S = 0.0005
 """A thread that renders a long chat gives the interpreter back to the event loop within this time, instead of 5 ms."""
@@ -104,28 +110,42 @@ def load_tokenizers(models: Sequence[ModelConfig]) -> dict[Path, TextTokenizer]:
 class GatewayServer(uvicorn.Server):
     """Gives notice before it closes, and ends with status 0: uvicorn alone raises the signal again at the end."""
 
-    def __init__(self, config: uvicorn.Config, health: Health, *, notice_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        health: Health,
+        *,
+        notice_s: float,
+        drain_s: float,
+        closing: Closing | None = None,
+    ) -> None:
+        """`drain_s`: after the notice, `closing` ends what still runs then. The wait of `config` must be longer."""
         super().__init__(config)
         self._health = health
         self._notice_s = notice_s
+        self._drain_s = drain_s
+        self._closing = closing or Closing()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        numbers = ending_signals()
+        for number in numbers:
             loop.add_signal_handler(number, self.end, number)
         try:
             yield
         finally:
-            for number in SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
     def end(self, number: signal.Signals) -> None:
         """What a signal does. Called on the event loop."""
-        if self._health.draining:
-            self.handle_exit(number, None)
-            return
-        self._drain(number.name)
+        if not self._health.draining:
+            self._drain(number.name)
+        elif number is signal.SIGINT and self.should_exit:
+            self._end_requests()
+        else:
+            self._close()
 
     def end_by_order(self) -> None:
         """What an administrator's order to drain does: a second one nothing more."""
@@ -138,12 +158,27 @@ class GatewayServer(uvicorn.Server):
         asyncio.get_running_loop().call_later(self._notice_s, self._close)
 
     def _close(self) -> None:
-        self.should_exit = True
+        if not self.should_exit:
+            self.should_exit = True
+            asyncio.get_running_loop().call_later(self._drain_s, self._end_requests)
+
+    def _end_requests(self) -> None:
+        self._closing.end()
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, self._force)
+
+    def _force(self) -> None:
+        self.force_exit = True
 
 
-def http_server(app: FastAPI, config: GatewayConfig, health: Health) -> GatewayServer:
-    """The HTTP server of a gateway; run it with `serve(sockets=[...])`. `health` is the application's."""
-    return GatewayServer(_uvicorn_config(app, config), health, notice_s=config.drain_notice_s)
+def http_server(app: FastAPI, config: GatewayConfig, health: Health, closing: Closing | None = None) -> GatewayServer:
+    """The HTTP server of a gateway; run it with `serve(sockets=[...])`. `health`, `closing`: the application's."""
+    return GatewayServer(
+        _uvicorn_config(app, config),
+        health,
+        notice_s=config.drain_notice_s,
+        drain_s=config.drain_timeout_s,
+        closing=closing,
+    )
 
 
 def _uvicorn_config(app: Starlette, config: GatewayConfig) -> uvicorn.Config:
@@ -156,7 +191,7 @@ def _uvicorn_config(app: Starlette, config: GatewayConfig) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=config.keep_alive_s,
-        timeout_graceful_shutdown=int(config.drain_timeout_s),
+        timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + 2 * LAST_WORDS_S),
     )
 
 
@@ -217,7 +252,7 @@ async def _serve(
         if config.serves_console:
             console = console_of(gateway, lambda: [fleet.view for fleet in live.fleets])
         app = api_app(gateway, metrics=admin_listener is None, console=console if admin_listener is None else None)
-        server = http_server(app, config, health)
+        server = http_server(app, config, health, gateway.answering.closing)
         _tell_who_may_use(config)
         logger.info("gateway listens", extra={"fields": {"host": config.host, "port": config.port}})
         # What is there now stays. Else every full collection walks all of it, and all streams wait.

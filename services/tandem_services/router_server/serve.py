@@ -1,10 +1,11 @@
 """Running a stand-alone router: `Router`, HTTP server, gRPC server; stopped in the reverse order.
 
-A SIGTERM or SIGINT ends it as it ends a gateway: /ready and gRPC health say so first, then the HTTP port closes, then
-the gRPC port; exchanges that run may finish within the drain time. What was reserved is given back.
+A SIGTERM, SIGINT or SIGHUP ends it as it ends a gateway: /ready and gRPC health say so first, then the HTTP port
+closes, then the gRPC port; exchanges that run may finish within the drain time. What was reserved is given back.
 """
 
 import logging
+import math
 from collections.abc import Coroutine, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from tandem_services.gateway.connection import GatewayConnection
 from tandem_services.gateway.models import ServedModel
 from tandem_services.gateway.output_dialect import OutputDialect
 from tandem_services.gateway.prompts import PromptEncoder
-from tandem_services.gateway.serve import GatewayServer, listen
+from tandem_services.gateway.serve import LAST_WORDS_S, GatewayServer, listen
 from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
 from tandem_services.gateway.tokenizer_threads import TokenizerThreads
 from tandem_services.router.config import RouterConfig
@@ -181,9 +182,9 @@ def http_server(server: RouterServer, config: RouterServerConfig) -> GatewayServ
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=int(config.drain_timeout_s),
+        timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + 2 * LAST_WORDS_S),
     )
-    return GatewayServer(settings, server.health, notice_s=config.drain_notice_s)
+    return GatewayServer(settings, server.health, notice_s=config.drain_notice_s, drain_s=config.drain_timeout_s)
 
 
 def _reader(

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable
 
 from tandem_engine.clock import MonotonicClock
@@ -12,6 +11,7 @@ from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.ipc.own_folder import own_folder
 from tandem_services.common.errors import StartupError
 from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.common.signals import ending_signals
 from tandem_services.common.tracing import require_opentelemetry
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.ending import EXIT_FAILED
@@ -59,5 +59,5 @@ async def _run(config: WorkerConfig, keys: KeyPair | None) -> int:
 
 def _on_signals(end: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         loop.add_signal_handler(number, end)

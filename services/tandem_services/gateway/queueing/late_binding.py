@@ -86,7 +86,7 @@ class AdmissionPolicy:
 
     room_s: float = 60.0
     """For room while there are workers."""
-    worker_s: float = 10.0
+    worker_s: float = 9.0
     """For a worker while none can take it."""
     worker_wait_s: float = 1.0
     """Predicted wait behind other prompts at a worker that still counts as room."""
