@@ -106,9 +106,8 @@ def build_gateway(
     known = fleets if config.api_keys is not None else [_unshared(fleet) for fleet in fleets]
     models = ModelCatalog([build_model_service(fleet, shared) for fleet in known])
     bodies = BodyBudget(most=config.bodies_bytes, most_per_client=config.bodies_bytes_per_client)
-    families.gauge("tandem_gateway_request_body_bytes", "Bytes of request bodies in flight", []).set_function(
-        lambda: bodies.held
-    )
+    metrics = HttpMetrics(families)
+    metrics.watch_bodies(lambda: bodies.held)
     first = fleets[0]
     listening = (config.host,) if config.admin_port is None else (config.host, config.admin_host)
     hosts = AllowedHosts.of(config.allowed_hosts, listening=listening)
@@ -116,7 +115,7 @@ def build_gateway(
     health.add_check("workers", lambda: _missing_workers(models))
     return Gateway(
         registry=registry,
-        metrics=HttpMetrics(families),
+        metrics=metrics,
         models=models,
         shared=shared,
         tokenizing=tokenizing,

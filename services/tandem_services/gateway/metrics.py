@@ -4,6 +4,7 @@
 what clients make up become labels. It is "" where a request has named no model that is there.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 from prometheus_client import Counter, Histogram
@@ -28,6 +29,12 @@ class HttpMetrics:
         self._disconnects = families.counter(
             "tandem_gateway_client_disconnects", "Requests whose client left before the end", [MODEL]
         )
+
+        self._bodies = families.gauge("tandem_gateway_request_body_bytes", "Bytes of request bodies in flight")
+
+    def watch_bodies(self, held: Callable[[], int]) -> None:
+        """Ask for the bytes at each scrape."""
+        self._bodies.set_function(held)
 
     def answered(self, endpoint: str, status: int, *, model: str) -> None:
         self._requests.labels(model_name=model, endpoint=endpoint, code=str(status)).inc()
