@@ -14,7 +14,8 @@ from tandem_services.common.health import Health
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.console.fleet_document import GatewayFigures, ViewedFleet, fleet_document
 from tandem_services.gateway.console.traffic import traffic
-from tandem_services.gateway.explain import ChoiceRecord, RequestJournal, RequestRecord
+from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
+from tandem_services.gateway.request_journal import RequestJournal
 from tandem_testing.console_builders import ScriptedFleet, link, member
 
 REPEATS = 50
