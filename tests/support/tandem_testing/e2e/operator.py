@@ -31,6 +31,8 @@ def install(cluster: ControlPlane) -> Pods:
             replicas = manifest["spec"]["replicas"]
         if manifest["apiVersion"] == BUDGETS[0] and not cluster.serves(BUDGETS[0]):
             manifest["apiVersion"] = BUDGETS[1]
+            # It came with 1.26.
+            del manifest["spec"]["unhealthyPodEvictionPolicy"]
         answer = cluster.apply(manifest)
         assert answer.status_code < 300, f"{manifest['kind']}: {answer.text}"
     pods.wait_ready(OPERATORS, replicas)

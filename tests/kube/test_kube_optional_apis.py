@@ -1,0 +1,91 @@
+"""Objects of APIs that a cluster may lack, where it has them: HTTPRoutes, InferencePools, PodMonitors.
+
+Their definitions here take any field; what is in the objects is tested in tests/unit/operator/builders.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tandem_testing.control_plane import CRDS, KUBE, PATIENCE_S, ControlPlane
+from tandem_testing.kube_services import Services
+from tandem_testing.operator_process import operator
+from tandem_testing.waiting import wait_for
+
+pytestmark = KUBE
+
+KINDS = {
+    "HTTPRoute": ("gateway.networking.k8s.io", "httproutes"),
+    "InferencePool": ("inference.networking.k8s.io", "inferencepools"),
+    "PodMonitor": ("monitoring.coreos.com", "podmonitors"),
+}
+WANTED = {
+    "gateway": {"httpRoute": {"parentRefs": [{"name": "public"}]}, "inferencePool": {}},
+    "observability": {"serviceMonitor": True},
+}
+
+
+def definition(kind: str) -> dict[str, Any]:
+    group, plural = KINDS[kind]
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    metadata: dict[str, Any] = {"name": f"{plural}.{group}"}
+    if group.endswith("k8s.io"):
+        metadata["annotations"] = {"api-approved.kubernetes.io": "unapproved, for tests"}
+    names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": metadata,
+        "spec": {"group": group, "scope": "Namespaced", "names": names, "versions": [version]},
+    }
+
+
+def served(cluster: ControlPlane, kind: str) -> int:
+    group, plural = KINDS[kind]
+    return cluster.api.get(f"/apis/{group}/v1/{plural}").status_code
+
+
+@pytest.fixture
+def apis(control_plane: ControlPlane) -> Iterator[None]:
+    """There for the test; other tests are about clusters without them."""
+    for kind in KINDS:
+        control_plane.apply(definition(kind)).raise_for_status()
+    for kind in KINDS:
+        wait_for(lambda kind=kind: served(control_plane, kind) == 200, PATIENCE_S)
+    yield
+    for kind in KINDS:
+        control_plane.api.delete(f"{CRDS}/{definition(kind)['metadata']['name']}").raise_for_status()
+    for kind in KINDS:
+        wait_for(lambda kind=kind: served(control_plane, kind) == 404, PATIENCE_S)
+
+
+def objects(services: Services) -> dict[str, set[str]]:
+    found = {}
+    for kind, (group, plural) in KINDS.items():
+        items = services.cluster.get(f"/apis/{group}/v1/namespaces/{services.namespace}/{plural}")["items"]
+        found[kind] = {one["metadata"]["name"] for one in items}
+    return found
+
+
+@pytest.mark.usefixtures("apis")
+def test_routes_pools_and_monitors_come_and_go(control_plane, namespace, operator_kubeconfig, tmp_path):
+    """With the rights of the chart alone, and only while the administrator allows them."""
+    services = Services(control_plane, namespace)
+    flags = ("--namespaces", namespace, "--no-leader-elect")
+    with operator(operator_kubeconfig, tmp_path / "denied.log", *flags):
+        services.apply(**WANTED)
+        services.wait_condition("Ready", "False", "InvalidSpec")
+        assert not any(objects(services).values())
+        assert services.deployments() == {}
+    with operator(operator_kubeconfig, tmp_path / "allowed.log", *flags, "--allow", "routes,monitors") as running:
+        services.wait_ready()
+        assert objects(services) == {
+            "HTTPRoute": {"chat-gateway"},
+            "InferencePool": {"chat"},
+            "PodMonitor": {"chat-gateway", "chat-worker"},
+        }
+        services.apply()
+        wait_for(lambda: not any(objects(services).values()), PATIENCE_S, running.log)
+        services.wait_ready()

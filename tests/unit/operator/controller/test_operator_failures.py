@@ -1,0 +1,137 @@
+"""Whatever a look fails with is in the status: at once where the API server refuses, else when it persists."""
+
+import contextlib
+import json
+
+import pytest
+
+from tandem_operator.controller.carry_out import Executor
+from tandem_operator.controller.cluster import ApiError
+from tandem_operator.controller.findings import Findings, FindingsBoard
+from tandem_operator.controller.kinds import ServiceKey
+from tandem_operator.controller.reconcile import PATIENCE, Reconciler
+from tandem_operator.controller.store import Store
+from tandem_operator.settings import OperatorSettings
+from tandem_testing.kube_objects import a_service
+
+KEY = ServiceKey("models", "chat")
+DRY_RUN = "does not support dry run"
+
+
+class Server:
+    """Answers writes with `answers` by kind; remembers those that were sent for good."""
+
+    def __init__(self):
+        self.answers, self.written, self.statuses, self.version = {}, [], [], 100
+
+    async def get(self, ref, namespace):
+        return None
+
+    async def create(self, manifest, *, dry_run=False):
+        return await self.apply(manifest, dry_run=dry_run)
+
+    async def apply(self, manifest, *, subresource="", dry_run=False):
+        self.version += 1
+        if subresource and manifest["kind"] == "ModelService":
+            self.statuses.append(json.loads(json.dumps(manifest["status"])))
+            return a_service(metadata={"generation": 3}, version=self.version, status=manifest["status"]).body
+        elif not subresource:
+            answer = self.answers.get((manifest["kind"], dry_run)) or self.answers.get((manifest["kind"], None))
+            if answer is not None:
+                raise answer
+            if not dry_run:
+                self.written.append(manifest["kind"])
+        metadata = {
+            "uid": f"uid-{manifest['kind']}-{manifest['metadata']['name']}",
+            "resourceVersion": str(self.version),
+        }
+        return {**manifest, "metadata": {**manifest["metadata"], **metadata}}
+
+    async def scale(self, ref, namespace, replicas, *, dry_run=False):
+        return None
+
+    async def delete(self, ref, namespace, uid, *, dry_run=False):
+        return None
+
+    async def existing(self, namespace, names):
+        return frozenset(names)
+
+    def forget(self, namespace):
+        return None
+
+
+class World:
+    def __init__(self):
+        self.server, self.store, self.events = Server(), Store(), []
+        findings = FindingsBoard()
+        findings.put(KEY, Findings())
+        executor = Executor(self.server, self.store, self.server)
+        settings = OperatorSettings(canaries=False)
+        self.reconciler = Reconciler(self.store, findings, executor, self.server, self, settings)
+        self.store.put(a_service(metadata={"generation": 3}, version=1))
+
+    async def post(self, about, told):
+        self.events.append(told.reason)
+
+    async def look(self):
+        """The reason of `Degraded` after one look; None when no status was written by it."""
+        before = len(self.server.statuses)
+        with contextlib.suppress(ApiError, ZeroDivisionError):
+            await self.reconciler.look(KEY)
+        if len(self.server.statuses) == before:
+            return None
+        status = self.server.statuses[-1]
+        assert status["observedGeneration"] == 3
+        return next(one["reason"] for one in status["conditions"] if one["type"] == "Degraded")
+
+
+@pytest.mark.parametrize("status", [400, 403, 422, 500])
+@pytest.mark.parametrize("kind", ["WorkerPool", "Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget"])
+async def test_a_refused_object_is_told_and_none_is_written(kind, status):
+    world = World()
+    world.server.answers[kind, True] = ApiError(status, "", ".spec.nonsense: field not declared in schema")
+    assert await world.look() == "ApplyRefused"
+    assert world.server.written == []
+    assert world.events.count("ApplyRefused") == 1
+    ready = next(one for one in world.server.statuses[-1]["conditions"] if one["type"] == "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "ApplyRefused")
+    assert f"{kind} 'chat" in ready["message"]
+    assert ".spec.nonsense: field not declared in schema" in ready["message"]
+    world.server.answers.clear()
+    assert await world.look() == "AllWell"
+    assert len(world.server.written) > 10
+
+
+@pytest.mark.parametrize("status", [404, 409, 429, 503, 504])
+async def test_a_failure_that_may_pass_is_told_when_it_persists(status):
+    world = World()
+    world.server.answers["Service", None] = ApiError(status, "Busy", "later")
+    assert [await world.look() for _ in range(PATIENCE)] == [None] * (PATIENCE - 1) + ["ApplyFailed"]
+    assert world.events == ["ApplyFailed"]
+
+
+async def test_an_api_server_that_does_not_answer_is_no_trouble_of_a_service():
+    world = World()
+    world.server.answers["Service", None] = ApiError(0, "TimeoutError", "no answer")
+    assert [await world.look() for _ in range(2 * PATIENCE)] == [None] * 2 * PATIENCE
+
+
+async def test_a_defect_of_the_operator_is_told():
+    world = World()
+    world.server.answers["Service", None] = ZeroDivisionError("division by zero")
+    assert await world.look() == "OperatorError"
+    assert world.events == ["OperatorError"]
+
+
+async def test_a_webhook_without_dry_runs_refuses_nothing_beforehand():
+    world = World()
+    world.server.answers["Service", True] = ApiError(400, "BadRequest", f"admission webhook w {DRY_RUN}")
+    assert await world.look() == "AllWell"
+    assert "Service" in world.server.written
+
+
+async def test_a_refusal_after_the_dry_run_is_told():
+    """A quota that two new objects exceed together."""
+    world = World()
+    world.server.answers["Service", False] = ApiError(403, "Forbidden", "exceeded quota: one")
+    assert await world.look() == "ApplyRefused"
