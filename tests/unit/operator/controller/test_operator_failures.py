@@ -35,7 +35,7 @@ class Server:
         if subresource and manifest["kind"] == "ModelService":
             self.statuses.append(json.loads(json.dumps(manifest["status"])))
             return a_service(metadata={"generation": 3}, version=self.version, status=manifest["status"]).body
-        elif not subresource:
+        if not subresource:
             answer = self.answers.get((manifest["kind"], dry_run)) or self.answers.get((manifest["kind"], None))
             if answer is not None:
                 raise answer
