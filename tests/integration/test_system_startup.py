@@ -1,6 +1,7 @@
 """What a user meets who starts Tandem: errors of one sentence, and an end that leaves nothing behind."""
 
 import asyncio
+import json
 import os
 import shutil
 import socket
@@ -8,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tandem_services.cli.bundled import bundled_model
+from tandem_services.cli.main import main
+from tandem_services.common.redis_client import RedisAddress
 from tandem_testing.import_blocker import write_import_blocker
 from tandem_testing.redis_server import REDIS_SERVER
 from tandem_testing.system import System, python_path, run_tandem
@@ -116,3 +120,30 @@ async def test_everything_but_the_engine_works_without_torch_and_ctrl_c_leaves_n
                 pass
             assert await asyncio.to_thread(torchless.interrupt) == 0
     wait_for(lambda: not torchless.processes(), GONE_S, lambda: str(torchless.processes()))
+
+
+async def test_system_on_ipv6_hides_its_secrets_and_takes_orders(tmp_path, capsys):
+    system = System.start(tmp_path / "run", *ONE_WORKER, "--host", "::1")
+    try:
+        assert system.url.startswith("http://[::1]:")
+        [url] = system.workers.values()
+        assert url.startswith("http://[::1]:")
+        async with SystemClient(system=system) as client:
+            assert (await client.chat([{"role": "user", "content": "Hello"}], max_tokens=4)).text
+        address = url.removeprefix("http://")
+        assert main(["ctl", address, "token"]) == 0
+        token = capsys.readouterr().out.strip()
+        secrets = [token, json.loads((system.run_dir / "keys.json").read_text())["secret"]]
+        words = [word for process in system.processes() for word in process.argv]
+        assert not [word for word in words for secret in secrets if secret in word]
+        assert not [word for word in words if "127.0.0.1" in word]
+        assert main(["ctl", address, "audit"]) == 0
+        async with httpx.AsyncClient() as anyone:
+            assert (await anyone.post(f"{url}/drain", json={})).status_code == 401
+        redis = RedisAddress(url=next(str(p.flag("--redis-url")) for p in system.processes() if "worker" in p.argv))
+        assert redis.url.startswith("unix://")
+        made = [path for path in system.run_dir.rglob("*") if path.name != "up.out"]
+        assert {"redis.sock", "keys.json", "gateway.log"} <= {path.name for path in made}
+        assert not [path for path in made if path.lstat().st_mode & 0o077]
+    finally:
+        system.close()

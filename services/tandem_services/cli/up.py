@@ -16,11 +16,12 @@ from tandem_engine.addresses import Address, loopback_beside, reachable_here
 from tandem_engine.cpu_list import allowed_cpus
 from tandem_engine.errors import ConfigError
 from tandem_engine.flags import AUTO_AFFINITY, NO_AFFINITY, add_engine_flags, engine_argv, engine_config
+from tandem_engine.private_files import keep_files_private
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.cores import Cores, claim
 from tandem_services.cli.greeting import greeting
 from tandem_services.cli.processes import Child, Supervisor
-from tandem_services.cli.redis_process import python_command, require_redis, start_redis
+from tandem_services.cli.redis_process import CONFIG_FILE, python_command, require_redis, start_redis
 from tandem_services.cli.run_dir import prepare_run_dir
 from tandem_services.cli.shared_flags import served_names, tracing_argv, tracing_of
 from tandem_services.cli.up_flags import add_up_flags
@@ -114,7 +115,7 @@ def plan(args: argparse.Namespace) -> Plan:
         port=port,
         run_dir=prepare_run_dir(
             args.run_dir or Path(".tandem") / str(port),
-            files=(KEYS_FILE, REDIS_LOGIN_FILE),
+            files=(KEYS_FILE, REDIS_LOGIN_FILE, CONFIG_FILE),
             logs=[f"{name}.log" for name in ("redis", "gateway", *(name for name, _, _ in workers))],
         ),
         workers=workers,
@@ -145,6 +146,7 @@ def claim_cores(args: argparse.Namespace, todo: Plan) -> Cores:
 
 
 def run(args: argparse.Namespace) -> int:
+    keep_files_private()
     todo = plan(args)
     cores = claim_cores(args, todo)
     supervisor = Supervisor()

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem_engine.addresses import Address
 from tandem_testing.waiting import wait_for
 
 START_TIMEOUT_S = 200.0
@@ -96,7 +97,10 @@ class System:
 
         wait_for(greeted, timeout_s, self.logs)
         services = [p for p in self.processes() if _is_part(p, "tandem_services.cli.main", "worker")]
-        self.workers = {str(p.flag("--worker-id")): f"http://127.0.0.1:{p.flag('--health-port')}" for p in services}
+        self.workers = {
+            str(p.flag("--worker-id")): Address(str(p.flag("--health-host")), int(str(p.flag("--health-port")))).url()
+            for p in services
+        }
 
     def processes(self) -> list[RunningProcess]:
         """All that carry the mark, `tandem up` itself excepted."""
