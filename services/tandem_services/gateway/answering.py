@@ -75,7 +75,7 @@ class Answering:
         block.
         """
         caller = identity.caller
-        await caller.reserve(tokens)
+        await caller.reserve(tokens, choices=len(record.choices))
         self.journal.open(record)
         metrics.running.inc()
         try:

@@ -118,23 +118,23 @@ class Dispatcher:
                 attempt.close()
                 progress.end_trial()
                 self._correct_charge(request, choice, progress, record)
-                self._ended(request, choice, note, at=self.clock.now() - began)
+                self._ended(choice, note, at=self.clock.now() - began)
                 trace.ended()
         # The worker died between its last token and its finish.
         yield Accepted([], [], Finish(reason=FinishReason.LENGTH))
 
-    def _ended(self, request: ChoiceRequest, choice: Choice, note: AttemptRecord, *, at: float) -> None:
+    def _ended(self, choice: Choice, note: AttemptRecord, *, at: float) -> None:
         """An attempt is over, however it ended; `at` seconds after the choice began."""
         if note.outcome == "running":
             note.outcome = "stopped"
         note.ended_s = at
         self.metrics.attempt_ended(note.outcome)
-        self.placing.release(request, choice)
+        self.placing.release(choice)
 
     def _correct_charge(self, request: ChoiceRequest, choice: Choice, progress: Progress, record: ChoiceRecord) -> None:
-        """The tenant was charged for the prompt by what the router predicted to be cached. Once, for the first attempt;
-        choices that share a prompt share that charge."""
-        if progress.number == 0 and request.route is None and record.cached_tokens is not None:
+        """The tenant was charged for the prompt of each choice by what the router predicted to be cached. Once, for the
+        first attempt."""
+        if progress.number == 0 and record.cached_tokens is not None:
             self.placing.admission.binding.correct_prompt(
                 request.caller.tenant,
                 len(request.input_ids),

@@ -80,7 +80,7 @@ class Generator:
         prompts = len(plan.choices) // plan.n
         if plan.n == 1:
             return [None] * prompts
-        return [SharedRoute(choices=plan.n) for _ in range(prompts)]
+        return [SharedRoute() for _ in range(prompts)]
 
     async def _feed(
         self,

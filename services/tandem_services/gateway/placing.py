@@ -1,6 +1,6 @@
 """Where the attempts of choices go: asks the router, waits where it knows nobody, and gives reservations back.
 
-first attempt    through the gateway's queue (`Admission`), together with the other choices of its prompt
+first attempt    through the gateway's queue (`Admission`), beside the other choices of its prompt where it fits
 a session's      the worker that keeps it, or nobody
 further ones     paid from the `RetryBudget` where a living worker made them necessary; not where it failed before,
                  unless nobody else is left
@@ -9,7 +9,7 @@ a move           who takes over from a worker that leaves; with no place to go t
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -27,7 +27,9 @@ from tandem_services.gateway.queueing.admission import Admission
 from tandem_services.gateway.retry_budget import RetryBudget
 from tandem_services.gateway.route_ticket import RouteTicket
 from tandem_services.gateway.session_turns import session_lost
+from tandem_services.gateway.shared_route import SharedRoute
 from tandem_services.router.choice import Choice, NoWorkersError, Placement, RouteQuery
+from tandem_services.router.scoring import has_to_wait
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +76,9 @@ class Placing:
         logger.info("moving", extra={"fields": fields})
         return True
 
-    def release(self, request: ChoiceRequest, choice: Choice) -> None:
-        """An attempt is over: the reservation goes back, unless other choices of its prompt still hold it."""
-        if request.route is None or request.route.let_go(choice):
-            self._background.start(self.chooser.release(choice))
+    def release(self, choice: Choice) -> None:
+        """An attempt is over: the reservation goes back."""
+        self._background.start(self.chooser.release(choice))
         self.admission.freed()
 
     async def settle(self) -> None:
@@ -132,17 +133,37 @@ class Placing:
         return await self._choose_suitable(replace(query, exclude=away))
 
     async def _admitted(self, request: ChoiceRequest, query: RouteQuery) -> Choice:
-        """For the first attempt; together with the other choices of its prompt, if there are any."""
+        """For the first attempt; beside the other choices of its prompt, if there are any."""
+        alone = partial(self._choose_suitable, query, request.ticket)
+        return await self.admission.admit(
+            alone if request.route is None else partial(self._choose_beside, query, request.route, alone),
+            tenant=request.caller.tenant,
+            priority=request.priority,
+            prompt_tokens=len(query.token_ids),
+        )
 
-        async def enter(asked: RouteQuery) -> Choice:
-            return await self.admission.admit(
-                partial(self._choose_suitable, asked, request.ticket),
-                tenant=request.caller.tenant,
-                priority=request.priority,
-                prompt_tokens=len(asked.token_ids),
-            )
+    async def _choose_beside(
+        self, query: RouteQuery, route: SharedRoute, alone: Callable[[], Awaitable[Choice]]
+    ) -> Choice:
+        """Where the other choices of the prompt are, as long as there is room; else by `alone`."""
+        async with route.asking:
+            choice = await self._choose_among(query, route.workers) if route.workers else None
+            if choice is None:
+                choice = await alone()
+            route.note(choice)
+            return choice
 
-        return await (enter(query) if request.route is None else request.route.choose(query, enter))
+    async def _choose_among(self, query: RouteQuery, workers: frozenset[str]) -> Choice | None:
+        """None where they have no room."""
+        others = frozenset(worker.incarnation for worker in self.chooser.workers()) - workers
+        try:
+            choice = await self._choose_suitable(replace(query, exclude=query.exclude | others))
+        except NoWorkersError:
+            return None
+        if has_to_wait(choice.terms):
+            await self.chooser.release(choice)
+            return None
+        return choice
 
     def _query(self, request: ChoiceRequest, progress: Progress) -> RouteQuery:
         return RouteQuery(

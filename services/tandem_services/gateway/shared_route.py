@@ -1,46 +1,27 @@
-"""Where the choices of one answer go: to the same workers, so that the prompt is computed and kept once.
+"""Where the choices of one prompt go: each is admitted, placed and released by itself, beside the others where it fits.
 
-Life of a route
-    1. the first choice that is sent asks the router, for all of them; the others wait for the answer
-    2. each choice that ends, or fails over to other workers, lets go
-    3. the last one to let go gives the reservation back
+Each choice takes a seat of the fair queue, is charged, and holds a reservation of its own, so that a worker never gets
+more sequences than it has room for. One choice after the other asks the router: first for the workers of the choice
+before it, which compute the prompt, and for any worker where those have no room.
 
 Only first attempts go by it. A choice that has failed asks the router on its own.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from tandem_services.router.choice import Choice, RouteQuery
-
-Ask = Callable[[RouteQuery], Awaitable[Choice]]
-"""Asks the router, and reserves what it names."""
+from tandem_services.router.choice import Choice
 
 
 @dataclass(kw_only=True, slots=True)
 class SharedRoute:
-    """One decision of the router for `choices` choices of one prompt."""
+    """Of one prompt with several choices."""
 
-    choices: int
-    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _choice: Choice | None = None
-    _holders: int = 0
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the choice that asks the router."""
+    workers: frozenset[str] = frozenset()
+    """Incarnations of the last choice's workers; none before the first has asked."""
 
-    async def choose(self, query: RouteQuery, ask: Ask) -> Choice:
-        """What `ask` answers, with room for the output of all choices."""
-        async with self._asking:
-            if self._choice is None:
-                self._choice = await ask(replace(query, max_tokens=query.max_tokens * self.choices))
-        self._holders += 1
-        return self._choice
-
-    def let_go(self, choice: Choice) -> bool:
-        """One choice has no more use for `choice`. True when nobody else has either: then it is to be released."""
-        if choice is not self._choice:
-            return True
-        self._holders -= 1
-        if self._holders:
-            return False
-        self._choice = None
-        return True
+    def note(self, choice: Choice) -> None:
+        both = (choice.decode, choice.prefill)
+        self.workers = frozenset(worker.incarnation for worker in both if worker is not None)

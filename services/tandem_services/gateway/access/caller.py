@@ -24,6 +24,8 @@ class Caller:
     request_id: str = ""
     _arrival: Taken | None = field(default=None, init=False)
     """The request itself."""
+    _further: list[tuple[str, Taken]] = field(default_factory=list, init=False)
+    """Places of its choices but the first, which has the request's."""
     _reserved: Taken | None = field(default=None, init=False)
     """Its tokens."""
     _reserved_tokens: int = field(default=0, init=False)
@@ -64,12 +66,19 @@ class Caller:
         lease = self.request_id if tenant.concurrency else ""
         self._arrival = await self._take(self.limits, Ask(requests=1, lease=lease))
 
-    async def reserve(self, tokens: int) -> None:
-        """Count the tokens that the request is expected to use. Raises `ApiError` 429."""
-        if self.limits is None or not self.tenant.tokens_per_minute:
+    async def reserve(self, tokens: int, *, choices: int = 1) -> None:
+        """Count the tokens that the request is expected to use, and its choices: each is a request to the limits, of
+        which `arrive` has counted one. Raises `ApiError` 429."""
+        tenant, further = self.tenant, choices - 1
+        if self.limits is None:
             return
-        self._reserved = await self._take(self.limits, Ask(tokens=tokens))
-        self._reserved_tokens = tokens
+        if tenant.tokens_per_minute or (further and tenant.requests_per_minute):
+            self._reserved = await self._take(self.limits, Ask(tokens=tokens, requests=further))
+            self._reserved_tokens = tokens
+        if tenant.concurrency:
+            for number in range(further):
+                lease = f"{self.request_id}-{number + 1}"
+                self._further.append((lease, await self._take(self.limits, Ask(lease=lease))))
 
     def used(self, tokens: int) -> None:
         """The tokens that it has used in fact."""
@@ -84,6 +93,8 @@ class Caller:
         if self._reserved is not None:
             beyond = self._used_tokens - self._reserved_tokens
             self.limits.settle(self.tenant, self._reserved, tokens=beyond, lease="")
+        for lease, taken in self._further:
+            self.limits.settle(self.tenant, taken, tokens=0, lease=lease)
         if self._arrival is not None and self.tenant.concurrency:
             self.limits.settle(self.tenant, self._arrival, tokens=0, lease=self.request_id)
 

@@ -199,7 +199,7 @@ async def test_a_request_that_only_waits_for_room_is_not_overtaken():
     assert (await serve_all(desk, tasks))[1:] == ["first", "second"]
 
 
-@pytest.mark.parametrize(("alive", "seconds", "reason"), [(True, 60, "no_room"), (False, 10, "no_worker")])
+@pytest.mark.parametrize(("alive", "seconds", "reason"), [(True, 60, "no_room"), (False, 9, "no_worker")])
 async def test_nobody_waits_for_ever(alive, seconds, reason):
     desk = Desk(Fleet(places=0, alive=alive))
     waiting = desk.come("x")
