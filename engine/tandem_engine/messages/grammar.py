@@ -35,7 +35,8 @@ class GrammarKind(StrEnum):
     """A JSON array of strings, one of which is the output."""
     STRUCTURAL_TAG = "structural_tag"
     """A JSON object {"structures": [{"begin", "schema", "end"}], "triggers": […]}: free text until it contains a
-    trigger, then one of the structures that begin with it, then free text again."""
+    trigger, then one of the structures that begin with it, then free text again. With "answer", a JSON schema, the
+    output is JSON of that schema, or structures with "separator" between them, "most" at most."""
 
 
 MAX_GRAMMAR_BYTES = {

@@ -93,6 +93,12 @@ class StructuralTags(msgspec.Struct, frozen=True):
 
     structures: list[Structure]
     triggers: list[str]
+    answer: dict[str, Any] | None = None
+    """Tandem's: the output is JSON of this schema, or structures one after the other; never free text."""
+    separator: str = ""
+    """Between structures, with `answer`."""
+    most: int | None = None
+    """Structures of one output, with `answer`."""
 
 
 def _structural_tag(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
@@ -109,6 +115,8 @@ def _structural_tag(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
     if len(control) > 1:
         raise refusal(spec.kind, "its triggers must be all control tokens or all plain text")
     structures = [_tag(tags, structure) for structure in tags.structures]
+    if tags.answer is not None:
+        return LLMatcher.grammar_from_lark(_answer_or_tags(spec, tags, structures, special=control == {True}))
     return LLMatcher.grammar_from_lark(StructTag.to_grammar(structures, assume_special=control == {True}))
 
 
@@ -117,6 +125,31 @@ def _tag(tags: StructuralTags, structure: Structure) -> StructTag:
     if trigger is None:
         raise refusal(GrammarKind.STRUCTURAL_TAG, f"no trigger begins the structure {structure.begin!r}")
     return StructTag(trigger=trigger, begin=structure.begin, grammar=structure.schema, end=structure.end)
+
+
+def _answer_or_tags(spec: GrammarSpec, tags: StructuralTags, structures: list[StructTag], *, special: bool) -> str:
+    pattern = WHITESPACE if spec.whitespace_pattern is None else spec.whitespace_pattern
+    options = {"whitespace_pattern": pattern, "lenient": spec.lenient}
+    further = f"({json.dumps(tags.separator)} tag)" if tags.separator else "tag"
+    if tags.most is None:
+        several = f"tag {further}*"
+    else:
+        several = f"tag {further}{{0,{tags.most - 1}}}" if tags.most > 1 else "tag"
+    rules = [
+        "start: answer | tags",
+        f"answer: %json {json.dumps({**(tags.answer or {}), 'x-guidance': options})}",
+        f"tags: {several}",
+        "tag: " + " | ".join(f"tag_{number}" for number in range(len(structures))),
+    ]
+    for number, tag in enumerate(structures):
+        # Lark writes a control token by its own name, without quotes.
+        begin = f"{tag.trigger} {_quoted(tag.begin[len(tag.trigger) :])}" if special else _quoted(tag.begin)
+        rules.append(f"tag_{number}: {begin} %json {json.dumps(tag.grammar)} {_quoted(tag.end)}")
+    return "\n".join(rules)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text else ""
 
 
 def _is_control(trigger: str, tokenizer: LLTokenizer) -> bool:

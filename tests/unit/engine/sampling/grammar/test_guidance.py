@@ -78,6 +78,8 @@ TAGS = {
     "triggers": ["<f="],
 }
 
+ANSWER_OR_TAGS = {**TAGS, "answer": PERSON, "separator": "; "}
+
 KINDS = [
     (spec(GrammarKind.JSON_SCHEMA, PERSON), ['{"name": "Ada", "age": 36}'], ['{"name": "Ada"}', '{"age": 3, "x": 1}']),
     (spec(GrammarKind.JSON_SCHEMA, TREE), ["[]", "[[], [[]]]"], ["[", "[1]", "{}"]),
@@ -94,6 +96,16 @@ KINDS = [
         spec(GrammarKind.STRUCTURAL_TAG, TAGS),
         ["hello", 'I add <f=add>{"x": 1}</f> and see <f=now>{}</f>', "a < b"],
         ['<f=add>{"x": "1"}</f>', "<f=sub>{}</f>", "<f=add>{}"],
+    ),
+    (
+        spec(GrammarKind.STRUCTURAL_TAG, ANSWER_OR_TAGS),
+        ['{"name": "Ada", "age": 36}', '<f=add>{"x": 1}</f>', "<f=now>{}</f>; <f=now>{}</f>; <f=now>{}</f>"],
+        ["hello", '{"name": "Ada"}', '{"name": "Ada", "age": 3}<f=now>{}</f>', "<f=now>{}</f><f=now>{}</f>"],
+    ),
+    (
+        spec(GrammarKind.STRUCTURAL_TAG, {**ANSWER_OR_TAGS, "most": 1}),
+        ['{"name": "Ada", "age": 36}', "<f=now>{}</f>"],
+        ["<f=now>{}</f>; <f=now>{}</f>"],
     ),
 ]
 
