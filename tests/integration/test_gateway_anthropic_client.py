@@ -53,6 +53,14 @@ async def test_a_message_is_created_and_a_conversation_with_tools_comes_round(cl
     assert _prompt(second.usage) > _prompt(first.usage)
 
 
+async def test_models_are_listed_and_a_prefill_is_continued(client):
+    [model] = [model async for model in client.models.list()]
+    assert (model.id, model.type, model.created_at.year > 2000) == ("mock", "model", True)
+    begun = {"role": "assistant", "content": "It rains in"}
+    message = await client.messages.create(model="mock", max_tokens=20, messages=[*HI, begun])
+    assert message.stop_reason == "max_tokens"
+
+
 async def test_the_clients_accumulator_puts_a_stream_together(client):
     whole = await client.messages.create(**ASKED)
     async with client.messages.stream(**ASKED) as stream:

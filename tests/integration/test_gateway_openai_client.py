@@ -9,7 +9,7 @@ from tandem_engine.config import Role
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import EngineRack, live_gateway, script
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
-from tandem_testing.tokenizer_builders import EOS, write_tokenizer
+from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -83,6 +83,43 @@ async def test_errors_arrive_as_the_clients_own_types(client):
     assert caught.value.param == "temperature"
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         await client.completions.create(model="mock", prompt=[7] * 600, stream=True)
+
+
+async def test_sampling_fields_of_vllm_reach_the_engine_from_responses(client):
+    fields = {"model": "mock", "input": "hi", "max_output_tokens": 4}
+    extra = {"stop": ["x"], "stop_token_ids": [9], "logit_bias": {"7": 1}, "presence_penalty": 0.5, "seed": 1}
+    answer = await client.responses.create(**fields, extra_body=extra)
+    assert answer.status in ("completed", "incomplete")
+    for name, value in {"stop_regex": "a+", "n": 2, "messages": HI}.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(**fields, extra_body={name: value})
+        assert caught.value.param == name
+
+
+async def test_tools_with_a_format_and_allowed_tools(tmp_path):
+    tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=THINKING_CHATML))
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("f", "g")]
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}
+    ids = script(tokenizer, '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>', eos=EOS)
+    with EngineRack() as rack:
+        rack.add("only", MockBehaviour(token=scripted_tokens(ids), eos=EOS)).context_length = 4096
+        async with (
+            live_gateway(rack.context, tokenizer, rack.engines) as gateway,
+            openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            answer = await client.chat.completions.create(
+                model="mock",
+                messages=[*HI, {"role": "assistant", "content": None}, *HI],
+                tools=tools,
+                tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+                response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+                reasoning_effort="none",
+                stop=["1", "2", "3", "4", "5"],
+            )
+    [call] = answer.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("f", '{"a": "b"}')
+    assert answer.choices[0].finish_reason == "tool_calls"
 
 
 async def test_the_request_id_of_the_client_object_can_be_explained(client, gateway):

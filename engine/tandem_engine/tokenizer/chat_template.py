@@ -64,7 +64,8 @@ class ChatTemplate:
             self._template = _environment().from_string(template)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"{source}: the chat template is broken: {error}") from error
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens: Mapping[str, str] = dict(special_tokens)
+        """Variables such as `bos_token`."""
         self.text = template
         """As the checkpoint has it."""
         parsed = _environment().parse(template)
@@ -125,7 +126,7 @@ class ChatTemplate:
         return {
             "strftime_now": clock(datetime.now().astimezone()),
             "documents": None,
-            **self._special_tokens,
+            **self.special_tokens,
             **(variables or {}),
             "tools": tools or None,
             "messages": [_prepared(message) for message in messages],
@@ -133,7 +134,7 @@ class ChatTemplate:
         }
 
     def _traced_context(self, context: Mapping[str, Any], *, given: Mapping[str, Any]) -> dict[str, Any]:
-        own = {name: traced(text, TEMPLATE) for name, text in self._special_tokens.items() if name not in given}
+        own = {name: traced(text, TEMPLATE) for name, text in self.special_tokens.items() if name not in given}
         messages = [{**traced(message, CONTENT), **_own_role(message)} for message in context["messages"]]
         return {**traced(context, CONTENT), **own, "messages": messages}
 

@@ -39,12 +39,17 @@ logger = logging.getLogger(__name__)
 class ModelRequest(Protocol):
     """A decoded body that says which model is to answer, and how soon."""
 
-    @property
-    def model(self) -> str | None: ...
+    model: str | None
+    """None for the one model there is; the endpoint then fills in its name."""
 
     @property
     def request_id(self) -> str | None:
         """What the client calls the request."""
+        ...
+
+    @property
+    def rid(self) -> str | None:
+        """The same under SGLang's name."""
         ...
 
     @property
@@ -87,8 +92,9 @@ class GenerationEndpoint(Generic[R]):
     async def _serve(self, body: bytes, scope: Scope, send: Send) -> None:
         request = await decode_body(self._planner.decode, body)
         del body  # a request may run for minutes
-        identify_request(scope, request.request_id)
+        identify_request(scope, request.request_id or request.rid)
         served = self._models.of_request(scope, request.model)
+        request.model = request.model or served.model.name
         identity = identity_of(scope)
         caller = identity.caller
         deadline = self._shared.deadline(identity, request.timeout)

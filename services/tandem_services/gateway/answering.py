@@ -36,6 +36,8 @@ class Answering:
     timeout_s: float
     """Longest life of a request."""
     closing: Closing = field(default_factory=Closing)
+    running: int = 0
+    """Requests that are being answered, those that wait for a worker among them."""
 
     def deadline(self, identity: RequestIdentity, timeout_s: float | None) -> float:
         """On `clock`. `timeout_s`: the longest that the client wants to wait. Raises `ApiError` 400 for no duration."""
@@ -78,6 +80,7 @@ class Answering:
         await caller.reserve(tokens, choices=len(record.choices))
         self.journal.open(record)
         metrics.running.inc()
+        self.running += 1
         try:
             yield
             record.status = 200 if record.error is None else record.status
@@ -90,6 +93,7 @@ class Answering:
             raise
         finally:
             metrics.running.dec()
+            self.running -= 1
             caller.used(record.used_tokens)
             record.e2e_s = self.clock.now() - identity.arrived
             metrics.finished(record)

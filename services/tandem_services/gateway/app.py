@@ -40,11 +40,12 @@ from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.console.routes import Console
 from tandem_services.gateway.embeddings import EmbeddingEndpoint
 from tandem_services.gateway.messages.count_tokens import TokenCount
+from tandem_services.gateway.messages.models import models_answer
 from tandem_services.gateway.messages.planner import MessagesPlanner
 from tandem_services.gateway.model_service import Fleet
 from tandem_services.gateway.openapi.document import Traits, document_route
 from tandem_services.gateway.operations import READ, http_error, json_response, operations_routes
-from tandem_services.gateway.probe_schemas import VERSION
+from tandem_services.gateway.probe_schemas import VERSION, Load
 from tandem_services.gateway.responses.planner import ResponsesPlanner
 from tandem_services.gateway.session_routes import SessionRoutes
 from tandem_services.gateway.tokenization import Tokenization
@@ -152,17 +153,23 @@ def _tokenizer_routes(gateway: Gateway) -> list[Route]:
     return [
         Route(path, tokenization.detokenize if "detokenize" in path else tokenization.tokenize, methods=["POST"])
         for path in TOKENIZER_PATHS
-    ]
+    ] + [Route("/tokenizer_info", tokenization.info, methods=READ)]
 
 
 def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.api_route("/v1/models", methods=READ)
     async def list_models(request: Request) -> Response:
-        return json_response(gateway.models.listing(identity_of(request.scope).caller))
+        return json_response(models_answer(gateway.models.listing(identity_of(request.scope).caller), request.headers))
 
     @app.api_route("/v1/models/{name:path}", methods=READ)
     async def get_model(name: str, request: Request) -> Response:
-        return json_response(gateway.models.card(name, identity_of(request.scope).caller))
+        return json_response(
+            models_answer(gateway.models.card(name, identity_of(request.scope).caller), request.headers)
+        )
+
+    @app.api_route("/load", methods=READ)
+    async def load(_: Request) -> Response:
+        return json_response(Load(server_load=gateway.answering.running))
 
     @app.api_route("/v1/requests/{request_id}/explain", methods=READ)
     async def explain(request_id: str, request: Request) -> Response:

@@ -35,7 +35,7 @@ class ChatPlanner:
     endpoint = "/v1/chat/completions"
 
     def __init__(self, *, strict: bool) -> None:
-        self._decoder = BodyDecoder(ChatRequest, strict=strict)
+        self._decoder = BodyDecoder(ChatRequest, strict=strict, closed=True)
 
     def decode(self, body: bytes) -> ChatRequest:
         return self._decoder.decode(body)
@@ -108,7 +108,9 @@ def _reading(
     tools: ToolUse | None,
     grammar: AskedGrammar | None,
 ) -> OutputReading:
-    at_once = grammar is not None and grammar.spec.kind is not GrammarKind.STRUCTURAL_TAG
+    # Tags stand behind free text, but not those that are there instead of a formatted answer.
+    tags = grammar is not None and grammar.spec.kind is GrammarKind.STRUCTURAL_TAG
+    at_once = grammar is not None and (not tags or (tools is not None and grammar.field == "response_format"))
     return served.model.dialect.reading(
         prompt,
         tools,
@@ -159,14 +161,17 @@ async def _encode(
 
 def _grammar(request: ChatRequest, tools: ToolUse | None) -> AskedGrammar | None:
     """What the output must look like: as the tools demand, or as the client asked."""
-    asked = asked_grammar(request)
+    asked = asked_grammar(request, request.response_format)
     if tools is None:
         return asked
-    if asked is not None:
+    if asked is None:
+        return tools.grammar()
+    if asked.field != "response_format" or asked.spec.kind is GrammarKind.STRUCTURAL_TAG:
         raise bad_request(
             f"{asked.field} cannot be combined with tools that may be called: set tool_choice to none", asked.field
         )
-    return tools.grammar()
+    # The format is that of the content, of which an output of required calls has none.
+    return tools.grammar_or(asked.spec) if tools.callable is None else tools.grammar()
 
 
 def _wanted_tokens(request: ChatRequest) -> int | None:

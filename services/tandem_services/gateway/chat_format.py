@@ -52,7 +52,7 @@ class ChatFormat:
 
     def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
         del first  # a chat does not begin with its prompt
-        delta = ChatDelta(role="assistant", content="")
+        delta = ChatDelta(role="assistant", content="", refusal=None)
         return self._chunk(ChatChunkChoice(index=choice.index, delta=delta), usage, self._prompt_ids())
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:

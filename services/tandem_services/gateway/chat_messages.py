@@ -8,7 +8,19 @@ from tandem_engine.logs import quoted
 from tandem_engine.tokenizer.chat_template import ChatTemplate
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.limits import MAX_MESSAGES
-from tandem_services.gateway.openai_schemas import CalledTool, ChatMessage, ChatTemplateVariables, ContentPart
+from tandem_services.gateway.openai_schemas import CalledTool, ChatMessage, ContentPart, TemplateVariables
+
+VARIABLES = "chat_template_kwargs"
+_RESERVED = frozenset(
+    (
+        *("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
+        *("strftime_now", "raise_exception"),
+        *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"),
+    )
+)
+"""Variables of chat templates that clients set by other fields, or that are the checkpoint's."""
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which chat templates switch reasoning on and off."""
 
 
 def template_messages(messages: list[ChatMessage] | None, *, continues: bool = False) -> list[dict[str, Any]]:
@@ -48,28 +60,51 @@ def continues_final(
 
 def template_variables(
     template: ChatTemplate | None,
-    variables: ChatTemplateVariables | None,
+    variables: TemplateVariables | None,
     *,
     documents: list[dict[str, str]] | None = None,
     reasoning_effort: str | None = None,
 ) -> dict[str, Any]:
-    """What the template is told besides messages and tools. Raises `ApiError` 400 for what it has no place for."""
-    told = {} if variables is None else {k: v for k, v in msgspec.structs.asdict(variables).items() if v is not None}
-    for name, value in (("documents", documents or None), ("reasoning_effort", reasoning_effort)):
-        if value is None:
-            continue
-        if template is None or name not in template.variables:
-            raise bad_request(f"{name} is not supported: this model's chat template has no place for it", name)
-        told[name] = value
-    return told
+    """What the template gets besides messages and tools: `variables` as they are, whether or not it uses them.
+
+    Raises `ApiError` 400 for documents or a reasoning effort that it has no place for.
+    """
+    given = {name: value for name, value in (variables or {}).items() if value is not None}
+    for name in given:
+        if name in _RESERVED:
+            field = f"{VARIABLES}.{quoted(name)}"
+            raise bad_request(f"{field}: the gateway sets this variable itself, leave it out", field)
+    places = frozenset[str]() if template is None else template.variables
+    if documents:
+        if "documents" not in places:
+            raise bad_request("documents is not supported: this model's chat template has no place for it", "documents")
+        given["documents"] = documents
+    if reasoning_effort is not None:
+        # What the client sets in chat_template_kwargs wins, as with vLLM.
+        given = {**_effort_variables(reasoning_effort, places), **given}
+    return given
+
+
+def _effort_variables(effort: str, places: frozenset[str]) -> dict[str, Any]:
+    """As vLLM and SGLang do, an effort also switches thinking on, and `none` switches it off."""
+    switches = {name: effort != "none" for name in _SWITCHES if name in places}
+    if "reasoning_effort" in places:
+        return {**switches, "reasoning_effort": effort}
+    if not switches and effort != "none":
+        raise bad_request(
+            "reasoning_effort is not supported: this model's chat template has no place for it; leave it out",
+            "reasoning_effort",
+        )
+    return switches
 
 
 def _entry(message: ChatMessage, param: str) -> dict[str, Any]:
     _check_tool_fields(message, param)
     # Templates predate the newer name of the same role.
     entry: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    called = bool(message.tool_calls)
-    entry["content"] = "" if called and message.content is None else _text(message.content, f"{param}.content")
+    # OpenAI's clients send null for a turn of an assistant that had no text.
+    absent = message.content is None and message.role == "assistant"
+    entry["content"] = "" if absent else _text(message.content, f"{param}.content")
     reasoning = message.reasoning_content or message.reasoning
     optional = {
         "name": message.name,

@@ -49,7 +49,6 @@ from tandem_services.gateway.translate import (
     generation_plan,
     sampling_params,
 )
-from tandem_services.gateway.unsupported import FIELDS_OF_CHATS, SERVED_BY_COMPLETIONS
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -60,7 +59,7 @@ class CompletionPlanner:
     endpoint = "/v1/completions"
 
     def __init__(self, *, strict: bool) -> None:
-        self._decoder = BodyDecoder(CompletionRequest, strict=strict)
+        self._decoder = BodyDecoder(CompletionRequest, strict=strict, closed=True)
 
     def decode(self, body: bytes) -> CompletionRequest:
         return self._decoder.decode(body)
@@ -68,12 +67,12 @@ class CompletionPlanner:
     async def plan(self, request: CompletionRequest, served: ReadModel, caller: Caller) -> GenerationPlan:
         """Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
         prompt_encoder = served.prompts
-        check_common_fields(request, also_refused=FIELDS_OF_CHATS, served=SERVED_BY_COMPLETIONS)
+        check_common_fields(request)
         check_suffix(request)
         prompts = split_prompts(request.prompt, param="prompt", most=MAX_PROMPTS)
         counts = choice_counts(request, prompts=len(prompts))
         wanted = _wanted_tokens(request)
-        grammar = asked_grammar(request)
+        grammar = asked_grammar(request, request.response_format)
         # Ranges are checked before any prompt is encoded.
         sampling = sampling_params(
             request,

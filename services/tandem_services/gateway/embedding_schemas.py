@@ -1,6 +1,6 @@
 """OpenAI's bodies of `POST /v1/embeddings`, with vLLM's additions. Decoded as `openai_schemas` says."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,6 +27,12 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     timeout: float | None = None
     """Seconds."""
+    request_id: str | None = None
+    rid: str | None = None
+    """SGLang's name for `request_id`."""
+    custom_labels: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
 
 
 class Embedding(msgspec.Struct, kw_only=True):

@@ -25,7 +25,7 @@ from tandem_services.common.errors import bad_request, internal_error
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.answering import Answering, new_record
-from tandem_services.gateway.boundary import RequestIdentity, identity_of
+from tandem_services.gateway.boundary import RequestIdentity, identify_request, identity_of
 from tandem_services.gateway.choice_request import ChoiceRequest
 from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.embedding_schemas import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
@@ -83,7 +83,7 @@ class EmbeddingPlanner:
     """Validates embedding requests."""
 
     def __init__(self, *, strict: bool) -> None:
-        self._decoder = BodyDecoder(EmbeddingRequest, strict=strict)
+        self._decoder = BodyDecoder(EmbeddingRequest, strict=strict, closed=True)
 
     def decode(self, body: bytes) -> EmbeddingRequest:
         """Raises `ApiError` naming the field at fault."""
@@ -163,7 +163,9 @@ class EmbeddingEndpoint:
     async def _serve(self, body: bytes, scope: Scope, send: Send) -> None:
         request = await decode_body(self._planner.decode, body)
         del body  # as in `GenerationEndpoint`
+        identify_request(scope, request.request_id or request.rid)
         served = self._models.of_request(scope, request.model)
+        request.model = request.model or served.model.name
         identity = identity_of(scope)
         deadline = self._shared.deadline(identity, request.timeout)
         async with self._shared.bounded(deadline):

@@ -7,6 +7,7 @@ them again.
 from collections.abc import Sequence
 
 from tandem_engine.logs import quoted
+from tandem_engine.messages.sampling import MAX_STOP_STRINGS
 from tandem_services.common.errors import ApiError, bad_request
 
 MAX_BODY_BYTES = 32 << 20
@@ -45,10 +46,9 @@ MAX_CHOICES = 128
 """n, and n times the number of prompts."""
 MAX_BEST_OF = 20
 MAX_MESSAGES = 2048
-MAX_STOP_STRINGS = 4
 MAX_OUTPUT_TOKENS = 2**31 - 1
 MAX_CHAT_TOP_LOGPROBS = 20
-MAX_COMPLETION_LOGPROBS = 5
+MAX_COMPLETION_LOGPROBS = 20
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_CACHE_SALT_CHARACTERS = 1024
 MAX_USER_CHARACTERS = 512

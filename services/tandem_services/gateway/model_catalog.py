@@ -37,21 +37,19 @@ class ModelCatalog:
         return iter(self._services)
 
     def find(self, name: str | None, caller: Caller) -> ModelService:
-        """Who answers for `name`. Raises `ApiError` 400 without one, and 404 for one that is not there for `caller`."""
+        """The service of the model `name`; without a name, the only one. Raises `ApiError` 400 when there are several
+        and no name, and 404 for a name that is not there for `caller`."""
         if not name:
-            raise bad_request("model is required", "model")
+            if len(self._services) > 1:
+                raise bad_request("model is required: this gateway serves several", "model")
+            name = next(iter(self._services[0].model.names_for(caller)), self._services[0].model.name)
         service = self._by_name.get(name)
         if service is None or name not in service.model.names_for(caller):
             raise self._no_such_model(name, caller)
         return service
 
-    def of_request(self, scope: Scope, name: str | None, *, or_only: bool = False) -> ModelService:
-        """As `find`, for the caller of the request in `scope`, which is known from now on to be answered by it.
-
-        `or_only`: without a name the one there is, if there is no other.
-        """
-        if or_only and name is None and len(self._services) == 1:
-            name = self._services[0].model.name
+    def of_request(self, scope: Scope, name: str | None) -> ModelService:
+        """As `find`, for the caller of the request in `scope`, which is known from now on to be answered by it."""
         served = self.find(name, identity_of(scope).caller)
         served.visits.begin()
         identify_model(scope, served.model.name, on_end=served.visits.end)

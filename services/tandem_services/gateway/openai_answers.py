@@ -3,7 +3,7 @@
 They always carry the fields that OpenAI's specification requires, null included.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -81,6 +81,9 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[CalledTool] | UnsetType = UNSET
@@ -102,6 +105,8 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: None = None
+    system_fingerprint: None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
@@ -123,6 +128,8 @@ class CallDelta(msgspec.Struct, kw_only=True):
 class ChatDelta(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
+    """Null in the first delta of a choice, as OpenAI writes it."""
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
@@ -144,6 +151,8 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    service_tier: None = None
+    system_fingerprint: None = None
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     """With the first chunk of a choice."""
 
@@ -171,6 +180,19 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: None = None
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """vLLM's, as far as the gateway reads the tokenizer's files."""
+
+    tokenizer_class: Literal["PreTrainedTokenizerFast"] = "PreTrainedTokenizerFast"
+    model_max_length: int | None
+    vocab_size: int
+    eos_token_ids: Sequence[int]
+    special_tokens: Mapping[str, str]
+    """Those that chat templates may use, by name."""
+    chat_template: str | None
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

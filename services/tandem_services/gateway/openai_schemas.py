@@ -11,77 +11,109 @@ import msgspec
 from tandem_engine.tokenizer.truncation import TruncationSide
 from tandem_services.gateway.prompt_shapes import PromptItem
 from tandem_services.gateway.session_turns import SessionParams
-from tandem_services.gateway.structured_output import StructuredOutputFields
+from tandem_services.gateway.structured_output import GrammarFields, ResponseFormat
 from tandem_services.gateway.tools import Tool, ToolChoice
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    include_usage: bool | None = None
+    """With vLLM's defaults."""
+
+    include_usage: bool | msgspec.UnsetType | None = msgspec.UNSET
+    """Options that do not have it ask for usage, `{}` too."""
     continuous_usage_stats: bool | None = None
+    """Usage in every chunk; only with `include_usage`."""
+
+    @property
+    def asks_for_usage(self) -> bool:
+        return self.include_usage is msgspec.UNSET or bool(self.include_usage)
 
 
-class GenerationFields(StructuredOutputFields, kw_only=True):
-    """What chat and completions have in common."""
+class SharedFields(GrammarFields, kw_only=True):
+    """What all generation routes have in common, with the same meaning. A route that plans a chat copies them."""
 
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
-    n: int | None = None
-    best_of: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
-    """Tokens whose logprobs are told instead of those of the likeliest."""
-    logprob_start: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    """SGLang's name for `include_stop_str_in_output`."""
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     stream_interval: int | None = None
     """Tokens of a choice that are written together."""
-    echo: bool | None = None
     truncate_prompt_tokens: int | None = None
     """Tokens that stay of a longer prompt; -1 for as many as there is room for."""
     truncation_side: TruncationSide | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    """Logprobs call tokens `token_id:5`."""
     cache_salt: str | None = None
-    session_params: SessionParams | None = None
-    """The prompt is the next turn of a session; see docs/features.md."""
     priority: int | None = None
     """Greater is more important; see docs/scheduling.md."""
     timeout: float | None = None
     """Seconds until the answer must be there; see docs/limits.md."""
-    user: str | None = None
     prompt_cache_key: str | None = None
     """Requests that say the same are likely to begin alike; see `affinity_key`."""
     session_id: str | None = None
     """The same, of one conversation."""
     request_id: str | None = None
     """What the client calls the request where its X-Request-Id does not say it."""
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
+    rid: str | None = None
+    """SGLang's name for `request_id`."""
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
+    cache_control: Any = None
+    custom_labels: Any = None
+    images_config: Any = None
+    max_dynamic_patch: Any = None
+    media_io_kwargs: Any = None
+    min_dynamic_patch: Any = None
+    mm_processor_kwargs: Any = None
+    return_mm_kwargs: Any = None
+    return_token_offsets: Any = None
+    use_audio_in_video: Any = None
+
+
+def shared_fields(request: SharedFields) -> dict[str, Any]:
+    """The fields that `request` shares with all generation routes, to make another route's request of it."""
+    return {name: getattr(request, name) for name in SharedFields.__struct_fields__}
+
+
+class GenerationFields(SharedFields, kw_only=True):
+    """What chat and completions have in common besides."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    """Tokens whose logprobs are reported instead of those of the most likely."""
+    logprob_start: int | None = None
+    stop: str | list[str] | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Logprobs call tokens `token_id:5`."""
+    session_params: SessionParams | None = None
+    """The prompt is the next turn of a session; see docs/features.md."""
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
     verbosity: str | None = None
-    """These change nothing in an answer here. They are known so that strict gateways take them."""
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -113,14 +145,11 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     """vLLM's newer name of the same."""
 
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatTemplateVariables(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The variables of a chat template that a client may set."""
-
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
+TemplateVariables = dict[str, Any]
+"""Variables of the chat template by name, as `chat_messages.template_variables` checks them."""
 
 
 class ChatRequest(GenerationFields, kw_only=True):
@@ -129,7 +158,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: ChatTemplateVariables | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -150,13 +179,6 @@ class CompletionRequest(GenerationFields, kw_only=True):
     parse_special_tokens: bool | None = None
     """Special tokens in text prompts become control tokens (default); otherwise they are plain text."""
     logprobs: int | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    include_reasoning: Any = None
-    thinking_token_budget: Any = None
-    continue_final_message: Any = None
-    documents: Any = None
-    reasoning_effort: Any = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -170,7 +192,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     documents: list[dict[str, str]] | None = None
     reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool | None = None
-    chat_template_kwargs: ChatTemplateVariables | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     tools: list[Tool] | None = None
 
 

@@ -38,7 +38,9 @@ def operations_routes(health: Health, registry: CollectorRegistry, *, metrics: b
     answers = {"/live": live, "/ready": ready, "/health": ready, "/version": get_version}
     if metrics:
         answers[METRICS_PATH] = get_metrics
-    return [Route(path, answer, methods=READ) for path, answer in answers.items()]
+    # SageMaker asks with GET, and vLLM answers both.
+    ping = Route("/ping", ready, methods=[*READ, "POST"])
+    return [Route(path, answer, methods=READ) for path, answer in answers.items()] + [ping]
 
 
 def json_response(document: object, status: int = 200) -> Response:

@@ -182,10 +182,10 @@ class PromptEncoder:
         *,
         may_be_cut: bool = False,
     ) -> int:
-        """Raises `ApiError` 400 for more than can be answered. Tools and documents count for the time they take,
+        """Raises `ApiError` 400 for more than can be answered. Tools and variables count for the time they take,
         not for their length: a template may leave out parts of them."""
         characters = sum(len(message["content"]) for message in messages)
         if not may_be_cut:
             check_text_length(characters, self.model.longest_token, self.context_length(), "messages")
-        beside = [value for value in (tools, variables.get("documents")) if value]
+        beside = [value for value in (tools, variables) if value]
         return characters + (len(msgspec.json.encode(beside)) if beside else 0)

@@ -23,6 +23,7 @@ from tandem_services.gateway.boundary import identity_of
 from tandem_services.gateway.disconnect import ClientGoneError
 from tandem_services.gateway.json_shape import check_json_shape
 from tandem_services.gateway.limits import BODY_TIMEOUT_S, PARSED_HERE_BYTES
+from tandem_services.gateway.request_fields import Refusals
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +95,11 @@ class BodyDecoder(Generic[T]):
     Fields that it does not have are ignored, with a line in the debug log; `strict` refuses them instead.
     """
 
-    def __init__(self, shape: type[T], *, strict: bool) -> None:
+    def __init__(self, shape: type[T], *, strict: bool, closed: bool = False) -> None:
+        """`closed`: fields that `request_fields` knows and `shape` does not have are refused."""
         self._shape = shape
-        self._decoder = msgspec.json.Decoder(shape)
+        self._refusals = Refusals(shape) if closed else None
+        self._decoder = msgspec.json.Decoder(shape if self._refusals is None else self._refusals.decoded)
         self._strict = strict
 
     def decode(self, body: bytes) -> T:
@@ -116,6 +119,8 @@ class BodyDecoder(Generic[T]):
             raise _no_json(str(error), body) from error
         except UnicodeDecodeError as error:
             raise bad_request("request body is not valid UTF-8") from error
+        if self._refusals is not None:
+            self._refusals.check(request)
         if self._strict or logger.isEnabledFor(logging.DEBUG):
             self._tell_unknown_fields(request, body)
         return request

@@ -19,7 +19,6 @@ from tandem_engine.errors import InvalidRequestError
 from tandem_engine.logs import quoted
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec, check_choices, check_depth
 from tandem_services.common.errors import ApiError, bad_request
-from tandem_services.gateway.unsupported import UnsupportedFields
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -53,10 +52,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     disable_fallback: bool | None = None
 
 
-class StructuredOutputFields(UnsupportedFields, kw_only=True):
-    """Fields of chat and completion requests."""
+class GrammarFields(msgspec.Struct, kw_only=True):
+    """vLLM's and SGLang's fields, which every generation route has."""
 
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -75,9 +73,9 @@ class AskedGrammar(NamedTuple):
     spec: GrammarSpec
 
 
-def asked_grammar(fields: StructuredOutputFields) -> AskedGrammar | None:
+def asked_grammar(fields: GrammarFields, response_format: ResponseFormat | None) -> AskedGrammar | None:
     """What the output has to look like. Raises `ApiError` 400 naming the field."""
-    asked = [*_asked(fields)]
+    asked = [*_asked(fields, response_format)]
     if len(asked) > 1:
         names = ", ".join(dict.fromkeys(grammar.field for grammar in asked))
         raise bad_request(f"only one grammar can be asked for, this request has {len(asked)} ({names})", asked[1].field)
@@ -92,9 +90,9 @@ def name_grammar_field(error: ApiError, field: str | None) -> None:
         error.param = field
 
 
-def _asked(fields: StructuredOutputFields) -> Iterator[AskedGrammar]:
-    if fields.response_format is not None:
-        yield from _of_response_format(fields.response_format)
+def _asked(fields: GrammarFields, response_format: ResponseFormat | None) -> Iterator[AskedGrammar]:
+    if response_format is not None:
+        yield from _of_response_format(response_format)
     if fields.structured_outputs is not None:
         yield from _of_structured_outputs(fields.structured_outputs)
     kinds: Mapping[str, tuple[GrammarKind, Any]] = {

@@ -14,7 +14,7 @@ from tandem_services.gateway.chat_messages import continues_final, template_mess
 from tandem_services.gateway.limits import check_token_ids
 from tandem_services.gateway.model_catalog import ModelCatalog
 from tandem_services.gateway.model_service import ModelService
-from tandem_services.gateway.openai_answers import DetokenizeResponse, TokenizeResponse
+from tandem_services.gateway.openai_answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from tandem_services.gateway.openai_schemas import DetokenizeRequest, TokenizeRequest
 from tandem_services.gateway.request_body import BodyDecoder, decode_body, read_body
 from tandem_services.gateway.tools import tool_use
@@ -32,7 +32,7 @@ class Tokenization:
     async def tokenize(self, request: Request) -> Response:
         """Ids of a prompt, or of messages through the chat template, exactly as generation would see them."""
         asked = await decode_body(self._tokenize.decode, await read_body(request))
-        served = self._models.of_request(request.scope, asked.model, or_only=True)
+        served = self._models.of_request(request.scope, asked.model)
         caller = identity_of(request.scope).caller
         answer = await self._shared.without_workers(request, lambda: _tokenized(asked, served, caller))
         return Response(encode_json(answer), media_type="application/json")
@@ -40,12 +40,26 @@ class Tokenization:
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids, control tokens included; U+FFFD for bytes that are not UTF-8."""
         asked = await decode_body(self._detokenize.decode, await read_body(request))
-        prompts = self._models.of_request(request.scope, asked.model, or_only=True).prompts
+        prompts = self._models.of_request(request.scope, asked.model).prompts
         check_token_ids(asked.tokens, prompts.tokenizer.vocab_size, "tokens")
         text = await self._shared.without_workers(
             request, lambda: prompts.decode(asked.tokens, skip_special_tokens=False)
         )
         return Response(encode_json(DetokenizeResponse(prompt=text)), media_type="application/json")
+
+    async def info(self, request: Request) -> Response:
+        """What `GET /tokenizer_info` answers; the query may name a `model`."""
+        served = self._models.of_request(request.scope, request.query_params.get("model"))
+        tokenizer = served.prompts.tokenizer
+        template = tokenizer.chat_template
+        answer = TokenizerInfo(
+            model_max_length=served.model.context_length,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_ids=tokenizer.eos_token_ids,
+            special_tokens={} if template is None else template.special_tokens,
+            chat_template=None if template is None else template.text,
+        )
+        return Response(encode_json(answer), media_type="application/json")
 
 
 async def _tokenized(asked: TokenizeRequest, served: ModelService, caller: Caller) -> TokenizeResponse:

@@ -2,6 +2,7 @@
 
     tool_choice  grammar                                                     how the output is read
     none         -                                                           as text; the model is shown no tools
+    allowed      as its mode, among the tools it names                       as its mode; the model is shown these alone
     auto         of each call of a `strict` tool, from its first token on    in the model family's own form
     required     a JSON array of calls, from the first token on              as that array
     a name       as required, of one call of this tool                       as that array
@@ -50,12 +51,22 @@ class FunctionName(msgspec.Struct, kw_only=True):
     name: str
 
 
-class NamedTool(msgspec.Struct, kw_only=True):
-    type: Literal["function"]
+class NamedTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
     function: FunctionName
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class ToolSelection(msgspec.Struct, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(msgspec.Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """OpenAI's: a choice of `mode` among some of the tools. The others are not shown to the model."""
+
+    allowed_tools: ToolSelection
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +103,43 @@ class ToolUse:
             raise bad_request(f"tools: {error}", "tools") from error
         return AskedGrammar("tools", spec)
 
+    def grammar_or(self, answer: GrammarSpec) -> AskedGrammar:
+        """What holds the output to calls of the tools, or to the JSON that `answer` asks for.
+
+        Raises `ApiError` 400 when the family's calls are not JSON behind a fixed beginning.
+        """
+        field = "response_format"
+        if self.family.tag is None:
+            raise bad_request(
+                f"{field} cannot be combined with tools and tool_choice auto in the {self.family.name} form of tool "
+                "calls: set tool_choice to required, a name or none",
+                field,
+            )
+        schema = msgspec.json.decode(answer.source) if answer.source else {"type": "object"}
+        document = {
+            **tag_document(self.schemas, self.family.tag, strict=self._strict),
+            "answer": schema,
+            "separator": self.family.separator,
+            "most": None if self.parallel else 1,
+        }
+        spec = msgspec.structs.replace(
+            answer, kind=GrammarKind.STRUCTURAL_TAG, source=msgspec.json.encode(document).decode()
+        )
+        try:
+            spec.check()
+        except InvalidRequestError as error:
+            raise bad_request(f"{field}: {error}", field) from error
+        return AskedGrammar(field, spec)
+
+    @property
+    def _strict(self) -> frozenset[str]:
+        return frozenset(str(function.name) for function in self.functions if function.strict)
+
     def _constraint(self) -> tuple[GrammarKind, dict[str, Any] | None]:
         if self.callable is not None:
             schemas = {name: self.schemas[name] for name in self.callable}
             return GrammarKind.JSON_SCHEMA, call_array_schema(schemas, most=None if self.parallel else 1)
-        strict = frozenset(str(function.name) for function in self.functions if function.strict)
+        strict = self._strict
         if not strict or self.family.tag is None:
             return GrammarKind.STRUCTURAL_TAG, None
         return GrammarKind.STRUCTURAL_TAG, tag_document(self.schemas, self.family.tag, strict=strict)
@@ -112,6 +155,9 @@ def tool_use(
 ) -> ToolUse | None:
     """None when nothing may be called. Raises `ApiError` 400 naming the field at fault."""
     functions = _functions(tools or ())
+    if isinstance(choice, AllowedTools):
+        functions = _allowed(functions, choice.allowed_tools)
+        choice = choice.allowed_tools.mode
     if not functions and choice not in (None, "none", "auto"):
         raise bad_request("tool_choice asks for a call, but tools has no tools", "tool_choice")
     if not functions or choice == "none":
@@ -135,6 +181,16 @@ def tool_use(
         callable=_callable(names, choice),
         parallel=parallel is not False and not named,
     )
+
+
+def _allowed(functions: tuple[Function, ...], selection: ToolSelection) -> tuple[Function, ...]:
+    wanted = [tool.function.name for tool in selection.tools]
+    if not wanted:
+        raise bad_request("tool_choice.allowed_tools.tools must name at least one tool", "tool_choice")
+    unknown = next((name for name in wanted if name not in {function.name for function in functions}), None)
+    if unknown is not None:
+        raise bad_request(f"tool_choice allows {quoted(unknown)}, which is not in tools", "tool_choice")
+    return tuple(function for function in functions if function.name in wanted)
 
 
 def _callable(names: tuple[str, ...], choice: ToolChoice | None) -> tuple[str, ...] | None:

@@ -1,7 +1,7 @@
 """OpenAI's request fields as Tandem's messages. Pure: decides and checks, allocates and sends nothing."""
 
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,25 +23,21 @@ from tandem_services.gateway.limits import (
     check_priority,
     check_stop,
 )
-from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, GenerationFields
+from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, GenerationFields, StreamOptions
 from tandem_services.gateway.output_reader import PLAIN, OutputReading
 from tandem_services.gateway.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.prompt_length import FIELD as TRUNCATION
 from tandem_services.gateway.session_turns import SessionTurn
 from tandem_services.gateway.structured_output import AskedGrammar
 from tandem_services.gateway.token_rules import allowed_ids, logit_biases, named_ids
-from tandem_services.gateway.unsupported import refuse_unsupported
 
 _SEED_RANGE = 1 << 64
 _SEED_LOWEST = -(1 << 63)
 
 
-def check_common_fields(
-    request: GenerationFields, *, also_refused: tuple[str, ...] = (), served: Collection[str] = ()
-) -> None:
+def check_common_fields(request: GenerationFields) -> None:
     """What can be said about a request before its prompt is known."""
-    refuse_unsupported(request, also_refused, but=served)
-    if request.stream_options is not None and not request.stream:
+    if request.stream_options not in (None, StreamOptions()) and not request.stream:
         raise bad_request("stream_options is only allowed with stream=true", "stream_options")
     if request.stream_interval is not None and not 1 <= request.stream_interval <= MAX_OUTPUT_TOKENS:
         raise bad_request(
@@ -170,6 +166,7 @@ def generation_plan(
     if generated > counts.kept:
         prompts = [_scored(prompt) for prompt in prompts]
     options = request.stream_options
+    include_usage = options is not None and options.asks_for_usage
     _check_prompt_logprobs(prompts, counts.kept)
     return GenerationPlan(
         model=request.model or "",
@@ -182,15 +179,15 @@ def generation_plan(
         n=generated,
         kept=counts.kept,
         stream=bool(request.stream),
-        include_usage=options is not None and bool(options.include_usage),
-        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        include_usage=include_usage,
+        continuous_usage=include_usage and options is not None and bool(options.continuous_usage_stats),
         stream_interval=(request.stream_interval or 1) if request.stream else 1,
         generate=generate,
         cache_salt=request.cache_salt or "",
         session_key=affinity_key(request),
         priority=request.priority or 0,
         skip_special_tokens=request.skip_special_tokens is not False,
-        keep_stop=bool(request.include_stop_str_in_output),
+        keep_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
         prompt_logprobs=request.prompt_logprobs,
         tells_ids=bool(request.return_token_ids),
         names_by_id=bool(request.return_tokens_as_token_ids),

@@ -25,7 +25,7 @@ from tandem_services.gateway.access.tenant_limits import TenantLimits
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.boundary import identify_caller, identity_of
 
-PROBES = frozenset({"/live", "/ready", "/health"})
+PROBES = frozenset({"/live", "/ready", "/health", "/ping"})
 
 _KEY = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_KEY_CHARACTERS)
 _BEARER = re.compile(rb"[Bb][Ee][Aa][Rr][Ee][Rr] +([\x21-\x7e]{1,%d}) *" % MAX_KEY_CHARACTERS)

@@ -52,6 +52,22 @@ class MessageEvent(msgspec.Struct, kw_only=True):
     type: str
 
 
+class MessagesModel(msgspec.Struct, kw_only=True, tag_field="type", tag="model"):
+    """A model as Anthropic lists it."""
+
+    id: str
+    display_name: str
+    created_at: str
+    """RFC 3339."""
+
+
+class MessagesModelList(msgspec.Struct, kw_only=True):
+    data: list[MessagesModel]
+    has_more: Literal[False] = False
+    first_id: str | None
+    last_id: str | None
+
+
 class CountedTokens(msgspec.Struct, kw_only=True):
     input_tokens: int
 

@@ -11,7 +11,6 @@ from tandem_engine.logs import quoted
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.limits import MAX_MESSAGES
 from tandem_services.gateway.messages.schemas import (
-    REFUSED,
     Block,
     Choice,
     CustomTool,
@@ -25,7 +24,8 @@ from tandem_services.gateway.openai_schemas import (
     CalledTool,
     ChatMessage,
     ChatRequest,
-    ChatTemplateVariables,
+    TemplateVariables,
+    shared_fields,
 )
 from tandem_services.gateway.structured_output import NamedSchema, ResponseFormat
 from tandem_services.gateway.tools import Function, FunctionName, NamedTool, Tool, ToolChoice
@@ -37,45 +37,47 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
     """Raises `ApiError` 400 naming the field at fault."""
     _refuse(request)
     choice = request.tool_choice
+    messages = _messages(request)
     return ChatRequest(
-        model=request.model,
-        messages=_messages(request),
+        **shared_fields(request),
+        messages=messages,
         max_completion_tokens=request.max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        seed=request.seed,
         stop=request.stop_sequences,
-        stream=request.stream,
         tools=None if request.tools is None else [_tool(tool, n) for n, tool in enumerate(request.tools)],
         tool_choice=None if choice is None else _choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         response_format=_response_format(request),
         user=None if request.metadata is None else request.metadata.user_id,
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-        timeout=request.timeout,
         chat_template_kwargs=_variables(request),
         thinking_token_budget=_budget(request.thinking),
+        continue_final_message=_continues(messages, len(request.messages or ()) - 1),
     )
 
 
 def _refuse(request: MessagesRequest) -> None:
-    values = msgspec.structs.asdict(request)
-    for field, why in REFUSED.items():
-        if values[field]:
-            raise bad_request(f"{field} is not supported: {why}", field)
     if request.output_config is not None and request.output_config.effort is not None:
         raise bad_request("output_config.effort is not supported: leave it out", "output_config.effort")
 
 
-def _variables(request: MessagesRequest) -> ChatTemplateVariables | None:
+def _continues(messages: list[ChatMessage], last: int) -> bool | None:
+    """A last message of the assistant's is the beginning of the answer (prefill)."""
+    final = messages[-1]
+    if final.role != "assistant":
+        return None
+    param = f"messages[{last}].content"
+    if final.tool_calls or not isinstance(final.content, str) or not final.content:
+        raise bad_request(f"{param}: a last message of the assistant's must end with text, for the answer", param)
+    if final.content != final.content.rstrip():
+        raise bad_request(f"{param}: text that the answer begins with must not end with white space", param)
+    return True
+
+
+def _variables(request: MessagesRequest) -> TemplateVariables | None:
     """What the client says itself about the template wins."""
     thinking = request.thinking
     if request.chat_template_kwargs is not None or thinking is None or thinking.type == "adaptive":
         return request.chat_template_kwargs
-    return ChatTemplateVariables(enable_thinking=thinking.type == "enabled")
+    return {"enable_thinking": thinking.type == "enabled"}
 
 
 def _budget(thinking: Thinking | None) -> int | None:
@@ -101,8 +103,6 @@ def _messages(request: MessagesRequest) -> list[ChatMessage]:
         raise bad_request("messages must have at least one message", "messages")
     if len(given) > MAX_MESSAGES:
         raise bad_request(f"messages takes at most {MAX_MESSAGES} messages, got {len(given)}", "messages")
-    if given[-1].role == "assistant":
-        raise bad_request("the last message must be the user's: an answer cannot be begun for the model", "messages")
     messages = [] if not request.system else [ChatMessage(role="system", content=_text(request.system, "system"))]
     for position, message in enumerate(given):
         read = _of_assistant if message.role == "assistant" else _of_user
@@ -201,7 +201,7 @@ def _tool(tool: CustomTool, position: int) -> Tool:
 def _choice(choice: Choice) -> ToolChoice:
     if choice.type != "tool":
         return _CHOICES[choice.type]
-    return NamedTool(type="function", function=FunctionName(name=_required(choice.name, "tool_choice.name")))
+    return NamedTool(function=FunctionName(name=_required(choice.name, "tool_choice.name")))
 
 
 def _unsupported(kind: str, param: str) -> Exception:

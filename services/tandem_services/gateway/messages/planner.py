@@ -33,7 +33,7 @@ class MessagesPlanner:
 
     def __init__(self, chats: ChatPlanner, *, strict: bool) -> None:
         self._chats = chats
-        self._decoder = BodyDecoder(MessagesRequest, strict=strict)
+        self._decoder = BodyDecoder(MessagesRequest, strict=strict, closed=True)
 
     def decode(self, body: bytes) -> MessagesRequest:
         return self._decoder.decode(body)

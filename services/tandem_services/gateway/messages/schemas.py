@@ -1,14 +1,13 @@
 """Bodies of `POST /v1/messages`, as far as they are served: Anthropic's Messages API, stateless as the original.
 
-What would change the answer and is not served is refused by name (`REFUSED`); other unknown fields are ignored. So are
-`cache_control`, since prefixes are cached without being asked, and `service_tier`.
+What would change the answer and is not served is refused by name (`request_fields`); unknown fields are ignored.
 """
 
 from typing import Any, Literal
 
 import msgspec
 
-from tandem_services.gateway.openai_schemas import ChatTemplateVariables
+from tandem_services.gateway.openai_schemas import SharedFields, TemplateVariables
 
 
 class TextBlock(msgspec.Struct, kw_only=True):
@@ -74,40 +73,18 @@ class Metadata(msgspec.Struct, kw_only=True):
     user_id: str | None = None
 
 
-class MessagesRequest(msgspec.Struct, kw_only=True):
+class MessagesRequest(SharedFields, kw_only=True):
     """Also the body of `/v1/messages/count_tokens`, which needs no `max_tokens`."""
 
-    model: str | None = None
     messages: list[InputMessage] | None = None
     max_tokens: int | None = None
     system: str | list[TextBlock] | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     tools: list[CustomTool] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
-    request_id: str | None = None
-    service_tier: str | None = None
-    cache_control: Any = None
-    min_p: float | None = None
-    seed: int | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    timeout: float | None = None
-    chat_template_kwargs: ChatTemplateVariables | None = None
-    container: Any = None
-    mcp_servers: Any = None
-    context_management: Any = None
-
-
-REFUSED = {
-    "container": "code is run by the client",
-    "mcp_servers": "tools are run by the client",
-    "context_management": "a conversation is answered as it is sent",
-}
-"""Why, by field. Null and empty ask for nothing."""
+    user_profile_id: Any = None
+    workspace_id: Any = None
+    chat_template_kwargs: TemplateVariables | None = None

@@ -16,6 +16,7 @@ from tandem_engine.messages.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
@@ -29,27 +30,26 @@ from tandem_services.gateway.limits import (
     MAX_MESSAGES,
     MAX_METADATA_ENTRIES,
     MAX_OUTPUT_TOKENS,
-    MAX_STOP_STRINGS,
     MAX_USER_CHARACTERS,
 )
-from tandem_services.gateway.messages.schemas import REFUSED as REFUSED_OF_MESSAGES
 from tandem_services.gateway.messages.schemas import MessagesRequest
-from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, GenerationFields
-from tandem_services.gateway.responses.schemas import NEUTRAL, REFUSED, ResponsesRequest
+from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest
+from tandem_services.gateway.request_fields import neutral_values
+from tandem_services.gateway.request_fields import refused_fields as fields_refused_by
+from tandem_services.gateway.responses.schemas import ResponsesRequest
 from tandem_services.gateway.session_routes import CloseRequest, OpenRequest
 from tandem_services.gateway.token_rules import MAX_WORDS
 from tandem_services.gateway.tools import MAX_TOOLS
-from tandem_services.gateway.unsupported import FIELDS_OF_CHATS, SERVED_BY_COMPLETIONS, neutral_values
 
 Schema = dict[str, Any]
 Shape = type[msgspec.Struct]
 
 REQUIRED: Mapping[Shape, tuple[str, ...]] = {
-    ChatRequest: ("model", "messages"),
-    CompletionRequest: ("model", "prompt"),
-    ResponsesRequest: ("model", "input"),
-    EmbeddingRequest: ("model", "input"),
-    MessagesRequest: ("model", "messages"),
+    ChatRequest: ("messages",),
+    CompletionRequest: ("prompt",),
+    ResponsesRequest: ("input",),
+    EmbeddingRequest: ("input",),
+    MessagesRequest: ("messages",),
 }
 """Fields that structs let be absent, so that who leaves one out is told so in the gateway's own words."""
 
@@ -70,25 +70,30 @@ _AFFINITY: Mapping[str, Schema] = {
     name: {"maxLength": MAX_USER_CHARACTERS} for name in ("prompt_cache_key", "session_id")
 }
 _TRUNCATION: Schema = {"minimum": -1}
-_GENERATION: Mapping[str, Schema] = {
-    **_COMMON,
+_SHARED: Mapping[str, Schema] = {
+    **{name: bounds for name, bounds in _COMMON.items() if name not in ("user", "metadata")},
     **_AFFINITY,
     "min_tokens": {"minimum": 0},
-    "n": {"minimum": 1, "maximum": MAX_CHOICES},
-    "best_of": {"minimum": 1, "maximum": MAX_CHOICES},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
     "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 2},
     "logit_bias": {"maxProperties": MAX_LOGIT_BIASES},
     "allowed_token_ids": {"minItems": 1, "maxItems": MAX_ALLOWED_TOKEN_IDS},
     "bad_words": {"maxItems": MAX_WORDS},
+    "truncate_prompt_tokens": _TRUNCATION,
+    "stream_interval": {"minimum": 1, "maximum": MAX_OUTPUT_TOKENS},
+    "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
+}
+_GENERATION: Mapping[str, Schema] = {
+    **_SHARED,
+    "user": _COMMON["user"],
+    "metadata": _COMMON["metadata"],
+    "n": {"minimum": 1, "maximum": MAX_CHOICES},
+    "best_of": {"minimum": 1, "maximum": MAX_CHOICES},
     "prompt_logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
     "logprob_start": {"minimum": 0},
     "logprob_token_ids": {"minItems": 1, "maxItems": MAX_LOGPROB_TOKEN_IDS},
-    "truncate_prompt_tokens": _TRUNCATION,
-    "stream_interval": {"minimum": 1, "maximum": MAX_OUTPUT_TOKENS},
     "stop": {"maxItems": MAX_STOP_STRINGS},
-    "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
 }
 _SESSION_ID: Schema = {"minLength": 1, "maxLength": MAX_SESSION_BYTES}
 _OUTPUT_TOKENS: Schema = {"minimum": 1, "maximum": MAX_OUTPUT_TOKENS}
@@ -108,13 +113,16 @@ BOUNDS: Mapping[Shape, Mapping[str, Schema]] = {
         "logprobs": {"minimum": 0, "maximum": MAX_COMPLETION_LOGPROBS},
     },
     ResponsesRequest: {
-        **_COMMON,
-        **_AFFINITY,
+        **_SHARED,
+        "user": _COMMON["user"],
+        "metadata": _COMMON["metadata"],
+        "stop": {"maxItems": MAX_STOP_STRINGS},
         "max_output_tokens": _OUTPUT_TOKENS,
         "tools": {"maxItems": MAX_TOOLS},
     },
     MessagesRequest: {
-        **{field: bounds for field, bounds in _COMMON.items() if field not in ("user", "metadata")},
+        **_SHARED,
+        "stop_sequences": {"maxItems": MAX_STOP_STRINGS},
         "messages": {"maxItems": MAX_MESSAGES},
         "max_tokens": _OUTPUT_TOKENS,
         "tools": {"maxItems": MAX_TOOLS},
@@ -140,7 +148,7 @@ def narrowed(shape: Shape, schema: Schema, *, strict: bool) -> Schema:
     for field, values in refused_fields(shape).items():
         properties[field] = {
             "enum": [None, *values],
-            "description": "Not supported. These values ask for nothing and are accepted.",
+            "description": "Not supported here. These values ask for nothing and are accepted.",
         }
     required = REQUIRED.get(shape, ())
     for field in required:
@@ -151,15 +159,9 @@ def narrowed(shape: Shape, schema: Schema, *, strict: bool) -> Schema:
 
 def refused_fields(shape: Shape) -> Mapping[str, tuple[Any, ...]]:
     """Known fields that are not served, and their values, beside null, that ask for nothing."""
-    if shape is ResponsesRequest:
-        return {field: NEUTRAL.get(field, ()) for field in REFUSED}
-    if shape is MessagesRequest:
-        return {field: ([], {}) for field in REFUSED_OF_MESSAGES}
-    if issubclass(shape, GenerationFields):
-        if shape is CompletionRequest:
-            return neutral_values(also=FIELDS_OF_CHATS, but=SERVED_BY_COMPLETIONS)
-        return neutral_values()
-    return {}
+    if shape not in REQUIRED:
+        return {}
+    return {field: neutral_values(field) for field in fields_refused_by(shape)}
 
 
 def _bounded(schema: Schema, bounds: Schema) -> Schema:

@@ -13,7 +13,11 @@ from tandem_services.common.health import HealthReport
 from tandem_services.gateway.embedding_schemas import EmbeddingRequest, EmbeddingResponse
 from tandem_services.gateway.explain import RequestRecord
 from tandem_services.gateway.limits import MAX_CACHE_SALT_CHARACTERS
-from tandem_services.gateway.messages.answer_schemas import CountedTokens, MessageEvent, MessageObject
+from tandem_services.gateway.messages.answer_schemas import (
+    CountedTokens,
+    MessageEvent,
+    MessageObject,
+)
 from tandem_services.gateway.messages.schemas import MessagesRequest
 from tandem_services.gateway.openai_answers import (
     ChatChunk,
@@ -23,6 +27,7 @@ from tandem_services.gateway.openai_answers import (
     ModelCard,
     ModelList,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from tandem_services.gateway.openai_schemas import (
     ChatRequest,
@@ -30,7 +35,7 @@ from tandem_services.gateway.openai_schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from tandem_services.gateway.probe_schemas import Live, Version
+from tandem_services.gateway.probe_schemas import Live, Load, Version
 from tandem_services.gateway.responses.answer_schemas import ResponseEvent, ResponseObject
 from tandem_services.gateway.responses.schemas import ResponsesRequest
 from tandem_services.gateway.session_routes import ClosedSession, CloseRequest, OpenedSession, OpenRequest
@@ -79,6 +84,12 @@ CACHE_SALT: Schema = {
     "in": "query",
     "description": "That of the session.",
     "schema": {"type": "string", "minLength": 1, "maxLength": MAX_CACHE_SALT_CHARACTERS},
+}
+MODEL: Schema = {
+    "name": "model",
+    "in": "query",
+    "description": "Needed where several models are served.",
+    "schema": {"type": "string"},
 }
 DONE = "Ends with `data: [DONE]`. An error after the first event is an event itself, before that one."
 
@@ -180,7 +191,13 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=GENERATION,
         parameters=(TIMEOUT,),
     ),
-    Operation(method="get", path="/v1/models", name="listModels", summary="What is served.", answer=ModelList),
+    Operation(
+        method="get",
+        path="/v1/models",
+        name="listModels",
+        summary="What is served; in Anthropic's form for clients that send `anthropic-version`.",
+        answer=ModelList,
+    ),
     Operation(
         method="get",
         path="/v1/models/{name}",
@@ -248,6 +265,22 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         method="get", path="/health", name="health", summary="The same as `/ready`.", answer=HealthReport, unready=True
+    ),
+    Operation(
+        method="get", path="/ping", name="ping", summary="The same as `/ready`.", answer=HealthReport, unready=True
+    ),
+    Operation(
+        method="post", path="/ping", name="postPing", summary="The same as `/ready`.", answer=HealthReport, unready=True
+    ),
+    Operation(method="get", path="/load", name="load", summary="Requests that are being answered.", answer=Load),
+    Operation(
+        method="get",
+        path="/tokenizer_info",
+        name="tokenizerInfo",
+        summary="The tokenizer of a model, and its chat template.",
+        answer=TokenizerInfo,
+        errors=(404,),
+        parameters=(MODEL,),
     ),
     Operation(method="get", path="/version", name="version", summary="Tandem's version.", answer=Version),
     Operation(method="get", path="/openapi.json", name="openapi", summary="This document.", answer=dict[str, Any]),

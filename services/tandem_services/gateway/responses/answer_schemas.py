@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from tandem_services.gateway.openai_schemas import ReasoningEffort
-from tandem_services.gateway.responses.schemas import FunctionTool, NamedFunction
+from tandem_services.gateway.responses.schemas import FunctionTool, ResponsesToolChoice
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -97,6 +97,12 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     store: Literal[False] = False
     background: Literal[False] = False
     previous_response_id: None = None
+    max_tool_calls: None = None
+    prompt: None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    top_logprobs: Literal[0] = 0
     truncation: Literal["disabled"] = "disabled"
     instructions: str | None
     max_output_tokens: int | None
@@ -105,7 +111,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     temperature: float
     top_p: float
     text: AnsweredText
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction
+    tool_choice: ResponsesToolChoice
     tools: list[FunctionTool]
     user: str | None
     reasoning: AnsweredReasoning

@@ -1,26 +1,32 @@
 """A responses request as the chat request that means the same."""
 
-from typing import Any, Literal, cast
-
-import msgspec
+from typing import Literal, cast
 
 from tandem_engine.logs import quoted
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.limits import MAX_MESSAGES
-from tandem_services.gateway.openai_schemas import CalledFunction, CalledTool, ChatMessage, ChatRequest
+from tandem_services.gateway.openai_schemas import CalledFunction, CalledTool, ChatMessage, ChatRequest, shared_fields
 from tandem_services.gateway.responses.schemas import (
     INCLUDABLE,
-    NEUTRAL,
-    REFUSED,
+    AllowedFunctions,
     FunctionTool,
     InputItem,
     NamedFunction,
     ResponsesRequest,
+    ResponsesToolChoice,
     TextFormat,
     TextPart,
 )
 from tandem_services.gateway.structured_output import NamedSchema, ResponseFormat
-from tandem_services.gateway.tools import Function, FunctionName, NamedTool, Tool
+from tandem_services.gateway.tools import (
+    AllowedTools,
+    Function,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    ToolSelection,
+)
 
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
@@ -28,41 +34,27 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
     """Raises `ApiError` 400 naming the field at fault."""
-    _refuse(request)
+    _check_include(request)
     text_format = None if request.text is None else request.text.format
     return ChatRequest(
-        model=request.model,
+        **shared_fields(request),
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        stream=request.stream,
+        stop=request.stop,
         tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
         tool_choice=_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=None if text_format is None else _response_format(text_format),
         metadata=request.metadata,
         user=request.user,
-        prompt_cache_key=request.prompt_cache_key,
-        session_id=request.session_id,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        seed=request.seed,
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-        timeout=request.timeout,
+        include_reasoning=request.include_reasoning,
         chat_template_kwargs=request.chat_template_kwargs,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         thinking_token_budget=None if request.reasoning is None else request.reasoning.max_tokens,
     )
 
 
-def _refuse(request: ResponsesRequest) -> None:
-    values = msgspec.structs.asdict(request)
-    for field, why in REFUSED.items():
-        value = values[field]
-        if value is not None and not any(value is neutral or value == neutral for neutral in NEUTRAL.get(field, ())):
-            raise bad_request(f"{field} is not supported: {why}", field)
+def _check_include(request: ResponsesRequest) -> None:
     for position, name in enumerate(request.include or ()):
         if name not in INCLUDABLE:
             raise bad_request(f"include[{position}]: {quoted(name)} is not supported", f"include[{position}]")
@@ -159,9 +151,12 @@ def _tool(tool: FunctionTool) -> Tool:
     return Tool(type=tool.type, function=function)
 
 
-def _choice(choice: Any) -> Any:
+def _choice(choice: ResponsesToolChoice | None) -> ToolChoice | None:
     if isinstance(choice, NamedFunction):
-        return NamedTool(type="function", function=FunctionName(name=choice.name))
+        return NamedTool(function=FunctionName(name=choice.name))
+    if isinstance(choice, AllowedFunctions):
+        named = [NamedTool(function=FunctionName(name=tool.name)) for tool in choice.tools]
+        return AllowedTools(allowed_tools=ToolSelection(mode=choice.mode, tools=named))
     return choice
 
 

@@ -34,7 +34,7 @@ class ResponsesPlanner:
 
     def __init__(self, chats: ChatPlanner, *, strict: bool) -> None:
         self._chats = chats
-        self._decoder = BodyDecoder(ResponsesRequest, strict=strict)
+        self._decoder = BodyDecoder(ResponsesRequest, strict=strict, closed=True)
 
     def decode(self, body: bytes) -> ResponsesRequest:
         return self._decoder.decode(body)
@@ -74,6 +74,8 @@ def _repeated(request: ResponsesRequest) -> Mapping[str, Any]:
         "tool_choice": request.tool_choice or "auto",
         "tools": request.tools or [],
         "user": request.user,
+        "safety_identifier": request.safety_identifier,
+        "prompt_cache_key": request.prompt_cache_key,
         "reasoning": AnsweredReasoning(effort=None if request.reasoning is None else request.reasoning.effort),
     }
 

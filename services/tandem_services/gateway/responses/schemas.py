@@ -1,13 +1,13 @@
 """Bodies of `POST /v1/responses`, as far as they are served: a stateless subset of OpenAI's.
 
-What would change the answer and is not served is refused by name (`REFUSED`); other unknown fields are ignored.
+What would change the answer and is not served is refused by name (`request_fields`); unknown fields are ignored.
 """
 
 from typing import Any, Literal
 
 import msgspec
 
-from tandem_services.gateway.openai_schemas import ChatTemplateVariables, ReasoningEffort
+from tandem_services.gateway.openai_schemas import ReasoningEffort, SharedFields, TemplateVariables
 
 
 class TextPart(msgspec.Struct, kw_only=True):
@@ -37,9 +37,18 @@ class FunctionTool(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class NamedFunction(msgspec.Struct, kw_only=True):
-    type: Literal["function"]
+class NamedFunction(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
     name: str
+
+
+class AllowedFunctions(msgspec.Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """Some of the tools, of which the model may call (`auto`) or must call one."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction]
+
+
+ResponsesToolChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -61,64 +70,24 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     """OpenRouter's: a chat's `thinking_token_budget`."""
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
-    model: str | None = None
+class ResponsesRequest(SharedFields, kw_only=True):
     input: str | list[InputItem] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
+    stop: str | list[str] | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    prompt_cache_key: str | None = None
-    session_id: str | None = None
-    request_id: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: Any = None
     stream_options: Any = None
     """What is in a stream is not for the client to choose: there is nothing to obfuscate or to leave out."""
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    timeout: float | None = None
-    chat_template_kwargs: ChatTemplateVariables | None = None
-    store: Any = None
-    previous_response_id: Any = None
-    conversation: Any = None
-    background: Any = None
-    prompt: Any = None
-    truncation: Any = None
-    top_logprobs: Any = None
-    max_tool_calls: Any = None
-    moderation: Any = None
-    context_management: Any = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     reasoning: ReasoningOptions | None = None
 
 
-REFUSED = {
-    "store": "responses are not kept: leave it out or set it to false, and send the whole conversation as input",
-    "previous_response_id": "responses are not kept: send the whole conversation as input",
-    "conversation": "conversations are not kept here: send the whole conversation as input",
-    "background": "a response is answered on its own connection",
-    "prompt": "there are no stored prompts",
-    "truncation": "an input that is too long is refused, never cut",
-    "top_logprobs": "logprobs are served by /v1/chat/completions",
-    "max_tool_calls": "tools are run by the client, which can count them",
-    "moderation": "nothing is moderated here",
-    "context_management": "a conversation is answered as it is sent",
-}
-"""Why, by field."""
-NEUTRAL = {"store": (False,), "background": (False,), "truncation": ("disabled",), "top_logprobs": (0,)}
-"""Values that ask for nothing."""
 INCLUDABLE = ("reasoning.encrypted_content",)
 """What needs nothing done: reasoning is answered in plain text, and taken back so."""

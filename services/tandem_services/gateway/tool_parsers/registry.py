@@ -21,6 +21,8 @@ class ToolFamily:
     """Templates that take ids of just this length; None: of any."""
     tag: tuple[str, str, str] | None = None
     """(trigger, text before the arguments, text behind them), where a call is one text with JSON in it."""
+    separator: str = "\n"
+    """Between the calls of one output, in that form."""
 
 
 FAMILIES: Mapping[str, ToolFamily] = {
@@ -58,6 +60,7 @@ FAMILIES: Mapping[str, ToolFamily] = {
             markers=(llama3_json.TAG,),
             hint='"parameters"',
             tag=('{"name": ', '{{"name": "{name}", "parameters": ', "}"),
+            separator="; ",
         ),
     )
 }

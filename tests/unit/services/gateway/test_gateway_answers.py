@@ -41,7 +41,7 @@ def chat_text(chunks: list[dict], index: int = 0) -> str:
 
 async def test_a_chat_stream_opens_with_the_role_and_ends_with_one_finish_and_usage(gateway):
     chunks = events(await gateway.chat(max_tokens=6, stream=True, stream_options=USAGE))
-    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
     assert not any("role" in choice["delta"] for chunk in chunks[1:] for choice in chunk["choices"])
     assert len({(chunk["id"], chunk["model"], chunk["object"], chunk["created"]) for chunk in chunks}) == 1
     finishes = [c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
@@ -107,7 +107,14 @@ async def test_an_output_that_is_only_eos_counts_one_token(says):  # A2.8
     assert answer["usage"]["completion_tokens"] == 1
     assert answer["choices"][0] == {
         "index": 0,
-        "message": {"role": "assistant", "content": "", "refusal": None},
+        "message": {
+            "role": "assistant",
+            "content": "",
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+        },
         "logprobs": None,
         "finish_reason": "stop",
         "stop_reason": None,

@@ -172,8 +172,6 @@ async def test_other_methods_are_405_and_name_the_right_one(gateway, rack, metho
 
 
 BOTH = [
-    ({"model": None}, 400, "model"),
-    ({"model": ""}, 400, "model"),
     ({"model": 5}, 400, "model"),
     ({"model": "other"}, 404, "model"),
     ({"model": "../../etc/passwd"}, 404, "model"),
@@ -210,7 +208,7 @@ BOTH = [
     ({"seed": 1.5}, 400, "seed"),
     ({"stop": ""}, 400, "stop"),
     ({"stop": [""]}, 400, "stop"),
-    ({"stop": ["a"] * 5}, 400, "stop"),
+    ({"stop": ["a"] * 17}, 400, "stop"),
     ({"stop": "x" * 2**20}, 400, "stop"),
     ({"stop": [None]}, 400, "stop[0]"),
     ({"stop": 5}, 400, "stop"),
@@ -362,7 +360,7 @@ async def test_a_bad_prompt_is_refused(gateway, rack, prompt):  # E3 #32–34, #
 
 COMPLETION_FIELDS = [
     ({"logprobs": -2}, "logprobs"),
-    ({"logprobs": 6}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
     ({"logprobs": 10**9}, "logprobs"),
     ({"logprobs": "many"}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
@@ -392,7 +390,6 @@ MESSAGES = [
     [{"role": "user", "content": [{"type": "text"}]}],
     [{"role": "user", "content": [{"type": ""}]}],
     [{"role": "user", "content": [{}]}],
-    [{"role": "assistant"}],
     [{"role": "tool", "content": "x"}],
     [{"role": "user", "content": "x", "tool_call_id": "1"}],
     [{"role": "assistant", "tool_calls": [{}]}],
@@ -422,9 +419,9 @@ CHAT_FIELDS = [
     ({"logprobs": True, "logprob_token_ids": [5] * 129}, "logprob_token_ids"),
     ({"echo": True}, "echo"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
-    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"enable_thinking": "x" * 10**6}}, "chat_template_kwargs.enable_thinking"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs.chat_template"),
+    ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"continue_final_message": True, "messages": CALLED}, "continue_final_message"),

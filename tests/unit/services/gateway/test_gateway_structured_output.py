@@ -10,7 +10,8 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.choice_text import ChoiceFinish, ChoiceText
-from tandem_services.gateway.structured_output import StructuredOutputFields, asked_grammar
+from tandem_services.gateway.openai_schemas import GenerationFields
+from tandem_services.gateway.structured_output import asked_grammar
 from tandem_services.gateway.token_sequence import Accepted
 from tandem_testing.gateway_builders import EngineRack, live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
@@ -23,7 +24,8 @@ TAGS_TEXT = json.dumps(TAGS, separators=(",", ":"))
 
 def asked(**fields: object):
     body = json.dumps(fields).encode()
-    grammar = asked_grammar(msgspec.json.decode(body, type=StructuredOutputFields))
+    request = msgspec.json.decode(body, type=GenerationFields)
+    grammar = asked_grammar(request, request.response_format)
     return None if grammar is None else grammar.spec
 
 

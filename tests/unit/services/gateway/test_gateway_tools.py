@@ -358,7 +358,7 @@ BAD_TOOLS = [  # E3 #53
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"tools": [TIME], "tool_choice": "sometimes"}, "tool_choice"),
-    ({"tools": [TIME], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [TIME], "regex": "a"}, "regex"),
     ({"tools": [TIME], "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
     ({"tools": [parameters(description="x" * 70_000)], "tool_choice": "required"}, "tools"),
     ({"tools": [TIME], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
@@ -385,7 +385,6 @@ BAD_TURNS = [  # E3 #54
     ),
     ([{"role": "user", "content": "x", "tool_call_id": "1"}], "messages[0].tool_call_id"),
     ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "messages[0].tool_calls"),
-    ([{"role": "assistant", "tool_calls": []}], "messages[0].content"),
     ([{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "1"}], "messages[1].content"),
 ]
 

@@ -44,6 +44,7 @@ LARGEST_BEST_OF = 20
 """With n=1: more than that only n itself may ask for."""
 ITEMS: dict[str, Any] = {
     "stop": lambda n: [f"stop {i}" for i in range(n)],
+    "stop_sequences": lambda n: [f"stop {i}" for i in range(n)],
     "bad_words": lambda n: [f"w{i}" for i in range(n)],
     "allowed_token_ids": lambda n: [5] * n,
     "logprob_token_ids": lambda n: [5] * n,
