@@ -74,7 +74,7 @@ async def keep_registered(redis_url: str, engines: Sequence[MockEngine]) -> None
     while True:
         for engine in engines:
             record = WorkerRecord(view=engine.view, state=WorkerState.READY, load=load, details={})
-            await registry.heartbeat(record, deployment="benchmark", known_generation=0, report_age_s=0.0)
+            await registry.heartbeat(record, known_generation=0, report_age_s=0.0)
         await asyncio.sleep(HEARTBEAT_S)
 
 

@@ -97,7 +97,7 @@ class Bench:
 
     async def heartbeats(self) -> None:
         for each in self.records:
-            await self.registry.heartbeat(each, deployment="bench", known_generation=0, report_age_s=0.2)
+            await self.registry.heartbeat(each, known_generation=0, report_age_s=0.2)
 
     async def keep_alive(self) -> None:
         while True:

@@ -94,20 +94,47 @@ async def test_a_lapsed_incarnation_may_come_back_until_it_is_fenced(server):
     await workers.close()
 
 
-async def test_an_incarnation_that_was_silent_for_too_long_is_fenced_for_good(server):  # RELIABILITY B3.10
+async def forgotten(workers: Fleet, incarnation: str) -> None:
+    """Wait until the registry has no row of it, while another worker beats."""
+
+    async def gone() -> bool:
+        members = (await workers.beat(make_record("w2"))).members
+        return members is not None and incarnation not in members
+
+    await until(gone)
+
+
+async def test_a_silent_incarnation_is_forgotten_and_may_register_again(server):
+    """It did not reach Redis, which says nothing about its engine."""
+    async with Fleet.of(server, **SHORT) as workers:
+        await workers.beat(make_record("w1"))
+        await workers.cache(make_record("w1"), chain_of(tuple(range(64))))
+        await forgotten(workers, "w1@1")
+        assert server.command("EXISTS", workers.keys.blocks("w1@1")) == ":0\r\n"
+        reply = await workers.beat(make_record("w1"))
+        assert (reply.status, reply.cursor) == (LeaseStatus.RENEWED, -1)
+        assert "w1@1" in reply.members
+
+
+async def test_an_incarnation_that_a_peer_found_dead_is_fenced(server):  # RELIABILITY B3.10
     async with Fleet.of(server, **SHORT) as workers:
         await workers.beat(make_record("zombie"))
-        await workers.cache(make_record("zombie"), chain_of(tuple(range(64))))
-
-        async def fenced() -> bool:
-            members = (await workers.beat(make_record("w2"))).members
-            return members is not None and "zombie@1" not in members
-
-        await until(fenced)
+        await forgotten(workers, "zombie@1")
+        await workers.registry.fence("zombie@1", by="w2@1")
         reply = await workers.beat(make_record("zombie"))
-        assert reply.status is LeaseStatus.FENCED
-        assert server.command("EXISTS", workers.keys.blocks("zombie@1")) == ":0\r\n"
+        assert (reply.status, reply.by) == (LeaseStatus.FENCED, "w2@1")
+        assert (await workers.registry.snapshot(missing=["zombie@1", "w2@1"])).fenced == {"zombie@1"}
         assert (await workers.beat(make_record("zombie", number=2))).status is LeaseStatus.RENEWED
+
+
+async def test_a_superseded_incarnation_is_fenced_for_good(server):
+    """Also when the newer one has come and gone while the older one did not reach Redis."""
+    async with Fleet.of(server, **SHORT) as workers:
+        await workers.beat(make_record("w1", number=9))
+        await workers.beat(make_record("w1", number=10))
+        await forgotten(workers, "w1@10")
+        reply = await workers.beat(make_record("w1", number=9))
+        assert (reply.status, reply.by) == (LeaseStatus.FENCED, "w1@10")
 
 
 async def test_nobody_is_fenced_because_redis_itself_hung(server):  # RELIABILITY B3.17
@@ -164,17 +191,10 @@ async def route(workers: Fleet, prompt: tuple[int, ...] = tuple(range(10))):
     )
 
 
-async def test_another_deployment_with_the_same_cluster_name_is_refused(fleet):  # RELIABILITY E6.74
-    await fleet.beat(make_record("w1"), deployment="ours")
-    reply = await fleet.beat(make_record("x1"), deployment="theirs")
-    assert (reply.status, reply.by) == (LeaseStatus.FOREIGN, "ours")
-    assert await names(fleet) == {"w1@1"}
-
-
 async def test_clusters_do_not_see_each_other(server, fleet):
     other = Fleet(server, cluster="other")
     await fleet.beat(make_record("w1"))
-    await other.beat(make_record("w2"), deployment="theirs")
+    await other.beat(make_record("w2"))
     assert await names(fleet) == {"w1@1"}
     assert await names(other) == {"w2@1"}
     await other.close()

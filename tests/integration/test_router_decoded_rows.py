@@ -26,7 +26,7 @@ async def simulated(server):
 
 async def beat(simulated: SimulatedRedis, *records) -> None:
     for record in records:
-        await simulated.registry.heartbeat(record, deployment="ours", known_generation=0, report_age_s=0.0)
+        await simulated.registry.heartbeat(record, known_generation=0, report_age_s=0.0)
 
 
 async def later(simulated: SimulatedRedis, seconds: float) -> None:

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 
-from tandem_services.cli.shared_flags import add_cluster, add_redis
+from tandem_services.cli.shared_flags import add_cluster, add_curve_keys, add_redis
 from tandem_services.common.errors import StartupError
 
 TIMEOUT_S = 5.0
@@ -29,6 +29,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_redis(parser, required=True)
     add_cluster(parser)
+    add_curve_keys(parser, "without it that of a deployment that has none is shown")
     orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
     orders.add_parser("list", help="print a JSON object: digest → seconds left")
     clear = orders.add_parser("clear", help="serve requests again; exit status 1 when there was none")
@@ -43,13 +44,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace) -> int:
+    from tandem_engine.ipc.keys import KeyPair
     from tandem_services.common.redis_client import RedisAddress, RedisClient, RedisUnavailableError
+    from tandem_services.router.deployment import Deployment
     from tandem_services.router.keys import Keys
     from tandem_services.router.quarantine_board import QuarantineBoard
 
     address = RedisAddress(url=args.redis_url, password_file=args.redis_password_file)
     client = RedisClient(address, timeout_s=TIMEOUT_S)
-    board = QuarantineBoard(client=client, keys=Keys(args.cluster))
+    keys = None if args.curve_keys is None else KeyPair.load(args.curve_keys)
+    board = QuarantineBoard(client=client, keys=Keys(args.cluster, Deployment.of(keys).namespace))
     try:
         if args.order == "list":
             print(json.dumps({digest: round(left) for digest, left in (await board.digests()).items()}))

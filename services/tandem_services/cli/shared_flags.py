@@ -51,14 +51,19 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
     """What the processes of one deployment must agree on."""
     add_redis(parser, required=True)
     add_cluster(parser)
+    add_curve_keys(parser, "without it only loopback is served")
+    add_log_format(parser)
+
+
+def add_curve_keys(parser: argparse._ActionsContainer, without: str) -> None:
+    """`without`: what is so where there is none."""
     parser.add_argument(
         "--curve-keys",
         type=Path,
         default=read_settings().curve_keys,
         metavar="FILE",
-        help="key file of the deployment; without it only loopback is served (TANDEM_CURVE_KEYS)",
+        help=f"key file of the deployment; {without} (TANDEM_CURVE_KEYS)",
     )
-    add_log_format(parser)
 
 
 def add_log_format(parser: argparse._ActionsContainer) -> None:

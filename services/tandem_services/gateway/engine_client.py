@@ -1,9 +1,11 @@
 """Connections to engines: one per worker incarnation, shared by all requests.
 
 Life of a connection
-    1. opened     on the first request that goes there
-    2. in use     a reader hands every output to the listener of its rid; unknown rids are ignored (T10)
-    3. watched    while requests are open, a ping goes out each interval
+    1. opened     when the router may choose the worker (`EnginePool.watch`), or on the first request that goes there
+    2. proven     the incarnation has answered a ping. The socket is authenticated, so it is a member of the deployment
+                  that runs, whatever Redis says; the router offers nobody else
+    3. in use     a reader hands every output to the listener of its rid; unknown rids are ignored (T10)
+       watched    a ping goes out each interval
     4. dead       the socket went away, pings stay unanswered, or the engine sends what is no message:
                   the router and every listener are told at once, the socket is closed. An engine that answers
                   after all is used again (`Revival`), unless it is one that sends what is no message
@@ -17,7 +19,7 @@ that time, and a long queue on the engine answers them, so neither looks like de
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,14 +27,16 @@ from tandem_engine.clock import Clock
 from tandem_engine.errors import WireError
 from tandem_engine.ipc.async_channels import AsyncDealerChannel
 from tandem_engine.ipc.channels import IpcContext
-from tandem_engine.messages.outputs import EngineReply, OutputBatch, Taken, TokenOutput
+from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, Taken, TokenOutput
 from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
 from tandem_services.gateway.revival import Revival
 from tandem_services.router.choice import WorkerView
+from tandem_services.router.deployment import supersedes
 
 logger = logging.getLogger(__name__)
 
 UNREADABLE = "unreadable message"
+LOST = "connection lost"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +74,15 @@ class EngineConnection:
         timing: LivenessTiming,
         on_dead: Callable[["EngineConnection", str], None],
         clock: Clock,
+        *,
+        trusted: bool = False,
     ) -> None:
+        """`trusted`: the incarnation has answered over another connection a moment ago."""
         self.worker = worker
+        self.watched = False
+        """It is pinged without open requests, too."""
+        self._trusted = trusted
+        self._answered = asyncio.Event()
         self.heard_at = float("-inf")
         """When the engine last said anything, on `clock`."""
         self._clock = clock
@@ -97,7 +108,7 @@ class EngineConnection:
         """Send a request and listen for its outputs. False when the engine takes no more messages or is dead."""
         if self._closed:
             return False
-        if self.idle:
+        if self.idle and not self.watched:
             self._unanswered = 0
         self._listeners[request.rid] = listener
         if self._channel.send(request):
@@ -121,6 +132,25 @@ class EngineConnection:
         """Whether the engine has ever said anything here."""
         return self.heard_at > float("-inf")
 
+    @property
+    def proven(self) -> bool:
+        """The incarnation has answered a ping, and has not been found dead since."""
+        return not self._closed and self.proven_before
+
+    @property
+    def proven_before(self) -> bool:
+        """Whether it was proven until this connection ended."""
+        return self._trusted or self._answered.is_set()
+
+    async def prove(self, *, within_s: float) -> bool:
+        """Whether the incarnation answers within this time, or has."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._answered.wait()
+        except TimeoutError:
+            pass
+        return self.proven
+
     def greet(self) -> None:
         """Make the engine say something."""
         self._channel.send(Ping(nonce=0))
@@ -137,7 +167,7 @@ class EngineConnection:
 
     async def _read(self) -> None:
         try:
-            while True:
+            while not self._closed:
                 self._hear(await self._channel.receive())
         except WireError as error:
             self._die_of(error)
@@ -150,12 +180,20 @@ class EngineConnection:
                 self._deliver(reply)
             case Taken():
                 self._note_taken(reply.rid)
+            case Pong():
+                self._note_pong(reply)
 
     def _deliver(self, batch: OutputBatch) -> None:
         for output in batch.outputs:
             listener = self._listeners.get(output.rid)
             if listener is not None:
                 listener.on_output(output)
+
+    def _note_pong(self, pong: Pong) -> None:
+        if pong.incarnation == self.worker.incarnation:
+            self._answered.set()
+        else:
+            self._die(f"{pong.incarnation} answers at its address")
 
     def _note_taken(self, rid: str) -> None:
         listener = self._listeners.get(rid)
@@ -168,14 +206,16 @@ class EngineConnection:
         try:
             for reply in self._channel.waiting():
                 self._hear(reply)
+                if self._closed:
+                    return
         except WireError as error:
             self._die_of(error)
-        self._die("connection lost")
+        self._die(LOST)
 
     async def _ping(self) -> None:
         for nonce in itertools.count():
             await asyncio.sleep(self._timing.ping_interval_s)
-            if self.idle:
+            if self.idle and not self.watched:
                 continue
             if self._unanswered >= self._timing.unanswered_pings:
                 self._die("no answer to pings")
@@ -208,34 +248,85 @@ class EnginePool:
     revival: Revival
     clock: Clock
     _connections: dict[str, EngineConnection] = field(default_factory=dict)
+    _revived: set[str] = field(default_factory=set)
+    """Incarnations that have answered over another connection, and have none here yet."""
+    _closed: bool = False
+
+    def watch(self, workers: Iterable[WorkerView]) -> None:
+        """These are the workers that the router may choose: be connected to each, and to no others for long."""
+        if self._closed:
+            return
+        wanted = {worker.incarnation: worker for worker in workers}
+        self._revived &= wanted.keys()
+        for incarnation, connection in list(self._connections.items()):
+            connection.watched = incarnation in wanted
+            if not connection.watched and connection.idle:
+                connection.close()
+                del self._connections[incarnation]
+        for incarnation in wanted.keys() - self._connections.keys():
+            self._introduce(wanted[incarnation])
+
+    def proven(self, incarnation: str) -> bool:
+        """Whether this incarnation has answered a ping over an authenticated socket, and was not found dead since."""
+        connection = self._connections.get(incarnation)
+        return incarnation in self._revived if connection is None else connection.proven
+
+    async def prove(self, worker: WorkerView, *, within_s: float) -> bool:
+        """Whether `worker` answers within this time, or has."""
+        connection = self._connections.get(worker.incarnation) or self._introduce(worker)
+        return connection is not None and await connection.prove(within_s=within_s)
+
+    def revived(self, incarnation: str) -> None:
+        """It has answered over a connection of its own."""
+        self._revived.add(incarnation)
 
     def connect(self, worker: WorkerView) -> EngineConnection:
         """The connection to `worker`, opened when there is none. Raises `WireError` for an impossible endpoint."""
         connection = self._connections.get(worker.incarnation)
         if connection is None:
             self._retire_older(worker)
-            connection = EngineConnection(worker, self.context, self.timing, self._bury, self.clock)
-            self._connections[worker.incarnation] = connection
+            connection = self._open(worker, trusted=worker.incarnation in self._revived)
+            self._revived.discard(worker.incarnation)
         return connection
 
     def close(self) -> None:
+        self._closed = True
         self.revival.close()
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
 
+    def _open(self, worker: WorkerView, *, trusted: bool) -> EngineConnection:
+        connection = EngineConnection(worker, self.context, self.timing, self._bury, self.clock, trusted=trusted)
+        self._connections[worker.incarnation] = connection
+        return connection
+
+    def _introduce(self, worker: WorkerView) -> EngineConnection | None:
+        """Open a connection that is watched; None for an impossible endpoint."""
+        try:
+            connection = self.connect(worker)
+        except WireError as error:
+            logger.warning("impossible endpoint", extra={"fields": {"worker": worker.incarnation, "error": str(error)}})
+            self.on_dead(worker.incarnation)
+            return None
+        connection.watched = True
+        connection.greet()
+        return connection
+
     def _retire_older(self, worker: WorkerView) -> None:
         for connection in list(self._connections.values()):
-            if connection.worker.worker_id == worker.worker_id and connection.idle:
+            if supersedes(worker.incarnation, connection.worker.incarnation) and connection.idle:
                 connection.close()
                 del self._connections[connection.worker.incarnation]
 
     def _bury(self, connection: EngineConnection, reason: str) -> None:
         incarnation = connection.worker.incarnation
         self._connections.pop(incarnation, None)
-        if connection.idle and connection.answered:
+        if connection.idle and connection.answered and reason == LOST:
             logger.info("connecting again", extra={"fields": {"worker": incarnation, "reason": reason}})
-            self.connect(connection.worker).greet()
+            another = self._open(connection.worker, trusted=connection.proven_before)
+            another.watched = connection.watched
+            another.greet()
             return
         self.on_dead(incarnation)
         if reason != UNREADABLE:

@@ -162,15 +162,18 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
 def _engines(fleet: Fleet, shared: Shared, metrics: GatewayMetrics) -> EnginePool:
     def answers_again(incarnation: str) -> None:
         metrics.workers_answering_again.inc()
+        pool.revived(incarnation)
         fleet.chooser.mark_alive(incarnation)
 
-    return EnginePool(
+    pool = EnginePool(
         context=fleet.context,
         timing=shared.timing,
         on_dead=fleet.chooser.mark_dead,
         revival=Revival(context=fleet.context, clock=shared.clock, on_alive=answers_again),
         clock=shared.clock,
     )
+    fleet.chooser.rely_on(pool)
+    return pool
 
 
 def _admission(fleet: Fleet, shared: Shared) -> Admission:

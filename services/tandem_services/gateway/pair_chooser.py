@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from tandem_services.router.choice import Choice, RouteQuery, WorkerView
+from tandem_services.router.member_proofs import MemberProofs
 from tandem_services.router.registry import WorkerState
 
 
@@ -34,6 +35,10 @@ class PairChooser(Protocol):
 
     def workers(self) -> tuple[WorkerView, ...]:
         """All live workers, from memory."""
+        ...
+
+    def rely_on(self, proofs: MemberProofs) -> None:
+        """Choose nobody from now on who does not prove to be a member."""
         ...
 
     def mark_dead(self, incarnation: str) -> None:

@@ -15,11 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem_engine.clock import Clock
-from tandem_engine.errors import WireError
-from tandem_engine.ipc.async_channels import AsyncDealerChannel
 from tandem_engine.ipc.channels import IpcContext
-from tandem_engine.messages.outputs import EngineReply, Pong
-from tandem_engine.messages.requests import EngineRequest, Ping
+from tandem_services.common.engine_ping import ASK_EVERY_S, answers
 from tandem_services.router.choice import WorkerView
 
 logger = logging.getLogger(__name__)
@@ -27,8 +24,6 @@ logger = logging.getLogger(__name__)
 STEADY_S = 10.0
 """A line that has held for this long after an answer is as good as one that never broke."""
 FIRST_PAUSE_S = 0.5
-
-Channel = AsyncDealerChannel[EngineReply, EngineRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +43,7 @@ class Revival:
     clock: Clock
     on_alive: Callable[[str], None]
     """Told the incarnation of every worker that has answered."""
-    ask_every_s: float = 0.5
+    ask_every_s: float = ASK_EVERY_S
     ask_for_s: float = 10.0
     _asking: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
     _answered: dict[str, _Answered] = field(default_factory=dict)
@@ -80,31 +75,13 @@ class Revival:
     async def _ask(self, worker: WorkerView) -> None:
         incarnation, pause_s = worker.incarnation, self.pause_s(worker.incarnation)
         await asyncio.sleep(pause_s)
-        if await self._answers(worker):
+        if await answers(
+            self.context,
+            worker.request_endpoint,
+            incarnation,
+            within_s=self.ask_for_s,
+            ask_every_s=self.ask_every_s,
+        ):
             self._answered[incarnation] = _Answered(self.clock.now(), pause_s)
             logger.info("worker answers again", extra={"fields": {"worker": incarnation}})
             self.on_alive(incarnation)
-
-    async def _answers(self, worker: WorkerView) -> bool:
-        channel: Channel = AsyncDealerChannel(
-            self.context, worker.request_endpoint, inbound=EngineReply, outbound=EngineRequest
-        )
-        try:
-            async with asyncio.timeout(self.ask_for_s):
-                while not await self._answers_now(channel, worker.incarnation):
-                    continue
-        except (TimeoutError, WireError):
-            return False
-        finally:
-            channel.close()
-        return True
-
-    async def _answers_now(self, channel: Channel, incarnation: str) -> bool:
-        """Whether this incarnation, and no other at its address, answers one ping in time."""
-        channel.send(Ping(nonce=0))
-        try:
-            async with asyncio.timeout(self.ask_every_s):
-                reply = await channel.receive()
-        except TimeoutError:
-            return False
-        return isinstance(reply, Pong) and reply.incarnation == incarnation

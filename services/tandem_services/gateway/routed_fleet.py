@@ -13,6 +13,7 @@ from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.console.fleet_document import ViewedFleet
 from tandem_services.gateway.model_service import Fleet
 from tandem_services.router.config import RouterConfig
+from tandem_services.router.deployment import Deployment
 from tandem_services.router.router import Router
 
 LATER_START_S = 5.0
@@ -34,6 +35,7 @@ class RoutedFleet:
             RouterConfig(
                 redis=config.redis,
                 cluster=config.cluster,
+                deployment=Deployment.of(keys),
                 local_prefill_tokens=config.local_prefill_tokens,
                 policies=config.policies,
                 exploration=config.exploration,

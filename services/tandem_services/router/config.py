@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tandem_services.common.redis_client import ROUTING_TIMEOUT_S, RedisAddress
 from tandem_services.router.choice import Placement
+from tandem_services.router.deployment import Deployment
 from tandem_services.router.policies.by_role import PolicyNames
 
 LOCAL_PREFILL_TOKENS = 2048
@@ -17,6 +18,8 @@ class RouterConfig:
 
     redis: RedisAddress
     cluster: str = "default"
+    deployment: Deployment = field(default_factory=Deployment)
+    """Whose rows count, and whose namespace it is."""
     local_prefill_tokens: int = LOCAL_PREFILL_TOKENS
     """A decode worker computes a prompt alone where that is predicted to be faster and it lacks no more tokens than
     this; 0: only when no prefill worker can."""

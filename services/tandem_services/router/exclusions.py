@@ -1,4 +1,6 @@
-"""Whom a choice leaves out besides those that its query names: the dead, strangers, and whom the policies pass over."""
+"""Workers that a choice leaves out besides those that its query names: those that nothing may be sent to, those of
+another compat hash than the output that goes on, and those that the policies pass over.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +18,7 @@ class Exclusions:
 
     def narrowed(self, query: RouteQuery) -> RouteQuery:
         """`query`, which excludes all of them."""
-        query = replace(query, exclude=query.exclude | self.membership.dead | self._strangers(query))
+        query = replace(query, exclude=query.exclude | self.membership.unusable | self._strangers(query))
         return replace(query, exclude=query.exclude | self._passed_over(query))
 
     def _strangers(self, query: RouteQuery) -> frozenset[str]:

@@ -1,14 +1,15 @@
 """Every Redis key and every time-to-live of the registry and the prefix index, with the reason beside each.
 
-All keys start with `tandem:{cluster}:`. The braces are a hash tag, so on a Redis Cluster all keys of one
-deployment share a slot and one Function may touch them.
+All keys start with `tandem:{cluster}:` and, where the deployment has a key file, the digest of its secret and another
+colon (`router.deployment`), so that deployments with one cluster name and different keys do not meet. The braces are a
+hash tag, so on a Redis Cluster all keys of one cluster name share a slot and one Function may touch them.
 
     fleet                HASH  incarnation → routing row (scripts/fleet_row.lua) with its reservations: read as a whole
                                by the first routing decision after a heartbeat
-    owner                HASH  worker_id → the incarnation that holds the name
-    worker:<worker_id>   HASH  the same worker for people and for the operator, readable fields
-    fenced               ZSET  incarnation → when its sentence may be forgotten
-    meta                 HASH  epoch, generation, deployment, last_call, swept_at, amnesty_until
+    owner                HASH  worker_id → the incarnation that holds the name, and its claim (router.deployment)
+    worker:<worker_id>   HASH  the same worker for gateways, peers, people and the operator: readable fields, signed
+    fenced:<incarnation> STR   why it is over for good: a verdict (router.deployment)
+    meta                 HASH  epoch, generation, last_call, swept_at, amnesty_until
     blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
     host:<incarnation>   SET   those of them that are in host memory alone, not on the device
     cursor:<incarnation> STR   revision of the last index update that was applied to the two sets above
@@ -29,13 +30,14 @@ Why one set per incarnation and not one key per block: the entries of a dead inc
 UNLINK or one expiry instead of a sweep over millions of keys; publishing n blocks is one SADD; and a
 routing decision costs a look or a few per worker (scripts/settle.lua).
 
-Commands used, for the ACL. Inside functions: TIME TYPE EXISTS HLEN HGET HSET HDEL HGETALL HKEYS HINCRBY
-ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients: FCALL, PING,
-for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME ZADD ZRANGE ZREM ZREMRANGEBYRANK
-PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.library`). For instance:
+Commands used, for the ACL. Inside functions: TIME TYPE EXISTS STRLEN HLEN HEXISTS HGET HSET HDEL HGETALL
+HRANDFIELD ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients:
+FCALL, PING, for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME TYPE ZADD ZRANGE ZREM
+ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.library`). For
+instance:
 
     ACL SETUSER tandem on >secret resetkeys ~tandem:{default}:* -@all +fcall +ping +function|load +time +type
-        +exists +hlen +hget +hset +hdel +hgetall +hkeys +hincrby +zadd +zscore +zremrangebyscore
+        +exists +strlen +hlen +hexists +hget +hset +hdel +hgetall +hrandfield +zadd +zscore +zremrangebyscore
         +zcard +zrange +zrem +zremrangebyrank
         +sadd +srem +sismember +get +getdel +set +unlink +pexpire
 """
@@ -52,8 +54,8 @@ LEASE_MS = 3_000
 """Three heartbeats: one may be lost and one late before a worker is no longer offered."""
 
 FENCE_AFTER_MS = 10_000
-"""Without a heartbeat for this long an incarnation is fenced for good. Longer than the lease, because being
-fenced costs a restart: peers drop its NIXL agent and reuse pages it might still write to (T60)."""
+"""Without a heartbeat for this long an incarnation loses its row and its index entries, and its peers ask whether it
+lives: one that does not answer them is fenced for good. Longer than the lease, because being fenced costs a restart."""
 
 FENCED_MEMORY_MS = 3_600_000
 """A fenced incarnation is recognised for an hour: longer than any process stays suspended by accident."""
@@ -75,11 +77,14 @@ RESERVATION_BUCKET_MS = 250
 SWEEP_EVERY_MS = 1_000
 """Dead rows are looked for once a second by whoever calls first, not in every heartbeat."""
 
-SWEEP_STEP = 64
+SWEEP_STEP = 512
 """Incarnations retired in one sweep, so that no call blocks Redis for long."""
 
 MAX_WORKERS = 4_096
-"""A fleet hash with more fields is rubbish (RELIABILITY E6.70) and is dropped; workers come back by heartbeat."""
+"""One more is not let in. What makes the registry larger was not written by workers: it is taken out, and they stay."""
+
+MAX_ROW_FIELDS = 128
+"""Of one worker's readable hash. One with more was not written by a worker."""
 
 MAX_GATEWAYS = 1_024
 """More wishes than this are rubbish."""
@@ -118,21 +123,26 @@ class Keys:
     """Key names of one deployment. Raises `ConfigError` for a cluster name that cannot be part of a key."""
 
     cluster: str
+    namespace: str = ""
+    """See `Deployment.namespace`."""
 
     def __post_init__(self) -> None:
         check_name("--cluster", self.cluster)
 
     @property
     def prefix(self) -> str:
-        return f"tandem:{{{self.cluster}}}:"
+        return f"tandem:{{{self.cluster}}}:" + (f"{self.namespace}:" if self.namespace else "")
 
     @property
     def shared(self) -> tuple[str, ...]:
         """KEYS of every registry function, in the order the scripts expect."""
-        return tuple(self.prefix + name for name in ("fleet", "owner", "fenced", "meta"))
+        return tuple(self.prefix + name for name in ("fleet", "owner", "meta"))
 
     def worker(self, worker_id: str) -> str:
         return f"{self.prefix}worker:{worker_id}"
+
+    def fenced(self, incarnation: str) -> str:
+        return f"{self.prefix}fenced:{incarnation}"
 
     def blocks(self, incarnation: str) -> str:
         return f"{self.prefix}blocks:{incarnation}"

@@ -1,12 +1,18 @@
-"""A gateway's view of the fleet: the last snapshot, corrected by what the gateway sees itself.
+"""A gateway's view of the fleet: who can be proved to be a member, as Redis names them and as they answer themselves.
 
-1. Each heartbeat a snapshot from Redis replaces the view.
-2. Redis away: the view stays as it is; workers whose heartbeats cannot be seen remain usable.
-3. Redis back but wiped (new epoch), or with new rubbish in the registry: workers of the old view stay for one
-   lease, in which the living ones register again; then only the new registry counts.
-4. `mark_dead`: the gateway lost the connection. The worker is left out until `mark_alive`, because it has answered
+Redis is a hint. It tells where workers are and how they are doing; whether one is a member its own answers prove
+(`member_proofs`).
+
+1. Each heartbeat a snapshot from Redis brings rows. Only signed ones get here. A worker is offered once it has
+   answered.
+2. Missing from the snapshot: the worker does not reach Redis, Redis has lost it, or it is gone. It stays for as long as
+   it answers (`unlisted`), until a signed verdict says that it is over or a newer incarnation of it has a signed row.
+3. Redis away: the view stays as it is.
+4. A router without proofs goes by rows alone: after a wipe (new epoch), or with new rubbish in the registry, workers of
+   the old view stay for one lease, in which the living ones register again; then only the new registry counts.
+5. `mark_dead`: the gateway lost the connection. The worker is left out until `mark_alive`, because it has answered
    since, until it is gone from the registry, or until it has been there for another `FORGIVE_S`.
-5. `note_refusal`: the worker answers, and sends requests away. It has that state until a view knows more (`refusals`).
+6. `note_refusal`: the worker answers, and sends requests away. It has that state until a view knows more (`refusals`).
 """
 
 from collections import Counter
@@ -15,8 +21,10 @@ from dataclasses import dataclass, field, replace
 
 from tandem_engine.clock import Clock
 from tandem_services.router.choice import WorkerView
+from tandem_services.router.deployment import supersedes
 from tandem_services.router.fleet import FleetMember
-from tandem_services.router.keys import LEASE_MS
+from tandem_services.router.keys import LEASE_MS, worker_id_of
+from tandem_services.router.member_proofs import MemberProofs
 from tandem_services.router.refusals import Refusals
 from tandem_services.router.registry import FleetSnapshot, WorkerRecord, WorkerState
 
@@ -24,13 +32,22 @@ FORGIVE_S = 10.0
 """As long as it takes until a silent incarnation is fenced for good (`keys.FENCE_AFTER_MS`)."""
 
 
+PROOF_WAIT_S = 0.25
+"""How long a request waits for the first answer of a worker that has just registered."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Membership:
     """The workers a gateway may use. Not thread-safe; lives on the event loop."""
 
     clock: Clock
+    proofs: MemberProofs | None = None
+    """None: rows alone count."""
     _records: dict[str, WorkerRecord] = field(default_factory=dict)
+    _unlisted: frozenset[str] = frozenset()
     _marked_dead: dict[str, float] = field(default_factory=dict)
+    _nameless: set[str] = field(default_factory=set)
+    """Incarnations that Redis chose and no signed row describes, until the next view."""
     _refusals: Refusals = field(init=False)
     _epoch: str = ""
     _rubbish: int = 0
@@ -45,6 +62,23 @@ class Membership:
         return self.clock.now() < self._recovering_until
 
     @property
+    def unlisted(self) -> frozenset[str]:
+        """Members that the last snapshot did not name: Redis cannot choose them."""
+        return self._unlisted
+
+    def unlisted_share(self, model: str) -> float:
+        """Of the members that serve `model`, those that Redis cannot choose, 0 to 1."""
+        if not self._unlisted:
+            return 0.0
+        serving = [who for who, r in self._records.items() if r.view.model == model and self._usable(who)]
+        return len(self._unlisted.intersection(serving)) / len(serving) if serving else 0.0
+
+    @property
+    def unusable(self) -> frozenset[str]:
+        """Incarnations that nothing may be sent to: dead, not proven, or without a signed row."""
+        return frozenset(who for who in self._records if not self._usable(who)) | self.dead | self._nameless
+
+    @property
     def dead(self) -> frozenset[str]:
         """Incarnations that this gateway found dead and the registry does not know to be gone."""
         return frozenset(self._marked_dead)
@@ -56,10 +90,27 @@ class Membership:
             self._recovering_until = self.clock.now() + LEASE_MS / 1000
         self._epoch, self._rubbish = snapshot.epoch, snapshot.rubbish
         seen = {record.view.incarnation: record for record in snapshot.workers}
-        kept = self._survivors(seen.values()) if self.recovering else {}
+        kept = self._survivors(seen.values(), fenced=snapshot.fenced)
         self._records = kept | seen
+        self._unlisted = frozenset(kept)
+        self._nameless.clear()
         self._forgive(seen)
+        self._watch()
         self._refusals.settle(asked_at=self.clock.now() if asked_at is None else asked_at)
+
+    def rely_on(self, proofs: MemberProofs) -> None:
+        """From now on nobody is offered whom `proofs` does not know to answer."""
+        self.proofs = proofs
+        self._watch()
+
+    async def prove(self, incarnation: str, *, within_s: float) -> bool:
+        """Whether something may be sent to this incarnation; one that is new gets `within_s` to answer."""
+        record = self._records.get(incarnation)
+        if record is None or incarnation in self._marked_dead:
+            return False
+        if self.proofs is None or self._usable(incarnation):
+            return True
+        return await self.proofs.prove(record.view, within_s=within_s)
 
     def mark_dead(self, incarnation: str) -> None:
         """The gateway lost its connection to this incarnation."""
@@ -68,24 +119,33 @@ class Membership:
     def mark_alive(self, incarnation: str) -> None:
         """This incarnation has answered the gateway since. What the registry says of it counts again."""
         self._marked_dead.pop(incarnation, None)
+        self._watch()
+
+    def note_nameless(self, incarnation: str) -> None:
+        """Redis has chosen it, and it is not in the view: only one request per heartbeat should find out."""
+        self._nameless.add(incarnation)
 
     def note_refusal(self, incarnation: str, state: WorkerState) -> None:
         """This incarnation has sent a request away, because it is in `state`."""
         self._refusals.note(incarnation, state)
 
     def workers(self) -> tuple[WorkerView, ...]:
-        """Everybody in the view but the dead; draining and stalled workers included."""
-        return tuple(r.view for r in self._records.values() if r.view.incarnation not in self._marked_dead)
+        """Everybody that something may be sent to; draining and stalled workers included."""
+        return tuple(record.view for incarnation, record in self._records.items() if self._usable(incarnation))
 
     def members(self) -> tuple[FleetMember, ...]:
         """Everybody in the view, the dead included."""
         return tuple(
-            FleetMember(record=self._as_known(record), suspect=incarnation in self._marked_dead)
+            FleetMember(record=self._as_known(record), suspect=not self._usable(incarnation))
             for incarnation, record in self._records.items()
         )
 
     def find(self, incarnation: str) -> WorkerRecord | None:
         return self._records.get(incarnation)
+
+    def find_usable(self, incarnation: str) -> WorkerView | None:
+        """None, too, for one that nothing may be sent to."""
+        return self._records[incarnation].view if self._usable(incarnation) else None
 
     def unknown(self, incarnations: Iterable[str]) -> set[str]:
         """Those of `incarnations` that are not in the view."""
@@ -101,7 +161,7 @@ class Membership:
             and record.view.model == model
             and record.view.context_length > prompt_tokens
             and incarnation not in exclude
-            and incarnation not in self._marked_dead
+            and self._usable(incarnation)
         ]
 
     def page_size(self, model: str) -> int | None:
@@ -113,10 +173,39 @@ class Membership:
         state = self._refusals.state(record.view.incarnation)
         return record if state is None else replace(record, state=state)
 
-    def _survivors(self, seen: Iterable[WorkerRecord]) -> dict[str, WorkerRecord]:
-        """Records of before the wipe whose worker has not come back under another incarnation."""
-        back = {record.view.worker_id for record in seen}
-        return {key: r for key, r in self._records.items() if r.view.worker_id not in back}
+    def _usable(self, incarnation: str) -> bool:
+        if incarnation not in self._records or incarnation in self._marked_dead:
+            return False
+        return self.proofs is None or self.proofs.proven(incarnation)
+
+    def _watch(self) -> None:
+        if self.proofs is not None:
+            living = [record.view for who, record in self._records.items() if who not in self._marked_dead]
+            self.proofs.watch(living)
+
+    def _survivors(self, seen: Iterable[WorkerRecord], *, fenced: frozenset[str]) -> dict[str, WorkerRecord]:
+        """Records of the view before that no row of now takes the place of, and that count all the same."""
+        newest = {record.view.worker_id: record.view.incarnation for record in seen}
+        return {
+            who: record
+            for who, record in self._records.items()
+            if who not in newest.values()
+            and who not in fenced
+            and not self._replaced(who, newest.get(worker_id_of(who)))
+            and (self.recovering or self._may_answer(who))
+        }
+
+    def _may_answer(self, incarnation: str) -> bool:
+        """Whether it proves to be a member, or was lost a moment ago and is being asked whether it lives."""
+        if self.proofs is None:
+            return False
+        lost_at = self._marked_dead.get(incarnation)
+        return self._usable(incarnation) if lost_at is None else self.clock.now() - lost_at < FORGIVE_S
+
+    def _replaced(self, incarnation: str, by: str | None) -> bool:
+        """By rows alone whichever incarnation registers takes the place of the other; the row of an older one proves
+        nothing against one that answers."""
+        return by is not None and (self.proofs is None or supersedes(by, incarnation))
 
     def _forgive(self, seen: dict[str, WorkerRecord]) -> None:
         now = self.clock.now()

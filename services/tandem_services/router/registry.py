@@ -2,22 +2,24 @@
 
     1. A worker sends its whole description and load with every heartbeat, so the first one registers and any
        one re-registers after Redis lost everything. Nothing has to be remembered about what was sent.
-    2. The answer says whether the lease holds, was lost to a newer incarnation (fenced), or belongs to another
-       deployment; which incarnations exist, when that changed; and where the index of this worker stands.
+    2. The answer says whether the lease holds or this incarnation is over (fenced); which incarnations exist, when that
+       changed; and where the index of this worker stands.
     3. Gateways read a snapshot once a heartbeat. An epoch number tells an empty registry (everybody left)
        from a wiped one (everybody is about to come back).
 
-What is read back is untrusted: a record that does not make sense is counted and left out.
+What is read back is untrusted: a record, a claim or a verdict that no process of the deployment has signed, or that
+does not make sense, is counted and left out.
 """
 
+import re
 import secrets
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
-from math import inf, isfinite
-from typing import Annotated, TypeVar
+from math import inf
+from typing import Annotated
 
 import msgspec
 
@@ -25,15 +27,23 @@ from tandem_engine.addresses import Address
 from tandem_engine.config import Role
 from tandem_engine.messages.control import MAX_LINKS
 from tandem_engine.messages.engine_stats import LinkReport
-from tandem_services.common.redis_client import Argument
 from tandem_services.router.choice import WorkerView
 from tandem_services.router.cost import ASSUMED_TRANSFER_RATE, Load, token_s
+from tandem_services.router.deployment import PROOF_FIELD, Deployment
 from tandem_services.router.figures import kept_figures
-from tandem_services.router.keys import Keys
+from tandem_services.router.keys import Keys, worker_id_of
 from tandem_services.router.library import FunctionLibrary
 
 ROW = struct.Struct("<BBII8s16s7d")
 """The routing row after its Redis times; its fields are documented in scripts/fleet_row.lua."""
+
+_INCARNATION = re.compile(r"[A-Za-z0-9._-]{1,128}@[0-9]{1,40}")
+
+_DIGITS = re.compile(r"[0-9]{1,9}")
+"""Tokens: a field of 32 bits has room for them."""
+
+MOST = 1e18
+"""No rate, time or number of tokens that is measured comes near it."""
 
 _ROLE_BITS = {Role.PREFILL: 1, Role.DECODE: 2, Role.BOTH: 3}
 
@@ -56,9 +66,10 @@ class WorkerState(StrEnum):
 class LeaseStatus(StrEnum):
     RENEWED = "renewed"
     FENCED = "fenced"
-    """A newer incarnation has the name, or this one was silent for too long. Final: the process must end."""
-    FOREIGN = "foreign"
-    """Another deployment uses this cluster name on this Redis."""
+    """A process of the deployment says that this incarnation is over: a newer one has the name, or peers found it dead.
+    Final: the process must end."""
+    FULL = "full"
+    """The registry has as many workers as it takes (`MAX_WORKERS`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,24 +94,44 @@ class WorkerRecord:
         object.__setattr__(self, "link_rates", rates)
 
 
-class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
+class _HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
+    status: LeaseStatus
+    verdict: str = ""
+    epoch: str = ""
+    generation: int = 0
+    cursor: int = -1
+    members: tuple[str, ...] | None = None
+    dropped: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeartbeatReply:
+    """What a process of this deployment has not signed is left out of it."""
+
     status: LeaseStatus
     by: str = ""
-    """Who holds the name, when the lease was not renewed."""
+    """Who says that this incarnation is over, when it is fenced."""
+    forged: str = ""
+    """A verdict that no process of this deployment has signed stands in the way of the lease: name it in the next
+    heartbeat, which takes it away."""
     epoch: str = ""
     generation: int = 0
     cursor: int = -1
     """Revision of this worker's index, −1 when there is none."""
     members: tuple[str, ...] | None = None
-    """Incarnations that are not fenced, when the generation differs from the caller's."""
-    dropped: int = 0
+    """Incarnations that are registered, when the generation differs from the caller's."""
+
+
+_ROW = msgspec.msgpack.Decoder(tuple[str, ...])
 
 
 class _SnapshotReply(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str
     generation: int
     dropped: int
-    workers: tuple[tuple[str, ...], ...]
+    workers: tuple[msgspec.Raw, ...]
+    """Each decoded by itself: bytes that are no text spoil one row."""
+    fenced: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +140,8 @@ class FleetSnapshot:
     workers: tuple[WorkerRecord, ...]
     rubbish: int
     """Values that made no sense, in Redis or on the way."""
+    fenced: frozenset[str] = frozenset()
+    """Of the incarnations that were asked for, those that are over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,41 +150,83 @@ class Registry:
 
     library: FunctionLibrary
     keys: Keys
+    deployment: Deployment = field(default_factory=Deployment)
 
     async def heartbeat(
-        self, record: WorkerRecord, *, deployment: str, known_generation: int, report_age_s: float
+        self, record: WorkerRecord, *, known_generation: int, report_age_s: float, forged: str = ""
     ) -> HeartbeatReply:
-        """Register or renew. `report_age_s`: how long ago the load in `record` was measured."""
-        fields: list[Argument] = []
-        for name, value in readable_fields(record).items():
-            fields += (name, value)
-        return await self.library.ask(
+        """Register or renew. `report_age_s`: how long ago the load in `record` was measured; `forged`: of the last
+        reply."""
+        incarnation = record.view.incarnation
+        texts = {name: _text(value) for name, value in readable_fields(record).items()}
+        texts[PROOF_FIELD] = self.deployment.row_proof({**texts, "incarnation": incarnation})
+        reply = await self.library.ask(
             "heartbeat",
             self.keys.shared,
             self.keys.prefix,
-            record.view.incarnation,
-            deployment,
+            incarnation,
+            self.deployment.claim(incarnation),
             secrets.token_hex(8),
             known_generation,
             pack_row(record),
             int(report_age_s * 1000),
             pack_links(record),
-            *fields,
-            shape=HeartbeatReply,
+            forged,
+            *(part for field in texts.items() for part in field),
+            shape=_HeartbeatReply,
         )
+        return self._checked(reply, incarnation)
+
+    async def fence(self, incarnation: str, *, by: str) -> None:
+        """It cannot come back: it leaves, or `by` has found it dead."""
+        verdict = self.deployment.verdict(incarnation, by=by)
+        await self.library.call("fence", self.keys.shared, self.keys.prefix, incarnation, verdict)
 
     async def deregister(self, incarnation: str) -> None:
         """Leave at once. The incarnation cannot come back."""
-        await self.library.call("deregister", self.keys.shared, self.keys.prefix, incarnation)
+        await self.fence(incarnation, by=incarnation)
 
-    async def snapshot(self) -> FleetSnapshot:
-        """All live workers, draining and stalled ones included."""
+    async def snapshot(self, missing: Iterable[str] = ()) -> FleetSnapshot:
+        """All live workers, draining and stalled ones included.
+
+        `missing`: incarnations that the caller has and no snapshot named lately. It asks whether they are over.
+        """
         reply = await self.library.ask(
-            "snapshot", self.keys.shared, self.keys.prefix, secrets.token_hex(8), shape=_SnapshotReply
+            "snapshot", self.keys.shared, self.keys.prefix, secrets.token_hex(8), *missing, shape=_SnapshotReply
         )
-        records = [read_record(dict(zip(flat[::2], flat[1::2], strict=False))) for flat in reply.workers]
+        records = [self._signed_record(row) for row in reply.workers]
         sound = tuple(record for record in records if record is not None)
-        return FleetSnapshot(epoch=reply.epoch, workers=sound, rubbish=reply.dropped + len(records) - len(sound))
+        fenced = [who for who, verdict in reply.fenced if self.deployment.condemner(verdict, who) is not None]
+        return FleetSnapshot(
+            epoch=reply.epoch,
+            workers=sound,
+            rubbish=reply.dropped + len(records) - len(sound),
+            fenced=frozenset(fenced),
+        )
+
+    def _signed_record(self, row: msgspec.Raw) -> WorkerRecord | None:
+        try:
+            flat = _ROW.decode(row)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        fields = dict(zip(flat[::2], flat[1::2], strict=False))
+        return read_record(fields) if self.deployment.wrote(fields) else None
+
+    def _checked(self, reply: _HeartbeatReply, incarnation: str) -> HeartbeatReply:
+        if reply.status is LeaseStatus.FENCED:
+            by = self.deployment.condemner(reply.verdict, incarnation)
+            return HeartbeatReply(status=reply.status, by=by or "", forged="" if by else reply.verdict)
+        members = None
+        if reply.members is not None:
+            claimed = (self.deployment.claimant(claim) for claim in reply.members)
+            members = tuple(member for member in claimed if member is not None)
+        return HeartbeatReply(
+            status=reply.status,
+            epoch=reply.epoch,
+            generation=reply.generation,
+            cursor=reply.cursor,
+            members=members,
+        )
 
 
 def model_digest(model: str) -> bytes:
@@ -210,11 +285,16 @@ def readable_fields(record: WorkerRecord) -> dict[str, str | int | float]:
     }
 
 
+def _text(value: str | float) -> str:
+    """As the Redis client would write it, so that it is signed as it is read back."""
+    return str(value) if isinstance(value, str) else repr(value)
+
+
 def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
     """The inverse of `readable_fields`; None for a hash that is not a worker of ours."""
     try:
-        incarnation = fields["incarnation"]
-        worker_id, _, _ = incarnation.rpartition("@")
+        incarnation = _incarnation(fields["incarnation"])
+        worker_id = worker_id_of(incarnation)
         view = WorkerView(
             worker_id=worker_id,
             incarnation=incarnation,
@@ -222,8 +302,8 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
             request_endpoint=_endpoint(fields["request_endpoint"]),
             peer_endpoint=_endpoint(fields["peer_endpoint"]),
             compat_hash=fields["compat_hash"],
-            context_length=_positive(int(fields["context_length"])),
-            page_size=_positive(int(fields["page_size"])),
+            context_length=_size(fields["context_length"]),
+            page_size=_size(fields["page_size"]),
             model=fields["model"],
         )
         load = Load(
@@ -242,6 +322,12 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
         return WorkerRecord(view=view, state=state, load=load, details=kept_figures(fields), links=links)
     except (KeyError, ValueError):
         return None
+
+
+def _incarnation(text: str) -> str:
+    if _INCARNATION.fullmatch(text) is None:
+        raise ValueError(f"{text[:200]!r} is no incarnation")
+    return text
 
 
 def _endpoint(text: str) -> str:
@@ -263,15 +349,18 @@ def _links(text: str) -> tuple[LinkReport, ...]:
 
 def _measure(fields: Mapping[str, str], name: str) -> float:
     value = float(fields[name])
-    if not isfinite(value) or value < 0:
+    if not 0 <= value <= MOST:
         raise ValueError(f"{name} is {value}")
     return value
 
 
-_Number = TypeVar("_Number", int, float)
+def _size(text: str) -> int:
+    if _DIGITS.fullmatch(text) is None:
+        raise ValueError(f"{text[:40]!r} is no size")
+    return int(_positive(int(text)))
 
 
-def _positive(value: _Number) -> _Number:
+def _positive(value: float) -> float:
     if value <= 0:
         raise ValueError(f"{value} is not positive")
     return value

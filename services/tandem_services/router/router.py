@@ -4,7 +4,8 @@
 2. A background task refreshes the view every heartbeat.
 3. `choose` hashes the prompt, asks Redis in one round trip, and looks the answer up in the view. Redis
    away, slow or answering nonsense: the last view decides (RELIABILITY B3.16–20). No request fails
-   because of Redis, and none waits for it longer than the routing deadline.
+   because of Redis, and none waits for it longer than the routing deadline. Where Redis does not name some of the
+   members, the view decides for their share of the requests.
 4. `release` when an attempt has ended, however it ended.
 """
 
@@ -43,7 +44,8 @@ from tandem_services.router.keys import HEARTBEAT_S, Keys
 from tandem_services.router.library import FunctionLibrary, LibrarySource, library_source
 from tandem_services.router.local import LocalRouting, OwnLoad
 from tandem_services.router.local_choices import LocalChoices
-from tandem_services.router.membership import Membership
+from tandem_services.router.member_proofs import MemberProofs
+from tandem_services.router.membership import PROOF_WAIT_S, Membership
 from tandem_services.router.newcomers import Newcomers
 from tandem_services.router.policies.by_role import PoliciesByRole
 from tandem_services.router.prompt_chain import LastChain
@@ -82,7 +84,7 @@ class Router:
         self._config = config
         self._clock = clock or MonotonicClock()
         self._random = random or Random()
-        keys = Keys(config.cluster)
+        keys = Keys(config.cluster, config.deployment.namespace)
         self._routing = RedisClient(config.redis, timeout_s=config.routing_timeout_s)
         self._background = RedisClient(config.redis, timeout_s=BACKGROUND_TIMEOUT_S)
         self.sessions = SessionBindings(client=self._background, keys=keys)
@@ -94,7 +96,9 @@ class Router:
         """What tenants have used of their limits."""
         self.fairness = FairBoard(library=FunctionLibrary(self._background, source), keys=keys)
         """What tenants have had of the fleet."""
-        self._registry = Registry(library=FunctionLibrary(self._background, source), keys=keys)
+        self._registry = Registry(
+            library=FunctionLibrary(self._background, source), keys=keys, deployment=config.deployment
+        )
         self._membership = Membership(clock=self._clock)
         self._own = OwnLoad(clock=self._clock)
         index = BlockIndex(library=FunctionLibrary(self._routing, source), keys=keys)
@@ -151,7 +155,7 @@ class Router:
     async def refresh(self) -> None:
         """Take the registry's view now. Raises `RedisUnavailableError`."""
         asked_at = self._clock.now()
-        snapshot = await self._registry.snapshot()
+        snapshot = await self._registry.snapshot(missing=self._membership.unlisted)
         self.counters.rubbish += snapshot.rubbish
         self._membership.update(snapshot, asked_at=asked_at)
         self._refreshed_at = self._clock.now()
@@ -171,6 +175,10 @@ class Router:
     def redis_failures(self) -> int:
         """Routing calls without a usable answer since start."""
         return self._routing.failures
+
+    def rely_on(self, proofs: MemberProofs) -> None:
+        """Nobody is chosen from now on who does not prove to be a member."""
+        self._membership.rely_on(proofs)
 
     def mark_dead(self, incarnation: str) -> None:
         """The gateway lost its connection to this worker: do not choose it."""
@@ -204,7 +212,7 @@ class Router:
         if self._membership.unknown({incarnation}):
             await self._refresh_if_possible()
         record = self._membership.find(incarnation)
-        if record is None or incarnation in self._membership.dead:
+        if record is None or not await self._membership.prove(incarnation, within_s=PROOF_WAIT_S):
             raise NoWorkersError(f"worker {incarnation} is gone", retry_after=RETRY_AFTER_S)
         demand = self._demand(query)
         claim = Claim(incarnation, demand.prompt_tokens, 1, room_needed(demand))
@@ -267,6 +275,11 @@ class Router:
     async def _find(self, query: RouteQuery) -> Choice | None:
         query = self._exclusions.narrowed(query)
         told = self._telling.spend()
+        share = self._membership.unlisted_share(query.model)
+        if share > 0.0 and self._random.random() < share:
+            choice = await self._choose_locally(query, told=told)
+            if choice is not None:
+                return choice
         return await self._choose_in_redis(query, told=told) or await self._choose_locally(query, told=told)
 
     def _outstanding(self, worker: WorkerView) -> float:
@@ -282,6 +295,13 @@ class Router:
             choice = await self._shared.choose(query, self._demand(query), told=told)
         except RedisUnavailableError:
             return None
+        if choice is not None and choice.placement is Placement.DEGRADED and self._membership.unlisted:
+            # Redis knows of no prefill worker; the view may.
+            paired = await self._local.choose(query, self._demand(query), told=told)
+            if paired is not None and paired.prefill is not None:
+                await self._held.give_back(query.request_id, choice.reservation)
+                self.counters.local += 1
+                return paired
         self.counters.redis += choice is not None
         return choice
 

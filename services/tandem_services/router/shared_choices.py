@@ -15,8 +15,9 @@ from tandem_services.router.cost import Demand
 from tandem_services.router.fetching import planned_fetch
 from tandem_services.router.index import BlockIndex, Routed
 from tandem_services.router.keys import MAX_CHAIN_BLOCKS
-from tandem_services.router.membership import Membership
+from tandem_services.router.membership import PROOF_WAIT_S, Membership
 from tandem_services.router.prompt_chain import LastChain
+from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import placement_of
 
 
@@ -51,17 +52,18 @@ class SharedChoices:
     async def _resolve(self, query: RouteQuery, demand: Demand, routed: Routed) -> Choice | None:
         """Addresses of the chosen incarnations.
 
-        None when one of them was found dead while Redis was asked, or has no record that makes sense.
+        None when one of them was found dead while Redis was asked, has no record that makes sense, does not answer, or
+        is no such worker as it was chosen for: what Redis says of it is no reason to send it something.
         """
         chosen = {incarnation for incarnation in (routed.decode, routed.prefill) if incarnation is not None}
         if self.membership.unknown(chosen):
             await self.refresh()
         for incarnation in self.membership.unknown(chosen):
-            # Left out until the next view, so that only one request per heartbeat finds out.
-            self.membership.mark_dead(incarnation)
+            self.membership.note_nameless(incarnation)
+        proven = [await self.membership.prove(incarnation, within_s=PROOF_WAIT_S) for incarnation in sorted(chosen)]
         decode = self.membership.find(routed.decode)
         prefill = None if routed.prefill is None else self.membership.find(routed.prefill)
-        if decode is None or chosen & self.membership.dead:
+        if decode is None or not all(proven) or not _suits(query, decode, prefill):
             return None
         return Choice(
             request_id=query.request_id,
@@ -81,9 +83,16 @@ class SharedChoices:
         if routed.fetch is None:
             return None
         computing = self.membership.find(routed.prefill or routed.decode)
-        source = self.membership.find(routed.fetch.source)
-        if computing is None or source is None:
+        source = self.membership.find_usable(routed.fetch.source)
+        if computing is None or source is None or source.compat_hash != computing.view.compat_hash:
             return None
-        fetch = PricedFetch(source=source.view, tokens=routed.fetch.tokens, seconds=routed.fetch.seconds)
+        fetch = PricedFetch(source=source, tokens=routed.fetch.tokens, seconds=routed.fetch.seconds)
         candidate = Candidate(view=computing.view, load=computing.load, matched=routed.matched_tokens, fetch=fetch)
         return planned_fetch(candidate, demand)
+
+
+def _suits(query: RouteQuery, decode: WorkerRecord, prefill: WorkerRecord | None) -> bool:
+    """Whether the workers, by what they have signed, can do what the routing rows in Redis say they can."""
+    if decode.view.model != query.model or decode.view.context_length <= len(query.token_ids):
+        return False
+    return prefill is None or (prefill.view.model, prefill.view.compat_hash) == (query.model, decode.view.compat_hash)

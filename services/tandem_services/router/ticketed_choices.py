@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.choice import Choice, RouteQuery, WorkerView
+from tandem_services.router.choice import Choice, RouteQuery
 from tandem_services.router.held_choices import HeldChoices
 from tandem_services.router.membership import Membership
 from tandem_services.router.tickets import Ticket, TicketBoard
@@ -42,7 +42,7 @@ class TicketedChoices:
             return None
         if self.membership.unknown({ticket.decode, *([ticket.prefill] if ticket.prefill else [])}):
             await self.refresh()
-        choice = ticket.choice_for(query, self._usable, self.held.next_serial())
+        choice = ticket.choice_for(query, self.membership.find_usable, self.held.next_serial())
         if choice is None:
             await self.held.give_back(query.request_id, ticket.reservation)
         return choice
@@ -53,7 +53,3 @@ class TicketedChoices:
             return self.held.reserves(choice) and await self.board.take(ticket_id) is None
         except RedisUnavailableError:
             return True  # Nobody can tell. The reservation expires by itself.
-
-    def _usable(self, incarnation: str) -> WorkerView | None:
-        record = self.membership.find(incarnation)
-        return None if record is None or incarnation in self.membership.dead else record.view

@@ -36,7 +36,7 @@ class RouterServerConfig:
     redis: RedisAddress = field(default_factory=lambda: RedisAddress(url="redis://127.0.0.1:6379/0"))
     cluster: str = "default"
     curve_keys: Path | None = None
-    """Key file of the deployment: what the cache salts of tenants are keyed with."""
+    """Key file of the deployment: whose fleet it is, and what the cache salts of tenants are keyed with."""
     api_keys: Path | None = None
     """The gateways' key file; None where they have none."""
     token_file: Path | None = None

@@ -38,6 +38,7 @@ from tandem_services.gateway.serve import LAST_WORDS_S, GatewayServer, listen
 from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
 from tandem_services.gateway.tokenizer_threads import TokenizerThreads
 from tandem_services.router.config import RouterConfig
+from tandem_services.router.deployment import Deployment
 from tandem_services.router.router import Router
 from tandem_services.router_server.config import RouterServerConfig, TokenizedModel
 from tandem_services.router_server.desk import Chooser, RoutingDesk
@@ -207,9 +208,12 @@ def _key_watch(config: RouterServerConfig, metrics: AccessMetrics) -> KeyWatch |
     return keys
 
 
+def _key_pair(config: RouterServerConfig) -> KeyPair | None:
+    return None if config.curve_keys is None else KeyPair.load(config.curve_keys)
+
+
 def _cache_secret(config: RouterServerConfig) -> bytes:
-    keys = None if config.curve_keys is None else KeyPair.load(config.curve_keys)
-    return cache_secret(deployment_secret(keys, config.cluster))
+    return cache_secret(deployment_secret(_key_pair(config), config.cluster))
 
 
 async def _serve(config: RouterServerConfig, tokenizers: Mapping[Path, TextTokenizer]) -> None:
@@ -217,6 +221,7 @@ async def _serve(config: RouterServerConfig, tokenizers: Mapping[Path, TextToken
         RouterConfig(
             redis=config.redis,
             cluster=config.cluster,
+            deployment=Deployment.of(_key_pair(config)),
             local_prefill_tokens=config.local_prefill_tokens,
             policies=config.policies,
         )

@@ -165,9 +165,7 @@ class Fleet:
     async def _heartbeat(self, worker: ModelledWorker) -> None:
         state = WorkerState.DRAINING if worker.name in self._leaving else WorkerState.READY
         record = WorkerRecord(view=self.view(worker), state=state, load=worker.load(), details={})
-        reply = await self.redis.registry.heartbeat(
-            record, deployment="simulate", known_generation=self._generation, report_age_s=0.0
-        )
+        reply = await self.redis.registry.heartbeat(record, known_generation=self._generation, report_age_s=0.0)
         self._generation = reply.generation
 
     def view(self, worker: ModelledWorker) -> WorkerView:

@@ -36,6 +36,8 @@ class Introductions:
     registry: Registry
     own: Callable[[], WorkerView]
     order: Callable[[MeetPeers], Awaitable[None]]
+    observe: Callable[[list[WorkerView]], None] = lambda _: None
+    """Told who is registered, with each look."""
     random: Random = field(default_factory=Random)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     named: tuple[Peer, ...] | None = None
@@ -62,7 +64,9 @@ class Introductions:
             snapshot = await self.registry.snapshot()
         except RedisUnavailableError:
             return
-        peers = whom_to_meet(self.own(), (record.view for record in snapshot.workers))
+        views = [record.view for record in snapshot.workers]
+        self.observe(views)
+        peers = whom_to_meet(self.own(), views)
         changed = peers != (self.named or ())
         self.named = peers
         if changed:

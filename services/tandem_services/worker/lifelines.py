@@ -8,7 +8,7 @@ refuses connections to its socket does, for then the process is gone.
                 ▲     ├─ no answer, for `UNREACHABLE_S` ────────▶ ended: its machine is gone, or what led to it
                 │     └─ connected ─▶ wait for the end of the line ─┐
                 └───────────────────────────────────────────────────┘
-    another incarnation is registered at its endpoint ─────────▶ ended: a socket has one owner
+    a later incarnation is registered at its endpoint ─────────▶ ended: a socket has one owner
 
 Nothing is sent. A stopped process is waited for until it is killed, as Kubernetes does when its probes fail, or goes on
 and ends by itself, as the fenced do.
@@ -91,13 +91,13 @@ class Lifelines:
             await asyncio.sleep(PAUSE_S)
 
     async def _replaced(self, peer: Peer) -> bool:
-        """Whether another incarnation has its endpoint."""
+        """Whether a later incarnation has its endpoint. The row of an earlier one, written again, proves nothing."""
         try:
             snapshot = await self.registry.snapshot()
         except RedisUnavailableError:
             return False
         views = (record.view for record in snapshot.workers)
-        return any(view.peer_endpoint == peer.endpoint and view.incarnation != peer.incarnation for view in views)
+        return any(view.peer_endpoint == peer.endpoint and _later(view.incarnation, peer.incarnation) for view in views)
 
     async def _knock(self, peer: Peer) -> _Line:
         try:
@@ -125,3 +125,9 @@ class Lifelines:
                 continue
             except OSError:
                 return
+
+
+def _later(incarnation: str, other: str) -> bool:
+    """Whether `incarnation`, of whichever worker, was started after `other`: numbers are microseconds of the start."""
+    number, other_number = (name.rpartition("@")[2] for name in (incarnation, other))
+    return number.isdigit() and other_number.isdigit() and int(number) > int(other_number)

@@ -3,6 +3,9 @@
 Each heartbeat carries the whole description, so the first registers and any one registers again after Redis
 lost its data. The answer is worth as much as the heartbeat: it may say that the lease is lost for good, that
 peers are gone, or that the index has to be published again.
+
+A worker ends for a verdict that a process of its deployment has signed, and for nothing else that Redis says. A forged
+one is named in the next heartbeat, which takes it away.
 """
 
 import asyncio
@@ -12,15 +15,13 @@ from dataclasses import dataclass, field
 
 from tandem_engine.clock import Clock
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.keys import HEARTBEAT_S, LEASE_MS
+from tandem_services.router.deployment import supersedes
+from tandem_services.router.keys import HEARTBEAT_S, MAX_WORKERS
 from tandem_services.router.registry import HeartbeatReply, LeaseStatus, Registry, WorkerRecord, WorkerState
 from tandem_services.worker.index_feed import IndexFeed
 from tandem_services.worker.peers import PeerWatch
 
 logger = logging.getLogger(__name__)
-
-FOREIGN_PATIENCE_S = 2 * LEASE_MS / 1000
-"""A deployment that was just replaced by this one holds the cluster name until its last lease is over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,8 @@ class Consequences:
     peer_gone: Callable[[str], None]
     fleet_changed: Callable[[], None]
     """Somebody came or went."""
+    peers_missing: Callable[[], None]
+    """Peers may be there that are to be asked whether they live."""
     lost: Callable[[str], None]
     """The lease is lost for good; the sentence says why. The process has to end."""
 
@@ -39,8 +42,6 @@ class Registration:
     """The heart of one incarnation."""
 
     registry: Registry
-    deployment: str
-    """Digest of the deployment's key: tells two deployments with one cluster name apart."""
     describe: Callable[[], WorkerRecord]
     report_age_s: Callable[[], float]
     silent_peers: Callable[[], tuple[str, ...]]
@@ -54,7 +55,9 @@ class Registration:
     offered: bool = False
     """The last heartbeat that was accepted said that new work is welcome."""
     _generation: int = 0
-    _foreign_since: float | None = None
+    _forged: str = ""
+    """A verdict in the last answer that no process of this deployment has signed."""
+    _full: bool = False
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def state_changed(self) -> None:
@@ -78,9 +81,9 @@ class Registration:
         try:
             reply = await self.registry.heartbeat(
                 record,
-                deployment=self.deployment,
                 known_generation=self._generation,
                 report_age_s=self.report_age_s(),
+                forged=self._forged,
             )
         except RedisUnavailableError:
             return
@@ -89,9 +92,9 @@ class Registration:
             case LeaseStatus.RENEWED:
                 self._renewed(reply, acknowledged)
             case LeaseStatus.FENCED:
-                self.consequences.lost(_fenced(self.peers.own, reply.by))
-            case LeaseStatus.FOREIGN:
-                self._foreign(reply.by)
+                self._fenced(reply)
+            case LeaseStatus.FULL:
+                self._note_full()
 
     async def leave(self) -> None:
         """Deregister, so that nobody waits for the lease to end."""
@@ -104,7 +107,7 @@ class Registration:
         if not self.registered:
             logger.info("registered %s", self.peers.own)
         self.registered = True
-        self._foreign_since = None
+        self._forged, self._full = "", False
         self._generation = reply.generation
         members = None if reply.members is None else frozenset(reply.members)
         if members is not None:
@@ -112,20 +115,28 @@ class Registration:
         self.peers.suspect(self.silent_peers())
         for incarnation in sorted(self.peers.update(reply.epoch, members)):
             self.consequences.peer_gone(incarnation)
+        self.consequences.peers_missing()
         self.feed.check(reply.cursor, acknowledged)
 
-    def _foreign(self, holder: str) -> None:
-        now = self.clock.now()
-        if self._foreign_since is None:
-            self._foreign_since = now
-        if now - self._foreign_since > FOREIGN_PATIENCE_S and not self.registered:
-            self.consequences.lost(
-                f"another deployment (key {holder[:16]}) uses this cluster name on this Redis; "
-                "choose another --cluster, or give both the same --curve-keys"
-            )
+    def _fenced(self, reply: HeartbeatReply) -> None:
+        if reply.by:
+            self.consequences.lost(_sentence(self.peers.own, reply.by))
+            return
+        if not self._forged:
+            # Its removal should not wait for the next heartbeat. Once: it may come back as often as we ask.
+            self.state_changed()
+            logger.warning("Redis says that %s is fenced, and no process of the deployment has said so", self.peers.own)
+        self._forged = reply.forged
+
+    def _note_full(self) -> None:
+        if not self._full:
+            logger.error("%s is not let in: the registry has %d workers already", self.peers.own, MAX_WORKERS)
+        self._full = True
 
 
-def _fenced(own: str, holder: str) -> str:
-    if holder and holder != own:
-        return f"{own} is fenced: {holder} is newer and has its name"
-    return f"{own} is fenced: it was silent for too long; a new incarnation can take its place"
+def _sentence(own: str, by: str) -> str:
+    if supersedes(by, own):
+        return f"{own} is fenced: {by} is newer and has its name"
+    if by == own:
+        return f"{own} is fenced: it has left the registry"
+    return f"{own} is fenced: it was silent for too long, and {by} found it dead; a new incarnation can take its place"

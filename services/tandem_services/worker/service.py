@@ -16,7 +16,6 @@ The parts share nothing but the event loop; this module wires them and decides w
 import asyncio
 import contextlib
 import logging
-from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -44,6 +43,7 @@ from tandem_services.common.metrics import new_registry
 from tandem_services.common.order_access import OrderAccess
 from tandem_services.common.order_token import token_for
 from tandem_services.common.redis_client import BACKGROUND_TIMEOUT_S, BreakerState, RedisClient
+from tandem_services.router.deployment import Deployment
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import FunctionLibrary
@@ -59,6 +59,7 @@ from tandem_services.worker.lifelines import Lifelines
 from tandem_services.worker.load import LoadMonitor, describe, drain_summary
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.operator_routes import BUSY
+from tandem_services.worker.peer_checks import PeerChecks
 from tandem_services.worker.peers import PeerWatch
 from tandem_services.worker.registration import Consequences, Registration
 from tandem_services.worker.standby import Standby
@@ -82,7 +83,8 @@ class WorkerService:
 
     def __init__(self, config: WorkerConfig, context: IpcContext, folder: Path, clock: Clock) -> None:
         self.incarnation = new_incarnation(config.worker_id)
-        self.deployment = deployment_of(context)
+        deployment = Deployment.of(context.keys)
+        keys = Keys(config.cluster, deployment.namespace)
         self._order_access = OrderAccess(
             token=token_for(context.keys),
             hosts=AllowedHosts.of(config.allowed_hosts, listening=(config.host, config.health_host)),
@@ -101,8 +103,10 @@ class WorkerService:
         self._tasks = NamedTasks(failed=self._task_failed)
         self._traces = None if config.tracing is None else WorkerTraces(config.tracing)
         library = FunctionLibrary(self._redis)
-        registry = Registry(library=library, keys=Keys(config.cluster))
-        self._feed, self._registration, self._introductions, self._standby = self._build_registration(library, registry)
+        registry = Registry(library=library, keys=keys, deployment=deployment)
+        peers = PeerWatch(clock=clock, own=self.incarnation)
+        self._peer_checks = PeerChecks(registry=registry, watch=peers, context=context, gone=self._tell_peer_gone)
+        self._feed, self._registration, self._introductions, self._standby = self._build_registration(registry, peers)
         self._lifelines = Lifelines(registry=registry, order=self._link.order, clock=clock)
         self._warm = WarmLinks(
             clock=clock,
@@ -163,28 +167,33 @@ class WorkerService:
     # Wiring
 
     def _build_registration(
-        self, library: FunctionLibrary, registry: Registry
+        self, registry: Registry, peers: PeerWatch
     ) -> tuple[IndexFeed, Registration, Introductions, Standby]:
         feed = IndexFeed(
-            index=BlockIndex(library=library, keys=Keys(self._config.cluster)),
+            index=BlockIndex(library=registry.library, keys=registry.keys),
             incarnation=self.incarnation,
             clock=self._clock,
             ask_replay=lambda: self._link.order(ReplayCache()),
             reachable=lambda: self._redis.breaker.state is BreakerState.CLOSED,
         )
-        introductions = Introductions(registry=registry, own=lambda: self._describe().view, order=self._link.order)
+        introductions = Introductions(
+            registry=registry,
+            own=lambda: self._describe().view,
+            order=self._link.order,
+            observe=self._peer_checks.observe,
+        )
         registration = Registration(
             registry=registry,
-            deployment=self.deployment,
             describe=self._describe,
             report_age_s=lambda: self._monitor.report_age_s,
             silent_peers=lambda: () if self._monitor.stats is None else self._monitor.stats.quarantined_for,
             feed=feed,
-            peers=PeerWatch(clock=self._clock, own=self.incarnation),
+            peers=peers,
             clock=self._clock,
             consequences=Consequences(
                 peer_gone=self._tell_peer_gone,
                 fleet_changed=introductions.fleet_changed,
+                peers_missing=self._ask_missing_peers,
                 lost=lambda reason: self._ending.say(EXIT_FAILED, reason),
             ),
         )
@@ -382,6 +391,10 @@ class WorkerService:
         if self._traces is not None:
             self._traces.close()
 
+    def _ask_missing_peers(self) -> None:
+        if self._peer_checks.pending:
+            self._tasks.start(self._peer_checks.run_due(), "peer-checks")
+
     def _tell_peer_gone(self, incarnation: str) -> None:
         logger.info("peer %s is gone", incarnation)
         self._tasks.start(self._link.order(PeerGone(incarnation=incarnation)), "peer-gone")
@@ -389,9 +402,3 @@ class WorkerService:
 
 def _refusal(code: str, message: str) -> OrderRefusedError:
     return OrderRefusedError(OrderRefused(nonce=0, code=code, message=message))
-
-
-def deployment_of(context: IpcContext) -> str:
-    """Two deployments have different keys; without keys there is one, on this machine."""
-    key = b"insecure" if context.keys is None else context.keys.public
-    return blake2b(key, digest_size=16).hexdigest()

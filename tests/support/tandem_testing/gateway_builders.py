@@ -39,6 +39,7 @@ from tandem_services.router.choice import (
 )
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.fleet import FleetView
+from tandem_services.router.member_proofs import MemberProofs
 from tandem_services.router.registry import WorkerState
 from tandem_services.router.scoring import DECODE_ROOM, placement_of
 from tandem_services.router.session_bindings import SessionBinding, SessionName
@@ -147,6 +148,9 @@ class FakeChooser:
 
     def workers(self) -> tuple[WorkerView, ...]:
         return tuple(worker for worker in self.fleet if worker.incarnation not in self.dead)
+
+    def rely_on(self, proofs: MemberProofs) -> None:
+        del proofs  # it answers for its fleet itself
 
     def mark_dead(self, incarnation: str) -> None:
         self.dead.add(incarnation)

@@ -13,6 +13,7 @@ from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.choice import Choice, Placement, Reservation, RouteQuery, ScoreTerm, Source, WorkerView
 from tandem_services.router.config import RouterConfig
 from tandem_services.router.cost import Load
+from tandem_services.router.deployment import Deployment
 from tandem_services.router.index import Applied, BlockIndex, IndexUpdate, UpdateKind
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import CONSTANTS, FunctionLibrary, library_source
@@ -120,21 +121,28 @@ def patient_router(server: RedisServer, *, seed: int = 1, clock: Clock | None = 
 class Fleet:
     """Acts for any number of workers on one Redis."""
 
-    def __init__(self, server: RedisServer, *, cluster: str = "default", user: str = "", **constants: int) -> None:
+    def __init__(
+        self,
+        server: RedisServer,
+        *,
+        cluster: str = "default",
+        user: str = "",
+        deployment: Deployment = Deployment(),  # noqa: B008  frozen
+        **constants: int,
+    ) -> None:
         """`user` is `name:password`. `constants` replace those of `keys`, e.g. `LEASE_MS=100`, to save waiting."""
-        self.keys = Keys(cluster)
+        self.deployment = deployment
+        self.keys = Keys(cluster, deployment.namespace)
         url = server.url.replace("//", f"//{user}@") if user else server.url
         self.client = RedisClient(RedisAddress(url=url), timeout_s=PATIENT_S)
         library = FunctionLibrary(self.client, library_source({**CONSTANTS, **constants}))
-        self.registry = Registry(library=library, keys=self.keys)
+        self.registry = Registry(library=library, keys=self.keys, deployment=deployment)
         self.index = BlockIndex(library=library, keys=self.keys)
         self.generation = 0
 
-    async def beat(
-        self, record: WorkerRecord, *, deployment: str = "ours", report_age_s: float = 0.0
-    ) -> HeartbeatReply:
+    async def beat(self, record: WorkerRecord, *, report_age_s: float = 0.0, forged: str = "") -> HeartbeatReply:
         return await self.registry.heartbeat(
-            record, deployment=deployment, known_generation=self.generation, report_age_s=report_age_s
+            record, known_generation=self.generation, report_age_s=report_age_s, forged=forged
         )
 
     async def join(self, router: Router, *records: WorkerRecord) -> None:

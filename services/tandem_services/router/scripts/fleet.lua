@@ -94,7 +94,7 @@ local function take_rows(fleet, prefix, rows)
     local worker = before[rows[i]]
     if not worker then worker, changed = unread_worker(prefix, rows[i]), true end
     if worker.row ~= rows[i + 1] then worker.row, worker.till = rows[i + 1], -math.huge end
-    workers[rows[i]] = worker
+    if worker_of(rows[i]) then workers[rows[i]] = worker end
   end
   fleet.workers, fleet.count = workers, #rows / 2
   return changed

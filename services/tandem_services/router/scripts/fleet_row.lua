@@ -21,8 +21,10 @@ local ROLE_PREFILL = 1
 local ROLE_DECODE = 2
 local ROLE_BOTH = 3
 
+local MAX_ROW_BYTES = ROW_BYTES + RESERVATION_BYTES * (16 + 4 * RESERVATION_MS / RESERVATION_BUCKET_MS)
+
 local function well_sized(row)
-  return #row >= ROW_BYTES and (#row - ROW_BYTES) % RESERVATION_BYTES == 0
+  return #row >= ROW_BYTES and #row <= MAX_ROW_BYTES and (#row - ROW_BYTES) % RESERVATION_BYTES == 0
 end
 
 -- A lease ends at most one lease from now; one that claims more is rubbish or from before a clock jump.

@@ -12,8 +12,8 @@ local HOLDER = ''
 local function cursor_of(blocks, cursor)
   drop_unless(blocks, 'set')
   drop_unless(cursor, 'string')
-  if redis.call('EXISTS', blocks) == 0 then return -1 end
-  return tonumber(redis.call('GET', cursor) or '') or -1
+  if redis.call('EXISTS', blocks) == 0 or redis.call('STRLEN', cursor) > 16 then return -1 end
+  return whole(redis.call('GET', cursor), MOST_WHOLE) or -1
 end
 
 -- Notes of prompts in flight about these blocks have served their purpose.

@@ -1,49 +1,77 @@
--- Who is alive. Leases end by Redis time; a lapsed incarnation is no longer offered, a retired one is
--- fenced: it never counts again, its index entries are gone, and its next heartbeat is told so.
+-- Who is alive. Leases end by Redis time. An incarnation whose lease has lapsed is no longer offered, and is forgotten
+-- later: that a worker does not reach Redis says nothing about the worker, so it may register again at any time.
+-- An incarnation is fenced by a verdict alone, which some process of the deployment has signed: a newer incarnation of the
+-- same worker, a peer that found it dead, or the worker itself when it leaves. Whoever is told checks the signature.
 
-local function retire(state, incarnation)
-  redis.call('HDEL', state.fleet, incarnation)
+local function fence_key(state, incarnation)
+  return state.prefix .. 'fenced:' .. incarnation
+end
+
+-- The verdict on `incarnation`, as text; nil when there is none.
+local function verdict_on(state, incarnation)
+  local key = fence_key(state, incarnation)
+  state.dropped = state.dropped + drop_unless(key, 'string')
+  local length = redis.call('STRLEN', key)
+  if length == 0 then return nil end
+  local verdict = length <= MAX_VERDICT_BYTES and redis.call('GET', key)
+  if verdict and read_verdict(verdict) then return verdict end
+  redis.call('UNLINK', key)
+  return nil
+end
+
+local function forget_index(state, incarnation)
   redis.call('UNLINK', state.prefix .. 'blocks:' .. incarnation, state.prefix .. 'cursor:' .. incarnation,
     state.prefix .. 'host:' .. incarnation, state.prefix .. 'links:' .. incarnation)
-  redis.call('ZADD', state.fenced, state.now + FENCED_MEMORY_MS, incarnation)
-  redis.call('PEXPIRE', state.fenced, FENCED_MEMORY_MS)
+end
+
+-- Take out all that there is of `incarnation`.
+local function retire(state, incarnation)
+  redis.call('HDEL', state.fleet, incarnation)
+  forget_index(state, incarnation)
   local worker_id = worker_of(incarnation)
-  if worker_id and redis.call('HGET', state.owner, worker_id) == incarnation then
+  if worker_id and read_verdict(redis.call('HGET', state.owner, worker_id)) == incarnation then
     redis.call('HDEL', state.owner, worker_id)
     redis.call('UNLINK', state.prefix .. 'worker:' .. worker_id)
   end
-  redis.call('HINCRBY', state.meta, 'generation', 1)
+  next_generation(state)
+end
+
+local function condemn(state, incarnation, verdict)
+  retire(state, incarnation)
+  redis.call('SET', fence_key(state, incarnation), verdict, 'PX', FENCED_MEMORY_MS)
 end
 
 -- Note that the registry was used. When nobody called for a lease, Redis itself was away and nobody could
--- have renewed: an amnesty keeps everyone from being fenced for it. The same holds after a wipe, which is
+-- have renewed: an amnesty keeps the index of everyone from being dropped for it. The same holds after a wipe, which is
 -- recognised by the missing epoch.
 local function touch(state, epoch_seed)
-  local last = meta_number(state, 'last_call')
+  local last = meta_time(state, 'last_call', 0)
   doubt_fleet(state.prefix)
-  redis.call('HSET', state.meta, 'last_call', state.now)
-  if not redis.call('HGET', state.meta, 'epoch') then
-    redis.call('HSET', state.meta, 'epoch', epoch_seed, 'generation', 1)
+  redis.call('HSET', state.meta, 'last_call', string.format('%.0f', state.now))
+  if not epoch_of(state.meta) then
+    redis.call('HSET', state.meta, 'epoch', epoch_seed)
     drop_notes_of(state.prefix)
   end
-  if state.now - last > LEASE_MS or state.now < last then
-    redis.call('HSET', state.meta, 'amnesty_until', state.now + FENCE_AFTER_MS)
+  if generation_of(state) == 0 then next_generation(state) end
+  if state.now - last > LEASE_MS then
+    redis.call('HSET', state.meta, 'amnesty_until', string.format('%.0f', state.now + FENCE_AFTER_MS))
+  elseif meta_time(state, 'amnesty_until', FENCE_AFTER_MS) <= state.now then
+    redis.call('HDEL', state.meta, 'amnesty_until')
   end
 end
 
 local function sweep_fleet(state)
-  local may_fence = state.now >= meta_number(state, 'amnesty_until')
+  local may_forget = state.now >= meta_time(state, 'amnesty_until', FENCE_AFTER_MS)
   local budget = SWEEP_STEP
   local rows = redis.call('HGETALL', state.fleet)
   for i = 1, #rows, 2 do
     if budget == 0 then return end
     local kind, lease_ms = lease_state(rows[i + 1], state.now)
-    if kind == 'rubbish' then
+    if kind == 'rubbish' or not worker_of(rows[i]) then
       redis.call('HDEL', state.fleet, rows[i])
       if state.dropped == 0 then lost_entries(state.meta) end
       state.dropped = state.dropped + 1
-      budget = budget - 1
-    elseif kind == 'lapsed' and may_fence and state.now - lease_ms > FENCE_AFTER_MS - LEASE_MS then
+    elseif kind == 'lapsed' and may_forget and state.now - lease_ms > FENCE_AFTER_MS - LEASE_MS then
       retire(state, rows[i])
       budget = budget - 1
     end
@@ -52,30 +80,40 @@ end
 
 -- Bounded and at most once a second, whoever comes first.
 local function sweep(state)
-  if math.abs(state.now - meta_number(state, 'swept_at')) < SWEEP_EVERY_MS then return end
-  redis.call('HSET', state.meta, 'swept_at', state.now)
-  redis.call('ZREMRANGEBYSCORE', state.fenced, '-inf', state.now)
+  if state.now - meta_time(state, 'swept_at', 0) < SWEEP_EVERY_MS then return end
+  redis.call('HSET', state.meta, 'swept_at', string.format('%.0f', state.now))
   sweep_fleet(state)
 end
 
--- The incarnation that keeps `incarnation` from holding its name, or nil.
-local function usurper(state, incarnation, worker_id, number)
-  local owner = redis.call('HGET', state.owner, worker_id)
+-- The verdict that keeps `incarnation` from holding its name, or nil. `claim`: what it holds the name by itself.
+local function usurper(state, incarnation, worker_id, number, claim)
+  local verdict = redis.call('HGET', state.owner, worker_id)
+  local owner = read_verdict(verdict)
   if not owner or owner == incarnation then return nil end
-  local _, owner_number = worker_of(owner)
+  local owner_id, owner_number = worker_of(owner)
+  if owner_id ~= worker_id then return nil end
   local row = redis.call('HGET', state.fleet, owner)
-  local live = row and lease_state(row, state.now) == 'live'
-  if live and owner_number and newer(owner_number, number) then return owner end
-  retire(state, owner)
+  if newer(owner_number, number) then
+    if row and lease_state(row, state.now) == 'live' then return verdict end
+    retire(state, owner)
+  else
+    condemn(state, owner, claim)
+  end
   return nil
 end
 
--- Another deployment that uses the same cluster name on this Redis, or nil (RELIABILITY E6.74).
-local function stranger(state, deployment)
-  local holder = redis.call('HGET', state.meta, 'deployment')
-  if holder and holder ~= deployment and meta_number(state, 'deployment_until') > state.now then return holder end
-  redis.call('HSET', state.meta, 'deployment', deployment, 'deployment_until', state.now + LEASE_MS)
-  return nil
+-- The caller has checked `verdict`, which an earlier heartbeat was answered with, and no process of the deployment has
+-- signed it.
+local function drop_forged(state, incarnation, worker_id, verdict)
+  if redis.call('HGET', state.owner, worker_id) == verdict then
+    redis.call('HDEL', state.owner, worker_id)
+    redis.call('HDEL', state.fleet, read_verdict(verdict) or '')
+    state.dropped = state.dropped + 1
+  end
+  if verdict_on(state, incarnation) == verdict then
+    redis.call('UNLINK', fence_key(state, incarnation))
+    state.dropped = state.dropped + 1
+  end
 end
 
 -- `links`: text as in keys.py. Replaces what was there.
@@ -87,18 +125,20 @@ local function write_links(key, links)
   end
 end
 
+local FIELDS = 10 -- first of the readable fields among the arguments of a heartbeat
+
 local function write_lease(state, args, incarnation, worker_id, number)
-  if redis.call('HGET', state.owner, worker_id) ~= incarnation then
-    redis.call('HINCRBY', state.meta, 'generation', 1)
+  if redis.call('HGET', state.owner, worker_id) ~= args[3] or redis.call('HEXISTS', state.fleet, incarnation) == 0 then
+    next_generation(state)
   end
-  redis.call('HSET', state.owner, worker_id, incarnation)
+  redis.call('HSET', state.owner, worker_id, args[3])
   local report_ms = state.now - tonumber(args[7])
   local standing = standing_reservations(redis.call('HGET', state.fleet, incarnation), state.now, report_ms)
   redis.call('HSET', state.fleet, incarnation,
     struct.pack('<dd', state.now + LEASE_MS, report_ms) .. args[6] .. standing)
   local described = state.prefix .. 'worker:' .. worker_id
   redis.call('UNLINK', described)
-  redis.call('HSET', described, 'incarnation', incarnation, 'number', number, unpack(args, 9))
+  redis.call('HSET', described, 'incarnation', incarnation, 'number', number, unpack(args, FIELDS))
   redis.call('PEXPIRE', described, LEASE_MS)
   redis.call('PEXPIRE', state.prefix .. 'blocks:' .. incarnation, INDEX_TTL_MS)
   redis.call('PEXPIRE', state.prefix .. 'cursor:' .. incarnation, INDEX_TTL_MS)
@@ -109,72 +149,102 @@ local function write_lease(state, args, incarnation, worker_id, number)
   end
 end
 
+-- By what workers hold their names; the caller checks who has signed that. Entries of no registered worker are dropped.
+local function claims(state)
+  local found, entries = {}, redis.call('HGETALL', state.owner)
+  local more = #entries / 2 > redis.call('HLEN', state.fleet)
+  for i = 1, #entries, 2 do
+    local incarnation = read_verdict(entries[i + 1])
+    if not incarnation or (more and redis.call('HEXISTS', state.fleet, incarnation) == 0) then
+      redis.call('HDEL', state.owner, entries[i])
+    elseif #found < MAX_WORKERS then
+      found[#found + 1] = entries[i + 1]
+    end
+  end
+  return found
+end
+
 -- heartbeat: register or renew, atomically. The newest number of a worker_id wins.
--- ARGV: 1 prefix, 2 incarnation, 3 deployment, 4 epoch seed, 5 generation known to the caller, 6 row payload,
---       7 age of the load report in ms, 8 links from here (as text, see keys.py),
---       9… field, value, … of the readable hash
--- Returns msgpack {status = renewed | fenced | foreign, by, epoch, generation, cursor, members, dropped}.
---   cursor: revision of the index of this incarnation, -1 when there is none; members: incarnations that are
---   not fenced, only when the generation differs from the caller's.
+-- ARGV: 1 prefix, 2 incarnation, 3 claim to the name (a verdict, see state.lua), 4 epoch seed, 5 generation known to the
+--       caller, 6 row payload, 7 age of the load report in ms, 8 links from here (as text, see keys.py), 9 a verdict that
+--       the caller has found forged, or '', 10… field, value, … of the readable hash
+-- Returns msgpack {status = renewed | fenced | full, verdict, epoch, generation, cursor, members, dropped}.
+--   verdict: why it is fenced, for the caller to check; cursor: revision of the index of this incarnation, -1 when there is
+--   none; members: the claims of those that are registered, only when the generation differs from the caller's.
 local function heartbeat(keys, args)
   local state = open(keys, args)
   local incarnation = args[2]
   local worker_id, number = worker_of(incarnation)
-  if not worker_id or #args[6] ~= PAYLOAD_BYTES then
-    return redis.error_reply('ERR heartbeat of a malformed incarnation or row')
+  if not worker_id or #args[6] ~= PAYLOAD_BYTES or read_verdict(args[3]) ~= incarnation then
+    return redis.error_reply('ERR heartbeat of a malformed incarnation, claim or row')
   end
-  local holder = stranger(state, args[3])
-  if holder then return cmsgpack.pack({status = 'foreign', by = holder}) end
   touch(state, args[4])
   sweep(state)
-  if redis.call('ZSCORE', state.fenced, incarnation) then
-    return cmsgpack.pack({status = 'fenced', by = redis.call('HGET', state.owner, worker_id) or ''})
+  if args[9] ~= '' then drop_forged(state, incarnation, worker_id, args[9]) end
+  local verdict = verdict_on(state, incarnation) or usurper(state, incarnation, worker_id, number, args[3])
+  if verdict then return cmsgpack.pack({status = 'fenced', verdict = verdict}) end
+  if redis.call('HLEN', state.fleet) >= MAX_WORKERS and redis.call('HEXISTS', state.fleet, incarnation) == 0 then
+    return cmsgpack.pack({status = 'full'})
   end
-  local other = usurper(state, incarnation, worker_id, number)
-  if other then return cmsgpack.pack({status = 'fenced', by = other}) end
   drop_unless(state.prefix .. 'worker:' .. worker_id, 'hash')
   write_lease(state, args, incarnation, worker_id, number)
-  local generation = meta_number(state, 'generation')
+  local generation = generation_of(state)
   local reply = {
-    status = 'renewed', epoch = redis.call('HGET', state.meta, 'epoch'), generation = generation,
+    status = 'renewed', epoch = epoch_of(state.meta), generation = generation,
     cursor = cursor_of(state.prefix .. 'blocks:' .. incarnation, state.prefix .. 'cursor:' .. incarnation),
     dropped = state.dropped,
   }
-  if generation ~= tonumber(args[5]) then reply.members = redis.call('HKEYS', state.fleet) end
+  if generation ~= tonumber(args[5]) then reply.members = claims(state) end
   return cmsgpack.pack(reply)
 end
 
--- deregister: leave at once instead of waiting for the lease to end. Idempotent.
--- ARGV: 1 prefix, 2 incarnation. Returns 1.
-local function deregister(keys, args)
-  retire(open(keys, args), args[2])
+-- fence: an incarnation is over: it has left, or was found dead. Idempotent.
+-- ARGV: 1 prefix, 2 incarnation, 3 verdict. Returns 1.
+local function fence(keys, args)
+  if not read_verdict(args[3]) then return redis.error_reply('ERR a malformed verdict') end
+  condemn(open(keys, args), args[2], args[3])
   return 1
 end
 
+-- The readable hash of a live incarnation; nil, which is counted, when it has none.
+local function described_by(state, worker_id, incarnation)
+  local described = state.prefix .. 'worker:' .. worker_id
+  state.dropped = state.dropped + drop_unless(described, 'hash')
+  if redis.call('HGET', described, 'incarnation') == incarnation and redis.call('HLEN', described) <= MAX_ROW_FIELDS then
+    return redis.call('HGETALL', described)
+  end
+  state.dropped = state.dropped + 1
+  return nil
+end
+
 -- snapshot: everything a gateway knows about the fleet, from the readable hashes of live incarnations.
--- ARGV: 1 prefix, 2 epoch seed. Returns msgpack {epoch, generation, dropped, workers = {{field, value, …}, …}}.
+-- ARGV: 1 prefix, 2 epoch seed, 3… incarnations that the caller has and no snapshot named lately.
+-- Returns msgpack {epoch, generation, dropped, workers = {{field, value, …}, …}, fenced = {{incarnation, verdict}, …}}.
+--   fenced: of the incarnations that were asked for, those that a verdict is there on, for the caller to check.
 local function snapshot(keys, args)
   local state = open(keys, args)
   touch(state, args[2])
   sweep(state)
-  local workers = {}
+  local workers, fenced = {}, {}
   local rows = redis.call('HGETALL', state.fleet)
   for i = 1, #rows, 2 do
-    local worker_id = worker_of(rows[i])
-    if worker_id and lease_state(rows[i + 1], state.now) == 'live' then
-      local described = state.prefix .. 'worker:' .. worker_id
-      state.dropped = state.dropped + drop_unless(described, 'hash')
-      if redis.call('HGET', described, 'incarnation') == rows[i] then
-        workers[#workers + 1] = redis.call('HGETALL', described)
-      end
+    local worker_id, kind = worker_of(rows[i]), lease_state(rows[i + 1], state.now)
+    if not worker_id or kind == 'rubbish' then
+      state.dropped = state.dropped + 1
+    elseif kind == 'live' then
+      workers[#workers + 1] = described_by(state, worker_id, rows[i])
     end
   end
+  for i = 3, #args do
+    local verdict = verdict_on(state, args[i])
+    if verdict then fenced[#fenced + 1] = {args[i], verdict} end
+  end
   return cmsgpack.pack({
-    epoch = redis.call('HGET', state.meta, 'epoch'), generation = meta_number(state, 'generation'),
-    dropped = state.dropped, workers = workers,
+    epoch = epoch_of(state.meta), generation = generation_of(state),
+    dropped = state.dropped, workers = workers, fenced = fenced,
   })
 end
 
 register('heartbeat', heartbeat)
-register('deregister', deregister)
+register('fence', fence)
 register('snapshot', snapshot)

@@ -1,10 +1,16 @@
--- What every function shares: the four keys, and protection from rubbish.
+-- What every function shares: the three keys, and protection from values that no part of Tandem has written.
 --
--- KEYS of every registry function: 1 fleet, 2 owner, 3 fenced, 4 meta.
--- ARGV[1] is the key prefix; worker:<id>, blocks:<incarnation> and cursor:<incarnation> are derived from
--- it and lie in the same hash slot.
+-- KEYS of every registry function: 1 fleet, 2 owner, 3 meta.
+-- ARGV[1] is the key prefix; worker:<id>, fenced:<incarnation>, blocks:<incarnation>, host:<incarnation>,
+-- cursor:<incarnation> and links:<incarnation> are derived from it and lie in the same hash slot.
+--
+-- Redis holds hints. Every number is read by `whole`, which bounds it; what cannot be checked here (who wrote a row) is
+-- checked by the reader, who has the deployment's secret.
 
-local EXPECTED_TYPES = {'hash', 'hash', 'zset', 'hash'}
+local MOST_WHOLE = 9007199254740991 -- 2^53 - 1: larger ones lose their unit in a Lua number
+local MAX_META_FIELDS = 64
+local MAX_VERDICT_BYTES = 512
+local TRIM_STEP = 16384 -- fields of an overfull hash that one call looks at: some 10 ms
 
 local function register(name, callback)
   redis.register_function(VERSION .. '_' .. name, callback)
@@ -18,58 +24,74 @@ local function drop_unless(key, expected)
   return 1
 end
 
--- Entries were lost that nobody took back, as in a wipe. Whoever dropped them is the only one that can tell, so
--- the registry gets a new epoch: gateways keep their old view until the living have registered again.
-local function lost_entries(meta)
-  local epoch = redis.call('HGET', meta, 'epoch')
-  if epoch then redis.call('HSET', meta, 'epoch', redis.sha1hex(epoch .. now_ms())) end
+-- `text` as a whole number from 0 to `most`; nil for anything else.
+local function whole(text, most)
+  if type(text) ~= 'string' or #text > 16 or not string.find(text, '^%d+$') then return nil end
+  local number = tonumber(text)
+  return number <= most and number or nil
 end
 
-local function opened(keys, args, count, dropped)
-  return {
-    fleet = keys[1], owner = keys[2], fenced = keys[3], meta = keys[4],
-    prefix = args[1], now = now_ms(), dropped = dropped, count = count,
-  }
-end
-
--- The registry as one table. A key that somebody filled with another type is dropped and counted.
-local function open(keys, args)
-  local dropped = 0
-  for i, key in ipairs(keys) do
-    dropped = dropped + drop_unless(key, EXPECTED_TYPES[i])
-  end
-  local count = redis.call('HLEN', keys[1])
-  if count > MAX_WORKERS then
-    redis.call('UNLINK', keys[1])
-    dropped, count = dropped + 1, 0
-  end
-  if dropped > 0 then lost_entries(keys[4]) end
-  return opened(keys, args, count, dropped)
-end
-
--- The same for a decision, of which there are thousands a second: it uses `fleet` and `meta` alone, and what has a length
--- as a hash is one. The others are looked at with the next heartbeat.
-local function open_to_route(keys, args)
-  local count, fields = redis.pcall('HLEN', keys[1]), redis.pcall('HLEN', keys[4])
-  if type(count) ~= 'number' or count > MAX_WORKERS or type(fields) ~= 'number' then return open(keys, args) end
-  return opened(keys, args, count, 0)
-end
-
-local function meta_number(state, field)
-  return tonumber(redis.call('HGET', state.meta, field) or '') or 0
-end
-
--- Another one after each heartbeat, whichever release has carried it out, and when somebody comes or goes.
-local function meta_stamp(state)
-  return (redis.call('HGET', state.meta, 'last_call') or '') .. ' ' .. (redis.call('HGET', state.meta, 'generation') or '')
-end
-
+-- The parts of an incarnation; nil for what is none.
 local function worker_of(incarnation)
-  return string.match(incarnation, '^(.+)@(%d+)$')
+  return string.match(incarnation, '^([%w%._%-]+)@(%d+)$')
 end
 
 -- Numbers are decimal and beyond the precision of a Lua number: compared as text.
 local function newer(number, other)
   if #number ~= #other then return #number > #other end
   return number > other
+end
+
+-- A verdict is an incarnation, a space and a proof in hex digits; see router/deployment.py. nil for anything else.
+local function read_verdict(text)
+  if type(text) ~= 'string' or #text > MAX_VERDICT_BYTES then return nil end
+  return string.match(text, '^([%w%._%-]+@%d+) (%x+)$')
+end
+
+-- Redis time in milliseconds that `meta` has in `field`, at most `ahead` from now; 0 when it has none.
+local function meta_time(state, field, ahead)
+  return whole(redis.call('HGET', state.meta, field), state.now + ahead) or 0
+end
+
+local function generation_of(state)
+  return whole(redis.call('HGET', state.meta, 'generation'), MOST_WHOLE - 1) or 0
+end
+
+-- Somebody came or went. A generation that was lost, or overwritten with something else, begins at the time of now: no
+-- caller has seen that one before.
+local function next_generation(state)
+  local before = generation_of(state)
+  redis.call('HSET', state.meta, 'generation', string.format('%.0f', before > 0 and before + 1 or state.now))
+end
+
+-- Two random words of 16 hex digits at most: longer ones were written by something else.
+local function epoch_of(meta)
+  local epoch = redis.call('HGET', meta, 'epoch')
+  return epoch and #epoch <= 40 and string.find(epoch, '^%x+$') and epoch or nil
+end
+
+-- Entries were lost that nobody took back, as in a wipe. Whoever dropped them is the only one that can tell, so
+-- the registry gets a new epoch: gateways keep their old view until the living have registered again.
+local function lost_entries(meta)
+  local epoch = epoch_of(meta)
+  if epoch then redis.call('HSET', meta, 'epoch', redis.sha1hex(epoch .. now_ms())) end
+end
+
+-- Take out of an overfull hash what `keeps(field, value)` does not keep. At most `TRIM_STEP` fields are looked at.
+local function trim(key, keeps)
+  local sample, dropped = redis.call('HRANDFIELD', key, TRIM_STEP, 'WITHVALUES'), 0
+  for i = 1, #sample, 2 do
+    if not keeps(sample[i], sample[i + 1]) then
+      redis.call('HDEL', key, sample[i])
+      dropped = dropped + 1
+    end
+  end
+  return dropped
+end
+
+local function opened(keys, args, count, dropped)
+  return {
+    fleet = keys[1], owner = keys[2], meta = keys[3],
+    prefix = args[1], now = now_ms(), dropped = dropped, count = count,
+  }
 end

@@ -14,7 +14,7 @@ def test_every_function_documents_its_arguments_and_answer():  # STYLE 16
     assert set(registered) == {
         "apply_kv_events",
         "heartbeat",
-        "deregister",
+        "fence",
         "snapshot",
         "route_and_reserve",
         "release",

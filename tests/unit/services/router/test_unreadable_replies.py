@@ -71,7 +71,7 @@ def snapshot(client: RedisClient):
 
 def heartbeat(client: RedisClient):
     registry = Registry(library=FunctionLibrary(client), keys=KEYS)
-    return registry.heartbeat(make_record("w1"), deployment="d", known_generation=0, report_age_s=0.0)
+    return registry.heartbeat(make_record("w1"), known_generation=0, report_age_s=0.0)
 
 
 def route(client: RedisClient):

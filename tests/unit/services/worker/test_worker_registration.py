@@ -19,7 +19,7 @@ class OneAnswer:
 
     async def heartbeat(self, record: WorkerRecord, **_: object) -> HeartbeatReply:
         del record
-        return HeartbeatReply(status=self.status)
+        return HeartbeatReply(status=self.status, by="d@2" if self.status is LeaseStatus.FENCED else "")
 
 
 @dataclass
@@ -37,14 +37,15 @@ async def test_a_worker_is_offered_from_the_heartbeat_that_was_accepted_on():
     registry, clock, lost = OneAnswer(), ServiceClock(), []
     registration = Registration(
         registry=registry,
-        deployment="",
         describe=lambda: record,
         report_age_s=lambda: 0.0,
         silent_peers=tuple,
         feed=QuietFeed(),
         peers=PeerWatch(clock=clock, own=record.view.incarnation),
         clock=clock,
-        consequences=Consequences(peer_gone=lambda _: None, fleet_changed=lambda: None, lost=lost.append),
+        consequences=Consequences(
+            peer_gone=lambda _: None, fleet_changed=lambda: None, peers_missing=lambda: None, lost=lost.append
+        ),
     )
     assert not registration.offered
     await registration.beat()

@@ -1,0 +1,101 @@
+"""What the processes of one deployment derive from its key file: a namespace in Redis, and proofs of what they write.
+
+Redis is shared with others, so nothing that is read there is taken for true because it is there:
+
+    namespace  part of every key's name: two deployments with one cluster name and different keys do not meet
+    row        a worker signs the whole description that it writes; a reader drops a row without its proof
+    claim      a worker signs its incarnation: "this incarnation exists", by which it holds its worker's name
+    verdict    why an incarnation is over: the claim of a newer incarnation of the same worker, or a sentence that a
+               process of the deployment has signed (a peer that found it dead, or the worker itself as it leaves)
+
+A proof does not say when it was made. So an old row, written again, passes this check; it names an incarnation that no
+longer answers pings, and is not offered for that reason. An old claim or verdict stays true.
+
+Without a key file (loopback alone) there is no secret: proofs only catch damage then, and there is no namespace.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from hmac import compare_digest
+
+import msgspec
+
+from tandem_engine.ipc.keys import KeyPair
+
+PROOF_BYTES = 16
+NAMESPACE_BYTES = 8
+PROOF_FIELD = "proof"
+"""Of a row."""
+UNSIGNED_FIELDS = frozenset({PROOF_FIELD, "number"})
+"""`number` is written by the script."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Of one process. `secret`: of the key file; empty without one."""
+
+    secret: bytes = field(default=b"", repr=False)
+    _key: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_key", blake2b(b"registry", key=self.secret, digest_size=32).digest())
+
+    @staticmethod
+    def of(keys: KeyPair | None) -> "Deployment":
+        return Deployment(b"" if keys is None else keys.secret)
+
+    @property
+    def namespace(self) -> str:
+        """16 hex digits; "" without a key file. Tells nothing about the secret."""
+        if not self.secret:
+            return ""
+        return blake2b(b"registry namespace", key=self.secret, digest_size=NAMESPACE_BYTES).hexdigest()
+
+    def row_proof(self, fields: Mapping[str, str]) -> str:
+        """Proof of a row as it is read back; `UNSIGNED_FIELDS` do not count."""
+        return self._proof("row", *(part for pair in sorted(fields.items()) for part in _signed(*pair)))
+
+    def wrote(self, fields: Mapping[str, str]) -> bool:
+        """Whether a process of this deployment wrote this row."""
+        return _equal(fields.get(PROOF_FIELD, ""), self.row_proof(fields))
+
+    def claim(self, incarnation: str) -> str:
+        """By which `incarnation` holds the name of its worker."""
+        return f"{incarnation} {self._proof('claim', incarnation)}"
+
+    def claimant(self, claim: str) -> str | None:
+        """The incarnation of a claim that this deployment has signed; None for anything else."""
+        incarnation, _, proof = claim.partition(" ")
+        return incarnation if _equal(proof, self._proof("claim", incarnation)) else None
+
+    def verdict(self, on: str, *, by: str) -> str:
+        """That the incarnation `on` is over, says `by`."""
+        return f"{by} {self._proof('verdict', on, by)}"
+
+    def condemner(self, verdict: str, on: str) -> str | None:
+        """Who says that `on` is over; None when no process of this deployment has said so."""
+        by, _, proof = verdict.partition(" ")
+        if _equal(proof, self._proof("verdict", on, by)):
+            return by
+        return by if self.claimant(verdict) is not None and supersedes(by, on) else None
+
+    def _proof(self, kind: str, *parts: str) -> str:
+        return blake2b(msgspec.msgpack.encode((kind, *parts)), key=self._key, digest_size=PROOF_BYTES).hexdigest()
+
+
+def supersedes(incarnation: str, other: str) -> bool:
+    """Whether both are of one worker, and `incarnation` is the newer."""
+    name, _, number = incarnation.rpartition("@")
+    other_name, _, other_number = other.rpartition("@")
+    if name != other_name or not (number.isascii() and number.isdigit() and other_number.isdigit()):
+        return False
+    return (len(number), number) > (len(other_number), other_number)
+
+
+def _signed(name: str, value: str) -> tuple[str, ...]:
+    return () if name in UNSIGNED_FIELDS else (name, value)
+
+
+def _equal(given: str, proof: str) -> bool:
+    return compare_digest(given.encode("utf-8", "surrogatepass"), proof.encode("ascii"))

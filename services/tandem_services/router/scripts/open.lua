@@ -1,0 +1,45 @@
+-- The registry as one table. Keys of another type are dropped and counted; an overfull hash loses what is not of a live
+-- worker, and never the rest.
+
+local function trim_registry(keys, now)
+  local dropped = 0
+  if redis.call('HLEN', keys[1]) > MAX_WORKERS then
+    dropped = dropped + trim(keys[1], function(incarnation, row)
+      return worker_of(incarnation) ~= nil and lease_state(row, now) == 'live'
+    end)
+  end
+  if redis.call('HLEN', keys[2]) > MAX_WORKERS then
+    dropped = dropped + trim(keys[2], function(_, verdict)
+      local incarnation = read_verdict(verdict)
+      return incarnation ~= nil and redis.call('HEXISTS', keys[1], incarnation) == 1
+    end)
+  end
+  if redis.call('HLEN', keys[3]) > MAX_META_FIELDS then
+    redis.call('UNLINK', keys[3])
+    dropped = dropped + 1
+  end
+  return dropped
+end
+
+local function open(keys, args)
+  local dropped = 0
+  for _, key in ipairs(keys) do
+    dropped = dropped + drop_unless(key, 'hash')
+  end
+  dropped = dropped + trim_registry(keys, now_ms())
+  if dropped > 0 then lost_entries(keys[3]) end
+  return opened(keys, args, redis.call('HLEN', keys[1]), dropped)
+end
+
+-- The same for a decision, of which there are thousands a second: it uses `fleet` and `meta` alone, and what has a length
+-- as a hash is one. The others are looked at with the next heartbeat.
+local function open_to_route(keys, args)
+  local count, fields = redis.pcall('HLEN', keys[1]), redis.pcall('HLEN', keys[3])
+  if type(count) ~= 'number' or count > MAX_WORKERS or type(fields) ~= 'number' then return open(keys, args) end
+  return opened(keys, args, count, 0)
+end
+
+-- Another one after each heartbeat, whichever release has carried it out, and when somebody comes or goes.
+local function meta_stamp(state)
+  return (redis.call('HGET', state.meta, 'last_call') or '') .. ' ' .. (redis.call('HGET', state.meta, 'generation') or '')
+end
