@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tandem_services.cli.main import main
-from tandem_services.common.redis_client import RedisAddress, RedisClient, RedisUnavailableError
+from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.keys import Keys
 from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_testing.router_builders import PATIENT_S
@@ -55,8 +55,7 @@ async def test_rubbish_is_left_out(board, server):  # E6.70
     server.command("ZADD", Keys("default").quarantine, "9e15", "no digest!", "9e15", "x" * 99)
     assert list(await board.digests()) == ["aa"]
     server.command("SET", Keys("default").quarantine, "text")
-    with pytest.raises(RedisUnavailableError):
-        await board.digests()
+    assert await board.digests() == {}
 
 
 def test_an_operator_lists_and_clears_them(server, capsys):

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
 from tandem_services.cli.main import main
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.cost import Demand
+from tandem_services.router.deployment import Deployment
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import Keys
 from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.registry import Registry, WorkerRecord
-from tandem_services.worker.service import deployment_of
 from tandem_testing.router_builders import PAGE, PATIENT_S, chain_of, make_link
 from tandem_testing.system import System
 from tandem_testing.system_client import SystemClient
@@ -75,10 +74,10 @@ class ForeignWorker:
     """A prefill worker that exists in the registry alone: a hundred times as fast as any, behind links as it says."""
 
     def __init__(self, system: System, client: RedisClient, cluster: str) -> None:
-        library = FunctionLibrary(client)
-        self.registry = Registry(library=library, keys=Keys(cluster))
-        self.index = BlockIndex(library=library, keys=Keys(cluster))
-        self.deployment = deployment_of(IpcContext(KeyPair.load(system.run_dir / "keys.json")))
+        library, deployment = FunctionLibrary(client), Deployment.of(KeyPair.load(system.run_dir / "keys.json"))
+        keys = Keys(cluster, deployment.namespace)
+        self.registry = Registry(library=library, keys=keys, deployment=deployment)
+        self.index = BlockIndex(library=library, keys=keys)
 
     async def beat(self, *, bytes_per_s: float) -> WorkerRecord:
         """One heartbeat with that figure for every link."""
@@ -93,7 +92,7 @@ class ForeignWorker:
             load=replace(like.load, prefill_rate=1e6, queue_tokens=0.0, transfer_rate=bytes_per_s),
             links=links,
         )
-        await self.registry.heartbeat(record, deployment=self.deployment, known_generation=0, report_age_s=0.0)
+        await self.registry.heartbeat(record, known_generation=0, report_age_s=0.0)
         return record
 
     async def chosen(self, like: WorkerRecord, prompt: tuple[int, ...]) -> str | None:

@@ -274,18 +274,17 @@ async def test_an_engine_that_refuses_its_model_gives_its_reason(server, remote,
 
 async def test_a_newer_incarnation_ends_the_older_worker(fleet, worker):  # B3.50
     await until(lambda: find(fleet))
-    await fleet.beat(make_record("w1", number=9 * 10**18), deployment=worker.service.deployment)
+    await fleet.beat(make_record("w1", number=9 * 10**18))
     assert await asyncio.wait_for(worker.exit, 60) == 1
 
 
 async def test_the_engine_is_told_when_a_peer_leaves_or_is_replaced(fleet, worker):
     await until(lambda: find(fleet))
-    ours = worker.service.deployment
     for name in ("p1", "p2"):
-        await fleet.beat(make_record(name), deployment=ours)
+        await fleet.beat(make_record(name))
     await two_heartbeats(fleet, worker.service.incarnation)
     await fleet.registry.deregister("p1@1")
-    await fleet.beat(make_record("p2", number=2), deployment=ours)
+    await fleet.beat(make_record("p2", number=2))
 
     async def told() -> bool:
         return len(worker.remote.orders_of("peer_gone")) == 2
@@ -377,14 +376,13 @@ async def test_untried_it_is_offered_when_it_finds_another_of_its_revision(
     monkeypatch.setattr("tandem_services.worker.standby.UNTRIED_S", 0.0)
     async with running(config_for(server, remote, standby=True), remote, tmp_path) as worker:
         record = await until(lambda: find(fleet))
-        ours = {"deployment": worker.service.deployment}
         other = make_record("p1", Role.PREFILL, compat_hash=record.view.compat_hash, model=record.view.model)
-        await fleet.beat(replace(other, state=WorkerState.STANDBY), **ours)
+        await fleet.beat(replace(other, state=WorkerState.STANDBY))
         await two_heartbeats(fleet, worker.service.incarnation)
         assert (await find(fleet)).state is WorkerState.STANDBY
 
         async def offered() -> bool:
-            await fleet.beat(other, **ours)  # whose lease may end before the worker looks
+            await fleet.beat(other)  # whose lease may end before the worker looks
             return await worker.ready()
 
         await until(offered)

@@ -31,8 +31,8 @@ examples:
 
 What is real: the gateway's queue, and the router with its index, prices, reservations and policies, in a Redis of its
 own whose time is the simulation's. What is modelled: workers, with the rates that workers publish. Take yours from a
-running deployment (redis-cli hgetall 'tandem:{default}:worker:NAME': prefill_tokens_per_s, decode_step_s, token_bytes,
-transfer_bytes_per_s). Nothing sleeps; equal inputs and seeds give equal figures.
+running deployment (redis-cli --scan --pattern 'tandem:{default}:*worker:NAME' names the hash with prefill_tokens_per_s,
+decode_step_s, token_bytes and transfer_bytes_per_s). Nothing sleeps; equal inputs and seeds give equal figures.
 
 How to read it: "of pooled LRU" is the block hit rate over that of one cache as large as all workers' together, which
 no router can beat by much; "busiest/mean" is 1 where work is even. Workers in docs/simulate.md.

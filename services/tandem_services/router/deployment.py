@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from hmac import compare_digest
 
-import msgspec
-
 from tandem_engine.ipc.keys import KeyPair
 
 PROOF_BYTES = 16
@@ -81,7 +79,11 @@ class Deployment:
         return by if self.claimant(verdict) is not None and supersedes(by, on) else None
 
     def _proof(self, kind: str, *parts: str) -> str:
-        return blake2b(msgspec.msgpack.encode((kind, *parts)), key=self._key, digest_size=PROOF_BYTES).hexdigest()
+        digest = blake2b(key=self._key, digest_size=PROOF_BYTES)
+        for part in (kind, *parts):
+            data = part.encode("utf-8", "surrogatepass")
+            digest.update(len(data).to_bytes(8) + data)
+        return digest.hexdigest()
 
 
 def supersedes(incarnation: str, other: str) -> bool:

@@ -10,6 +10,8 @@ from tandem_services.common.redis_client import RedisClient, Reply, UnreadableRe
 from tandem_services.router.keys import Keys
 
 MAX_DIGEST_BYTES = 64
+MOST_LEFT = 86_400.0
+"""Seconds. Nothing is put there for as long as a day. A later end was written by something else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +24,7 @@ class QuarantineBoard:
     async def put(self, digest: str, *, ttl_s: float, capacity: int) -> None:
         """Remember `digest` for `ttl_s`; beyond `capacity` those that would be forgotten first go."""
         now = await self._now_ms()
+        await self._drop_another_type()
         key = self.keys.quarantine
         await self.client.command("ZADD", key, now + int(ttl_s * 1000), digest)
         await self.client.command("ZREMRANGEBYRANK", key, 0, -capacity - 1)
@@ -30,6 +33,7 @@ class QuarantineBoard:
     async def digests(self) -> dict[str, float]:
         """Digest → seconds left. What is no digest is left out (RELIABILITY E6.70)."""
         now = await self._now_ms()
+        await self._drop_another_type()
         entries = await self.client.command("ZRANGE", self.keys.quarantine, now, "+inf", "BYSCORE", "WITHSCORES")
         if not isinstance(entries, list):
             raise self._unreadable("ZRANGE", entries)
@@ -41,7 +45,7 @@ class QuarantineBoard:
                 and len(name) <= MAX_DIGEST_BYTES
                 and isinstance(score, bytes)
             ):
-                found[name.decode("ascii")] = (float(score) - now) / 1000
+                found[name.decode("ascii")] = min((float(score) - now) / 1000, MOST_LEFT)
         return found
 
     async def clear(self, digest: str | None = None) -> int:
@@ -54,6 +58,11 @@ class QuarantineBoard:
         held = len(await self.digests())
         await self.client.command("UNLINK", self.keys.quarantine)
         return held
+
+    async def _drop_another_type(self) -> None:
+        """What is no sorted set would be refused by every command, for good."""
+        if await self.client.command("TYPE", self.keys.quarantine) not in (b"zset", b"none"):
+            await self.client.command("UNLINK", self.keys.quarantine)
 
     async def _now_ms(self) -> int:
         reply = await self.client.command("TIME")

@@ -10,6 +10,7 @@ Keys hold a digest of cache salt and id, so that clients can neither guess nor s
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
 
@@ -17,15 +18,18 @@ from tandem_services.common.redis_client import RedisClient
 from tandem_services.common.redis_replies import decoded
 from tandem_services.router.keys import Keys
 
+MOST_TOKENS = 2**31
+"""No context is so long, and no vocabulary so large. A binding with more was written by something else."""
+
 
 class SessionBinding(msgspec.Struct, frozen=True, array_like=True):
     """What gateways know of a session."""
 
     incarnation: str | None = None
     """Of the worker that keeps it; None before its first turn."""
-    tokens: int = 0
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
     """Of all its turns."""
-    last_token: int | None = None
+    last_token: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] | None = None
     """The one it ends with; None while no turn has ended."""
 
 

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
 
@@ -32,6 +33,9 @@ from tandem_services.router.choice import (
 )
 from tandem_services.router.keys import RESERVATION_MS, Keys
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**32)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -49,9 +53,9 @@ class TicketFetch(msgspec.Struct, frozen=True, array_like=True):
     """See `PlannedFetch`."""
 
     source: str
-    tokens: int
-    seconds: float
-    within_s: float
+    tokens: _Count
+    seconds: _Seconds
+    within_s: _Seconds
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -62,12 +66,12 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     decode: str
     prefill: str | None
     placement: Placement
-    terms: tuple[tuple[str, float], ...]
-    matched_tokens: int
+    terms: tuple[tuple[str, _Seconds], ...]
+    matched_tokens: _Count
     fetch: TicketFetch | None
-    bucket: int | None
-    claims: tuple[tuple[str, int, int, int], ...]
-    note: int = 0
+    bucket: Annotated[int, msgspec.Meta(ge=0, le=2**53)] | None
+    claims: tuple[tuple[str, _Count, _Count, _Count], ...]
+    note: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
 
     @classmethod
     def of(cls, choice: Choice, query: RouteQuery) -> "Ticket":

@@ -13,6 +13,8 @@ What goes wrong is one frozen `Weather`; it holds for open connections from the 
     bytes_per_s   a slow line, in each direction of each connection
     stalls, stall_s  this share of the pieces comes `stall_s` late: what a TCP user sees of lost packets
     silent        nothing goes through and nothing is closed: a cable is pulled, connections are half open
+    unanswered    the same in one direction: what the server says never arrives
+    unheard       the same in the other one: what clients say never arrives
     refusing      open connections stay, new ones are reset
 """
 
@@ -42,6 +44,8 @@ class Weather:
     stall_s: float = 0.2
     """TCP's shortest wait before it sends a lost packet again."""
     silent: bool = False
+    unanswered: bool = False
+    unheard: bool = False
     refusing: bool = False
 
 
@@ -129,8 +133,8 @@ class TcpProxy:
         far_writer: asyncio.StreamWriter,
     ) -> None:
         ways = [
-            asyncio.create_task(self._carry(reader, far_writer)),
-            asyncio.create_task(self._carry(far_reader, writer)),
+            asyncio.create_task(self._carry(reader, far_writer, lambda: self.weather.unheard)),
+            asyncio.create_task(self._carry(far_reader, writer, lambda: self.weather.unanswered)),
         ]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -139,10 +143,14 @@ class TcpProxy:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stopped: Callable[[], bool]
+    ) -> None:
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(PIECE):
                 await self._suffer(len(piece))
+                while stopped():  # noqa: ASYNC110  tests set the weather as a plain attribute
+                    await asyncio.sleep(BLINK_S)
                 writer.write(piece)
                 await writer.drain()
 

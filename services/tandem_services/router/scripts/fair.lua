@@ -13,8 +13,21 @@ local FAIR_TYPES = {'hash', 'zset', 'hash', 'string'}
 local PRIORITY_CHARS = 20 -- of -2^63; a longer one is rubbish
 local FLOOR = ':' -- no tenant is called so; the one of a gateway without keys is called ''
 
+-- Counters begin at 0 and grow; a gateway takes back less than it has charged. What is no such number was written by
+-- something else, and the tenant begins at the floor again. One that is far ahead of the floor would never be served.
+local MOST_VIRTUAL = 1e15
+local MOST_AHEAD = 1e12
+
+local function read_counter(text, floor)
+  if type(text) ~= 'string' or #text > 24 or not string.find(text, '^%-?%d+%.?%d*$') then return floor end
+  local value = tonumber(text)
+  if not (value > -MOST_AHEAD and value < MOST_VIRTUAL) then return floor end
+  return value
+end
+
 local function counter(key, tenant, floor)
-  return tonumber(redis.call('HGET', key, tenant) or '') or floor
+  local value = read_counter(redis.call('HGET', key, tenant), floor)
+  return tenant ~= FLOOR and value > floor + MOST_AHEAD and floor or value
 end
 
 local function set_counter(key, tenant, value)
@@ -36,7 +49,7 @@ local function forget_idle(keys, floor)
   for i = 1, #fields, 2 do
     local tenant = fields[i]
     if tenant ~= FLOOR and not redis.call('ZSCORE', keys[2], tenant)
-        and (tonumber(fields[i + 1]) or floor) <= floor then
+        and read_counter(fields[i + 1], floor) <= floor then
       redis.call('HDEL', keys[1], tenant)
     end
   end
@@ -115,6 +128,7 @@ local function fair_sync(keys, args)
   if redis.call('HLEN', keys[1]) > MAX_TENANTS then redis.call('UNLINK', keys[1]) end
   local now = now_ms()
   redis.call('ZREMRANGEBYSCORE', keys[2], '-inf', now)
+  redis.call('ZREMRANGEBYSCORE', keys[2], '(' .. string.format('%.0f', now + BACKLOG_MS), '+inf')
   local values, floor = add_charges(keys, args, 5, now)
   redis.call('PEXPIRE', keys[1], FLEET_TTL_MS)
   redis.call('PEXPIRE', keys[2], FLEET_TTL_MS)

@@ -6,15 +6,24 @@
 -- A second counts until it has been over for a minute, so in no minute is more taken than the limit. `usage_windows.py`
 -- is the same in Python, for as long as Redis is away.
 
+local MOST_USAGE = 1000000000000 -- requests or tokens of one second
+local MAX_USAGE_FIELDS = 4 * (USAGE_WINDOW_S + 2) -- a window has half as many; with more it is rubbish
+
 local function second_of(field)
-  return tonumber(string.sub(field, 2))
+  return whole(string.sub(field, 2), MOST_WHOLE)
+end
+
+local function open_usage(keys)
+  drop_unless(keys[1], 'hash')
+  drop_unless(keys[2], 'zset')
+  if redis.call('HLEN', keys[1]) > MAX_USAGE_FIELDS then redis.call('UNLINK', keys[1]) end
 end
 
 -- The seconds of one kind that still count, oldest first, and their sum.
 local function window(fields, kind, now_s)
   local seconds, sum = {}, 0
   for i = 1, #fields, 2 do
-    local second, amount = second_of(fields[i]), tonumber(fields[i + 1])
+    local second, amount = second_of(fields[i]), whole(fields[i + 1], MOST_USAGE)
     if string.sub(fields[i], 1, 1) == kind and second and amount
         and second >= now_s - USAGE_WINDOW_S and second <= now_s then
       seconds[#seconds + 1] = {second = second, amount = amount}
@@ -54,8 +63,8 @@ end
 
 local function add_usage(key, kind, second, amount)
   local field = kind .. string.format('%d', second)
-  local held = tonumber(redis.call('HGET', key, field) or '') or 0
-  redis.call('HSET', key, field, math.max(0, held + amount))
+  local held = whole(redis.call('HGET', key, field), MOST_USAGE) or 0
+  redis.call('HSET', key, field, string.format('%.0f', math.max(0, math.min(held + amount, MOST_USAGE))))
   redis.call('PEXPIRE', key, (USAGE_WINDOW_S + 2) * 1000)
 end
 
@@ -70,8 +79,7 @@ end
 -- Returns msgpack {refused = '' | requests | tokens | concurrency, second, retry_ms, requests, requests_reset_ms,
 --   tokens, tokens_reset_ms}: what is used after it, until that is 0 again, and when a refused one may succeed.
 local function usage_take(keys, args)
-  drop_unless(keys[1], 'hash')
-  drop_unless(keys[2], 'zset')
+  open_usage(keys)
   local now = now_ms()
   local now_s = math.floor(now / 1000)
   local request_limit, token_limit, most = tonumber(args[1]), tonumber(args[2]), tonumber(args[3])
@@ -85,6 +93,7 @@ local function usage_take(keys, args)
     refused, wait = 'tokens', retry_ms(taken_tokens, tokens, token_limit, now)
   elseif lease ~= '' and most > 0 then
     redis.call('ZREMRANGEBYSCORE', keys[2], '-inf', now)
+    redis.call('ZREMRANGEBYSCORE', keys[2], '(' .. string.format('%.0f', now + tonumber(args[7])), '+inf')
     if redis.call('ZCARD', keys[2]) >= most then refused, wait = 'concurrency', 0 end
   end
   if refused == '' then
@@ -111,8 +120,7 @@ end
 --       3 name of its lease ('' for none)
 -- Returns 1.
 local function usage_settle(keys, args)
-  drop_unless(keys[1], 'hash')
-  drop_unless(keys[2], 'zset')
+  open_usage(keys)
   local now_s = math.floor(now_ms() / 1000)
   local second, tokens = tonumber(args[1]), tonumber(args[2])
   if tokens > 0 then

@@ -71,6 +71,12 @@ PROMISES: tuple[Promise, ...] = (
     _line(57, "the address of a decode worker vanishes", "as 21; what it had elsewhere is gone with its lease", 3.0),
     _line(58, "the address of a prefill worker vanishes", "as 11, in the middle of a transfer over TCP", 10.0),
     _line(59, "another worker has the address of a dead one", "works on its first request, gets none of the old", 3.0),
+    _line(60, "workers lose Redis, gateways keep it", "who answers stays a member; no process ends", 1.0),
+    _line(61, "gateways lose Redis, workers keep it", "as 60", 1.0),
+    _line(62, "Redis is reached in one direction only", "as 60", 1.0),
+    _line(63, "a worker is reached in one direction only", "as 21", 4.0),
+    _line(64, "every field of the registry overwritten", "no request fails, no process ends; mended in seconds", 1.0),
+    _line(65, "a second deployment takes the cluster name", "neither deployment notices the other", 1.0),
 )
 
 

@@ -27,6 +27,8 @@ from tandem_engine.ipc.parent import die_with_parent
 from tandem_services.cli.bundled import bundled_model
 from tandem_services.common.order_token import order_token
 from tandem_services.common.ports import free_port
+from tandem_services.router.deployment import Deployment
+from tandem_services.router.keys import Keys
 from tandem_testing.chaos.knobs import KnobFile
 from tandem_testing.chaos.names import NameService
 from tandem_testing.chaos.namespaces import Namespace, Switch
@@ -39,6 +41,8 @@ from tandem_testing.tcp_proxy import TcpProxy
 from tandem_testing.waiting import until
 
 REDIS_NAME = "redis.chaos.test"
+CLUSTER = "chaos"
+GATEWAYS = "gateways"
 START_TIMEOUT_S = 120.0
 RESTART_AFTER_S = 0.5
 KEEPER_POLL_S = 0.05
@@ -65,7 +69,7 @@ class Shape:
     both: int = 0
     gateways: int = 2
     proxied: bool = False
-    """Proxies stand before every worker and before Redis."""
+    """Proxies stand before every worker, and before Redis one for gateways and one for the workers of each role."""
     named: bool = False
     """Redis is reached by `REDIS_NAME`, whose address a scenario decides."""
     wired: bool = False
@@ -89,7 +93,8 @@ class Fleet:
     """Loopback address of every process of a fleet that is not wired."""
     switch: Switch | None = None
     """Of a wired fleet."""
-    redis_line: TcpProxy | None = None
+    redis_lines: dict[str, TcpProxy] = field(default_factory=dict)
+    """Of a proxied fleet: `GATEWAYS` or a role, and the way of those to Redis."""
     workers: list[Worker] = field(default_factory=list)
     gateways: list[Gateway] = field(default_factory=list)
     http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=httpx.Timeout(10.0, pool=None)))
@@ -120,7 +125,9 @@ class Fleet:
             self.names.start()
             self.names.point(REDIS_NAME, self.redis.host)
         if self.shape.proxied:
-            self.redis_line = await TcpProxy.open(lambda: (self.host, self.redis.port), host=self.host)
+            for users in (GATEWAYS, "prefill", "decode", "both"):
+                line = await TcpProxy.open(lambda: (self.host, self.redis.port), host=self.host)
+                self.redis_lines[users] = line
         for role in ("prefill", "decode", "both"):
             for number in range(getattr(self.shape, role)):
                 await self.add_worker(f"{role}-{number}", role)
@@ -138,8 +145,8 @@ class Fleet:
             role=role,
             model=str(bundled_model()),
             model_name=self.model,
-            redis_url=self.redis_url,
-            cluster="chaos",
+            redis_url=self._redis_url(role),
+            cluster=CLUSTER,
             curve_keys=str(self._keys),
             host=self.host,
             health_port=free_port(self.host),
@@ -180,7 +187,8 @@ class Fleet:
     def add_gateway(self, name: str, *, before_exec: Callable[[], None] = die_with_parent) -> Gateway:
         port = free_port(self.host)
         argv = tandem_command(
-            *("gateway", "--host", self.host, "--port", str(port), "--redis-url", self.redis_url, "--cluster", "chaos"),
+            *("gateway", "--host", self.host, "--port", str(port), "--redis-url", self._redis_url(GATEWAYS)),
+            *("--cluster", CLUSTER),
             *("--curve-keys", str(self._keys), "--model", str(bundled_model()), "--served-model-name", self.model),
             *("--local-prefill-tokens", SHORT_REST),
         )
@@ -206,7 +214,17 @@ class Fleet:
 
     @property
     def redis_url(self) -> str:
-        port = self.redis.port if self.redis_line is None else self.redis_line.port
+        """Not through a proxy."""
+        return Address(self.redis.host, self.redis.port).url("/0", scheme="redis")
+
+    @property
+    def keys(self) -> Keys:
+        """Of this fleet in Redis."""
+        return Keys(CLUSTER, Deployment.of(KeyPair.load(self._keys)).namespace)
+
+    def _redis_url(self, users: str) -> str:
+        line = self.redis_lines.get(users)
+        port = self.redis.port if line is None else line.port
         host = REDIS_NAME if self.shape.named else self.redis.host
         return Address(host, port).url("/0", scheme="redis")
 
@@ -285,8 +303,8 @@ class Fleet:
             self.remove_gateway(gateway)
         for worker in [*self.workers]:
             await self.remove_worker(worker)
-        if self.redis_line is not None:
-            await self.redis_line.close()
+        for line in self.redis_lines.values():
+            await line.close()
         self.redis.resume()
         self.redis.stop()
         await self.http.aclose()

@@ -159,8 +159,8 @@ class Runner:
             for line in (worker.request_line, worker.peer_line):
                 if line is not None:
                     line.weather = CALM
-        if fleet.redis_line is not None:
-            fleet.redis_line.weather = CALM
+        for line in fleet.redis_lines.values():
+            line.weather = CALM
         await fleet.all_ready(START_TIMEOUT_S)
 
     def _judge(self, scenario: Scenario, run: Run, seconds: float) -> Outcome:

@@ -59,3 +59,44 @@ async def test_a_worker_is_offered_from_the_heartbeat_that_was_accepted_on():
     await registration.beat()
     assert not registration.offered
     assert len(lost) == 1
+
+
+@dataclass
+class Scripted:
+    """A registry that gives one answer after the other, and keeps what was sent."""
+
+    replies: list[HeartbeatReply]
+    forged: list[str] = field(default_factory=list)
+
+    async def heartbeat(self, record: WorkerRecord, *, forged: str, **_: object) -> HeartbeatReply:
+        del record
+        self.forged.append(forged)
+        return self.replies.pop(0)
+
+
+@pytest.mark.asyncio
+async def test_a_verdict_without_a_signature_is_named_and_not_obeyed():
+    record = make_record("d")
+    registry, clock, lost = Scripted([]), ServiceClock(), []
+    registration = Registration(
+        registry=registry,
+        describe=lambda: record,
+        report_age_s=lambda: 0.0,
+        silent_peers=tuple,
+        feed=QuietFeed(),
+        peers=PeerWatch(clock=clock, own=record.view.incarnation),
+        clock=clock,
+        consequences=Consequences(
+            peer_gone=lambda _: None, fleet_changed=lambda: None, peers_missing=lambda: None, lost=lost.append
+        ),
+    )
+    registry.replies += [
+        HeartbeatReply(status=LeaseStatus.FENCED, forged="d@9 00"),
+        HeartbeatReply(status=LeaseStatus.RENEWED),
+        HeartbeatReply(status=LeaseStatus.FULL),
+        HeartbeatReply(status=LeaseStatus.RENEWED),
+    ]
+    for _ in range(4):
+        await registration.beat()
+    assert (registry.forged, lost) == (["", "d@9 00", "", ""], [])
+    assert registration.offered

@@ -10,7 +10,6 @@ from itertools import count
 
 import redis.asyncio
 
-from tandem_services.router.keys import Keys
 from tandem_testing.chaos.families.crashes import LONG_PROMPT, REPORT_TIMEOUT_S, transferred
 from tandem_testing.chaos.fleet import START_TIMEOUT_S, Shape
 from tandem_testing.chaos.namespaces import Namespace, why_not
@@ -20,9 +19,8 @@ from tandem_testing.chaos.streams import Kind, Load
 from tandem_testing.waiting import until
 
 WIRED = Shape(wired=True)
-FLEET, OWNER, *_ = Keys("chaos").shared
-GONE_S = 16.0
-"""A worker that vanished is fenced after 12 s; 4 s later no page waits for it (docs/operations.md)."""
+GONE_S = 18.0
+"""A worker that vanished is fenced after 14 s; 4 s later no page waits for it (docs/operations.md)."""
 SLOW_LINE = 4_000_000
 """Bits per second: a prompt of `LONG_PROMPT` words takes seconds."""
 UNDER_WAY = 300_000
@@ -37,15 +35,19 @@ def place_of(worker: Worker) -> Namespace:
 
 
 async def keys_with(run: Run, text: str) -> list[str]:
-    """Keys of Redis that have `text` in their names, and workers of the fleet that have it in theirs."""
+    """Keys of Redis that have `text` in their names, and workers of the fleet that have it in theirs; without the
+    verdict that it is over."""
+    fleet, *_ = run.fleet.keys.shared
     async with redis.asyncio.Redis.from_url(run.fleet.redis_url) as client:
-        keys = [key.decode() async for key in client.scan_iter(f"*{text}*")]
-        return keys + [name.decode() for name in await client.hkeys(FLEET) if text in name.decode()]
+        keys = [key.decode() async for key in client.scan_iter(f"*{text}*") if b":fenced:" not in key]
+        return keys + [name.decode() for name in await client.hkeys(fleet) if text in name.decode()]
 
 
 async def incarnation_of(run: Run, worker: Worker) -> str:
+    _, owner, _ = run.fleet.keys.shared
     async with redis.asyncio.Redis.from_url(run.fleet.redis_url) as client:
-        return (await client.hget(OWNER, worker.id)).decode()
+        claim = (await client.hget(owner, worker.id)).decode()
+    return str(claim).partition(" ")[0]
 
 
 async def forgotten(run: Run, victim: Worker, incarnation: str, *, since: float) -> None:

@@ -76,7 +76,7 @@ async def every_connection_is_cut(run: Run) -> None:
     lines = [line for worker in run.fleet.workers for line in (worker.request_line, worker.peer_line) if line]
     carried = sum(line.connections for line in lines)
     run.expect(carried > 0, "no connection went through a proxy")
-    for line in [*lines, *([run.fleet.redis_line] if run.fleet.redis_line else [])]:
+    for line in [*lines, *run.fleet.redis_lines.values()]:
         line.cut()
     async with run.load() as load:
         since = run.now()

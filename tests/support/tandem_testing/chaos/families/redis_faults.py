@@ -122,9 +122,8 @@ async def handed_over(folder: Path) -> AsyncIterator[RedisServer]:
 
 @scenario(18, shape=Shape(proxied=True))
 async def redis_is_full_then_read_only_then_handed_over(run: Run) -> None:
-    server, line = run.fleet.redis, run.fleet.redis_line
-    assert line is not None, "the fleet is proxied"
-    home = line.target
+    server, lines = run.fleet.redis, run.fleet.redis_lines.values()
+    homes = [line.target for line in lines]
 
     async def fault(load: Load) -> None:
         server.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
@@ -135,13 +134,15 @@ async def redis_is_full_then_read_only_then_handed_over(run: Run) -> None:
         load.send(run.asks(Kind.PLAIN, count=8, tokens=32, first=440))
         await until(lambda: load.begun >= len(load.answers), 90.0, "the new ones speak")
         server.command("REPLICAOF", "NO", "ONE")
-        line.target = lambda: ("127.0.0.1", left.port)
-        line.cut()
+        for line in lines:
+            line.target = lambda: ("127.0.0.1", left.port)
+            line.cut()
         load.send(run.asks(Kind.PLAIN, count=8, tokens=256, first=480))
         await until(lambda: load.begun >= len(load.answers), SPEAK_TIMEOUT_S, "the new ones speak")
         await until(lambda: "errorstat_MOVED" in left.command("INFO", "errorstats"), 10.0, "MOVED was said")
-        line.target = home
-        line.cut()
+        for line, home in zip(lines, homes, strict=True):
+            line.target = home
+            line.cut()
 
     async with handed_over(run.fleet.folder) as left:
         await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault)
@@ -159,7 +160,7 @@ async def redis_is_poisoned(run: Run) -> None:
                 # However quick the machine is, somebody speaks while this poison works.
                 load.send(run.asks(Kind.GREEDY, count=1, tokens=1500, first=10 + step))
                 await until(lambda: load.begun >= len(load.answers), SPEAK_TIMEOUT_S, "all speak")
-                await poison(client, Keys("chaos"), step)
+                await poison(client, run.fleet.keys, step)
                 for turn in range(POISON_TURNS):
                     if turn == POISON_TURNS - 1:
                         # The first one may have ended by now.
@@ -180,7 +181,7 @@ async def redis_is_poisoned(run: Run) -> None:
 
 async def poison(client: "redis.asyncio.Redis", keys: Keys, step: int) -> None:
     """One kind of rubbish after the other, where the router and the workers read."""
-    fleet, owner, _, meta = keys.shared
+    fleet, owner, meta = keys.shared
     incarnations = [name.decode() for name in await client.hkeys(fleet)] if await client.type(fleet) == b"hash" else []
     match step:
         case 0:  # everybody seems to have everybody's blocks
@@ -210,7 +211,7 @@ async def poison(client: "redis.asyncio.Redis", keys: Keys, step: int) -> None:
 async def a_name_fails_and_then_has_another_address(run: Run) -> None:
     """Redis is the only process that others find by a name: workers register the addresses that they listen at."""
     fleet, older = run.fleet, run.fleet.redis
-    listed = [older.command("HGETALL", Keys("chaos").worker(worker.id)) for worker in fleet.workers]
+    listed = [older.command("HGETALL", fleet.keys.worker(worker.id)) for worker in fleet.workers]
     endpoints = re.findall(r"tcp://([^\s:]+):", "".join(listed))
     run.expect(len(endpoints) >= 2 * len(fleet.workers), f"only {len(endpoints)} addresses are registered")
     run.expect(all(map(_is_address, endpoints)), f"a worker registered a name: {endpoints}")

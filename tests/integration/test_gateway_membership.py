@@ -1,0 +1,214 @@
+"""Who a gateway offers: workers that answer it, whatever a real Redis says of them."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from tandem_engine.config import Role
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.ipc.keys import KeyPair
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.redis_client import RedisAddress
+from tandem_services.router.config import RouterConfig
+from tandem_services.router.deployment import Deployment
+from tandem_services.router.registry import LeaseStatus
+from tandem_services.router.router import Router
+from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of, serving_fleets
+from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
+from tandem_testing.router_builders import PATIENT_S, Fleet, make_load, make_record
+from tandem_testing.tokenizer_builders import write_tokenizer
+from tandem_testing.waiting import until
+
+OURS, THEIRS = KeyPair.generate(), KeyPair.generate()
+PATIENCE_S = 60.0
+BRIEF = {"LEASE_MS": 400, "FENCE_AFTER_MS": 800, "SWEEP_EVERY_MS": 0}
+"""Whoever is silent for a second is gone from the registry."""
+
+
+def behaviour() -> MockBehaviour:
+    return MockBehaviour(token=hash_tokens(3, 250))
+
+
+@pytest.fixture
+def rack():
+    with EngineRack(context=IpcContext(OURS)) as engines:
+        yield engines
+
+
+@pytest.fixture
+def strangers():
+    with EngineRack(context=IpcContext(THEIRS)) as engines:
+        yield engines
+
+
+@pytest.fixture
+async def fleet(server):
+    async with Fleet.of(server, deployment=Deployment.of(OURS), **BRIEF) as workers:
+        yield workers
+
+
+def record_of(engine: MockEngine, **changes):
+    record = make_record("any", load=make_load())
+    return replace(record, view=replace(engine.view, model="m", **changes))
+
+
+@asynccontextmanager
+async def beating(fleet: Fleet, *engines: MockEngine):
+    """Heartbeats of the workers of these engines until the block ends."""
+
+    async def beat() -> None:
+        while True:
+            for engine in engines:
+                assert (await fleet.beat(record_of(engine))).status is LeaseStatus.RENEWED
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def gateway_of(server, context: IpcContext, folder, **config):
+    """A gateway of the deployment that `context` has the keys of: its client and its router."""
+    deployment = Deployment.of(context.keys)
+    settings = RouterConfig(redis=RedisAddress(url=server.url), deployment=deployment, routing_timeout_s=PATIENT_S)
+    router = Router(settings)
+    tokenizer = TextTokenizer.load(write_tokenizer(folder))
+    settings = config_of(**{"names": ("m",), "ping_interval_s": 0.1, "unanswered_pings": 400, **config})
+    parts = fleet_of(settings, router, router.sessions, context, tokenizer)
+    async with serving_fleets(settings, [parts]) as http:
+        await router.start()
+        try:
+            yield http, router
+        finally:
+            await router.stop()
+
+
+async def answered(http, count: int = 4) -> list[int]:
+    body = {"model": "m", "prompt": "hi", "max_tokens": 3, "ignore_eos": True}
+    return [(await http.post("/v1/completions", json=body)).status_code for _ in range(count)]
+
+
+def sees(router: Router, *incarnations: str) -> Callable[[], bool]:
+    return lambda: {worker.incarnation for worker in router.workers()} == set(incarnations)
+
+
+async def test_workers_that_lose_redis_stay_members_while_they_answer(server, rack, fleet, tmp_path):
+    """The gateway keeps Redis, which forgets them, and a restart of the heartbeats brings them back."""
+    engines = [rack.add(name, behaviour()) for name in ("a", "b")]
+    async with gateway_of(server, rack.context, tmp_path) as (http, router):
+        async with beating(fleet, *engines):
+            await until(sees(router, "a@1", "b@1"), PATIENCE_S, "both are members")
+        await until(lambda: router._membership.unlisted == {"a@1", "b@1"}, PATIENCE_S, "Redis has lost both")
+        async with Fleet.of(server, deployment=Deployment.of(OURS), **BRIEF) as empty:
+            assert (await empty.registry.snapshot()).workers == ()
+            assert set(await answered(http, 20)) == {200}
+            assert sees(router, "a@1", "b@1")()
+        async with beating(fleet, *engines):
+            await until(lambda: not router._membership.unlisted, PATIENCE_S, "Redis has both again")
+            assert set(await answered(http)) == {200}
+
+
+async def test_a_prefill_worker_that_loses_redis_still_computes(server, rack, fleet, tmp_path):
+    """Decode workers are registered, so that Redis finds a way without it."""
+    prefill, decode = rack.add("p", behaviour(), Role.PREFILL), rack.add("d", behaviour(), Role.DECODE)
+    async with (
+        gateway_of(server, rack.context, tmp_path, prefill_fallback=False) as (http, router),
+        beating(fleet, decode),
+    ):
+        async with beating(fleet, prefill):
+            await until(sees(router, "p@1", "d@1"), PATIENCE_S, "both are members")
+        await until(lambda: router._membership.unlisted == {"p@1"}, PATIENCE_S, "Redis has lost it")
+        assert set(await answered(http, 10)) == {200}
+
+
+async def test_a_worker_that_is_gone_does_not_stay_a_member(server, rack, fleet, tmp_path):
+    engines = [rack.add(name, behaviour()) for name in ("a", "b")]
+    async with gateway_of(server, rack.context, tmp_path) as (_, router):
+        async with beating(fleet, *engines):
+            await until(sees(router, "a@1", "b@1"), PATIENCE_S, "both are members")
+        await until(lambda: bool(router._membership.unlisted), PATIENCE_S, "Redis has lost them")
+        await asyncio.to_thread(engines[0].stop)
+        await until(sees(router, "b@1"), PATIENCE_S, "it answers no longer")
+
+
+@pytest.mark.parametrize("reason", ["superseded", "fenced"])
+async def test_a_verdict_ends_a_member_that_still_answers(server, rack, fleet, tmp_path, reason):
+    """Its id was given to another incarnation, or its peers found it dead, while it did not reach Redis."""
+    engine = rack.add("a", behaviour())
+    async with gateway_of(server, rack.context, tmp_path) as (_, router):
+        async with beating(fleet, engine):
+            await until(sees(router, "a@1"), PATIENCE_S, "it is a member")
+        await until(lambda: bool(router._membership.unlisted), PATIENCE_S, "Redis has lost it")
+        if reason == "superseded":
+            newer = record_of(engine, incarnation="a@2", request_endpoint="tcp://127.0.0.1:9")
+        else:
+            newer = record_of(engine, worker_id="b", incarnation="b@1", request_endpoint="tcp://127.0.0.1:9")
+            await fleet.registry.fence("a@1", by="b@1")
+
+        async def gone() -> bool:
+            await fleet.beat(newer)
+            return sees(router)()
+
+        await until(gone, PATIENCE_S, "it is no member")
+
+
+async def test_a_forged_verdict_ends_no_member(server, rack, fleet, tmp_path):
+    engine, forger = rack.add("a", behaviour()), Deployment.of(THEIRS)
+    async with gateway_of(server, rack.context, tmp_path) as (http, router):
+        async with beating(fleet, engine):
+            await until(sees(router, "a@1"), PATIENCE_S, "it is a member")
+        await until(lambda: bool(router._membership.unlisted), PATIENCE_S, "Redis has lost it")
+        server.command("SET", fleet.keys.fenced("a@1"), forger.verdict("a@1", by="b@1"))
+        for _ in range(3):
+            await router.refresh()
+        assert sees(router, "a@1")()
+        assert set(await answered(http)) == {200}
+
+
+async def test_a_row_that_no_engine_answers_for_is_never_offered(server, rack, fleet, tmp_path):
+    """An old row, written again: its proof is good, and another incarnation is at its address."""
+    engine = rack.add("a", behaviour())
+    async with gateway_of(server, rack.context, tmp_path) as (http, router), beating(fleet, engine):
+        await until(sees(router, "a@1"), PATIENCE_S, "it is a member")
+        old = record_of(engine, worker_id="z", incarnation="z@7")
+        for _ in range(6):
+            await fleet.beat(old)
+            await router.refresh()
+            assert set(await answered(http)) == {200}
+            assert "z@7" not in {worker.incarnation for worker in router.workers()}
+
+
+async def test_an_engine_of_another_deployment_is_never_offered(server, rack, strangers, fleet, tmp_path):
+    """The row is signed by our deployment, and the engine behind it has other keys."""
+    ours, theirs = rack.add("a", behaviour()), strangers.add("x", behaviour())
+    async with gateway_of(server, rack.context, tmp_path) as (http, router), beating(fleet, ours, theirs):
+        await until(sees(router, "a@1"), PATIENCE_S, "ours is a member")
+        for _ in range(6):
+            await router.refresh()
+            assert set(await answered(http)) == {200}
+            assert sees(router, "a@1")()
+    assert not theirs.received
+
+
+async def test_the_victim_of_a_stolen_name_serves_on(server, rack, strangers, fleet, tmp_path):
+    """After a wipe a second deployment with the same cluster name registers first."""
+    ours, theirs = rack.add("a", behaviour()), strangers.add("a", behaviour())
+    intruder = Fleet(server, deployment=Deployment.of(THEIRS), **BRIEF)
+    async with gateway_of(server, rack.context, tmp_path) as (http, router), beating(fleet, ours):
+        await until(sees(router, "a@1"), PATIENCE_S, "ours is a member")
+        server.wipe()
+        async with beating(intruder, theirs):
+            for _ in range(6):
+                await router.refresh()
+                assert set(await answered(http)) == {200}
+                assert sees(router, "a@1")()
+                assert (await http.get("/ready")).status_code == 200
+    assert not theirs.received
+    await intruder.close()

@@ -1,0 +1,97 @@
+"""What gateways share in Redis beside the registry, overwritten: limits, fairness, quarantine, sessions, tickets."""
+
+import pytest
+import redis
+
+from tandem_services.router.fair_board import Charge, FairBoard, Report
+from tandem_services.router.quarantine_board import MOST_LEFT, QuarantineBoard
+from tandem_services.router.session_bindings import SessionBindings, SessionName
+from tandem_services.router.tickets import TicketBoard, new_ticket_id
+from tandem_services.router.usage_board import UsageBoard
+from tandem_services.router.usage_windows import Ask, Refused, UsageLimits
+from tandem_testing.router_builders import Fleet
+
+VALUES = ("garbage", "", "-7", "3.5", "9" * 400, "9223372036854775807", "1e300", "nan", "inf", b"\xff\x00" * 60)
+TYPES = (("SET", "x"), ("RPUSH", "x"), ("SADD", "x"), ("ZADD", "inf", "x"), ("HSET", "x", "inf"))
+LIMITS = UsageLimits(requests=100, tokens=1000, concurrency=4)
+ASK = Ask(requests=1, tokens=9, lease="r")
+
+
+@pytest.fixture
+def raw(server):
+    with redis.Redis(port=server.port) as client:
+        yield client
+
+
+@pytest.fixture
+async def fleet(server):
+    async with Fleet.of(server) as workers:
+        yield workers
+
+
+async def test_usage_that_is_no_number_locks_no_tenant_out(raw, fleet):
+    usage = UsageBoard(library=fleet.registry.library, keys=fleet.keys)
+    counts, leases = fleet.keys.usage_of("t")
+    taken = await usage.take("t", LIMITS, ASK)
+    for field in (f"r{taken.second}", f"t{taken.second}", f"t{taken.second + 10**9}", "t-1", "x"):
+        for value in VALUES:
+            raw.delete(counts, leases)
+            raw.hset(counts, field, value)
+            again = await usage.take("t", LIMITS, ASK)
+            assert again.refused is Refused.NOTHING, (field, value)
+            assert again.requests <= 2 + 7
+            await usage.settle("t", second=again.second, tokens=-9, lease="r")
+    for kind in TYPES:
+        for key in (counts, leases):
+            raw.delete(counts, leases)
+            raw.execute_command(kind[0], key, *kind[1:])
+            assert (await usage.take("t", LIMITS, ASK)).refused is Refused.NOTHING, kind
+    raw.zadd(leases, {f"ghost-{number}": "inf" for number in range(9)})
+    assert (await usage.take("t", LIMITS, Ask(requests=1, tokens=1, lease="s"))).refused is Refused.NOTHING
+    raw.hset(counts, mapping={f"t{number}": 1 for number in range(5000)})
+    assert (await usage.take("t", LIMITS, ASK)).refused is Refused.NOTHING
+
+
+async def test_counters_that_are_no_numbers_begin_at_the_floor(raw, fleet):
+    board = FairBoard(library=fleet.registry.library, keys=fleet.keys)
+    fair, *others = fleet.keys.fairness
+    for field in (":", "a"):
+        for value in VALUES:
+            raw.delete(fair, *others)
+            raw.hset(fair, field, value)
+            charges = [Charge(tenant="a", cost=5.0, waits=True), Charge(tenant="b", cost=5.0, waits=True)]
+            standing = await board.sync(Report(gateway="g", charges=charges))
+            # Text that is a small number is one, and a tenant may have it.
+            assert abs(standing.values["a"] - standing.values["b"]) <= 12.0, (field, value)
+    for kind in TYPES:
+        for key in (fair, *others):
+            raw.delete(fair, *others)
+            raw.execute_command(kind[0], key, *kind[1:])
+            standing = await board.sync(Report(gateway="g", charges=[Charge(tenant="a", cost=5.0, waits=True)]))
+            assert standing.values == {"a": 5.0}, (kind, key)
+
+
+async def test_a_quarantine_of_another_type_is_made_again(raw, fleet):
+    board = QuarantineBoard(client=fleet.client, keys=fleet.keys)
+    for kind in TYPES:
+        raw.delete(fleet.keys.quarantine)
+        raw.execute_command(kind[0], fleet.keys.quarantine, *kind[1:])
+        await board.put("aa", ttl_s=60, capacity=8)
+        assert "aa" in await board.digests(), kind
+    raw.zadd(fleet.keys.quarantine, {"bb": "inf"})
+    assert (await board.digests())["bb"] == MOST_LEFT
+
+
+async def test_a_session_or_ticket_that_makes_no_sense_is_none(raw, fleet):
+    sessions, tickets = (board(client=fleet.client, keys=fleet.keys) for board in (SessionBindings, TicketBoard))
+    name, ticket = SessionName("s"), new_ticket_id()
+    await sessions.open(name, ttl_s=60)
+    (key,) = raw.keys("*session*")
+    bad = [b'["w@1",-7,3]', b'["w@1",99999999999999999999,3]', b'["w@1",1,-3]', b'["w@1","x",3]', b"[1,1,1]"]
+    for value in [*VALUES, *bad]:
+        raw.set(key, value)
+        assert await sessions.find(name) is None, value
+    for value in VALUES:
+        raw.set(fleet.keys.ticket(ticket), value)
+        with pytest.raises(Exception, match="ticket"):
+            await tickets.take(ticket)
