@@ -47,6 +47,9 @@ SCRIPTS = (
     "fair",
 )
 
+SCOPED = frozenset({"lease", "usage", "fair"})
+"""Scripts of which no other uses anything. Their names are local to them: a Lua chunk has room for 200."""
+
 CONSTANTS: Mapping[str, float] = {
     "LEASE_MS": keys.LEASE_MS,
     "FENCE_AFTER_MS": keys.FENCE_AFTER_MS,
@@ -100,12 +103,16 @@ def library_source(constants: Mapping[str, float] = CONSTANTS, *, clock: str | N
     """
     folder = files("tandem_services.router") / "scripts"
     scripts = [
-        clock if name == "clock" and clock is not None else (folder / f"{name}.lua").read_text("utf-8")
+        clock if name == "clock" and clock is not None else _scoped(name, (folder / f"{name}.lua").read_text("utf-8"))
         for name in SCRIPTS
     ]
     body = "\n".join((*(f"local {name} = {value}" for name, value in constants.items()), *scripts))
     name = "tandem_" + blake2b(body.encode(), digest_size=4).hexdigest()
     return LibrarySource(name, f"#!lua name={name}\nlocal VERSION = '{name}'\n{body}")
+
+
+def _scoped(name: str, script: str) -> str:
+    return f"do\n{script}\nend" if name in SCOPED else script
 
 
 @dataclass(frozen=True, slots=True)

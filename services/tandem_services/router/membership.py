@@ -46,8 +46,8 @@ class Membership:
     _records: dict[str, WorkerRecord] = field(default_factory=dict)
     _unlisted: frozenset[str] = frozenset()
     _marked_dead: dict[str, float] = field(default_factory=dict)
-    _nameless: set[str] = field(default_factory=set)
-    """Incarnations that Redis chose and no signed row describes, until the next view."""
+    _nameless: dict[str, float] = field(default_factory=dict)
+    """Incarnations that Redis chose and no signed row describes, and when that was."""
     _refusals: Refusals = field(init=False)
     _epoch: str = ""
     _rubbish: int = 0
@@ -76,7 +76,7 @@ class Membership:
     @property
     def unusable(self) -> frozenset[str]:
         """Incarnations that nothing may be sent to: dead, not proven, or without a signed row."""
-        return frozenset(who for who in self._records if not self._usable(who)) | self.dead | self._nameless
+        return frozenset(who for who in self._records if not self._usable(who)) | self.dead | self._nameless.keys()
 
     @property
     def dead(self) -> frozenset[str]:
@@ -93,7 +93,10 @@ class Membership:
         kept = self._survivors(seen.values(), fenced=snapshot.fenced)
         self._records = kept | seen
         self._unlisted = frozenset(kept)
-        self._nameless.clear()
+        now = self.clock.now()
+        self._nameless = {
+            who: at for who, at in self._nameless.items() if who not in seen and now - at < LEASE_MS / 1000
+        }
         self._forgive(seen)
         self._watch()
         self._refusals.settle(asked_at=self.clock.now() if asked_at is None else asked_at)
@@ -122,8 +125,8 @@ class Membership:
         self._watch()
 
     def note_nameless(self, incarnation: str) -> None:
-        """Redis has chosen it, and it is not in the view: only one request per heartbeat should find out."""
-        self._nameless.add(incarnation)
+        """Redis has chosen it, and it is not in the view: only one request per lease should find out."""
+        self._nameless[incarnation] = self.clock.now()
 
     def note_refusal(self, incarnation: str, state: WorkerState) -> None:
         """This incarnation has sent a request away, because it is in `state`."""
