@@ -63,7 +63,7 @@ def test_a_role_of_groups_comes_up_scales_rolls_and_goes(services, sets, started
         ready(services, sets, running)
         ((name, made),) = sets.all().items()
         assert services.get()["status"]["ready"] == "1/1P 2/2D"
-        (owner,) = made["metadata"]["ownerReferences"]
+        (owner,) = [one for one in made["metadata"]["ownerReferences"] if one.get("controller")]
         assert owner["uid"] == services.get()["metadata"]["uid"]
         assert sorted(sets.pods(name)) == [f"{name}-0", f"{name}-0-1", f"{name}-1", f"{name}-1-1"]
         budgets = {key[1] for key in services.owned() if key[0] == "poddisruptionbudgets"}
