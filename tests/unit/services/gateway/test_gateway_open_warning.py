@@ -1,0 +1,30 @@
+"""A gateway without API keys says who can use it."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tandem_services.gateway.serve import _tell_who_may_use
+from tandem_testing.gateway_builders import config_of
+
+
+@pytest.mark.parametrize(
+    ("config", "warnings"),
+    [
+        ({"host": "0.0.0.0"}, ["port 8000 of any address of this machine may use"]),
+        ({"host": "::"}, ["port 8000 of any address of this machine may use"]),
+        ({"host": "10.0.0.5", "port": 8001}, ["port 8001 of 10.0.0.5 may use"]),
+        ({"host": "::", "admin_host": "::", "admin_port": 9090}, ["any address", "--admin-port 9090 may read metrics"]),
+        ({"host": "127.0.0.1"}, []),
+        ({"host": "::1"}, []),
+        ({"host": "0.0.0.0", "api_keys": Path("keys.json")}, []),
+    ],
+)
+def test_gateway_without_keys_warns_of_who_can_use_it(config, warnings, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        _tell_who_may_use(config_of(**config))
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == len(warnings)
+    assert all(part in message for part, message in zip(warnings, said, strict=True))
+    assert all("--api-keys" in message for message in said)
