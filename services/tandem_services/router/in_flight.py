@@ -18,8 +18,12 @@ EXPIRY_FACTOR = 2
 EXPIRY_SLACK_MS = 500
 """And so much longer: the index has to learn of it."""
 
-MAX_NOTES = 262_144
-"""In Redis, some 50 MiB. Beyond that the notes of the oldest decision are dropped."""
+NOTES_OF_DECISION = 32
+"""Of a long prompt, so that a decision stays cheap: its common prefix with another prompt is known to 3 % of it. Equal
+prompts are known whole, because the last block has a note."""
+
+MAX_NOTES = 131_072
+"""In Redis. Beyond that the notes of the oldest decision are dropped."""
 
 MAX_OWN_NOTES = 65_536
 """In a gateway."""

@@ -65,6 +65,7 @@ CONSTANTS: Mapping[str, float] = {
     "MAX_NAMED_BLOCKS": keys.MAX_NAMED_BLOCKS,
     "DIGEST_BYTES": keys.DIGEST_BYTES,
     "MAX_NOTES": in_flight.MAX_NOTES,
+    "NOTES_OF_DECISION": in_flight.NOTES_OF_DECISION,
     "EXPIRY_FACTOR": in_flight.EXPIRY_FACTOR,
     "EXPIRY_SLACK_MS": in_flight.EXPIRY_SLACK_MS,
     "BACKLOG_MS": keys.BACKLOG_MS,

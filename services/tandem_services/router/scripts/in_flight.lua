@@ -3,25 +3,52 @@
 -- The index learns of a block after it is computed, which is seconds after the decision. Without these notes equal
 -- prompts that arrive together go to different workers, and each of them computes the same blocks.
 --
--- A decision notes every named block that its computing worker lacks. A note ends when the index stores the block, when
--- the reservation of its decision is released, when the registry was wiped, or when it expires. A fenced worker is in no
--- group, so its notes are never read. Notes are in the memory of the library: after a failover or a reload decisions are
--- those without notes for some seconds.
+-- Of the named blocks that its computing worker lacks a decision notes each 1st, 2nd or 4th and the last one. A note ends
+-- when the index stores or removes the block, when the reservation of its decision is released, when the registry was
+-- wiped, or when it expires. A fenced worker is in no group, so its notes are never read. Notes are in the memory of the
+-- library: after a failover or a reload decisions are those without notes for some seconds.
 --
 -- A worker that has a note for a block will have all blocks before it, too. Prompts of different lengths name different
 -- blocks, so not every block of a common prefix has a note: only the last one that has counts.
 
-local notes = {} -- digest → key of a worker's blocks → decision
+local notes = {} -- digest → decision, or a list of decisions for several workers
 -- Digest at a position that is a power of 2 → when the last decision that named it expires. Two prompts with a common
 -- prefix have such a block in common, so a decision without one need not look at all its blocks.
 local heads = {}
 local decided, oldest, newest, kept = {}, 1, 0, 0
 
+local function add_note(digest, decision)
+  local held = notes[digest]
+  if not held or held.blocks == decision.blocks then
+    notes[digest] = decision
+  elseif held.blocks then
+    notes[digest] = {held, decision}
+  else
+    for i = 1, #held do
+      if held[i].blocks == decision.blocks then
+        held[i] = decision
+        return
+      end
+    end
+    held[#held + 1] = decision
+  end
+end
+
+-- The note of `digest` for a worker, if it is of `decision` or that is nil.
 local function drop_note(digest, blocks, decision)
-  local holders = notes[digest]
-  if not holders or not holders[blocks] or (decision and holders[blocks] ~= decision) then return end
-  holders[blocks] = nil
-  if next(holders) == nil then notes[digest] = nil end
+  local held = notes[digest]
+  if not held then return end
+  if held.blocks then
+    if held.blocks == blocks and (not decision or held == decision) then notes[digest] = nil end
+    return
+  end
+  for i = 1, #held do
+    if held[i].blocks == blocks and (not decision or held[i] == decision) then
+      table.remove(held, i)
+      if #held == 1 then notes[digest] = held[1] end
+      return
+    end
+  end
 end
 
 local function drop_decision(decision)
@@ -47,14 +74,12 @@ local function note_prompt(worker, query, seconds, now, bucket)
   local digest, blocks, digests, firsts = query.digest, worker.blocks, {}, {}
   local expires_ms = now + EXPIRY_FACTOR * seconds * 1000 + EXPIRY_SLACK_MS
   local decision = {blocks = blocks, bucket = bucket, expires_ms = expires_ms, digests = digests, heads = firsts}
-  for position = worker.low + 1, query.named do
-    local name = digest(position)
-    local holders = notes[name]
-    if not holders then
-      holders = {}
-      notes[name] = holders
-    end
-    holders[blocks], digests[#digests + 1] = decision, name
+  local apart = 1
+  while query.named > apart * NOTES_OF_DECISION do apart = apart * 2 end
+  for position = worker.low - worker.low % apart + apart, query.named + apart - 1, apart do
+    local name = digest(position < query.named and position or query.named)
+    digests[#digests + 1] = name
+    add_note(name, decision)
   end
   local position = 1
   while position <= query.named do
@@ -100,10 +125,12 @@ local function blocks_in_flight(query, now)
   if not shared then return nil end
   local last = {}
   for at = query.named, 1, -1 do
-    local holders = notes[digest(at)]
-    if holders then
-      for blocks, decision in pairs(holders) do
-        if not last[blocks] and decision.expires_ms > now then last[blocks] = at end
+    local held = notes[digest(at)]
+    if held then
+      local count = held.blocks and 1 or #held
+      for i = 1, count do
+        local decision = held.blocks and held or held[i]
+        if not last[decision.blocks] and decision.expires_ms > now then last[decision.blocks] = at end
       end
     end
   end
