@@ -53,6 +53,8 @@ class SchedulerConfig:
     """Nobody is passed over for ever: what waiting this long is worth is each policy's business."""
     priority_preemption_threshold: int = 10
     """How much greater a waiting request's priority must be to put a running one back (policy priority)."""
+    scheduler_delay_factor: float = 0.0
+    """While others decode, new prompts wait until the oldest has waited so many times the last step with prompts."""
     watermark: float = 0.01
     """Share of the pool's pages that admission leaves free, so that requests just admitted can grow."""
     enable_mixed_chunk: bool = True
@@ -115,6 +117,10 @@ class SchedulerConfig:
                 f"--max-tokens-per-step {self.max_tokens_per_step} leaves no token for prompts beside "
                 f"--max-running-requests {self.max_running_requests}: raise it to at least "
                 f"{self.max_running_requests + 1}"
+            )
+        if not 0.0 <= self.scheduler_delay_factor < math.inf:
+            raise ConfigError(
+                f"--scheduler-delay-factor must be a number of at least 0, got {self.scheduler_delay_factor:g}"
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"--watermark must be at least 0 and below 1, got {self.watermark:g}")

@@ -16,6 +16,7 @@ _SCHEDULER_FLAGS = (
     "long_prefill_token_threshold",
     "policy_ageing_seconds",
     "priority_preemption_threshold",
+    "scheduler_delay_factor",
     "watermark",
 )
 """Flags that are called as their settings."""
@@ -127,6 +128,14 @@ def _add_policy_flags(group: argparse._ArgumentGroup, scheduler: SchedulerConfig
         metavar="N",
         help="under priority, a waiting request may put back a running one whose priority is lower by N or more "
         f"(default {scheduler.priority_preemption_threshold})",
+    )
+    group.add_argument(
+        "--scheduler-delay-factor",
+        type=float,
+        default=scheduler.scheduler_delay_factor,
+        metavar="X",
+        help="while others decode, new prompts wait until the oldest has waited X times as long as the last step with "
+        "prompts took, so that more are computed together (default 0: they do not wait)",
     )
     group.add_argument(
         "--watermark",

@@ -130,7 +130,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Of the retracted: those put back for a more important request."""
     head_waits: str = ""
     """Why the first waiting request was not admitted: no_seat, no_row, no_pages, watermark, budget,
-    chunk_in_progress, shared_prefix, after_retraction, swapped_first or decode_turn; "" when nobody waits."""
+    chunk_in_progress, shared_prefix, after_retraction, swapped_first, decode_turn or delayed; "" when nobody waits."""
     speculation: SpeculationStats | None = None
     """None when the engine does not speculate."""
     host_cached_tokens_total: int = 0

@@ -105,6 +105,8 @@ class Loop:
         """The next turn does not follow this one at once."""
         if self.speculation is not None:
             self.speculation.timer.interrupt()
+        if self.planner.delay is not None:
+            self.planner.delay.interrupt()
 
     def _normal(self) -> None:
         current = self._launch(self._plan(None), None)

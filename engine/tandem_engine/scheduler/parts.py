@@ -27,6 +27,7 @@ from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
 from tandem_engine.scheduler.pausing import Pausing
 from tandem_engine.scheduler.penalty_slots import PenaltySlots
 from tandem_engine.scheduler.planner import Planner
+from tandem_engine.scheduler.policy.delay import PromptDelay
 from tandem_engine.scheduler.policy.interface import Policy
 from tandem_engine.scheduler.policy.priority import ByPriority
 from tandem_engine.scheduler.preemption import Preemption
@@ -182,7 +183,15 @@ def _planner(shared: Shared, endings: Endings, sessions: Sessions, isolation: Is
         tally=shared.tally,
         preemption=_preemption(shared, retraction),
         speculation=shared.speculation,
+        delay=_delay(shared),
     )
+
+
+def _delay(shared: Shared) -> PromptDelay | None:
+    factor = shared.config.scheduler_delay_factor
+    if not factor:
+        return None
+    return PromptDelay(clock=shared.clock, factor=factor, lag=int(shared.config.enable_overlap))
 
 
 def _preemption(shared: Shared, retraction: Retraction) -> Preemption | None:

@@ -27,6 +27,7 @@ from tandem_engine.scheduler.endings import Endings
 from tandem_engine.scheduler.isolation import Isolation
 from tandem_engine.scheduler.kept_back import kept_back
 from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
+from tandem_engine.scheduler.policy.delay import PromptDelay
 from tandem_engine.scheduler.policy.interface import Policy
 from tandem_engine.scheduler.preemption import Preemption
 from tandem_engine.scheduler.prefill_adder import Admission, Extend, PrefillAdder, reserved_pages
@@ -77,6 +78,8 @@ class Planner:
     preemption: Preemption | None = None
     """Only under a policy that preempts."""
     speculation: Speculation | None = None
+    delay: PromptDelay | None = None
+    """Only with a `scheduler_delay_factor`."""
     head_waits: Admission = Admission.OK
     """Why the last plan did not admit the first that still waits; for the statistics alone (T18)."""
     prefill_streak: int = 0
@@ -84,6 +87,14 @@ class Planner:
 
     def plan(self, *, in_flight: bool) -> StepPlan | Hold:
         """`in_flight`: a step was launched whose result is not settled."""
+        if self.delay is None:
+            return self._plan(in_flight=in_flight)
+        self.delay.begin_plan()
+        plan = self._plan(in_flight=in_flight)
+        self.delay.planned(prompts=isinstance(plan, StepPlan) and bool(plan.extends))
+        return plan
+
+    def _plan(self, *, in_flight: bool) -> StepPlan | Hold:
         self.sweep()
         if self.isolation.active and (trial := self.isolation.trial()):
             return StepPlan(extends=trial, decodes=())
@@ -163,6 +174,8 @@ class Planner:
         answer = Admission.OK if admit else Admission.AFTER_RETRACTION
         if answer.ok and self._swapped_go_first():
             answer = Admission.SWAPPED_FIRST
+        if answer.ok and decodes and self.delay is not None and self.delay.holds(self.queues):
+            answer = Admission.DELAYED
         chunked = self.queues.chunked
         if chunked is not None and chunked.to_finish is None:
             resumed = self._fit(adder.resume, chunked)

@@ -48,6 +48,8 @@ class Admission(Enum):
     """Requests whose KV is in host memory come back before anybody starts."""
     DECODE_TURN = "decode_turn"
     """Prompts had several steps in a row; running requests have this one."""
+    DELAYED = "delayed"
+    """More prompts may come to be computed together with it (`--scheduler-delay-factor`)."""
 
     @property
     def ok(self) -> bool:
