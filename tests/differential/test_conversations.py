@@ -28,6 +28,7 @@ class Talk:
     turns: int = 0
     attempts: int = 0
     asked: list[int] = field(default_factory=list)
+    keeps_output: bool = True
 
     @property
     def rid(self) -> str:
@@ -41,7 +42,8 @@ class Talk:
         self.attempts += 1
         self.asked = [self.dice.randrange(1, 90) for _ in range(self.dice.randrange(1, 25))]
         turn = None if self.turns and self.dice.random() < 0.3 else self.turns
-        session = SessionRef(id=self.id, turn=turn)
+        self.keeps_output = self.dice.random() < 0.7
+        session = SessionRef(id=self.id, turn=turn, keeps_output=self.keeps_output)
         engine.add(make_message(self.rid, self.asked, max_tokens=self.dice.randrange(1, 9), session=session))
 
     def listen(self, engine: Engine) -> None:
@@ -53,7 +55,7 @@ class Talk:
         assert finish.reason is FinishReason.LENGTH, finish
         whole = make_message("whole", [*self.history, *self.asked], max_tokens=len(engine.output(self.rid)))
         assert engine.output(self.rid) == expected_output(whole), self.rid
-        self.history += [*self.asked, *engine.output(self.rid)]
+        self.history += [*self.asked, *(engine.output(self.rid) if self.keeps_output else ())]
         self.turns += 1
 
 

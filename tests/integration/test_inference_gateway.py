@@ -203,7 +203,6 @@ async def test_what_is_not_read_goes_to_a_gateway_without_a_reservation(server, 
         "another model": (PATH, REQUEST | {"model": "other"}),
         "another path": ("/tokenize", {"model": MODEL, "prompt": "x"}),
         "several prompts": (PATH, REQUEST | {"prompt": ["a", "b"]}),
-        "an echo alone": (PATH, REQUEST | {"max_tokens": 0, "echo": True}),
     }
     async with live_router(server, tmp_path) as live:
         for name, (path, request) in requests.items():

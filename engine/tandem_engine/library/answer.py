@@ -140,4 +140,4 @@ def _session_ref(prompt: Encoded, params: SamplingParams) -> SessionRef | None:
         raise InvalidRequestError(
             f"a session goes on after one output: n and best_of must be 1, got {params.generated}", param="n"
         )
-    return SessionRef(id=prompt.session.id, turn=prompt.session.turns)
+    return SessionRef(id=prompt.session.id, turn=prompt.session.turns, keeps_output=params.generates)

@@ -41,6 +41,9 @@ class Completion:
 
     def take(self, output: TokenOutput) -> None:
         """What one step brought. Nothing follows a finish."""
+        if not self._params.generates:
+            self.finish = _prompt_alone(output.finish)
+            return
         known = len(self._token_ids) - output.index
         hidden = self._hidden_tokens(output.finish)
         for position in range(known, len(output.token_ids)):
@@ -98,6 +101,12 @@ class Completion:
     def _scores(self) -> Iterator[TokenScores]:
         for token_id, scored in zip(self._token_ids, self._logprobs, strict=True):
             yield token_scores(token_id, scored, self._vocabulary, named=bool(self._params.logprob_token_ids))
+
+
+def _prompt_alone(finish: Finish | None) -> Finish | None:
+    """How an output that stays empty ends."""
+    ended = finish is not None and finish.reason is FinishReason.STOP
+    return Finish(reason=FinishReason.LENGTH) if ended else finish
 
 
 def _output_text(vocabulary: Vocabulary, params: SamplingParams, sampling: wire.SamplingParams) -> OutputText:

@@ -28,7 +28,7 @@ class SamplingParams:
     best_of: int | None = None
     """Generate so many and return the `n` with the highest mean logprob."""
     max_tokens: int | None = 16
-    """Most output tokens; None for all that the context has room for."""
+    """Most output tokens; None for all that the context has room for. 0 computes and caches the prompt alone."""
     min_tokens: int = 0
     """EOS, stop ids and stop strings count only after so many output tokens."""
     temperature: float = 1.0
@@ -72,8 +72,17 @@ class SamplingParams:
         """Outputs that are computed per prompt."""
         return self.n if self.best_of is None else self.best_of
 
+    @property
+    def generates(self) -> bool:
+        """False: the prompt is computed and cached, and the output stays empty."""
+        return self.max_tokens != 0
+
     def check_counts(self) -> None:
-        """Raise `InvalidRequestError` for an `n` or `best_of` that cannot be."""
+        """Raise `InvalidRequestError` for an `n`, `best_of` or `min_tokens` that cannot be."""
+        if not self.generates and self.min_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must be 0 with max_tokens 0, got {self.min_tokens}", param="min_tokens"
+            )
         if not 1 <= self.n <= MAX_CHOICES:
             raise InvalidRequestError(f"n must be between 1 and {MAX_CHOICES}, got {self.n}", param="n")
         if not self.n <= self.generated <= MAX_CHOICES:
@@ -94,7 +103,7 @@ class SamplingParams:
         """
         logprobs = 0 if self.logprobs is None and self.generated > self.n else self.logprobs
         return wire.SamplingParams(
-            max_tokens=max(1, room) if self.max_tokens is None else self.max_tokens,
+            max_tokens=self._max_tokens(room),
             min_tokens=self.min_tokens,
             temperature=self.temperature,
             top_k=max(self.top_k, 0) if self.top_k == -1 else self.top_k,
@@ -117,6 +126,12 @@ class SamplingParams:
             grammar=self.grammar,
             reasoning_budget=self._budget(prompt, text),
         )
+
+    def _max_tokens(self, room: int) -> int:
+        if self.max_tokens is None:
+            return max(1, room)
+        # The engine is done with a prompt when it has sampled a token, which is dropped.
+        return self.max_tokens if self.generates else 1
 
     def _budget(self, prompt: Sequence[int], text: TextTokenizer | None) -> ReasoningBudget | None:
         if self.thinking_token_budget is None:

@@ -96,6 +96,8 @@ class SessionRef(msgspec.Struct, frozen=True, kw_only=True):
     turn: int | None = 0
     """Turns before this one. 0 begins the session, or begins it anew. Any other number must be the engine's own
     count, so that a turn that is sent twice is refused instead of misread. None continues after whatever there is."""
+    keeps_output: bool = True
+    """False: the turn adds its prompt to the conversation and nothing of its output (`max_tokens` 0 of a client)."""
 
     def check(self) -> None:
         """Raise `InvalidRequestError` for a name or a count that no session can have."""

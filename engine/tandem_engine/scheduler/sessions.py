@@ -46,6 +46,8 @@ class Session:
     busy: Request | None = None
     turn: int = 0
     """Which one `busy` computes."""
+    keeps_output: bool = True
+    """Whether the output of `busy` becomes part of the conversation."""
     pin: Pin | None = None
     used_at: float = 0.0
     """Monotonic time."""
@@ -113,6 +115,7 @@ class Sessions:
         session = self._sessions.setdefault(key, Session())
         turn = message.session.turn
         session.busy, session.turn = req, session.turns if turn is None else turn
+        session.keeps_output = message.session.keeps_output
         self._touch(key, session)
         while len(self._sessions) > self.config.max_sessions:
             self._forget(next(iter(self._sessions)))
@@ -130,7 +133,7 @@ class Sessions:
             if not session.turns:
                 self._forget(key)
             return
-        session.token_ids = (*req.origin_input_ids, *req.output_ids)
+        session.token_ids = (*req.origin_input_ids, *(req.output_ids if session.keeps_output else ()))
         session.turns = session.turn + 1
         self._touch(key, session)
         self._pin(key, session)

@@ -24,6 +24,8 @@ class Path:
     """Give the first half of the expected output as resume_ids."""
     sessions: bool = False
     """With `resume`: that half is generated in a first turn, and the rest in another of the same session."""
+    appended: bool = False
+    """Half of each prompt is a turn of a session that keeps no output; the rest is another turn."""
     edited: bool = False
     """Ask for penalties, biases and bad words, and for the logprobs of the prompt."""
     disaggregated: bool = False

@@ -61,6 +61,7 @@ def _basic(setups: Setups) -> list[Path]:
         Path(name="chunked by 7, overlap", cache=cold, scheduler=replace(overlap, chunked_prefill_size=7)),
         Path(name="prefix-cached", cache=warm, scheduler=overlap, repeat=True, expects_cached=True),
         Path(name="mixed, staggered", cache=warm, scheduler=mixed, stagger=True),
+        Path(name="prompts appended in two turns", cache=warm, scheduler=mixed, appended=True),
         Path(
             name="retracted (forced)",
             cache=warm,

@@ -22,7 +22,7 @@ from tandem_engine.verify.compare import (
     requests_for,
     tolerance_of,
 )
-from tandem_engine.verify.conversation import in_turns
+from tandem_engine.verify.conversation import appended, in_turns
 from tandem_engine.verify.drained import Drained
 from tandem_engine.verify.effects import accepted_drafts, missing_effect, unexpected_faults
 from tandem_engine.verify.fetched import Fetched
@@ -93,7 +93,9 @@ class Verification:
                 return self._compare(path, threaded.generate, (threaded.engine,), began)
         with self._maker("sender", 1).engine(config) as engine:
             generate = generate_on(engine, pause=path.pause)
-            return self._compare(path, in_turns(generate) if path.sessions else generate, (engine,), began)
+            if path.sessions or path.appended:
+                generate = in_turns(generate) if path.sessions else appended(generate)
+            return self._compare(path, generate, (engine,), began)
 
     def _on_two(self, path: Path, config: EngineConfig, began: float) -> PathResult:
         """NIXL between them."""

@@ -21,7 +21,7 @@ from tandem_services.gateway.answer_format import AnswerFormat, WholeChoice, mak
 from tandem_services.gateway.answering import Answering, new_record
 from tandem_services.gateway.best_of import keep_best
 from tandem_services.gateway.boundary import identify_request, identity_of
-from tandem_services.gateway.choice_text import ChoiceFinish, ChoicePiece
+from tandem_services.gateway.choice_text import ChoicePiece
 from tandem_services.gateway.disconnect import run_until_disconnect
 from tandem_services.gateway.error_responses import UNEXPECTED, as_api_error
 from tandem_services.gateway.generation import Generator, Job
@@ -168,19 +168,12 @@ class Answer:
             await events.finish(self._format.closing(self._usage()))
 
     async def _gather(self, choices: list[WholeChoice]) -> None:
-        if not self._job.plan.needs_workers:
-            for choice in choices:
-                choice.finish = ChoiceFinish("length", None)
-            return
         async with aclosing(self._generator.pieces(self._job)) as batches:
             async for batch in batches:
                 for piece in batch:
                     choices[piece.index].add(piece)
 
     async def _write_events(self, events: EventStream) -> None:
-        if not self._job.plan.needs_workers:
-            await events.write(self._echo_events())
-            return
         opened: set[int] = set()
         async with aclosing(self._generator.pieces(self._job)) as batches:
             async for batch in batches:
@@ -203,11 +196,6 @@ class Answer:
         opened.add(piece.index)
         opening = self._format.opening(self._job.plan.choices[piece.index], piece, usage)
         return opening + self._format.chunk(piece, usage)
-
-    def _echo_events(self) -> bytes:
-        opened: set[int] = set()
-        ends = [ChoicePiece(choice.index, "", 0, [], ChoiceFinish("length", None)) for choice in self._job.plan.choices]
-        return b"".join([self._piece_events(piece, opened) for piece in ends])
 
     async def _write_failure(self, events: EventStream, error: Exception) -> None:
         refusal = as_api_error(error)

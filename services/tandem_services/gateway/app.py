@@ -136,8 +136,10 @@ def generation_routes(gateway: Gateway) -> list[Route]:
     models, answering, strict = gateway.models, gateway.answering, gateway.strict_fields
     chats = ChatPlanner(strict=strict)
     embeddings = EmbeddingEndpoint(models, answering, strict=strict)
-    messages = MessagesPlanner(chats, strict=strict)
-    responses = ResponsesPlanner(chats, strict=strict)
+    # Their APIs know no answer without output.
+    answers = ChatPlanner(strict=strict, fewest_tokens=1)
+    messages = MessagesPlanner(answers, strict=strict)
+    responses = ResponsesPlanner(answers, strict=strict)
     planners: tuple[Planner[Any], ...] = (chats, CompletionPlanner(strict=strict), responses, messages)
     return [
         Route(EmbeddingEndpoint.path, embeddings, methods=["POST"]),

@@ -22,6 +22,7 @@ from tandem_services.gateway.translate import (
     behind_prompt,
     chat_logprobs,
     check_common_fields,
+    check_prompt_alone,
     choice_counts,
     fit_output,
     generation_plan,
@@ -34,7 +35,9 @@ class ChatPlanner:
 
     endpoint = "/v1/chat/completions"
 
-    def __init__(self, *, strict: bool) -> None:
+    def __init__(self, *, strict: bool, fewest_tokens: int = 0) -> None:
+        """`fewest_tokens`: what a client may set as the longest answer at least."""
+        self._fewest_tokens = fewest_tokens
         self._decoder = BodyDecoder(ChatRequest, strict=strict, closed=True)
 
     def decode(self, body: bytes) -> ChatRequest:
@@ -48,14 +51,15 @@ class ChatPlanner:
         if request.continue_final_message and request.session_params is not None:
             raise bad_request("continue_final_message is not available with session_params", "continue_final_message")
         counts = choice_counts(request, prompts=1)
-        wanted = _wanted_tokens(request)
+        wanted = _wanted_tokens(request, self._fewest_tokens)
         tools = _tools(request, served)
         grammar = _grammar(request, tools)
         vocab_size = served.prompts.tokenizer.vocab_size
         # Ranges are checked before the prompt is encoded.
         sampling = sampling_params(
             request,
-            max_tokens=wanted or MAX_OUTPUT_TOKENS,
+            # To compute a prompt and nothing else, one token is sampled and dropped.
+            max_tokens=MAX_OUTPUT_TOKENS if wanted is None else max(wanted, 1),
             logprobs=chat_logprobs(request),
             prompt_logprobs=request.prompt_logprobs,
             bad_words=await served.prompts.bad_words(request.bad_words),
@@ -78,6 +82,7 @@ class ChatPlanner:
             [PlannedChoice(index=0, input_ids=input_ids, sampling=sampling)],
             counts,
             grammar_field=None if grammar is None else grammar.field,
+            generate=wanted != 0,
             turn=turn,
             reading=reading,
         )
@@ -174,10 +179,18 @@ def _grammar(request: ChatRequest, tools: ToolUse | None) -> AskedGrammar | None
     return tools.grammar_or(asked.spec) if tools.callable is None else tools.grammar()
 
 
-def _wanted_tokens(request: ChatRequest) -> int | None:
+def _wanted_tokens(request: ChatRequest, lowest: int) -> int | None:
     """The newer name wins. None leaves it to us: the rest of the context."""
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    if wanted is not None and not 1 <= wanted <= MAX_OUTPUT_TOKENS:
-        raise bad_request(f"{name} must be between 1 and {MAX_OUTPUT_TOKENS}, got {quoted(wanted)}", name)
+    if wanted is not None and not lowest <= wanted <= MAX_OUTPUT_TOKENS:
+        raise bad_request(f"{name} must be between {lowest} and {MAX_OUTPUT_TOKENS}, got {quoted(wanted)}", name)
+    if wanted == 0:
+        check_prompt_alone(request)
+        if request.session_params is not None:
+            raise bad_request(
+                f"{name} 0 is not available for chats with session_params: a turn of a chat ends with an answer; "
+                "append text with /v1/completions, or send the whole conversation",
+                name,
+            )
     return wanted

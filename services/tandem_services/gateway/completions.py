@@ -42,6 +42,7 @@ from tandem_services.gateway.suffix import check_suffix, middle_sampling
 from tandem_services.gateway.text_events import TextEvents
 from tandem_services.gateway.translate import (
     check_common_fields,
+    check_prompt_alone,
     choice_counts,
     completion_logprobs,
     completion_prompt_logprobs,
@@ -76,7 +77,7 @@ class CompletionPlanner:
         # Ranges are checked before any prompt is encoded.
         sampling = sampling_params(
             request,
-            # To score a prompt and nothing else, one token is computed and dropped.
+            # To compute a prompt and nothing else, one token is sampled and dropped.
             max_tokens=DEFAULT_MAX_TOKENS if wanted is None else max(wanted, 1),
             logprobs=completion_logprobs(request),
             prompt_logprobs=completion_prompt_logprobs(request),
@@ -88,6 +89,7 @@ class CompletionPlanner:
             request.session_params,
             cache_salt=caller.cache_salt(request.cache_salt or ""),
             choices=counts.generated * len(prompts),
+            keeps_output=wanted != 0,
         )
         parsed = prompt_encoder.parses_special_tokens(request.parse_special_tokens, caller)
         choices = [
@@ -301,9 +303,8 @@ class CompletionFormat:
 
 def _wanted_tokens(request: CompletionRequest) -> int | None:
     wanted = request.max_tokens
-    lowest = 0 if request.echo else 1
-    if wanted is not None and not lowest <= wanted <= MAX_OUTPUT_TOKENS:
-        raise bad_request(
-            f"max_tokens must be between {lowest} and {MAX_OUTPUT_TOKENS}, got {quoted(wanted)}", "max_tokens"
-        )
+    if wanted is not None and not 0 <= wanted <= MAX_OUTPUT_TOKENS:
+        raise bad_request(f"max_tokens must be between 0 and {MAX_OUTPUT_TOKENS}, got {quoted(wanted)}", "max_tokens")
+    if wanted == 0:
+        check_prompt_alone(request)
     return wanted

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from tandem_engine.clock import Clock
+from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.tokenizer.vocabulary import Vocabulary
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.access.caller import Caller
@@ -112,12 +113,14 @@ class Generator:
             interval=job.plan.stream_interval,
         )
         last_token_at: float | None = None
+        scores: tuple[TokenLogprob | None, ...] | None = None
         try:
             async with aclosing(self._outputs(job, choice, route)) as outputs:
                 async for accepted in outputs:
                     if accepted.token_ids:
                         last_token_at = self._time_tokens(job, record, last_token_at, len(accepted.token_ids))
-                    piece = text.absorb(accepted) if job.plan.generate else _scored_prompt(choice, accepted)
+                    scores = accepted.prompt_logprobs or scores
+                    piece = text.absorb(accepted) if job.plan.generate else _prompt_alone(choice, accepted, scores)
                     # Tokens that are not written yet have been made all the same.
                     record.output_tokens = text.tokens
                     if piece is None:
@@ -178,9 +181,16 @@ def _choice_request(model: str, job: Job, choice: PlannedChoice, route: SharedRo
     )
 
 
-def _scored_prompt(choice: PlannedChoice, accepted: Accepted) -> ChoicePiece:
-    """All of an answer without output. The one token that was computed to get there is nobody's."""
-    return ChoicePiece(choice.index, "", 0, [], ChoiceFinish("length", None), accepted.prompt_logprobs)
+def _prompt_alone(
+    choice: PlannedChoice, accepted: Accepted, scores: tuple[TokenLogprob | None, ...] | None
+) -> ChoicePiece | None:
+    """All of an answer without output. The one token that was computed to get there is dropped.
+
+    None until the worker is done: to leave earlier would abort the transfer of the prompt's KV.
+    """
+    if accepted.finish is None:
+        return None
+    return ChoicePiece(choice.index, "", 0, [], ChoiceFinish("length", None), scores)
 
 
 def _note_piece(record: ChoiceRecord, piece: ChoicePiece) -> None:

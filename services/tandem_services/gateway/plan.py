@@ -46,7 +46,7 @@ class GenerationPlan:
     stream_interval: int = 1
     """Tokens of a choice that are written together, after its first."""
     generate: bool = True
-    """False: the answer is the echo alone (max_tokens 0), with the logprobs of the prompt if they are wanted."""
+    """False (max_tokens 0): the prompt is computed and cached, and the answer is its echo or nothing."""
     cache_salt: str = ""
     priority: int = 0
     skip_special_tokens: bool = True
@@ -75,11 +75,6 @@ class GenerationPlan:
         if not self.shows_logprobs or sampling.logprobs is None:
             return None
         return len(sampling.logprob_token_ids) or sampling.logprobs
-
-    @property
-    def needs_workers(self) -> bool:
-        """An echo without logprobs is written here."""
-        return self.generate or any(choice.sampling.prompt_logprobs is not None for choice in self.choices)
 
     @property
     def prompt_tokens(self) -> int:

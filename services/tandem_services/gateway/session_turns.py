@@ -73,6 +73,8 @@ class SessionTurn:
     """The incarnation it was sent to."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Fields of log records about its request."""
+    keeps_output: bool = True
+    """False: it adds its prompt to the conversation, and no output."""
 
     @property
     def begins(self) -> bool:
@@ -96,7 +98,7 @@ class SessionTurn:
     @property
     def ref(self) -> SessionRef:
         """What the worker is told."""
-        return SessionRef(id=self.name.id, turn=0 if self.begins else self.number)
+        return SessionRef(id=self.name.id, turn=0 if self.begins else self.number, keeps_output=self.keeps_output)
 
     async def bind(self, incarnation: str, *, about: Mapping[str, Any]) -> None:
         """The turn is about to go to this worker. `about`: fields of log records.
@@ -113,8 +115,9 @@ class SessionTurn:
 
     async def end(self, *, prompt_tokens: int, output: Sequence[int]) -> None:
         """The turn is part of the session now."""
-        tokens = self.history + prompt_tokens + len(output)
-        last = output[-1] if output else None
+        kept = output if self.keeps_output else ()
+        tokens = self.history + prompt_tokens + len(kept)
+        last = kept[-1] if kept else None
         await self._update(SessionBinding(incarnation=self.worker, tokens=tokens, last_token=last))
 
     async def fail(self) -> None:
@@ -139,7 +142,9 @@ class SessionDesk:
     ttl_s: float
     turn_s: float
 
-    async def take(self, params: SessionParams | None, *, cache_salt: str, choices: int) -> SessionTurn | None:
+    async def take(
+        self, params: SessionParams | None, *, cache_salt: str, choices: int, keeps_output: bool = True
+    ) -> SessionTurn | None:
         """The turn that a request is; None when it names no session.
 
         Raises:
@@ -167,6 +172,7 @@ class SessionDesk:
             directory=self.directory,
             ttl_s=self.ttl_s,
             turn_s=self.turn_s,
+            keeps_output=keeps_output,
         )
 
     async def open(self, name: SessionName) -> None:

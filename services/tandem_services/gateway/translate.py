@@ -61,6 +61,12 @@ def check_common_fields(request: GenerationFields) -> None:
         raise bad_request("prompt_logprobs is not available with stream=true", "prompt_logprobs")
 
 
+def check_prompt_alone(request: GenerationFields) -> None:
+    """What a request with `max_tokens` 0 cannot ask for. Raises `ApiError` 400."""
+    if request.min_tokens:
+        raise bad_request(f"min_tokens must be 0 with max_tokens 0, got {quoted(request.min_tokens)}", "min_tokens")
+
+
 def affinity_key(request: GenerationFields) -> str:
     """What the router's policy `session` keeps on one worker; "" where the client names nothing."""
     return request.session_id or request.prompt_cache_key or request.user or ""

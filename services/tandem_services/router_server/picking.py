@@ -134,7 +134,7 @@ class EndpointPicker:
 
 def _query(head: RequestHead, model: str, plan: GenerationPlan) -> RouteQuery | None:
     """As the gateway will ask; None for what it asks in other ways."""
-    if len(plan.choices) != plan.n or plan.turn is not None or not plan.needs_workers:
+    if len(plan.choices) != plan.n or plan.turn is not None:
         return None
     first = plan.choices[0]
     return RouteQuery(

@@ -46,12 +46,12 @@ class ReadRequest(NamedTuple):
 
 def planners() -> dict[str, Planner[Any]]:
     """By path, as a gateway has them. Unknown fields are the gateway's business."""
-    chats = ChatPlanner(strict=False)
+    chats, answers = ChatPlanner(strict=False), ChatPlanner(strict=False, fewest_tokens=1)
     every: tuple[Planner[Any], ...] = (
         chats,
         CompletionPlanner(strict=False),
-        ResponsesPlanner(chats, strict=False),
-        MessagesPlanner(chats, strict=False),
+        ResponsesPlanner(answers, strict=False),
+        MessagesPlanner(answers, strict=False),
     )
     return {planner.endpoint: planner for planner in every}
 

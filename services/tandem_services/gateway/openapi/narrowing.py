@@ -101,8 +101,8 @@ BOUNDS: Mapping[Shape, Mapping[str, Schema]] = {
     ChatRequest: {
         **_GENERATION,
         "messages": {"maxItems": MAX_MESSAGES},
-        "max_tokens": _OUTPUT_TOKENS,
-        "max_completion_tokens": _OUTPUT_TOKENS,
+        "max_tokens": {**_OUTPUT_TOKENS, "minimum": 0},
+        "max_completion_tokens": {**_OUTPUT_TOKENS, "minimum": 0},
         "top_logprobs": {"minimum": 0, "maximum": MAX_CHAT_TOP_LOGPROBS},
         "thinking_token_budget": {"minimum": 0, "maximum": MAX_BUDGET},
         "tools": {"maxItems": MAX_TOOLS},

@@ -45,6 +45,16 @@ def test_turns_give_what_the_whole_history_gives(llm):
     assert session.turns == 3
 
 
+def test_turn_without_output_adds_its_prompt_alone(llm):
+    nothing = replace(GREEDY, max_tokens=0)
+    whole = list(range(60, 120))
+    with llm.open_session() as session:
+        assert tokens(llm, whole[:25], nothing, session=session) == ()
+        assert tokens(llm, whole[25:40], nothing, session=session) == ()
+        assert session.tokens == 40
+        assert tokens(llm, whole[40:], session=session) == tokens(llm, whole)
+
+
 def test_only_the_new_turn_is_computed_and_shown(llm):
     llm.reset_prefix_cache()
     session = llm.open_session()

@@ -49,6 +49,22 @@ def test_one_prompt_text_or_ids_gives_one_output(llm):
     assert by_ids[0].prompt is None
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_zero_tokens_compute_and_cache_the_prompt(llm, n):
+    llm.reset_prefix_cache()
+    prompt = list(range(60, 124))
+    [fed] = llm.generate([prompt], SamplingParams(max_tokens=0, n=n), use_tqdm=False)
+    assert [(each.text, each.token_ids, each.finish_reason) for each in fed.outputs] == [("", (), "length")] * n
+    assert fed.metrics.cached_tokens == 0
+    [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert output.metrics.cached_tokens >= 48
+
+
+def test_min_tokens_above_zero_tokens_are_refused(llm):
+    with pytest.raises(InvalidRequestError, match="min_tokens must be 0"):
+        llm.generate("The fox", SamplingParams(max_tokens=0, min_tokens=2), use_tqdm=False)
+
+
 def test_the_defaults_are_those_of_vllm(llm):
     [output] = llm.generate("Once upon a time", use_tqdm=False)
     assert len(output.outputs[0].token_ids) <= 16

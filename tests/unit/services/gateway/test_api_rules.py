@@ -260,6 +260,9 @@ async def test_what_belongs_together_may_stay_on_one_worker(gateway, path, field
         ("chat", {"max_tokens": 9, "max_completion_tokens": 3}, 3),
         ("complete", {"max_tokens": 3}, 3),
         ("complete", {"max_tokens": 0, "echo": True}, 0),
+        ("complete", {"max_tokens": 0}, 0),
+        ("chat", {"max_tokens": 0}, 0),
+        ("chat", {"max_tokens": 3, "max_completion_tokens": 0}, 0),
     ],
 )
 async def test_either_name_of_the_limit_holds_and_the_newer_wins(gateway, endpoint, fields, tokens):  # A2.15
@@ -270,14 +273,14 @@ async def test_either_name_of_the_limit_holds_and_the_newer_wins(gateway, endpoi
 @pytest.mark.parametrize(
     ("endpoint", "fields", "param"),
     [
-        ("chat", {"max_tokens": 0}, "max_tokens"),
+        ("chat", {"max_tokens": -1}, "max_tokens"),
         ("chat", {"max_completion_tokens": -1}, "max_completion_tokens"),
-        ("chat", {"max_tokens": 3, "max_completion_tokens": 0}, "max_completion_tokens"),
-        ("complete", {"max_tokens": 0}, "max_tokens"),
+        ("chat", {"max_tokens": 3, "max_completion_tokens": -1}, "max_completion_tokens"),
+        ("complete", {"max_tokens": -1}, "max_tokens"),
         ("complete", {"max_tokens": -1, "echo": True}, "max_tokens"),
     ],
 )
-async def test_no_limit_is_below_one_token(gateway, rack, endpoint, fields, param):  # A2.15
+async def test_negative_output_limit_is_refused(gateway, rack, endpoint, fields, param):  # A2.15
     answer = await ask(gateway, endpoint, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert not rack.engines[0].received
