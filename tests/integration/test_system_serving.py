@@ -69,6 +69,27 @@ async def test_a_second_turn_reuses_the_first_and_explain_tells_where_it_ran(fle
     assert choice["transfer"]["bytes"] >= choice["transfer"]["pages"] * 1024
 
 
+async def test_prompt_alone_is_cached_on_the_decode_worker(fleet):
+    """With local prefill, or while the index has not learned of the prompt yet, another prompt is tried."""
+    tried: list[int] = []
+
+    async def kept_on_both() -> bool:
+        spec, *_ = fixed_workload(Lengths(prompt=400, output=1), 1, rate=None, seed=300 + len(tried))
+        prompt = f"{len(tried)}: {spec.prompt}"
+        alone = await fleet.complete(prompt, max_tokens=0)
+        assert alone["usage"]["completion_tokens"] == 0
+        assert (alone["choices"][0]["text"], alone["choices"][0]["finish_reason"]) == ("", "length")
+        answer = await fleet.complete(prompt, max_tokens=4)
+        [choice] = (await fleet.get(f"/v1/requests/{answer['id']}/explain"))["choices"]
+        pages = (choice["transfer"] or {}).get("pages", 0)
+        tried.append(pages)
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return cached >= answer["usage"]["prompt_tokens"] - 32 and pages <= 2
+
+    await until(kept_on_both, INDEXED_S, "the decode worker has the prompt")
+    assert len(tried) < 20
+
+
 EDITED = {
     "prompt": "Once upon a time there was a fox who",
     "max_tokens": 40,

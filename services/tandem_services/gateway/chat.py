@@ -19,6 +19,7 @@ from tandem_services.gateway.session_turns import SessionTurn
 from tandem_services.gateway.structured_output import AskedGrammar, asked_grammar
 from tandem_services.gateway.tools import ToolUse, tool_use
 from tandem_services.gateway.translate import (
+    PROMPT_ALONE_TOKENS,
     behind_prompt,
     chat_logprobs,
     check_common_fields,
@@ -58,8 +59,7 @@ class ChatPlanner:
         # Ranges are checked before the prompt is encoded.
         sampling = sampling_params(
             request,
-            # To compute a prompt and nothing else, one token is sampled and dropped.
-            max_tokens=MAX_OUTPUT_TOKENS if wanted is None else max(wanted, 1),
+            max_tokens=MAX_OUTPUT_TOKENS if wanted is None else wanted or PROMPT_ALONE_TOKENS,
             logprobs=chat_logprobs(request),
             prompt_logprobs=request.prompt_logprobs,
             bad_words=await served.prompts.bad_words(request.bad_words),

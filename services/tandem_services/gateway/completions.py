@@ -41,6 +41,7 @@ from tandem_services.gateway.structured_output import asked_grammar
 from tandem_services.gateway.suffix import check_suffix, middle_sampling
 from tandem_services.gateway.text_events import TextEvents
 from tandem_services.gateway.translate import (
+    PROMPT_ALONE_TOKENS,
     check_common_fields,
     check_prompt_alone,
     choice_counts,
@@ -77,8 +78,7 @@ class CompletionPlanner:
         # Ranges are checked before any prompt is encoded.
         sampling = sampling_params(
             request,
-            # To compute a prompt and nothing else, one token is sampled and dropped.
-            max_tokens=DEFAULT_MAX_TOKENS if wanted is None else max(wanted, 1),
+            max_tokens=DEFAULT_MAX_TOKENS if wanted is None else wanted or PROMPT_ALONE_TOKENS,
             logprobs=completion_logprobs(request),
             prompt_logprobs=completion_prompt_logprobs(request),
             bad_words=await prompt_encoder.bad_words(request.bad_words),

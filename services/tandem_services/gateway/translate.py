@@ -67,6 +67,19 @@ def check_prompt_alone(request: GenerationFields) -> None:
         raise bad_request(f"min_tokens must be 0 with max_tokens 0, got {quoted(request.min_tokens)}", "min_tokens")
 
 
+PROMPT_ALONE_TOKENS = 2
+"""Output tokens of a request with `max_tokens` 0, both dropped. A prefill worker sends the prompt's KV with the first
+token; the second ends the output at the decode worker, which so has the prompt in its cache, too."""
+
+
+def _prompt_alone(prompt: PlannedChoice) -> PlannedChoice:
+    """Nothing that could end the output with its first token, at the prefill worker."""
+    sampling = msgspec.structs.replace(
+        prompt.sampling, ignore_eos=True, stop=(), stop_token_ids=(), grammar=None, reasoning_budget=None
+    )
+    return replace(prompt, sampling=sampling)
+
+
 def affinity_key(request: GenerationFields) -> str:
     """What the router's policy `session` keeps on one worker; "" where the client names nothing."""
     return request.session_id or request.prompt_cache_key or request.user or ""
@@ -168,6 +181,8 @@ def generation_plan(
 ) -> GenerationPlan:
     """`prompts` hold one choice each; every prompt gets as many as are generated, whose seeds follow one another."""
     generated = counts.generated
+    if not generate:
+        prompts = [_prompt_alone(prompt) for prompt in prompts]
     shows_logprobs = any(prompt.sampling.logprobs is not None for prompt in prompts)
     if generated > counts.kept:
         prompts = [_scored(prompt) for prompt in prompts]

@@ -32,7 +32,16 @@ async def test_prompt_alone_answers_empty_choices_and_usage(gateway, rack, route
     usage = chunks[-1]["usage"]
     assert usage["completion_tokens"] == 0
     assert usage["prompt_tokens"] == usage["total_tokens"] > 0
-    assert [request.sampling.max_tokens for request in rack.engines[0].received] == [1] * n
+    assert [request.sampling.max_tokens for request in rack.engines[0].received] == [2] * n
+
+
+@pytest.mark.parametrize(("route", "field"), ROUTES)
+async def test_prompt_alone_cannot_end_at_the_prefill_worker(gateway, rack, route, field):
+    answer = await ask(gateway, route, stop=["x"], stop_token_ids=[7], **{field: 0})
+    assert answer.status_code == 200, answer.text
+    [request] = rack.engines[0].received
+    sampling = request.sampling
+    assert (sampling.ignore_eos, sampling.stop, sampling.stop_token_ids) == (True, (), ())
 
 
 @pytest.mark.parametrize(("route", "field"), ROUTES)
