@@ -17,7 +17,7 @@ from tandem_testing.chaos.catalogue import PROMISES, promise
 from tandem_testing.chaos.compare import Damage, compare_answers, compare_sequences
 from tandem_testing.chaos.families.crashes import a_decode_worker_dies
 from tandem_testing.chaos.knobs import KnobFile, KnobReader
-from tandem_testing.chaos.machine import COMPUTING_S, Slowness, worse
+from tandem_testing.chaos.machine import COMPUTING_S, Slowness, beside, worse
 from tandem_testing.chaos.names import NameService, why_not
 from tandem_testing.chaos.report import stall_table, summary_line, totals
 from tandem_testing.chaos.runner import Outcome
@@ -26,7 +26,7 @@ from tandem_testing.chaos.streams import Answer, ChoiceText, Kind, asks
 from tandem_testing.chaos.suite import scenarios
 from tandem_testing.redis_server import REDIS_SERVER
 from tandem_testing.system import python_path
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import until, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 90.0
@@ -90,6 +90,18 @@ def test_a_slow_machine_stretches_what_is_computing_and_an_idle_one_with_a_core_
     assert slow.allowed(1.0) == 3 * 1.0 + 0.5
     assert slow.allowed(3.0) == 3.0 + 2 * COMPUTING_S + 0.5
     assert slow.allowed(10.0) == 10.0 + 2 * COMPUTING_S + 0.5
+
+
+@pytest.mark.parametrize(("during", "factor"), [(1.0, 3.0), (2.5, 3.0), (12.0, 12.0)])
+def test_slowness_measured_beside_a_scenario_stretches_its_bound(during, factor):
+    slow = Slowness(cores=2, workers=4, contention=1.5, during=during)
+    assert slow.allowed(1.0) == 1.0 + (factor - 1.0)
+
+
+async def test_probe_beside_a_scenario_measures_and_ends_with_it():
+    async with beside() as worst:
+        await until(lambda: worst.contention > 1.0, 60.0, "three measurements")
+    assert not [line for line in descendants(os.getpid()).values() if "process_time" in line]
 
 
 def descendants(pid: int) -> dict[int, str]:

@@ -16,7 +16,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -103,7 +103,9 @@ class Runner:
             salt=f"chaos-{self._runs}",
         )
         self.progress("running")
-        healthy = await self._guarded(scenario.body(run), scenario.timeout_s, run)
+        async with machine.beside() as worst:
+            healthy = await self._guarded(scenario.body(run), scenario.timeout_s, run)
+        run.slowness = replace(run.slowness, during=worst.contention)
         bound = scenario.promise.bound_s
         if bound is not None and max(run.stalls, default=0.0) > bound:
             await run.explain_slowest()
@@ -113,7 +115,8 @@ class Runner:
             self.progress("counting pages")
             healthy = await self._guarded(run.settled(), READY_TIMEOUT_S, run)
         if bound is not None and max(run.stalls, default=0.0) > run.slowness.allowed(bound):
-            run.slowness = machine.worse(run.slowness, await self._measure(scenario.shape))
+            again = replace(await self._measure(scenario.shape), during=worst.contention)
+            run.slowness = machine.worse(run.slowness, again)
         outcome = self._judge(scenario, run, time.monotonic() - began)
         if not healthy or run.damage.leaked:
             await self._drop_fleet()

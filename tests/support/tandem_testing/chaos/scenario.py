@@ -30,6 +30,8 @@ SETTLE_TIMEOUT_S = 60.0
 LINK_TEST_S = 10.0
 READY_TIMEOUT_S = 180.0
 SHOWN_PROBLEMS = 6
+AT_ONCE = 64
+"""Requests to the one worker of the reference: more would wait longer for it than its queue lets them."""
 ENOUGH = 8
 """Streams that are asked about to tell whom most are with."""
 
@@ -55,13 +57,16 @@ class Reference:
     async def answers(self, wanted: Sequence[Ask]) -> list[Answer]:
         bare = [ask.unsalted for ask in wanted]
         missing = [ask for ask in dict.fromkeys(bare) if ask not in self._answers]
-        if missing:
-            async with Load(urls=[gateway.url for gateway in self.fleet.gateways], model=self.fleet.model) as load:
-                load.send(missing)
-                for answer in await load.gathered():
-                    assert answer.error is None, f"the reference failed: {answer.error}"
-                    self._answers[answer.ask] = answer
+        for start in range(0, len(missing), AT_ONCE):
+            await self._ask(missing[start : start + AT_ONCE])
         return [self._answers[ask] for ask in bare]
+
+    async def _ask(self, missing: Sequence[Ask]) -> None:
+        async with Load(urls=[gateway.url for gateway in self.fleet.gateways], model=self.fleet.model) as load:
+            load.send(missing)
+            for answer in await load.gathered():
+                assert answer.error is None, f"the reference failed: {answer.error}"
+                self._answers[answer.ask] = answer
 
 
 @dataclass(kw_only=True, slots=True)
