@@ -19,7 +19,7 @@ def make_peer(worker_id: str, number: int = 1, *, compat_hash: str = COMPAT) -> 
     return Peer(
         worker_id=worker_id,
         incarnation=f"{worker_id}@{number}",
-        endpoint=f"memory://{worker_id}",
+        endpoint=f"tcp://{worker_id}:1",
         compat_hash=compat_hash,
     )
 
