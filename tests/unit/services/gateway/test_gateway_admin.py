@@ -17,7 +17,7 @@ from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.service_clock import ServiceClock
 
 ROUTES = {
-    "probe": {("GET", "/live"), ("GET", "/ready"), ("GET", "/health")},
+    "probe": {("GET", "/live"), ("GET", "/ready"), ("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")},
     "metrics": {("GET", "/metrics"), ("GET", "/version")},
     "admin": {("GET", "/requests/{request_id}/explain"), ("POST", "/drain")},
     "operator": {("POST", "/canary")},

@@ -188,10 +188,11 @@ async def test_echo_of_prompt_without_text_has_its_logprobs(gateway, stream, max
     assert [offset for part in parts for offset in part["text_offset"]][:3] == [0, 0, 0]
 
 
-async def test_scoring_a_prompt_computes_one_token_for_nobody(gateway, rack):
+async def test_scored_prompt_has_no_output(gateway, rack):
     answer = (await gateway.complete(PROMPT, max_tokens=0, echo=True, logprobs=0)).json()
     assert answer["choices"][0]["text"] == PROMPT
-    assert [request.sampling.max_tokens for request in rack.engines[0].received] == [1]
+    assert [request.sampling.max_tokens for request in rack.engines[0].received] == [2]
+    assert answer["usage"]["completion_tokens"] == 0
 
 
 async def test_echo_and_prompt_logprobs_each_get_as_many_alternatives_as_they_asked_for(gateway):

@@ -170,13 +170,13 @@ async def test_a_retry_before_any_token_is_linked_as_one(rack, tokenizer, collec
     assert retried.links == ((refused.span_id, {"tandem.link": "retries"}),)
 
 
-async def test_choices_of_one_prompt_have_attempts_of_their_own_and_share_a_decision(rack, tokenizer, collector, spans):
+async def test_choices_of_one_prompt_have_attempts_and_decisions_of_their_own(rack, tokenizer, collector, spans):
     solo(rack)
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
         await gateway.complete(max_tokens=2, n=3, ignore_eos=True)
     got = await received(collector, spans)
     names = [span.name for span in got]
-    assert (names.count("attempt"), names.count("queue"), names.count("route")) == (3, 3, 1)
+    assert (names.count("attempt"), names.count("queue"), names.count("route")) == (3, 3, 3)
     assert sorted(span["tandem.choice"] for span in got if span.name == "attempt") == [0, 1, 2]
     assert only(got, "text_completion mock")["gen_ai.request.choice.count"] == 3
 

@@ -151,12 +151,17 @@ async def test_keys_are_in_no_log_no_metric_and_no_answer(guarded, caplog):
 async def test_a_model_that_is_not_theirs_is_not_there(guarded):
     assert (await guarded.http.get("/v1/models", headers=bearer("other"))).json()["data"] == []
     card = await guarded.http.get("/v1/models/mock", headers=bearer("other"))
-    paths = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
-    body = {**CHAT, "prompt": "hi", "input": "hi", "tokens": [5]}
-    answers = [card, await ask(guarded, "other", "/v1/responses", RESPONSE)]
-    for path in paths:
-        fields = {k: v for k, v in body.items() if path != "/tokenize" or k != "messages"}
-        answers.append(await guarded.http.post(path, json=fields, headers=bearer("other")))
+    bodies = {
+        "/v1/chat/completions": CHAT,
+        "/v1/responses": RESPONSE,
+        "/v1/completions": {"model": "mock", "prompt": "hi"},
+        "/v1/embeddings": {"model": "mock", "input": "hi"},
+        "/tokenize": {"model": "mock", "prompt": "hi"},
+        "/detokenize": {"model": "mock", "tokens": [5]},
+    }
+    answers = [card]
+    for path, body in bodies.items():
+        answers.append(await ask(guarded, "other", path, body))
     for answer in answers:
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "model_not_found"
