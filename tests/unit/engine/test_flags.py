@@ -77,6 +77,7 @@ def test_every_scheduler_setting_has_a_flag_or_is_internal_on_purpose() -> None:
             ("max_sessions", "3"),
             ("session_ttl", "3"),
             ("max_prefill_tokens", "3"),
+            ("scheduler_delay_factor", "0.5"),
             ("chunked_prefill_size", "3"),
             ("force_retract_every", "3"),
             ("force_fault_every", "3"),
