@@ -8,7 +8,7 @@ CHAOS_ARGS ?=
 BENCH_ARGS ?=
 export TANDEM_VENV := $(VENV)
 
-.PHONY: help up test setup check format lint types imports unit test-kube gpu verify bench bench-peers chaos fuzz mutate console-shots clients images e2e clean
+.PHONY: help up test setup check format lint types imports unit test-kube gpu verify bench bench-peers chaos fuzz mutate console-shots clients images e2e docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -77,6 +77,10 @@ images: ## Build the container images with docker, podman or buildah (ARGS="engi
 
 e2e: setup ## Serve from pods of a real single-node cluster, as root, and break them under load (CONTRIBUTING.md)
 	@tools/kube/e2e.sh $(ARGS)
+
+docs: setup ## Build the documentation as a site in results/docs; a warning is an error
+	@$(BIN)/python -m pip install -q -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q -f tools/docs/mkdocs.yml
 
 clean: ## Remove caches (not the virtual environment)
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .tandem
