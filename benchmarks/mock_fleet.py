@@ -15,10 +15,12 @@ from pathlib import Path
 from chat_load import LETTERS, letters
 
 from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.cost import Load
+from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import HEARTBEAT_S, Keys
 from tandem_services.router.library import FunctionLibrary
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
@@ -66,10 +68,13 @@ def _seed(input_ids: tuple[int, ...]) -> bytes:
     return ",".join(map(str, input_ids)).encode()
 
 
-async def keep_registered(redis_url: str, engines: Sequence[MockEngine]) -> None:
+async def keep_registered(redis_url: str, engines: Sequence[MockEngine], keys: KeyPair | None = None) -> None:
     """Heartbeats of idle workers with plenty of room, for ever."""
     client = RedisClient(RedisAddress(url=redis_url), timeout_s=5.0)
-    registry = Registry(library=FunctionLibrary(client), keys=Keys("default"))
+    deployment = Deployment.of(keys)
+    registry = Registry(
+        library=FunctionLibrary(client), keys=Keys("default", deployment.namespace), deployment=deployment
+    )
     load = Load(prefill_rate=100_000.0, step_s=0.001, room_tokens=1e9, max_sequences=4096, token_bytes=1000)
     while True:
         for engine in engines:

@@ -62,6 +62,8 @@ class TcpProxy:
     weather: Weather = CALM
     connections: int = 0
     """Taken so far."""
+    held: int = 0
+    """Pieces and connections that a silent line has kept so far: evidence that somebody used it."""
     _server: asyncio.Server | None = None
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
     _tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
@@ -149,12 +151,14 @@ class TcpProxy:
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(PIECE):
                 await self._suffer(len(piece))
+                self.held += stopped()
                 while stopped():  # noqa: ASYNC110  tests set the weather as a plain attribute
                     await asyncio.sleep(BLINK_S)
                 writer.write(piece)
                 await writer.drain()
 
     async def _until_heard(self) -> None:
+        self.held += self.weather.silent
         while self.weather.silent:  # noqa: ASYNC110  tests set the weather as a plain attribute
             await asyncio.sleep(BLINK_S)
 

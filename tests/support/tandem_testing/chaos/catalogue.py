@@ -77,6 +77,7 @@ PROMISES: tuple[Promise, ...] = (
     _line(63, "a worker is reached in one direction only", "as 21", 4.0),
     _line(64, "every field of the registry overwritten", "no request fails, no process ends; mended in seconds", 1.0),
     _line(65, "a second deployment takes the cluster name", "neither deployment notices the other", 1.0),
+    _line(66, "peers are reached in one direction only", "as 22; no process ends", 10.0),
 )
 
 

@@ -42,8 +42,8 @@ from tandem_testing.waiting import until
 
 REDIS_NAME = "redis.chaos.test"
 CLUSTER = "chaos"
-GATEWAYS = "gateways"
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 400.0
+"""A hang, not a promise: a machine with ten times more work than cores takes minutes to load a fleet."""
 RESTART_AFTER_S = 0.5
 KEEPER_POLL_S = 0.05
 SHORT_REST = "64"
@@ -69,7 +69,7 @@ class Shape:
     both: int = 0
     gateways: int = 2
     proxied: bool = False
-    """Proxies stand before every worker, and before Redis one for gateways and one for the workers of each role."""
+    """Proxies stand before every worker, and before Redis one for each process."""
     named: bool = False
     """Redis is reached by `REDIS_NAME`, whose address a scenario decides."""
     wired: bool = False
@@ -94,7 +94,7 @@ class Fleet:
     switch: Switch | None = None
     """Of a wired fleet."""
     redis_lines: dict[str, TcpProxy] = field(default_factory=dict)
-    """Of a proxied fleet: `GATEWAYS` or a role, and the way of those to Redis."""
+    """Of a proxied fleet: process, and its way to Redis."""
     workers: list[Worker] = field(default_factory=list)
     gateways: list[Gateway] = field(default_factory=list)
     http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=httpx.Timeout(10.0, pool=None)))
@@ -124,15 +124,18 @@ class Fleet:
         if self.shape.named:
             self.names.start()
             self.names.point(REDIS_NAME, self.redis.host)
+        roles = [
+            (f"{role}-{n}", role) for role in ("prefill", "decode", "both") for n in range(getattr(self.shape, role))
+        ]
+        gateways = [f"gateway-{number}" for number in range(self.shape.gateways)]
         if self.shape.proxied:
-            for users in (GATEWAYS, "prefill", "decode", "both"):
+            for user in (*dict(roles), *gateways):
                 line = await TcpProxy.open(lambda: (self.host, self.redis.port), host=self.host)
-                self.redis_lines[users] = line
-        for role in ("prefill", "decode", "both"):
-            for number in range(getattr(self.shape, role)):
-                await self.add_worker(f"{role}-{number}", role)
-        for number in range(self.shape.gateways):
-            self.add_gateway(f"gateway-{number}")
+                self.redis_lines[user] = line
+        for name, role in roles:
+            await self.add_worker(name, role)
+        for name in gateways:
+            self.add_gateway(name)
         self._keeper = asyncio.create_task(self._keep())
 
     async def add_worker(
@@ -145,7 +148,7 @@ class Fleet:
             role=role,
             model=str(bundled_model()),
             model_name=self.model,
-            redis_url=self._redis_url(role),
+            redis_url=self._redis_url(name),
             cluster=CLUSTER,
             curve_keys=str(self._keys),
             host=self.host,
@@ -187,7 +190,7 @@ class Fleet:
     def add_gateway(self, name: str, *, before_exec: Callable[[], None] = die_with_parent) -> Gateway:
         port = free_port(self.host)
         argv = tandem_command(
-            *("gateway", "--host", self.host, "--port", str(port), "--redis-url", self._redis_url(GATEWAYS)),
+            *("gateway", "--host", self.host, "--port", str(port), "--redis-url", self._redis_url(name)),
             *("--cluster", CLUSTER),
             *("--curve-keys", str(self._keys), "--model", str(bundled_model()), "--served-model-name", self.model),
             *("--local-prefill-tokens", SHORT_REST),
@@ -222,8 +225,8 @@ class Fleet:
         """Of this fleet in Redis."""
         return Keys(CLUSTER, Deployment.of(KeyPair.load(self._keys)).namespace)
 
-    def _redis_url(self, users: str) -> str:
-        line = self.redis_lines.get(users)
+    def _redis_url(self, user: str) -> str:
+        line = self.redis_lines.get(user)
         port = self.redis.port if line is None else line.port
         host = REDIS_NAME if self.shape.named else self.redis.host
         return Address(host, port).url("/0", scheme="redis")

@@ -14,8 +14,9 @@ greater.
 wall divided by its time on a processor. 1 on an idle machine; the fleet is idle when it is measured. Where a recovery
 is late by that measure it is taken again, and the worse one counts: other programs may have come meanwhile.
 A recovery is in time when it is below `bound + (slowness - 1) * min(bound, COMPUTING_S) + quiet`, with `quiet` the
-longest silence of the same kind of load without any fault (scenario 0). Reports always show the measured seconds, the
-bare bound and what is allowed here.
+longest silence of the same kind of load without any fault (scenario 0). Where a recovery is late by that, too, the very
+load of the slowest stream comes again without a fault, and `quiet` is the longest silence of that, if it is longer.
+Reports always show the measured seconds, the bare bound and what is allowed here.
 """
 
 import asyncio

@@ -5,13 +5,15 @@
     3. scenario   within its time limit
     4. calm       knobs back, processes thawed, Redis back, proxies calm, addresses back; every process ready
     5. settle     every page free again, every audit clean
-    6. judge      kept, or broken with every reason; a fleet that was not well afterwards is replaced
+    6. again      where a recovery is late: the same load without a fault, and how slow the machine is now
+    7. judge      kept, or broken with every reason; a fleet that was not well afterwards is replaced
 
 The reference, one worker alone, runs beside all fleets and is never hurt.
 """
 
 import asyncio
 import contextlib
+import random
 import shutil
 import time
 import traceback
@@ -71,6 +73,8 @@ class Runner:
     """Longest silence without a fault, learned from scenario 0."""
     patience_s: float = 0.0
     """For a machine that stands still at times: added to every bound."""
+    seed: int = 0
+    """Of what scenarios draw."""
     _fleets: int = 0
     _runs: int = 0
     _current: Fleet | None = None
@@ -101,6 +105,7 @@ class Runner:
             scale=self.scale,
             slowness=await self._measure(scenario.shape),
             salt=f"chaos-{self._runs}",
+            random=random.Random(f"{self.seed} {self._runs} {scenario.promise.number}"),
         )
         self.progress("running")
         async with machine.beside() as worst:
@@ -114,13 +119,21 @@ class Runner:
         if healthy:
             self.progress("counting pages")
             healthy = await self._guarded(run.settled(), READY_TIMEOUT_S, run)
-        if bound is not None and max(run.stalls, default=0.0) > run.slowness.allowed(bound):
+        if healthy and bound is not None and max(run.stalls, default=0.0) > run.slowness.allowed(bound):
+            self.progress("the same load without a fault")
             again = replace(await self._measure(scenario.shape), during=worst.contention)
             run.slowness = machine.worse(run.slowness, again)
+            healthy = await self._guarded(self._unhurt(run), READY_TIMEOUT_S, run)
         outcome = self._judge(scenario, run, time.monotonic() - began)
         if not healthy or run.damage.leaked:
             await self._drop_fleet()
         return outcome
+
+    async def _unhurt(self, run: Run) -> None:
+        reached = await run.unhurt()
+        run.notes.append(f"without a fault the longest silence of the same load is {reached:.2f} s")
+        run.slowness = replace(run.slowness, quiet_s=max(run.slowness.quiet_s, reached + self.patience_s))
+        await run.settled()
 
     async def _measure(self, shape: Shape) -> machine.Slowness:
         return await machine.measure(shape.workers, self.quiet_s + self.patience_s)

@@ -10,10 +10,11 @@ so that one report tells everything that went wrong.
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -29,6 +30,9 @@ SPEAK_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 60.0
 LINK_TEST_S = 10.0
 READY_TIMEOUT_S = 180.0
+FAULT_TIMEOUT_S = 60.0
+"""Of one round of requests that are to meet a fault."""
+MOST_ROUNDS = 6
 SHOWN_PROBLEMS = 6
 AT_ONCE = 64
 """Requests to the one worker of the reference: more would wait longer for it than its queue lets them."""
@@ -79,6 +83,8 @@ class Run:
     slowness: Slowness
     salt: str
     """Keeps this run's prompts out of every prefix cache."""
+    random: random.Random
+    """What a scenario draws where all variations take too long: by the seed of the suite and the run's number."""
     damage: Damage = field(default_factory=Damage)
     stalls: list[float] = field(default_factory=list)
     """The longest silence after the fault, of each stream."""
@@ -88,6 +94,9 @@ class Run:
     notes: list[str] = field(default_factory=list)
     requests: int = 0
     _slowest: tuple[float, Answer] | None = None
+    _beside_slowest: Sequence[Answer] = ()
+    """All answers that were judged with the slowest one."""
+    _fresh: int = 0
 
     @staticmethod
     def now() -> float:
@@ -110,6 +119,11 @@ class Run:
             first=first,
         )
 
+    def fresh(self, wanted: Sequence[Ask]) -> list[Ask]:
+        """The same asks, cached nowhere; the reference need not answer them again."""
+        self._fresh += 1
+        return [replace(ask, salt=f"{self.salt}-{self._fresh}") for ask in wanted]
+
     def load(self, gateways: int | None = None) -> Load:
         """Clients of the first `gateways` gateways, or of all."""
         return Load(urls=[gateway.url for gateway in self.fleet.gateways[:gateways]], model=self.fleet.model)
@@ -128,6 +142,18 @@ class Run:
         await self.judge(answers, after=started)
         return answers
 
+    async def until_it_happens(
+        self, load: Load, wanted: Sequence[Ask], happened: Callable[[], bool], what: str
+    ) -> None:
+        """Send `wanted` until the fault `what` has happened to one of them. On a busy machine the router may keep a
+        whole round of requests away from the workers concerned; then another one follows, up to `MOST_ROUNDS`."""
+        for _ in range(MOST_ROUNDS):
+            load.send(self.fresh(wanted))
+            await until(lambda: happened() or load.finished, FAULT_TIMEOUT_S, what)
+            if happened():
+                return
+        self.expect(False, f"the fault never happened: {what}")
+
     async def judge(self, answers: Sequence[Answer], *, after: float | None = None) -> None:
         """Compare with the reference; silences count from `after` on, if it is given."""
         expected = await self.reference.answers([answer.ask for answer in answers])
@@ -143,7 +169,21 @@ class Run:
             stall = answer.longest_silence(after)
             self.stalls.append(stall)
             if self._slowest is None or stall > self._slowest[0]:
-                self._slowest = stall, answer
+                self._slowest, self._beside_slowest = (stall, answer), answers
+
+    async def unhurt(self) -> float:
+        """The longest silence when the load in which the slowest stream was comes again, as it came, without a fault:
+        what this machine reaches now."""
+        if not self._beside_slowest:
+            return 0.0
+        async with self.load() as load:
+            began, first = self.now(), min(answer.began for answer in self._beside_slowest)
+            for answer in sorted(self._beside_slowest, key=lambda answer: answer.began):
+                await asyncio.sleep(began + answer.began - first - self.now())
+                load.send(self.fresh([answer.ask]))
+            answers = await load.gathered()
+        await self.judge(answers)
+        return max(answer.longest_silence(began) for answer in answers)
 
     async def works(self, count: int = 4, *, gateways: int | None = None, first: int = 500) -> list[Answer]:
         """A few more requests, which must be clean: whatever happened, it still serves."""

@@ -82,10 +82,12 @@ async def a_decode_worker_dies_under_choices_with_logprobs(run: Run) -> None:
 @scenario(5)
 async def a_decode_worker_dies_between_the_transfer_and_its_first_token(run: Run) -> None:
     victim = run.fleet.of_role("decode")[0]
+    before = victim.knobs.committed("digest")
     victim.knobs.turn(die_at="digest")
     async with run.load() as load:
-        load.send(run.asks(Kind.GREEDY, Kind.CHOICES, count=max(8, run.scale.streams // 2)))
-        await until(lambda: victim.knobs.committed("digest") > 0, COMPUTING_TIMEOUT_S, "a transfer is complete")
+        wanted = run.asks(Kind.GREEDY, Kind.CHOICES, count=max(8, run.scale.streams // 2))
+        died_of_it = lambda: victim.knobs.committed("digest") > before  # noqa: E731
+        await run.until_it_happens(load, wanted, died_of_it, "a transfer to the victim is complete")
         died = run.now()
         victim.knobs.turn()
         await run.judge(await load.gathered(), after=died)

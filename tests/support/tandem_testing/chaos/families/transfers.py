@@ -7,24 +7,15 @@ from tandem_testing.chaos.scenario import Run, scenario
 from tandem_testing.chaos.streams import Ask, Kind
 from tandem_testing.waiting import until
 
-FAULT_TIMEOUT_S = 60.0
 
-
-MAX_ROUNDS = 6
-
-
-def prompts(run: Run, round_number: int) -> list[Ask]:
-    """Prompts of several pages and chunks, so that there is something to transfer; others in each round."""
+def prompts(run: Run) -> list[Ask]:
+    """Prompts of several pages and chunks, so that there is something to transfer."""
     count = max(8, run.scale.streams // 2)
-    return run.asks(Kind.GREEDY, Kind.PLAIN, tokens=32, prompt_words=400, count=count, first=round_number * count)
+    return run.asks(Kind.GREEDY, Kind.PLAIN, tokens=32, prompt_words=400, count=count)
 
 
 async def with_knobs(run: Run, workers: Sequence[Worker], fault: str, **knobs: int | float | str) -> None:
-    """Load while `workers` have these knobs; the first `fault` committed is the moment that silences count from.
-
-    On a busy machine the router may keep a whole round of requests away from these workers. Then another round follows,
-    at most `MAX_ROUNDS` in all.
-    """
+    """Load while `workers` have these knobs; the first `fault` committed is the moment that silences count from."""
     before = sum(worker.knobs.committed(fault) for worker in workers)
 
     def happened() -> bool:
@@ -33,11 +24,7 @@ async def with_knobs(run: Run, workers: Sequence[Worker], fault: str, **knobs: i
     for worker in workers:
         worker.knobs.turn(**knobs)
     async with run.load() as load:
-        for round_number in range(MAX_ROUNDS):
-            load.send(prompts(run, round_number))
-            await until(lambda: happened() or load.finished, FAULT_TIMEOUT_S, fault)
-            if happened():
-                break
+        await run.until_it_happens(load, prompts(run), happened, fault)
         since = run.now()
         if "die_at" in knobs:
             # One death is the scenario; the worker that takes its place shall live.
@@ -46,7 +33,6 @@ async def with_knobs(run: Run, workers: Sequence[Worker], fault: str, **knobs: i
         await run.judge(await load.gathered(), after=since)
     for worker in workers:
         worker.knobs.turn()
-    run.expect(happened(), f"the fault never happened: {fault}")
 
 
 @scenario(7)
