@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
 
+import uvloop  # noqa: E402
 from mock_fleet import behaviour, keep_registered, mock_checkpoint, mock_tokenizer  # noqa: E402
 from pinned_processes import cpu_seconds, process, wait_until_up  # noqa: E402
 
@@ -145,6 +146,6 @@ if __name__ == "__main__":
         case ["engines"]:
             run_engines(sys.argv[2], sys.argv[3], int(sys.argv[4]))
         case ["pool"]:
-            asyncio.run(run_pool(sys.argv[2], float(sys.argv[3])))
+            uvloop.run(run_pool(sys.argv[2], float(sys.argv[3])))
         case _:
             sys.exit(main())

@@ -6,6 +6,7 @@ import contextlib
 import pytest
 
 from tandem_testing.tcp_proxy import CALM, TcpProxy, Weather
+from tandem_testing.waiting import until
 
 PATIENCE_S = 60.0
 
@@ -63,6 +64,34 @@ async def test_silence_loses_nothing_that_was_sent_meanwhile(proxy):
         assert not waiting.done()
         proxy.weather = CALM
         assert await waiting == b"are you there"
+
+
+@pytest.mark.parametrize(("weather", "reaches"), [(Weather(unanswered=True), True), (Weather(unheard=True), False)])
+async def test_one_direction_lost_leaves_the_other_and_is_counted(weather, reaches):
+    got = asyncio.Queue[bytes]()
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(1024):
+            got.put_nowait(piece)
+            writer.write(piece)
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    proxy = await TcpProxy.open(lambda: ("127.0.0.1", port))
+    async with connected(proxy) as (reader, writer):
+        await echoed(reader, writer, b"hello")
+        assert got.get_nowait() == b"hello"
+        assert proxy.held == 0
+        proxy.weather = weather
+        waiting = asyncio.create_task(echoed(reader, writer, b"there"))
+        await until(lambda: proxy.held == 1, PATIENCE_S, "a piece is held")
+        assert not waiting.done()
+        assert got.empty() is not reaches
+        proxy.weather = CALM
+        assert await waiting == b"there"
+    await proxy.close()
+    server.close()
 
 
 async def test_refusing_resets_new_connections_and_keeps_old_ones(proxy):
