@@ -17,7 +17,7 @@ from tandem_testing.chaos.catalogue import PROMISES, promise
 from tandem_testing.chaos.compare import Damage, compare_answers, compare_sequences
 from tandem_testing.chaos.families.crashes import a_decode_worker_dies
 from tandem_testing.chaos.knobs import KnobFile, KnobReader
-from tandem_testing.chaos.machine import COMPUTING_S, Slowness, beside, worse
+from tandem_testing.chaos.machine import COMPUTING_S, Slowness, Worst, beside, worse
 from tandem_testing.chaos.names import NameService, why_not
 from tandem_testing.chaos.report import stall_table, summary_line, totals
 from tandem_testing.chaos.runner import Outcome
@@ -99,7 +99,8 @@ def test_slowness_measured_beside_a_scenario_stretches_its_bound(during, factor)
 
 
 async def test_probe_beside_a_scenario_measures_and_ends_with_it():
-    async with beside() as worst:
+    worst = Worst()
+    async with beside(worst):
         await until(lambda: worst.contention > 1.0, 60.0, "three measurements")
     assert not [line for line in descendants(os.getpid()).values() if "process_time" in line]
 

@@ -48,7 +48,6 @@ class Outcome:
     requests: int = 0
     allowed_s: float | None = None
     """The bound as stretched for this machine."""
-    factor: float = 1.0
     seconds: float = 0.0
 
     @property
@@ -108,9 +107,8 @@ class Runner:
             random=random.Random(f"{self.seed} {self._runs} {scenario.promise.number}"),
         )
         self.progress("running")
-        async with machine.beside() as worst:
+        async with machine.beside(run.beside):
             healthy = await self._guarded(scenario.body(run), scenario.timeout_s, run)
-        run.slowness = replace(run.slowness, during=worst.contention)
         bound = scenario.promise.bound_s
         if bound is not None and max(run.stalls, default=0.0) > bound:
             await run.explain_slowest()
@@ -119,10 +117,9 @@ class Runner:
         if healthy:
             self.progress("counting pages")
             healthy = await self._guarded(run.settled(), READY_TIMEOUT_S, run)
-        if healthy and bound is not None and max(run.stalls, default=0.0) > run.slowness.allowed(bound):
+        if healthy and bound is not None and max(run.stalls, default=0.0) > run.allowed(bound):
             self.progress("the same load without a fault")
-            again = replace(await self._measure(scenario.shape), during=worst.contention)
-            run.slowness = machine.worse(run.slowness, again)
+            run.slowness = machine.worse(run.slowness, await self._measure(scenario.shape))
             healthy = await self._guarded(self._unhurt(run), READY_TIMEOUT_S, run)
         outcome = self._judge(scenario, run, time.monotonic() - began)
         if not healthy or run.damage.leaked:
@@ -181,7 +178,7 @@ class Runner:
 
     def _judge(self, scenario: Scenario, run: Run, seconds: float) -> Outcome:
         bound = scenario.promise.bound_s
-        allowed = None if bound is None else run.slowness.allowed(bound)
+        allowed = None if bound is None else run.allowed(bound)
         longest = max(run.stalls, default=0.0)
         if scenario.promise.number == 0:
             self.quiet_s = longest
@@ -200,7 +197,6 @@ class Runner:
             samples={name: tuple(silences) for name, silences in run.samples.items()},
             requests=run.requests,
             allowed_s=allowed,
-            factor=run.slowness.factor,
             seconds=seconds,
         )
 

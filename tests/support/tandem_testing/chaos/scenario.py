@@ -21,7 +21,7 @@ from typing import Any
 from tandem_testing.chaos.catalogue import Promise, promise
 from tandem_testing.chaos.compare import Damage, compare_answers
 from tandem_testing.chaos.fleet import Fleet, Shape
-from tandem_testing.chaos.machine import Slowness
+from tandem_testing.chaos.machine import Slowness, Worst
 from tandem_testing.chaos.parts import Worker
 from tandem_testing.chaos.streams import Answer, Ask, Kind, Load, asks
 from tandem_testing.waiting import until
@@ -85,6 +85,8 @@ class Run:
     """Keeps this run's prompts out of every prefix cache."""
     random: random.Random
     """What a scenario draws where all variations take too long: by the seed of the suite and the run's number."""
+    beside: Worst = field(default_factory=Worst)
+    """How slow the machine was so far while the scenario ran."""
     damage: Damage = field(default_factory=Damage)
     stalls: list[float] = field(default_factory=list)
     """The longest silence after the fault, of each stream."""
@@ -102,6 +104,10 @@ class Run:
     def now() -> float:
         """The clock that answers carry their times in."""
         return time.monotonic()
+
+    def allowed(self, bound_s: float) -> float:
+        """Seconds that what is promised within `bound_s` may take on this machine, as it was until now."""
+        return replace(self.slowness, during=self.beside.contention).allowed(bound_s)
 
     def expect(self, kept: object, sentence: str) -> None:
         """`sentence` tells what is wrong when `kept` is false."""

@@ -71,7 +71,7 @@ async def forgotten(run: Run, victim: Worker, incarnation: str, *, since: float)
         return not left
 
     await until(nothing_left, READY_TIMEOUT_S, f"nothing is left of {incarnation}", left.copy)
-    took, allowed = run.now() - since, run.slowness.allowed(GONE_S)
+    took, allowed = run.now() - since, run.allowed(GONE_S)
     run.expect(took <= allowed, f"something was left of {victim.id} for {took:.1f} s, {allowed:.1f} s are allowed")
     run.notes.append(f"nothing was left of {victim.id} {took:.1f} s after its address had vanished")
 

@@ -32,7 +32,7 @@ async def idle_within(run: Run, seconds: float, what: str) -> None:
         return all(report is not None and report["idle"] and report["private_pages"] == 0 for report in reports)
 
     began = run.now()
-    allowed = run.slowness.allowed(seconds)
+    allowed = run.allowed(seconds)
     with contextlib.suppress(AssertionError):
         await until(idle, 30.0 + allowed, "every engine idle")
     took = run.now() - began

@@ -49,6 +49,6 @@ async def workers_are_told_to_leave_under_load(run: Run) -> None:
         await until(lambda: victim.part.starts > starts[victim.id], READY_TIMEOUT_S, f"{victim.id} has left")  # noqa: B023
         left = victim.part.ended_at - told
         run.expect(victim.part.last_status == 0, f"{victim.id} exited with status {victim.part.last_status}")
-        run.expect(left <= run.slowness.allowed(GRACE_S), f"{victim.id} was gone only after {left:.0f} s")
+        run.expect(left <= run.allowed(GRACE_S), f"{victim.id} was gone only after {left:.0f} s")
         run.notes.append(f"{victim.id} had left {left:.1f} s after SIGTERM")
         await run.fleet.all_ready(READY_TIMEOUT_S)

@@ -50,7 +50,7 @@ async def routed_by_redis(run: Run) -> bool:
 async def back_in_use(run: Run, within_s: float = INDEX_BACK_S) -> None:
     began = run.now()
     await until(lambda: routed_by_redis(run), 90.0, "Redis is asked again")
-    took, allowed = run.now() - began, run.slowness.allowed(within_s)
+    took, allowed = run.now() - began, run.allowed(within_s)
     run.expect(took <= allowed, f"Redis was used again after {took:.0f} s, {allowed:.0f} s are allowed")
     run.notes.append(f"Redis is asked again after {took:.1f} s")
 
