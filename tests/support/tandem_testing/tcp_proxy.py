@@ -63,7 +63,7 @@ class TcpProxy:
     connections: int = 0
     """Taken so far."""
     held: int = 0
-    """Pieces and connections that a silent line has kept so far: evidence that somebody used it."""
+    """Pieces and connections that a silent line has kept so far: evidence that it was in use."""
     _server: asyncio.Server | None = None
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
     _tasks: "set[asyncio.Task[None]]" = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""What Redis says about members is wrong, or another deployment says it (64, 65).
+"""What is in Redis about members is wrong, or is another deployment's (64, 65).
 
 Members are the workers that answer. So no request fails, no worker ends, and what was wrong is right again within
 seconds. `tests/integration/test_redis_poison.py` has every field by itself; here a real system meets all fields of a
@@ -118,7 +118,7 @@ async def every_field_of_the_registry_is_overwritten(run: Run) -> None:
 
     await run.under_fault(endless(run), fault)
     run.notes.append(f"{overwritten} fields were overwritten")
-    run.expect(starts_of(run) == starts, "a process died of what Redis said")
+    run.expect(starts_of(run) == starts, "a process ended because of what is in Redis")
     await back_in_use(run, BACK_S)
     for role in ("decode", "prefill"):
         await registers_in_spite_of(run, run.fleet.of_role(role)[0])

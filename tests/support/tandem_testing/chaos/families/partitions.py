@@ -17,7 +17,7 @@ from tandem_testing.waiting import until
 
 PROXIED = Shape(proxied=True)
 SILENT, UNANSWERED, UNHEARD = Weather(silent=True), Weather(unanswered=True), Weather(unheard=True)
-ONE_WAY = {"clients hear nothing": UNANSWERED, "servers hear nothing": UNHEARD}
+ONE_WAY = {"clients receive nothing": UNANSWERED, "servers receive nothing": UNHEARD}
 PARTITION_S = 15.0
 """Longer than any lease of the registry (`keys.FENCE_AFTER_MS`), and than peers take to ask whether one lives."""
 SILENT_S = 6.0
@@ -28,7 +28,7 @@ WAVE_S = 0.5
 BACKGROUND = 4
 """Streams that speak at any moment of a fault, however fast they are."""
 DRAWN = 2
-"""Variations of one scenario beside those that always run."""
+"""Variations of one scenario, apart from those that always run."""
 
 
 def starts_of(run: Run) -> list[int]:
@@ -79,7 +79,7 @@ async def partitioned(run: Run, what: str, lines: Sequence[TcpProxy], weather: W
 
 
 def workers_of(fleet: Fleet) -> dict[str, list[str]]:
-    """Sets of workers, and who is in them."""
+    """Sets of workers by name, and the names of the workers."""
     roles = {role: [worker.id for worker in fleet.of_role(role)] for role in ("prefill", "decode")}
     return (
         {"all workers": [*roles["prefill"], *roles["decode"]]}
@@ -96,8 +96,8 @@ def gateways_of(fleet: Fleet) -> dict[str, list[str]]:
 @scenario(60, shape=PROXIED, timeout_s=900.0)
 async def workers_lose_redis_and_gateways_keep_it(run: Run) -> None:
     """All of them, and two of the other sets."""
-    everybody, *others = workers_of(run.fleet).items()
-    for name, users in (everybody, *run.random.sample(others, DRAWN)):
+    all_workers, *others = workers_of(run.fleet).items()
+    for name, users in (all_workers, *run.random.sample(others, DRAWN)):
         await partitioned(run, f"{name} without Redis", [run.fleet.redis_lines[user] for user in users], SILENT)
 
 
@@ -108,7 +108,7 @@ async def gateways_lose_redis_and_workers_keep_it(run: Run) -> None:
 
 
 @scenario(62, shape=PROXIED, timeout_s=900.0)
-async def redis_is_heard_or_answers_in_one_direction_only(run: Run) -> None:
+async def redis_is_reached_in_one_direction_only(run: Run) -> None:
     """Two variations of gateways, and two of workers."""
     for sets in (gateways_of(run.fleet), workers_of(run.fleet)):
         matrix = [(name, direction) for name in sets for direction in ONE_WAY]
@@ -118,7 +118,7 @@ async def redis_is_heard_or_answers_in_one_direction_only(run: Run) -> None:
 
 
 @scenario(63, shape=PROXIED, timeout_s=900.0)
-async def a_worker_is_heard_or_hears_in_one_direction_only(run: Run) -> None:
+async def a_worker_is_reached_in_one_direction_only(run: Run) -> None:
     """One of each role, and gateways."""
     starts = starts_of(run)
     for role in ("decode", "prefill"):
@@ -146,13 +146,13 @@ async def until_given_up(run: Run, victim: Worker, what: str, weather: Weather) 
             line.weather = CALM
         run.expect(await run.lost_attempts() > lost, f"{what}: no request was on it")
 
-    # What was lost arrives now, all at once, beside streams that others generate.
+    # What was lost arrives now, all at once, while other workers generate.
     await run.under_fault(endless(run), fault)
     await run.fleet.all_ready(SPEAK_TIMEOUT_S)
 
 
 @scenario(66, shape=PROXIED, timeout_s=900.0)
-async def peers_hear_each_other_in_one_direction_only(run: Run) -> None:
+async def peers_reach_each_other_in_one_direction_only(run: Run) -> None:
     starts = starts_of(run)
     for role in ("decode", "prefill"):
         lines = [worker.peer_line for worker in run.fleet.of_role(role) if worker.peer_line is not None]
