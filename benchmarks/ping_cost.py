@@ -2,11 +2,11 @@
 
     python benchmarks/ping_cost.py [--workers 64] [--seconds 20] [--rounds 3]
 
-Mock workers, in a process of their own, answer over authenticated sockets. Figures are shares of one core, from CPU
-time, so that a busy machine hardly blurs them; `sockets` of them is the same connections without a ping.
+Mock workers, in a process of their own, answer over authenticated sockets. Figures are shares of one core, one for each
+round, from CPU time; `ping_us` is the difference of the first two, for one ping and its answer.
 
-    pings    an `EnginePool` alone that watches all workers: one ping a second to each and its answer (CURVE)
-    sockets  the same pool with pings an hour apart
+    pings    an `EnginePool` alone that watches all workers: one ping a second to each
+    sockets  the same pool with pings an hour apart: what ZeroMQ does by itself
     gateway  a whole `tandem gateway` that serves nothing: pings, its view of the fleet from Redis, timers
 """
 
