@@ -10,11 +10,11 @@ from itertools import count
 
 import redis.asyncio
 
-from tandem_testing.chaos.families.crashes import LONG_PROMPT, REPORT_TIMEOUT_S, transferred
+from tandem_testing.chaos.families.crashes import LONG_PROMPT, transferred
 from tandem_testing.chaos.fleet import START_TIMEOUT_S, Shape
 from tandem_testing.chaos.namespaces import Namespace, why_not
 from tandem_testing.chaos.parts import Worker
-from tandem_testing.chaos.scenario import READY_TIMEOUT_S, SPEAK_TIMEOUT_S, Run, scenario
+from tandem_testing.chaos.scenario import PATIENCE_S, READY_TIMEOUT_S, SPEAK_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Kind, Load
 from tandem_testing.waiting import until
 
@@ -146,7 +146,7 @@ async def kv_goes_over_the_wire(run: Run) -> None:
     senders = [place_of(worker) for worker in run.fleet.of_role("prefill")]
     before, carried = await kv_bytes(run), sum(place.carried() for place in senders)
     await transferred(run, first=700)
-    await until(lambda: _is_more(run, before), REPORT_TIMEOUT_S, "bytes of KV are counted")
+    await until(lambda: _is_more(run, before), PATIENCE_S, "bytes of KV are counted")
     moved, seen = await kv_bytes(run) - before, sum(place.carried() for place in senders) - carried
     run.expect(seen >= moved, f"{moved:.0f} bytes of KV moved, of which only {seen} were on the wire")
     run.notes.append(f"{moved / 1e6:.1f} MB of KV moved, {seen / 1e6:.1f} MB were on the wire")
@@ -211,7 +211,7 @@ async def heir_serves(run: Run, victim: Worker) -> None:
             accepted = await run.fleet.metric(heir.url, "tandem_worker_requests_total")
             return accepted + await run.fleet.metric(heir.url, "tandem_worker_requests_refused_total")
 
-        await until(lambda: _at_least(counted, sent), REPORT_TIMEOUT_S, "its requests are counted")
+        await until(lambda: _at_least(counted, sent), PATIENCE_S, "its requests are counted")
         run.expect(await counted() == sent, f"{heir.id} got {await counted():g} requests, {sent} were meant for it")
         run.notes.append(f"{heir.id} served {sent} requests, and was asked for no other")
     finally:

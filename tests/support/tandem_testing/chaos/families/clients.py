@@ -13,7 +13,7 @@ import httpx
 import msgspec
 
 from tandem_testing.chaos.families.crashes import computing
-from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
+from tandem_testing.chaos.scenario import PATIENCE_S, READY_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Kind
 from tandem_testing.waiting import until
 
@@ -48,7 +48,7 @@ async def a_gateway_dies(run: Run) -> None:
         spared.urls = [second.url]
         hurt.send(wanted[::2])
         spared.send(wanted[1::2])
-        await until(lambda: hurt.speaking >= 2 and spared.speaking >= 2, 60.0, "streams speak")
+        await until(lambda: hurt.speaking >= 2 and spared.speaking >= 2, PATIENCE_S, "streams speak")
         first.part.send(signal.SIGKILL)
         died = run.now()
         cut = await hurt.gathered()
@@ -92,7 +92,7 @@ async def clients_leave_at_every_stage(run: Run) -> None:
 
     for stream in (True, False):
         async with open_request(run, stream=stream, prompt_words=20, tokens=3000) as task:
-            await until(decoding, 30.0, "it decodes")
+            await until(decoding, PATIENCE_S, "it decodes")
             run.expect(not task.done(), "it ended before its client left")
         await idle_within(run, ABORTED_S, f"left while decoding, {'stream' if stream else 'whole'}")
     async with open_request(run, stream=True, prompt_words=2500, tokens=50) as task:
@@ -102,7 +102,7 @@ async def clients_leave_at_every_stage(run: Run) -> None:
     async with run.load() as crowd:
         # More than the engines run at once: some are still queued when all leave.
         crowd.send(run.asks(Kind.PLAIN, count=48, prompt_words=400, tokens=200, first=800))
-        await until(lambda: crowd.begun >= 1, 60.0, "one speaks")
+        await until(lambda: crowd.begun >= 1, PATIENCE_S, "one speaks")
     await idle_within(run, ABORTED_S, "left in queue, prefill, transfer and decode")
     counted = await run.fleet.gateway_metric("tandem_gateway_client_disconnects_total") - left
     run.expect(counted >= 3, f"{counted:g} clients were counted as gone")
@@ -115,7 +115,7 @@ async def a_thousand_clients_leave_at_once(run: Run) -> None:
     crowd = [replace(model, prompt=f"{number} {model.prompt}") for number in range(CROWD)]
     async with run.load() as load:
         load.send(crowd)
-        await until(lambda: load.begun >= 8, 120.0, "some of them speak")
+        await until(lambda: load.begun >= 8, PATIENCE_S, "some of them speak")
     await idle_within(run, LEAK_FREE_S, f"{CROWD} clients left")
     run.requests += CROWD
     await run.works()

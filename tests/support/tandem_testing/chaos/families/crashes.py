@@ -4,13 +4,10 @@ from collections.abc import Callable
 from itertools import count
 
 from tandem_testing.chaos.parts import Worker
-from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
+from tandem_testing.chaos.scenario import PATIENCE_S, READY_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Ask, Kind, Load
 from tandem_testing.waiting import until
 
-COMPUTING_TIMEOUT_S = 60.0
-REPORT_TIMEOUT_S = 10.0
-"""Engines report their counts twice a second."""
 WELL = frozenset({"finished", "moved"})
 """Outcomes of attempts that nothing happened to."""
 LONG_PROMPT = 700
@@ -117,7 +114,7 @@ async def computing(run: Run) -> Worker:
                 found.append(worker)
         return bool(found)
 
-    await until(busy, COMPUTING_TIMEOUT_S, "a prefill worker computes")
+    await until(busy, PATIENCE_S, "a prefill worker computes")
     return found[0]
 
 
@@ -128,7 +125,7 @@ async def a_prefill_worker_is_restarted_at_the_same_address(run: Run) -> None:
     await transferred(run, first=0)
     for victim in victims:
         victim.kill()
-    await until(lambda: not any(victim.part.alive for victim in victims), 10.0, "they are dead")
+    await until(lambda: not any(victim.part.alive for victim in victims), PATIENCE_S, "they are dead")
     await run.fleet.all_ready(READY_TIMEOUT_S)
     await transferred(run, first=100)
 
@@ -144,7 +141,7 @@ async def transferred(run: Run, *, first: int) -> None:
     async def counted() -> bool:
         return await run.fleet.worker_metric("kv_transfers_total", "decode") > before
 
-    await until(counted, REPORT_TIMEOUT_S, "a transfer is counted")
+    await until(counted, PATIENCE_S, "a transfer is counted")
 
 
 @scenario(32)

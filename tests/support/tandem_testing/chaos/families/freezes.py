@@ -4,7 +4,7 @@ import asyncio
 
 from tandem_testing.chaos.families.crashes import computing
 from tandem_testing.chaos.parts import Worker
-from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
+from tandem_testing.chaos.scenario import PATIENCE_S, READY_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Kind, Load
 from tandem_testing.waiting import until
 
@@ -67,6 +67,6 @@ async def the_loop_of_an_engine_is_blocked(run: Run) -> None:
         victim = await run.busiest_decode(load)
         before = victim.knobs.committed("block_s")
         victim.knobs.turn(block_s=BLOCKED_S)
-        await until(lambda: victim.knobs.committed("block_s") > before, 10.0, "the loop is blocked")
+        await until(lambda: victim.knobs.committed("block_s") > before, PATIENCE_S, "the loop is blocked")
 
     await run.under_fault(run.asks(Kind.GREEDY, Kind.SEEDED), fault, speaking=max(2, run.scale.streams // 3))

@@ -12,7 +12,7 @@ from tandem_engine.ipc.parent import die_with_parent
 from tandem_services.cli.bundled import bundled_model
 from tandem_testing.chaos.fleet import START_TIMEOUT_S
 from tandem_testing.chaos.parts import Worker
-from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
+from tandem_testing.chaos.scenario import PATIENCE_S, READY_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Kind, Load
 from tandem_testing.waiting import until
 
@@ -29,7 +29,7 @@ async def the_wall_clock_jumps(run: Run) -> None:
     async def fault(load: Load) -> None:
         clock.write_text(str(HOUR_S), "utf-8")
         load.send(run.asks(Kind.PLAIN, count=6, tokens=32, first=410))
-        await until(lambda: load.begun >= len(load.answers), 60.0, "all speak")
+        await until(lambda: load.begun >= len(load.answers), PATIENCE_S, "all speak")
         clock.write_text(str(-HOUR_S), "utf-8")
 
     try:
@@ -60,7 +60,7 @@ async def a_gateway_has_no_descriptors_left(run: Run) -> None:
         await run.works(gateways=len(run.fleet.gateways) - 1)
         for client in crowd:
             client.close()
-        await until(lambda: run.fleet.is_ready(gateway.url), 60.0, "it answers again", gateway.part.said)
+        await until(lambda: run.fleet.is_ready(gateway.url), PATIENCE_S, "it answers again", gateway.part.said)
         async with run.load() as load:
             load.urls = [gateway.url]
             load.send(run.asks(Kind.GREEDY, count=4, tokens=16))

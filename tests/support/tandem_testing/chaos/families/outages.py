@@ -3,7 +3,7 @@
 import asyncio
 
 from tandem_testing.chaos.fleet import Shape
-from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
+from tandem_testing.chaos.scenario import PATIENCE_S, READY_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Kind, Load
 from tandem_testing.waiting import until
 
@@ -34,7 +34,7 @@ async def all_decode_workers_die(run: Run) -> None:
     """Held down, what has begun waits and new requests are refused; brought back, every stream goes on."""
     async with run.load() as load:
         load.send(run.asks(Kind.GREEDY, Kind.PLAIN))
-        await until(lambda: load.speaking >= 2, 60.0, "streams speak")
+        await until(lambda: load.speaking >= 2, PATIENCE_S, "streams speak")
         with run.fleet.no_restarts():
             for worker in run.fleet.of_role("decode"):
                 worker.kill()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tandem_testing.chaos.families.redis_faults import back_in_use
 from tandem_testing.chaos.fleet import Fleet, Shape
 from tandem_testing.chaos.parts import Worker
-from tandem_testing.chaos.scenario import SPEAK_TIMEOUT_S, Run, scenario
+from tandem_testing.chaos.scenario import PATIENCE_S, SPEAK_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Ask, Kind, Load
 from tandem_testing.tcp_proxy import CALM, TcpProxy, Weather
 from tandem_testing.waiting import until
@@ -22,8 +22,6 @@ PARTITION_S = 15.0
 """Longer than any lease of the registry (`keys.FENCE_AFTER_MS`), and than peers take to ask whether one lives."""
 SILENT_S = 6.0
 """Longer than it takes to give up a silent worker."""
-PATIENCE_S = 60.0
-"""A machine on which nothing is lost for that long has lost nothing."""
 WAVE_S = 0.5
 BACKGROUND = 4
 """Streams that speak at any moment of a fault, however fast they are."""

@@ -14,7 +14,7 @@ from tandem_services.common.ports import free_port
 from tandem_services.router.keys import Keys
 from tandem_testing.chaos.fleet import REDIS_NAME, Shape
 from tandem_testing.chaos.names import why_not
-from tandem_testing.chaos.scenario import SPEAK_TIMEOUT_S, Run, scenario
+from tandem_testing.chaos.scenario import PATIENCE_S, SPEAK_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Ask, Kind, Load
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.waiting import until
@@ -33,7 +33,7 @@ POISON_TURNS = 6
 async def steady(run: Run, load: Load) -> None:
     """More requests while the fault lasts: they are routed without Redis."""
     load.send(run.asks(Kind.PLAIN, count=8, tokens=32, first=400))
-    await until(lambda: load.begun >= len(load.answers), 90.0, "the new ones speak")
+    await until(lambda: load.begun >= len(load.answers), PATIENCE_S, "the new ones speak")
 
 
 async def routed_by_redis(run: Run) -> bool:
@@ -49,7 +49,7 @@ async def routed_by_redis(run: Run) -> bool:
 
 async def back_in_use(run: Run, within_s: float = INDEX_BACK_S) -> None:
     began = run.now()
-    await until(lambda: routed_by_redis(run), 90.0, "Redis is asked again")
+    await until(lambda: routed_by_redis(run), PATIENCE_S, "Redis is asked again")
     took, allowed = run.now() - began, run.allowed(within_s)
     run.expect(took <= allowed, f"Redis was used again after {took:.0f} s, {allowed:.0f} s are allowed")
     run.notes.append(f"Redis is asked again after {took:.1f} s")
@@ -117,7 +117,7 @@ async def handed_over(folder: Path) -> AsyncIterator[RedisServer]:
         left, taker = nodes
         taker.command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
         left.command("CLUSTER", "MEET", "127.0.0.1", str(taker.port), taker.extra[-1])
-        await until(lambda: left.command("GET", "x").startswith("-MOVED"), 30.0, "the slots are known to be elsewhere")
+        await until(lambda: left.command("GET", "x").startswith("-MOVED"), PATIENCE_S, "another node has the slots")
         left.command("CONFIG", "RESETSTAT")
         yield left
     finally:
@@ -137,14 +137,14 @@ async def redis_is_full_then_read_only_then_handed_over(run: Run) -> None:
         server.command("CONFIG", "SET", "maxmemory", "0")
         server.command("REPLICAOF", "127.0.0.1", "1")
         load.send(run.asks(Kind.PLAIN, count=8, tokens=32, first=440))
-        await until(lambda: load.begun >= len(load.answers), 90.0, "the new ones speak")
+        await until(lambda: load.begun >= len(load.answers), PATIENCE_S, "the new ones speak")
         server.command("REPLICAOF", "NO", "ONE")
         for line in lines:
             line.target = lambda: ("127.0.0.1", left.port)
             line.cut()
         load.send(run.asks(Kind.PLAIN, count=8, tokens=256, first=480))
         await until(lambda: load.begun >= len(load.answers), SPEAK_TIMEOUT_S, "the new ones speak")
-        await until(lambda: "errorstat_MOVED" in left.command("INFO", "errorstats"), 10.0, "MOVED was said")
+        await until(lambda: "errorstat_MOVED" in left.command("INFO", "errorstats"), PATIENCE_S, "MOVED was said")
         for line, home in zip(lines, homes, strict=True):
             line.target = home
             line.cut()
@@ -221,9 +221,9 @@ async def a_name_fails_and_then_has_another_address(run: Run) -> None:
     run.expect(len(endpoints) >= 2 * len(fleet.workers), f"only {len(endpoints)} addresses are registered")
     run.expect(all(map(_is_address, endpoints)), f"a worker registered a name: {endpoints}")
     # A quiet moment: what does not answer in 20 ms, as when 64 requests come at once, gets another connection.
-    await until(lambda: routed_by_redis(run), 30.0, "every gateway has a connection")
+    await until(lambda: routed_by_redis(run), PATIENCE_S, "every gateway has a connection")
     fleet.names.forget()
-    await until(lambda: routed_by_redis(run), 10.0, "the connections that are open live on")
+    await until(lambda: routed_by_redis(run), PATIENCE_S, "the connections that are open live on")
 
     async def fault(load: Load) -> None:
         fleet.redis = RedisServer(host=ANOTHER_ADDRESS, port=older.port, before_exec=die_with_parent)

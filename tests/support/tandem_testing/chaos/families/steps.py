@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tandem_testing.chaos.parts import Worker
-from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Run, scenario
+from tandem_testing.chaos.scenario import PATIENCE_S, READY_TIMEOUT_S, Run, scenario
 from tandem_testing.chaos.streams import Ask, Kind, Load
 from tandem_testing.waiting import until
 
@@ -37,7 +37,7 @@ async def a_step_raises_for_one_request(run: Run) -> None:
 
     async with run.load() as load:
         load.send(run.asks(Kind.GREEDY, Kind.SEEDED))
-        await until(lambda: load.speaking >= 2, 60.0, "streams speak")
+        await until(lambda: load.speaking >= 2, PATIENCE_S, "streams speak")
         await fault(load)
         answers = await load.gathered()
     await run.judge([answer for answer in answers if answer.ask != bad])
@@ -56,7 +56,7 @@ async def the_device_of_an_engine_is_lost(run: Run) -> None:
         victims.append(victim)
         before = victim.knobs.committed("lose_device")
         victim.knobs.turn(lose_device=1)
-        await until(lambda: victim.knobs.committed("lose_device") > before, 30.0, "the device is lost")
+        await until(lambda: victim.knobs.committed("lose_device") > before, PATIENCE_S, "the device is lost")
         victim.knobs.turn()
 
     starts = {worker.id: worker.part.starts for worker in run.fleet.workers}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tandem_testing.chaos.parts import Worker
-from tandem_testing.chaos.scenario import Run, scenario
+from tandem_testing.chaos.scenario import PATIENCE_S, Run, scenario
 from tandem_testing.chaos.streams import Ask, Kind
 from tandem_testing.waiting import until
 
@@ -59,7 +59,7 @@ async def transferred_pages_are_corrupt(run: Run) -> None:
         seen = await run.fleet.worker_metric("kv_digest_mismatches_total", "decode") - before
         return seen > 0
 
-    await until(counted, 10.0, "a digest mismatch is counted")
+    await until(counted, PATIENCE_S, "a digest mismatch is counted")
     committed = sum(worker.knobs.committed("corrupt") for worker in run.fleet.of_role("decode"))
     run.notes.append(f"{committed} transfers corrupted in all, {seen:g} mismatches counted in this run")
 
