@@ -246,17 +246,43 @@ def test_nothing_was_restarted(pods: Pods):
     assert {one["metadata"]["name"]: restarts(one) for one in pods.named({}) if restarts(one)} == {}
 
 
-def test_deletion_leaves_nothing(resource: Resource, pods: Pods, diary: Diary):
-    with diary.step("ModelService deleted → nothing left"):
-        resource.cluster.api.delete(resource.path).raise_for_status()
-        for path in (
-            f"{pods.core}/pods",
-            f"{pods.core}/services",
-            f"/apis/apps/v1/namespaces/{pods.namespace}/deployments",
-            f"/apis/tandem.dev/v1alpha1/namespaces/{pods.namespace}/workerpools",
-            f"/apis/tandem.dev/v1alpha1/namespaces/{pods.namespace}/modelservices",
-        ):
-            wait_for(lambda path=path: not pods.cluster.get(path)["items"], 180.0, lambda path=path: path)
-        # Garbage collection takes Secrets after the pools that own them.
-        secret = f"{pods.core}/secrets/{curve_secret_name(NAME)}"
-        wait_for(lambda: pods.cluster.api.get(secret).status_code == 404, 60.0, lambda: secret)
+def delete(resource: Resource, policy: str) -> None:
+    body = {"propagationPolicy": policy}
+    resource.cluster.api.request("DELETE", resource.path, json=body).raise_for_status()
+
+
+def wait_nothing_left(pods: Pods) -> None:
+    """Of a deleted service."""
+    for path in (
+        f"{pods.core}/pods",
+        f"{pods.core}/services",
+        f"/apis/apps/v1/namespaces/{pods.namespace}/deployments",
+        f"/apis/tandem.dev/v1alpha1/namespaces/{pods.namespace}/workerpools",
+        f"/apis/tandem.dev/v1alpha1/namespaces/{pods.namespace}/modelservices",
+    ):
+        wait_for(lambda path=path: not pods.cluster.get(path)["items"], 180.0, lambda path=path: path)
+    # Garbage collection takes Secrets after the pools that own them.
+    secret = f"{pods.core}/secrets/{curve_secret_name(NAME)}"
+    wait_for(lambda: pods.cluster.api.get(secret).status_code == 404, 60.0, lambda: secret)
+
+
+@pytest.mark.parametrize("policy", ["Foreground", "Background"])
+def test_a_deleted_service_finishes_its_requests(
+    policy: str, resource: Resource, pods: Pods, references: dict, diary: Diary
+):
+    """Also where the garbage collector deletes workers and Redis together with the gateways (Foreground)."""
+    resource.apply(SPEC)
+    resource.wait_ready()
+    url = pods.service_url(gateway_name(NAME))
+    with diary.step(f"ModelService deleted under load ({policy}) → nothing left") as entry:
+        # More than one step of a worker takes: some have to wait for a step, and some are between two workers.
+        with Load(url, NAME, references, clients=12) as load:
+            more(load, 12)
+            wait_for(lambda: load.under_way == 12, 60.0, lambda: f"{load.under_way} under way")
+            load.stop()
+            delete(resource, policy)
+            entry["under way"] = load.under_way
+        entry["load"] = of_load(load.summary())
+        wait_nothing_left(pods)
+    check(load)
+    assert entry["under way"] > 0

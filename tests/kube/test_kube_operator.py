@@ -2,6 +2,7 @@
 
 import pytest
 
+from tandem_operator.builders.worker import GRACE_AFTER_DRAIN_S, STAY_S
 from tandem_testing.control_plane import KUBE, PATIENCE_S
 from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import operator
@@ -91,7 +92,8 @@ def test_a_paused_rollout_exchanges_no_pod_and_scales(services, running):
     wait_for(lambda: len(services.pods("worker")) == 4, PATIENCE_S, running.log)
     services.wait_condition("Ready", "True", "CanaryPassed")
     # Those that came are like those that are there.
-    assert {one["spec"]["terminationGracePeriodSeconds"] for one in services.pods("worker")} == {60 + 15}
+    beyond = STAY_S + GRACE_AFTER_DRAIN_S
+    assert {one["spec"]["terminationGracePeriodSeconds"] for one in services.pods("worker")} == {60 + beyond}
     assert before <= {one["metadata"]["uid"] for one in services.pods("worker") + services.pods("gateway")}
     # Nor is another revision begun.
     services.apply(rollout={"paused": True}, decode={"replicas": 3}, **changed, **OTHER_MODEL)
@@ -102,7 +104,7 @@ def test_a_paused_rollout_exchanges_no_pod_and_scales(services, running):
 
     def exchanged() -> bool:
         there = [one for one in services.pods("worker") if "deletionTimestamp" not in one["metadata"]]
-        return {one["spec"]["terminationGracePeriodSeconds"] for one in there} == {45 + 15}
+        return {one["spec"]["terminationGracePeriodSeconds"] for one in there} == {45 + beyond}
 
     wait_for(exchanged, PATIENCE_S, running.log)
 

@@ -11,13 +11,11 @@ from tandem_operator.builders.naming import gateway_name, labels_of, selector_of
 from tandem_operator.builders.redis_access import redis_words
 from tandem_operator.builders.served import Served
 from tandem_operator.builders.services_pod import KEYS_FOLDER, services_pod
-from tandem_operator.builders.worker import CURVE_FOLDER, CURVE_KEY, traced
+from tandem_operator.builders.worker import CURVE_FOLDER, CURVE_KEY, DRAIN_NOTICE_S, traced
 
 PORT = 8000
 ADMIN_PORT = 8001
 INFERENCE_GROUP = "inference.networking.k8s.io"
-DRAIN_NOTICE_S = 5
-"""Load balancers have so long to see that a gateway goes before its port closes."""
 FROM_ZERO_S = 540
 """At zero a request waits so long for the first pair: a little less than it may take altogether."""
 

@@ -40,6 +40,11 @@ MEETING_PORT = 5757
 """Of a leader, for the other pods of its group."""
 CURVE_FOLDER = "/etc/tandem/curve"
 CURVE_KEY = "keys.json"
+DRAIN_NOTICE_S = 5
+"""Load balancers have so long to see that a gateway goes before its port closes."""
+STAY_S = DRAIN_NOTICE_S + 5
+"""A worker takes requests for so long after its deletion. Gateways and workers may be deleted at the same moment, as
+with a namespace or with `--cascade=foreground`: what gateways accept in their notice begins before a worker drains."""
 GRACE_AFTER_DRAIN_S = 15
 """After the drain a worker says good-bye to Redis and its peers, and its engine has 10 s to end."""
 AWAIT_LINKS_S = 20
@@ -104,11 +109,12 @@ def worker_template(service: Served, role: RoleName, labels: dict[str, str], *, 
         "startupProbe": http_probe("/live", "health", periodSeconds=5, failureThreshold=START_PROBES),
         "livenessProbe": http_probe("/live", "health", periodSeconds=10, failureThreshold=3, timeoutSeconds=5),
         "readinessProbe": http_probe("/ready", "health", periodSeconds=2, failureThreshold=2, timeoutSeconds=5),
+        # SIGTERM begins the drain.
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(STAY_S)]}}},
     }
     pod: Manifest = {
         "securityContext": pod_security(spec.security.run_as_user),
-        # SIGTERM begins the drain: a preStop hook would only delay it.
-        "terminationGracePeriodSeconds": spec.drain_seconds + GRACE_AFTER_DRAIN_S,
+        "terminationGracePeriodSeconds": STAY_S + spec.drain_seconds + GRACE_AFTER_DRAIN_S,
         "initContainers": list(mount.init_containers),
         "containers": [container],
         "volumes": volumes,

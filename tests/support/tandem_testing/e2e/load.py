@@ -47,6 +47,7 @@ class Load:
     def __init__(self, url: str, model: str, references: dict[Prompt, str], *, clients: int) -> None:
         self._url, self._model, self._references, self._clients = url, model, references, clients
         self._measurements: list[Measurement] = []
+        self._under_way = 0
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="load")
@@ -67,6 +68,15 @@ class Load:
     def answered(self) -> int:
         """Requests that have ended so far."""
         return len(self._measurements)
+
+    @property
+    def under_way(self) -> int:
+        """Requests that are sent and have not ended."""
+        return self._under_way
+
+    def stop(self) -> None:
+        """No client sends another request. Those under way go on."""
+        self._ended.set()
 
     def summary(self) -> Summary:
         """Of what was measured, once the context has ended."""
@@ -89,7 +99,9 @@ class Load:
 
     async def _one(self, target: Target, specs: Sequence[RequestSpec], turn: int) -> None:
         while not self._ended.is_set():
+            self._under_way += 1
             self._measurements.append(await target.send(specs[turn % len(specs)]))
+            self._under_way -= 1
             turn += self._clients
 
 

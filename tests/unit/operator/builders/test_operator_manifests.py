@@ -225,11 +225,26 @@ def test_the_grace_period_covers_the_whole_end_of_a_process(path):  # RELIABILIT
         grace = template["spec"]["terminationGracePeriodSeconds"]
         args = container.get("args", [])
         if container["name"] == "worker":
-            assert grace > flag(args, "--drain-timeout") + ORDER_TIMEOUT_S + SHUTDOWN_GRACE_S
+            assert grace > stay_of(container) + flag(args, "--drain-timeout") + ORDER_TIMEOUT_S + SHUTDOWN_GRACE_S
         elif container["name"] == "gateway":
             assert grace > flag(args, "--drain-notice") + flag(args, "--drain-timeout")
         seen.add(container["name"])
     assert seen >= {"worker", "gateway"}
+
+
+def stay_of(container: Manifest) -> float:
+    """Seconds between the deletion of a container's pod and its SIGTERM."""
+    word, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert word == "sleep"
+    return float(seconds)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_workers_deleted_with_gateways_take_what_those_take(path):
+    parts = {
+        container["name"]: container for _, template in templates(path) for container in template["spec"]["containers"]
+    }
+    assert stay_of(parts["worker"]) > flag(parts["gateway"]["args"], "--drain-notice")
 
 
 def test_a_gateway_holds_requests_where_there_may_be_no_worker():
