@@ -5,7 +5,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds. Never compared across processes (T75)."""
+    """Monotonic seconds. Never compared across processes [one-clock]."""
 
     def now(self) -> float: ...
 

@@ -5,7 +5,7 @@
 
 A reader that stops (a collector that hangs, a terminal that is held) fills the pipe, and a write then blocks for ever;
 on a full disk it fails. Either way serving goes on, and when lines can be written again the first one says how many are
-missing (RELIABILITY B3.46). What waits is written when the process ends, or lost after `FLUSH_S`.
+missing [logs-never-block]. What waits is written when the process ends, or lost after `FLUSH_S`.
 """
 
 import logging

@@ -13,7 +13,7 @@ Contract of every backend
       or on the number of threads.
     - Only pages named in the batch's `page_table` are read and only slots in `out_cache_loc` written.
     - The batch is a snapshot, so nothing shared with the scheduler is read after `plan` returned, and the
-      scheduler needs no fence against the layers (T4).
+      scheduler needs no fence against the layers [no-stream-fence].
 """
 
 from abc import ABC, abstractmethod
@@ -58,7 +58,8 @@ class TurningPlan(ABC):
 class GraphPlan(AttentionPlan, Protocol):
     """Attention of decodes whose inputs have a place of their own, so that a graph can run it for any of them.
 
-    As made it is a step of padding alone: each row has one token, in the dummy page, and writes there (T38, T39).
+    As made it is a step of padding alone: each row has one token, in the dummy page, and writes there [finite-padding]
+    [dummy-page].
     """
 
     @property

@@ -113,7 +113,7 @@ class TritonGraphPlan(TurningPlan):
     """An `AttentionPlan` for steps of decodes whose tensors never move, so that a CUDA graph can be captured with it.
 
     Each row has one token: token i is that of row i. Rows that a batch does not have read no page, get zeros, and
-    write their K and V to the dummy page (T38, T39).
+    write their K and V to the dummy page [finite-padding] [dummy-page].
     """
 
     plan: TritonPlan

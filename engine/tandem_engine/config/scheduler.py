@@ -70,7 +70,7 @@ class SchedulerConfig:
     session_ttl: float = 600.0
     """Seconds that an unused conversation is kept."""
     max_retractions: int = 16
-    """A request retracted more often than this fails instead of looping for ever (T12)."""
+    """A request retracted more often than this fails instead of looping for ever [retraction-bounded]."""
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     """Of retracted requests, if there is swap space at all."""
     force_retract_every: int = 0

@@ -9,15 +9,15 @@ Life of a request with `handoff.side` RECEIVE
     1. waiting     no KV yet. In order of arrival each gets a row, the cached prefix and private pages for
                    the rest, as soon as running requests can spare them (`StageSide.spare_pages`)
     2. receiving   the writer has a grant for the private pages, and writes to them until its handoff record says
-                   that it has written all; what it writes may repeat and come in any order (T67, T71)
+                   that it has written all; writes may repeat, in any order [record-after-writes] [writes-repeat]
     3. verifying   everything is here; the transport digests the pages. Until the digests match, no page
-                   is committed, so none reaches attention or the prefix cache (T62)
+                   is committed, so none reaches attention or the prefix cache [verified-pages]
     4. admitted    KV committed and cached; the first token stands in `output_ids` and is streamed again
                    from here, so the client has it even if the prefill worker dies. Gateways drop doubles
 
 No wait is unbounded: 1 and 2 end when nothing was heard of the writer for `grant_timeout` (`leases`), 3 the
 same time after its handoff record, and all with the request's own deadline. A request that ends early
-leaves its pages to its hold (`holds`), and tells the writer (T63).
+leaves its pages to its hold (`holds`), and tells the writer [abort-both-ways].
 """
 
 import logging
@@ -120,7 +120,8 @@ class DecodeStage:
         return False
 
     def aborted(self, req: Request) -> None:
-        """`req` ended somewhere in the scheduler: unless its transfer is over, the writer must know (T63)."""
+        """`req` ended somewhere in the scheduler: unless its transfer is over, the writer must know
+        [abort-both-ways]."""
         handoff = _receives(req)
         if handoff is None or req.transfer is not None:
             return
@@ -145,7 +146,7 @@ class DecodeStage:
             receiving = self._receiving.get(key)
             if receiving is None or receiving.hold.granted_at > old or receiving.repeats >= MAX_REPEATS:
                 continue
-            # The hold lasts for longer before the writer may write for longer (T62).
+            # The hold lasts for longer before the writer may write for longer [grant-expiry].
             if self.holds.renew(key, writer=writer, valid_s=self.config.grant_timeout):
                 receiving.repeats += 1
                 # The greeting that went before the grant may be lost as well.
@@ -157,7 +158,8 @@ class DecodeStage:
         return (receiving.hold for receiving in self._receiving.values() if receiving.record is None)
 
     def on_record(self, record: HandoffRecord) -> None:
-        """The writer's account of what it pushed, and the first token. Of a transfer that is over: ignored (T65)."""
+        """The writer's account of what it pushed, and the first token. Of a transfer that is over: ignored
+        [late-signal-ignored]."""
         receiving = self._from(record.sender, room_key(record.room, record.generation))
         if receiving is None or receiving.record is not None:
             self.counters.ignored += 1
@@ -223,7 +225,7 @@ class DecodeStage:
             self.counters.ignored += 1
 
     def peer_gone(self, incarnation: str) -> None:
-        """The peer is fenced: nothing is expected of it any more (T74)."""
+        """The peer is fenced: nothing is expected of it any more [dead-peer-released]."""
         self._greeted.discard(incarnation)
         reason = f"prefill worker {incarnation} is gone"
         for waiting in self.prealloc.from_peer(incarnation):

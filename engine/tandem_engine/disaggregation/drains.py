@@ -6,7 +6,7 @@ Life of the debt
     3. settled    nothing is outstanding there any more, and a closed room starts nothing new: ack
 
 An ack is owed for every room a peer asks about, known or not: the room may have ended here long before
-the question came, and then the answer is immediate (T61).
+the question came, and then the answer is immediate [ack-per-grant].
 """
 
 from collections import OrderedDict

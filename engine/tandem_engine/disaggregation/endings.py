@@ -20,7 +20,7 @@ HANDOFF = "handoff"
 def tell_ended(
     peers: PeerLink, peer: Peer, key: RoomKey, *, side: HandoffSide, reason: str, finished: bool = False
 ) -> TransferAborted:
-    """This engine, which is `side` of room `key`, is done with it (T63, T64). Returns what was said."""
+    """This engine, which is `side` of room `key`, is done with it [abort-both-ways]. Returns what was said."""
     message = TransferAborted(
         room=key.room, generation=key.generation, sender=peers.me, side=side, reason=reason, finished=finished
     )

@@ -3,7 +3,7 @@
 Nothing happens by itself: `FakeFabric.advance` moves time by one tick and delivers what is due, so a test
 decides between which two scheduler steps bytes land. Bytes are read from the source pages and written to
 the target pages when the push is delivered, not when it is asked for, so reuse of pages by either side
-while a push is outstanding shows as wrong bytes, exactly as with the real transport (T60). A push that follows a
+while a push is outstanding shows as wrong bytes, exactly as with the real transport [late-write]. A push that follows a
 step moves at most `Push.least_layers` layers per tick, so other things happen between them.
 """
 

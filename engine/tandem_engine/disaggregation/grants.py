@@ -4,7 +4,7 @@ Life of a grant
     1. early      it came before the gateway's request did; kept for as long as it may be valid, within a bound
     2. attached   to the room it belongs to; pushes may start until it expires, which the receiver puts off
                   for as long as both go on (`leases`)
-    3. expired    no push may start any more (T62)
+    3. expired    no push may start any more [grant-expiry]
 
 It expires `valid_s` after it was sent. While nothing is known of the receiver's clock it may have expired already,
 having lain unread: it is doubtful, and no push starts before the receiver has confirmed it. A renewal does that.
@@ -35,7 +35,7 @@ class Grant:
     first_token: int
     pages: tuple[PageId, ...]
     expires: float
-    """Monotonic time here: the receiver's stamps mean nothing by themselves (T75). -inf: doubtful."""
+    """Monotonic time here: the receiver's stamps mean nothing by themselves [one-clock]. -inf: doubtful."""
     answer_by: float
     """Until when a doubtful one waits for the answer."""
     digest: DigestKind

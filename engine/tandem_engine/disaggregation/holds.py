@@ -16,8 +16,9 @@ Life of a hold
                                        either ── fence ──▶ fenced ── ack, end ──▶ pages free
 
 Only commit, an ack or the end of the writer's process gives pages back, so a late write never lands in another
-request's page (T60). Deadlines are monotonic seconds. Acks count only from the writer that was granted the pages, in
-the generation they were granted in (T61); anything else about a hold that is over is ignored (T65).
+request's page [late-write]. Deadlines are monotonic seconds. Acks count only from the writer that was granted the
+pages, in the generation they were granted in [ack-per-grant]; anything else about a hold that is over is ignored
+[late-signal-ignored].
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +99,7 @@ class HoldTable:
         return hold
 
     def wrote(self, key: RoomKey, *, writer: str, pages: int) -> bool:
-        """The writer has written so many pages. False: not a live hold's, or nothing new (T71)."""
+        """The writer has written so many pages. False: not a live hold's, or nothing new [writes-repeat]."""
         hold = self._live(key, writer)
         if hold is None or not hold.written < pages <= len(hold.pages):
             return False

@@ -3,7 +3,7 @@
 Life of a word
     1. kept      when a room is handed over, closed or refused: its `HandoffRecord` or `TransferAborted`
     2. repeated  whenever the receiver asks what became of the room, word for word: a message that comes twice changes
-                 nothing (T71)
+                 nothing [writes-repeat]
     3. dropped   when no receiver waits for it any more, or for newer ones
 """
 

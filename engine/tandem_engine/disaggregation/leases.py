@@ -12,7 +12,7 @@ silence (a dead, hung or partitioned peer) lets a lease run out.
     requests that wait for memory     ── StillOpen ─▶  a computed prompt that is kept for a grant
     a grant without word of its end   ── StillOpen ─▶  rooms that are over: what was said last is said again
 
-A renewed grant never outlives its hold (T62), whatever is lost or late: the receiver first puts off its
+A renewed grant never outlives its hold [grant-expiry], whatever is lost or late: the receiver first puts off its
 deadline by `valid_s`, and the writer counts these seconds from when it asked, which was earlier.
 A grant that was lost on its way, because a connection broke, is not named as granted: it is sent again. So is a lost
 handoff record or end: the receiver asks for those every `question_period`, which is no renewal and puts off nothing. A

@@ -10,8 +10,8 @@
 Scratch pages are a small share of what nobody is expected to need, so no request waits for them. A prefix cache that
 has grown over all memory, as it does in time, gives up for them what it would give up to the next prompt, which then
 finds it on the free list. The receiver's are held like those of a handoff that ended early: they are free again when
-the writer acknowledges or is fenced, and for no other reason (T60). A writer tests one link at a time, and a receiver
-takes part in one test at a time.
+the writer acknowledges or is fenced, and for no other reason [late-write]. A writer tests one link at a time, and a
+receiver takes part in one test at a time.
 """
 
 from collections import deque

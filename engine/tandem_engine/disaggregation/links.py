@@ -120,7 +120,8 @@ class Links:
         named = {peer.incarnation: peer for peer in peers}
         for gone in self._links.keys() - named.keys():
             del self._links[gone]
-        # In the order of their naming, on every rank of an engine (T68): a set has another order in each process.
+        # In the order of their naming, on every rank of an engine [same-collectives]: a set has another order in each
+        # process.
         for incarnation in [incarnation for incarnation in named if incarnation not in self._links]:
             due = self.clock.now() + self.random.uniform(0.0, FIRST_WITHIN_S)
             self._links[incarnation] = link = Link(peer=named[incarnation], due=due)

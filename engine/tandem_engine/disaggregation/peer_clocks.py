@@ -2,7 +2,7 @@
 
 A message may lie unread for as long as its reader is stopped, or as a connection stalls. What it says of a duration
 ("good for 8 s") must be counted from when it was sent, not from when it was read: an engine that was frozen for half a
-minute would otherwise take a grant for new whose pages have long been somebody else's (T60, T75).
+minute would otherwise take a grant for new whose pages have long been somebody else's [late-write] [one-clock].
 
 Life of what is known of one peer
     1. unknown   nothing of it can be dated. Whoever has to asks a question, and the answer teaches

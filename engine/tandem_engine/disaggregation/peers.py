@@ -10,7 +10,7 @@ Life of a channel to a peer
 Inbound messages are trusted to come from this deployment (CURVE) but not to be current or well formed:
 those of a superseded incarnation, of an engine whose KV has another shape (but for the end of what both
 began), or granted to another writer are counted and dropped here, so that the stages only see what concerns
-this engine (RELIABILITY B2.3).
+this engine [verified-pages].
 """
 
 import logging

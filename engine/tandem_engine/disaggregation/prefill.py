@@ -5,7 +5,7 @@ Life of a request with `handoff.side` SEND
     accept ─▶ 1. computing ───────▶ 2. inflight ─────▶ 3. handed over
               (scheduler's queues)  (kept here)
                    │                     │
-                   └─────────────────────┴───────────▶ given up: the peer is told (T63, T64)
+                   └─────────────────────┴───────────▶ given up, the peer is told [abort-both-ways]
 
     1. computing    like any other request. Each chunk is pushed into the granted pages while it is computed, a few
                     layers at a time, or once it has settled (`send_room`); a grant that comes late finds everything
@@ -158,7 +158,7 @@ class PrefillStage:
         return True
 
     def aborted(self, req: Request) -> None:
-        """`req` ended somewhere in the scheduler, perhaps at admission: the peer must know (T63, T64)."""
+        """`req` ended somewhere in the scheduler, perhaps at admission: the peer must know [abort-both-ways]."""
         handoff = _sends(req)
         if handoff is None:
             return
@@ -234,7 +234,7 @@ class PrefillStage:
         self._send_ack(self.drains.ask(key, message.sender))
 
     def peer_gone(self, incarnation: str) -> None:
-        """The peer is fenced: nobody will read what is sent to it (T74)."""
+        """The peer is fenced: nobody will read what is sent to it [dead-peer-released]."""
         for room in [room for room in self._rooms.values() if room.peer.incarnation == incarnation]:
             self._fail(room, f"decode worker {incarnation} is gone")
         self.early.drop_from(incarnation)
@@ -259,7 +259,7 @@ class PrefillStage:
         if not self._may_push(room):
             return
         if room.req.kv is not None and not self.host.memory.readable(room.req.kv):
-            return  # a prefix is still on its way from host memory (T70); the next turn asks again
+            return  # a prefix is still on its way from host memory [settled-only-sent]; the next turn asks again
         while (push := room.next_push(self.max_pages)) is not None:
             self._start(room, push)
 

@@ -8,13 +8,13 @@ Life of a fetch
     1. receiving   pages are granted, by the ask itself; what is cached here before them is locked. The writer writes
                    to them until its record says that it has written all it will. That may be fewer pages than were
                    granted, or none: the rest was evicted there, and its pages are free again at once
-    2. verifying   the transport digests the pages. Until the digests match nobody can read them (T62)
+    2. verifying   the transport digests the pages. Until the digests match nobody can read them [verified-pages]
     3. cached      the prefix cache has the pages. Whoever waited finds them there, as would anybody else
 
 Requests wait beside the queue (`scheduler.prefetching`), for as long as the gateway found worth while and never longer
 than `prefix_fetch_timeout`. A fetch for which nobody waits any more is given up. Whatever ends one early leaves its
 pages to its hold, as in a handoff (`holds`): they are free when the writer acknowledges or is fenced, and for no other
-reason (T60). Nothing here is an error of a request.
+reason [late-write]. Nothing here is an error of a request.
 """
 
 import logging
@@ -193,7 +193,7 @@ class PrefixFetcher:
         return self.holds.acked(room_key(message.room, message.generation), writer=message.sender.incarnation)
 
     def peer_gone(self, incarnation: str) -> None:
-        """The peer is fenced: nothing is expected of it any more (T74)."""
+        """The peer is fenced: nothing is expected of it any more [dead-peer-released]."""
         for fetch in [each for each in self._fetches.values() if each.hold.writer.incarnation == incarnation]:
             self._fail(fetch, f"{incarnation} is gone")
         self.holds.fence(incarnation)

@@ -6,7 +6,7 @@ Life of a loan
                    └───────────┴────────▶ given up: TransferAborted
 
     1. lent      the longest cached prefix of the tokens is locked, so eviction passes it by. What is only in host
-                 memory is copied to the device first, and nothing is pushed before it is there (T70)
+                 memory is copied to the device first, and nothing is pushed before it is there [settled-only-sent]
     2. pushing   as into any grant: nothing starts while it is doubtful or once it has expired, and its end ends the
                  loan
     3. over      the record tells how many pages were written. None is an answer too. Where prompts are computed
@@ -166,7 +166,7 @@ class PrefixLender:
                 self._push(loan)
 
     def peer_gone(self, incarnation: str) -> None:
-        """The asker is fenced: nobody will read what is sent to it (T74)."""
+        """The asker is fenced: nobody will read what is sent to it [dead-peer-released]."""
         for loan in [loan for loan in self._loans.values() if loan.receiver.incarnation == incarnation]:
             self._over(loan)
 

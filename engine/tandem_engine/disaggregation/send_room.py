@@ -4,9 +4,9 @@
     pages        cached by the receiver │ granted page 0, 1, … `pushed` │ not settled yet
                                         └── pushed, or outstanding ──┘
 
-A chunk that is launched but not settled is not in its pages yet (T70). It is pushed either when it has settled, or
-early: bound to its step, layer by layer as the step writes them. A page goes when all its tokens are there, the last,
-partial one when the whole prompt is.
+A chunk that is launched but not settled is not in its pages yet [settled-only-sent]. It is pushed either when it has
+settled, or early: bound to its step, layer by layer as the step writes them. A page goes when all its tokens are there,
+the last, partial one when the whole prompt is.
 
 Early pushes are as good as settled ones unless their step fails, or one before it that it was launched on: then the
 request is computed again from its last settled token, and what was pushed of later ones is pushed again, which costs

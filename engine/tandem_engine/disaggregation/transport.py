@@ -75,7 +75,7 @@ class Push:
     tail: int = 0
     """Slots in use of the last page, or 0 when it is full: what lies in the others proves nothing."""
     start_before: float = math.inf
-    """Monotonic time. A push that has not been started by then fails instead of writing (T62)."""
+    """Monotonic time. A push that has not been started by then fails instead of writing [grant-expiry]."""
     progress: KvProgress | None = None
     """Of the step that computes these pages: each layer is written when the step has. The push fails with the step.
     None when the pages are settled."""

@@ -2,12 +2,12 @@
 
     capture   once per number of rows, the largest first, in one pool of memory that all of them share: a graph's
               intermediate tensors lie where another's do, and only one runs at a time
-    replay    the smallest that has room; rows behind the step's read and write the dummy page (T38, T39)
+    replay    the smallest that has room; rows behind the step's use the dummy page [finite-padding] [dummy-page]
 
 A graph repeats what was captured with the addresses that were captured. Inputs therefore have a place of their own
 for each size, filled before each replay and never left with what an earlier step had: a step is padded to the whole
-size on the host, and metadata is that of the padded step (T40). Numbers that Python had when a graph was captured stay
-as they were.
+size on the host, and metadata is that of the padded step [pad-then-metadata]. Numbers that Python had when a graph was
+captured stay as they were.
 
 A run of drafts is as many rows as it has tokens (`forward.step_inputs.as_decodes`), so verification needs no graphs
 of its own, and neither has a draft network that catches up with a token or two: it samples after some of the rows.

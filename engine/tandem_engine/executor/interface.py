@@ -49,7 +49,8 @@ class Runner(Protocol):
         ...
 
     def record(self, batch: ForwardBatch, token_ids: Tensor) -> None:
-        """Let requests with a history have the tokens [S, K] that they got, −1 behind a shorter run (T42)."""
+        """Let requests with a history have the tokens [S, K] they got, −1 behind a shorter run
+        [every-accepted-token]."""
         ...
 
 

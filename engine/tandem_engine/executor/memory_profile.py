@@ -3,7 +3,7 @@
     as many prompt tokens as a step may have, in chunks of chunked_prefill_size, then decodes
     max_running_requests rows of logits, all sampled with every filter on
 
-So a step in service never needs more, and the rest of the memory can be KV pages (BEHAVIOUR E.8).
+So a step in service never needs more, and the rest of the memory can be KV pages [memory-profile].
 """
 
 from collections.abc import Callable

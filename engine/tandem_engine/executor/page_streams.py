@@ -1,7 +1,7 @@
 """Copies of whole pages on a stream of their own, beside the steps and yet in order with them.
 
     to host     `pages` waits for the steps launched before, whose bytes it reads
-    to device   the same: a step launched before may still write a page that is given out again (T77)
+    to device   the same: a step launched before may still write a page that is given out again [page-fence]
     a step      waits for a copy only if it names one of its pages, be it to read what came or to write what goes
 
 So the order is that of the calls, as `memory.page_copy` promises, and a step of other requests computes meanwhile.

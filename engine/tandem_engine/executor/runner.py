@@ -97,7 +97,7 @@ class ModelRunner:
         return self.model.logits(self._hidden(batch)[: len(batch.sample_index) + sum(batch.draft_lens)])
 
     def record(self, batch: ForwardBatch, token_ids: Tensor) -> None:
-        """Let requests with a history have the tokens [S, K] that they got, −1 behind a shorter run (T42).
+        """Let requests with a history have the tokens [S, K] they got, −1 behind a shorter run [every-accepted-token].
 
         `forward` does so itself but for steps with drafts, where it cannot know what is accepted.
         """

@@ -5,8 +5,8 @@
     later           `finish` reads the copies
 
 It is to streams what `runner` is to a thread, and gives the same results. Nothing in it looks at the device before
-`finish` (T5). In a step with a grammar sampling is queued when its masks are released, which the scheduler does right
-after settling the step before (T45): the model is on its way by then.
+`finish` [no-device-wait]. In a step with a grammar sampling is queued when its masks are released, which the scheduler
+does right after settling the step before [masks-after-settling]: the model is on its way by then.
 """
 
 from collections.abc import Callable, Sequence
@@ -174,7 +174,7 @@ class StreamRunner:
             ),
             pooled=queue_pooled(hidden[scored:], inputs.batch.pooled),
         )
-        # Rank 0's count, should ranks ever differ (T52).
+        # Rank 0's count, should ranks ever differ [rank-zero-tokens].
         token_ids = self._group.broadcast(sampled.token_ids)
         if inputs.publish_rows is not None:
             sound = token_ids.clamp(min=0)

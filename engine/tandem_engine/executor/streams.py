@@ -10,7 +10,7 @@
 
 Memory that two streams use is told to the device's allocator (`keep`), which gives it to nobody else before both are
 past it. That is the fence behind a step's last read of its inputs: they are its own copy, so nobody need wait for it
-to write the next step's (T2, T4).
+to write the next step's [row-snapshot] [no-stream-fence].
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Attention that tells of each layer whose KV is written, for somebody who sends pages meanwhile (T70)."""
+"""Attention that tells of each layer whose KV is written [settled-only-sent]."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ A sequence with d drafts computes its last token and the drafts behind it, and s
 d + 1 consecutive rows of sampling, one for each position.
 
 `page_table` is a snapshot, not a view of the scheduler's rows: the scheduler may rewrite or recycle a
-row while the forward that was launched with it still runs (T2, T3) without any fence.
+row while the forward that was launched with it still runs [row-snapshot] without any fence.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from tandem_engine.forward.token_masks import TokenMasks
 from tandem_engine.names import PageId
 
 RESOLVE = -1
-"""Input id of a token that only the device knows yet: read it from the FutureMap row (T41)."""
+"""Input id of a token that only the device knows yet: read it from the FutureMap row [device-history]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,8 @@ class ForwardBatch:
     kv_progress: KvProgress | None = None
     """Told of each layer whose KV is written, when somebody sends pages meanwhile."""
     on_host: "ForwardBatch | None" = None
-    """The same step as host tensors, when these are on a device: whoever looks at those waits for the device (T5)."""
+    """The same step as host tensors, when these are on a device: whoever looks at those waits for the device
+    [no-device-wait]."""
 
     @property
     def host(self) -> "ForwardBatch":

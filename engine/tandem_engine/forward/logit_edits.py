@@ -4,9 +4,9 @@ Most requests ask for nothing, so `SamplingBatch.edits` is None in most steps an
 step asked for is None here. Shapes use  S = rows of logits, V = vocabulary; every `index` is int64 into S.
 
 Penalties and bad words depend on the tokens before. Those live on the device (`sampling.editor`), because the
-host does not know the newest ones yet (T41). `histories` brings what the host knows to rows that have just been
-given to a request: after its first prefill, a retraction, a resumption or a handoff (T43). From then on the
-device counts by itself.
+host does not know the newest ones yet [device-history]. `histories` brings what the host knows to rows that have just
+been given to a request: after its first prefill, a retraction, a resumption or a handoff [history-rebuilt]. From then
+on the device counts by itself.
 """
 
 from collections.abc import Sequence
@@ -101,7 +101,8 @@ class LogitEdits:
     histories: tuple[History, ...] = ()
 
     def over_runs(self, lens: Tensor) -> "LogitEdits":
-        """The same edits where each row has become a run of `lens` [S] rows, as when drafts are verified (T42)."""
+        """The same edits where each row has become a run of `lens` [S] rows, as when drafts are verified
+        [every-accepted-token]."""
         runs = _Runs(lens=lens, starts=lens.cumsum(0) - lens)
         return replace(
             self,

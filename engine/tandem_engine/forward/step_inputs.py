@@ -3,9 +3,9 @@
     ForwardBatch, on the host ─▶ `step_inputs` ─▶ `StepInputs` ─▶ one copy ─▶ the same on the device
 
 What follows from lengths, lists and flags is decided here, where they can be looked at: once a step is queued, a look
-at any of its tensors would wait for the device (T5). Decodes, runs of drafts, and what a draft network catches up with
-can also be written as `as_decodes`: every token a decode of its own, padded to a number of rows that a graph was
-captured for.
+at any of its tensors would wait for the device [no-device-wait]. Decodes, runs of drafts, and what a draft network
+catches up with can also be written as `as_decodes`: every token a decode of its own, padded to a number of rows that a
+graph was captured for.
 """
 
 from dataclasses import dataclass, replace
@@ -93,7 +93,8 @@ def can_be_decodes(batch: ForwardBatch) -> bool:
 
 def as_decodes(batch: ForwardBatch, rows: int) -> ForwardBatch:
     """Every token of `batch`, at most `rows`, as a decode; behind them rows that write to the dummy page and read one
-    token of it, so that no softmax is over nothing (T38, T39). Lengths are those of the padded step (T40).
+    token of it, so that no softmax is over nothing [finite-padding] [dummy-page]. Lengths are those of the padded step
+    [pad-then-metadata].
 
     All tokens of a run of drafts are stored before any attends, so one that is a decode of its own sees those before.
     """

@@ -8,8 +8,9 @@
 
 On a device nobody waits: what samples is queued `when_released`, by the scheduler thread itself.
 
-So a grammar costs the wait for the end of settlement, not the overlap (T45). Whoever opens masks releases them
-whatever happens: rows forbid nothing until they are filled, and the token of a request that has ended is dropped.
+So a grammar costs the wait for the end of settlement, not the overlap [masks-after-settling]. Whoever opens masks
+releases them whatever happens: rows forbid nothing until they are filled, and the token of a request that has ended is
+dropped.
 """
 
 from collections.abc import Callable

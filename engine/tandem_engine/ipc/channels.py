@@ -36,7 +36,7 @@ MAX_PER_RECEIVE = 1_000
 """Messages that one call of `receive` takes in, so that a flood of them cannot keep the scheduler from its step."""
 HEARTBEAT_MS = 500
 HEARTBEAT_TIMEOUT_MS = 2_000
-"""A silent peer (SIGSTOP, cable pulled) is disconnected after this (RELIABILITY B2.7)."""
+"""A silent peer (SIGSTOP, cable pulled) is disconnected after this [silent-peer-dropped]."""
 
 In = TypeVar("In")
 Out = TypeVar("Out")

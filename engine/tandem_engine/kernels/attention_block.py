@@ -11,7 +11,7 @@ such, not as TF32. K and V of another dtype (float8) are converted to q's as the
 
 K and V lie in pages of PAGE_SIZE tokens, [page, kv_head, slot, HEAD_DIM] with a stride between pages; a head of a page
 is dense. Token t of a sequence is in slot t % PAGE_SIZE of page table[t // PAGE_SIZE]. Tokens outside [low, high) are
-not read, so it does not matter what lies there, NaN included (T38).
+not read, so it does not matter what lies there, NaN included [finite-padding].
 
 Source: Dao, FlashAttention-2, 2023; Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
 """

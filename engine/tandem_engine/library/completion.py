@@ -1,6 +1,6 @@
 """One growing output: tokens from the engine, text and finish for the caller.
 
-One cut decides everything (T50): the token that completes a stop string is the last one in ids, logprobs
+One cut decides everything [one-cut]: the token that completes a stop string is the last one in ids, logprobs
 and text alike. Tokens are taken by position, each once.
 """
 

@@ -3,7 +3,7 @@
 Life of a page
     1. free       on the free list
     2. allocated  a request, the prefix cache or a transfer hold has it; the allocator does not know which
-    3. fenced     given back while a step that may write to it is in flight (T77)
+    3. fenced     given back while a step that may write to it is in flight [page-fence]
     4. free       when that step has settled
        in use     by a copy that is on its way: free for what runs after it, but not for a peer (`copies`)
 
@@ -36,11 +36,11 @@ class Writer(Enum):
     STREAM = "stream"
     """Forwards and copies, which run in launch order."""
     PEER = "peer"
-    """Anybody else, at any time: no copy in flight may touch its pages (T77)."""
+    """Anybody else, at any time: no copy in flight may touch its pages [page-fence]."""
 
 
 class PageAllocator:
-    """Pages 1..num_pages-1; page 0 is the dummy page (T39). Scheduler thread only."""
+    """Pages 1..num_pages-1; page 0 is the dummy page [dummy-page]. Scheduler thread only."""
 
     def __init__(self, num_pages: int, copies: CopyQueue | None = None) -> None:
         """`copies`: what else touches pages on the device; None if nothing does."""

@@ -52,7 +52,7 @@ class BorrowedPrefix:
 
     @property
     def readable(self) -> bool:
-        """Whether every page is filled for a reader outside the executor's order, too (T70)."""
+        """Whether every page is filled for a reader outside the executor's order, too [settled-only-sent]."""
         return self.memory.copies.passed(self.copy)
 
     def give_back(self, *, spent: bool = False) -> None:

@@ -1,6 +1,6 @@
 """The audit: every page and every row has exactly one owner.
 
-A page is in exactly one of five sets, each collected from its owner and never derived from a sum (T28):
+A page is in exactly one of five sets, each collected from its owner and never derived from a sum [page-conservation]:
 
     free (fenced ones included) · tree · private to a request · transfer hold · dummy page 0
 

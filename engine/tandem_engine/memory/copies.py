@@ -7,7 +7,7 @@ Life of a copy
 
 Two kinds of users wait for different things. What runs on the executor (forwards, later copies) never
 waits: launch order is enough. What does not (a peer writing over NIXL, a peer's read, the disk) may touch a
-page that a copy reads or writes only after the ack (T56, T77). `CopyFence` keeps such pages apart.
+page that a copy reads or writes only after the ack [copy-acked] [page-fence]. `CopyFence` keeps such pages apart.
 
 A copy that raises is not survivable: requests were launched on the pages it should have filled. `poll`
 raises what it raised, which ends the process.
@@ -48,7 +48,8 @@ class CopyQueue:
     submit: Submit
     least: Least | None = None
     """Of ranks that make the same copies, each of its part of a page. What is done on one may be on its way on
-    another, and none may act on it before (T56), nor take it for faster than another does. None: no other ranks."""
+    another, and none may act on it before [copy-acked], nor take it for faster than another does. None: no other
+    ranks."""
     launched: int = 0
     """Number of the newest copy that was queued; 0 before the first."""
     acked: int = 0

@@ -2,7 +2,7 @@
 
 A request that ends while step N+1 is in flight may still have one token of that step written into its
 pages. The next forward runs after it on the same stream and cannot collide, but a writer outside that
-stream can: a page received from a peer would be overwritten (T77). So the last holder names the newest
+stream can: a page received from a peer would be overwritten [page-fence]. So the last holder names the newest
 step launched with its memory, and the memory rests here until that step has settled.
 """
 

@@ -12,9 +12,9 @@ Life of a request's KV
     tokens:  0 ........ cache_protected_len ........ committed_len ........ allocated_len
     pages:   tree, locked by the request | private, content valid | private, content pending
 
-`release` and `detach` are the only ways out, and a second one is a bug (T37). Steps in flight are
+`release` and `detach` are the only ways out, and a second one is a bug [single-release]. Steps in flight are
 respected through `after_step`, the newest launched step with the request in it (None: no step in
-flight has it): what it may still write to waits in the fence (T77). The lock is given back at once, for
+flight has it): what it may still write to waits in the fence [page-fence]. The lock is given back at once, for
 such a step only reads the tree's pages and what it computes for this request is dropped.
 """
 
@@ -72,8 +72,8 @@ class KvMemory:
     def begin(self, token_ids: Sequence[int], *, salt: str, max_match: int) -> RequestKv | None:
         """Take a row and lock the longest cached prefix of at most `max_match` tokens.
 
-        The caller passes the length less one, so that at least one token is computed (T33). None when
-        every row is taken; nothing is held then, nor after an exception (T36).
+        The caller passes the length less one, so that at least one token is computed [one-token-computed]. None when
+        every row is taken; nothing is held then, nor after an exception [admission-unwinds].
         """
         with ExitStack() as undo:
             row = self.rows.alloc()
@@ -118,7 +118,8 @@ class KvMemory:
             self.checkpoint(kv, token_ids)
 
     def readable(self, kv: RequestKv) -> bool:
-        """Whether its committed tokens are in their pages for a reader outside the executor's order, too (T70)."""
+        """Whether its committed tokens are in their pages for a reader outside the executor's order, too
+        [settled-only-sent]."""
         return self.copies.passed(kv.copy)
 
     def ensure(self, kv: RequestKv, total_tokens: int, writer: Writer = Writer.STREAM) -> bool:
@@ -204,7 +205,7 @@ class KvMemory:
     def renew(self, kv: RequestKv) -> RequestKv:
         """All that `kv` holds, under a new identity: what was computed beyond the settled tokens is to be forgotten.
 
-        Whoever keeps state that belongs to a holding knows it by identity, and has to build it anew (T43).
+        Whoever keeps state that belongs to a holding knows it by identity, and has to build it anew [history-rebuilt].
         """
         self._assert_live(kv)
         renewed = replace(kv)

@@ -44,7 +44,7 @@ class NoPrefixCache:
 
     def unlock(self, lock: Lock, *, spent: bool = False) -> None:
         assert isinstance(lock, EmptyLock), f"{lock!r} is not a lock of this cache"
-        assert not lock.released, "lock released twice (T26)"
+        assert not lock.released, "lock released twice [lock-released-once]"
         lock.released = True
         self._locks.remove(lock)
 

@@ -4,7 +4,7 @@ One contiguous tensor, page first, so that a page is one run of bytes: a transfe
 descriptor and a digest reads it in a single pass.
 
     data   [page, layer, 2, kv_head, slot, head_dim]      2 = K, V
-    page 0 is the dummy page: padding reads and writes it, so it must hold finite numbers (T38, T39)
+    page 0 is the dummy page: padding reads and writes it, so it must hold finite numbers [finite-padding] [dummy-page]
 
 A pool of float8 has a scale for K and for V of each head of each layer, which its numbers are multiplied with when they
 are read (`kernels.float8`). They are no part of a page: who moves pages must have the same (ADR 0045).

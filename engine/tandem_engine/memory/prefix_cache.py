@@ -17,7 +17,7 @@ from tandem_engine.names import PageId
 
 
 class Lock(Protocol):
-    """Keeps a path from root to one node in the tree. Released exactly once (T26)."""
+    """Keeps a path from root to one node in the tree. Released exactly once [lock-released-once]."""
 
     @property
     def released(self) -> bool: ...

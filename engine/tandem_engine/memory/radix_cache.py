@@ -7,7 +7,7 @@ Life of a cached page
                   when it is spent
     4. evict      from the oldest leaf's end, page by page, back to the allocator
 
-Recency without a scan (T32). Every unlocked node stands in one ordered list, oldest first. A lock
+Recency without a scan [evict-without-scan]. Every unlocked node stands in one ordered list, oldest first. A lock
 takes its path out of the list, and giving it back appends the path again, deepest node first. So a
 child always stands before its parent, the head of the list is always a leaf, and eviction looks at
 nothing but the head. There are no timestamps. What is spent goes to the head in the same order: the
@@ -238,7 +238,7 @@ class RadixCache:
 
     def _held(self, lock: Lock) -> PathLock:
         assert isinstance(lock, PathLock), f"{lock!r} is not a lock of this cache"
-        assert not lock.released, f"lock on {len(lock.node)} blocks released twice (T26)"
+        assert not lock.released, f"lock on {len(lock.node)} blocks released twice [lock-released-once]"
         return lock
 
     def _lock(self, node: Node) -> PathLock:
@@ -252,7 +252,7 @@ class RadixCache:
         return PathLock(node)
 
     def _lock_path(self, node: Node, stop: Node | None) -> None:
-        for locked in node.lineage(stop):  # the node itself first (T25)
+        for locked in node.lineage(stop):  # the node itself first [lock-covers-node]
             if locked.lock_count == 0 and locked in self._unlocked:
                 del self._unlocked[locked]
                 self._evictable -= len(locked)
@@ -277,7 +277,7 @@ class RadixCache:
             self._unlocked.move_to_end(node, last=False)
 
     def _trim(self, leaf: Node, at_most: int) -> list[PageId]:
-        """Take up to `at_most` pages from the end of `leaf`: never more than were asked for (T57)."""
+        """Take up to `at_most` pages from the end of `leaf`: never more than were asked for [evict-exact]."""
         parent, keep = leaf.parent, max(0, len(leaf) - at_most)
         assert parent is not None, "roots are never in the recency list"
         self.announce()

@@ -1,7 +1,7 @@
 """One node of the radix tree: a run of blocks that every request below it shares.
 
 A block is the tokens of one page. Keys, pages and hashes are counted in blocks alone, so lengths of
-different units cannot be mixed up (T27, T29).
+different units cannot be mixed up [whole-pages] [one-length-unit].
 
     key      bytes of the packed tokens, block after block
     pages    one per block

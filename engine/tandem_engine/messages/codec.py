@@ -1,4 +1,4 @@
-"""Typed msgpack with a version byte and a size limit. No pickle anywhere (RELIABILITY C1)."""
+"""Typed msgpack with a version byte and a size limit. No pickle anywhere [no-pickle]."""
 
 from typing import Generic, TypeVar
 

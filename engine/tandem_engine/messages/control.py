@@ -173,7 +173,7 @@ class PauseMode(StrEnum):
 
 
 class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort_requests"):
-    """End one request by its exact id (T11), or all."""
+    """End one request by its exact id [exact-ids], or all."""
 
     nonce: int
     rid: str | None

@@ -162,7 +162,7 @@ def check_group(name: str) -> None:
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
-    """Stop one attempt. Unknown ids are ignored (T10); ids are compared exactly (T11)."""
+    """Stop one attempt. Unknown ids are ignored [unknown-id-ignored]; ids are compared exactly [exact-ids]."""
 
     rid: str
 

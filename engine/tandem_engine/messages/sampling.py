@@ -49,7 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The same for the tokens of the prompt."""
     logprob_start: int = 0
     """First prompt token that `prompt_logprobs` is wanted for. What predicts it and the rest is computed, whatever
-    the prefix cache has (T21)."""
+    the prefix cache has [logprobs-past-cache]."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens that occur in the output."""
     frequency_penalty: float = 0.0
@@ -129,7 +129,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self._check_markers(self.reasoning_budget)
 
     def check_prompt(self, prompt_tokens: int) -> None:
-        """Raise `InvalidRequestError` when logprobs are wanted that this prompt does not have, or too many (T24)."""
+        """Raise `InvalidRequestError` when logprobs are wanted that this prompt does not have, or too many
+        [logprobs-bounded]."""
         if self.prompt_logprobs is None:
             return
         if self.logprob_start >= prompt_tokens:

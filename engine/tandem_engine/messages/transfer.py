@@ -9,8 +9,8 @@
       │ GrantsRenewed(rooms)  ───────▶ │   answers the writer's, for the rooms that have a grant; asked for at once when
       │                                │   a grant cannot be dated yet, or lay unread for long
       │ ◀─────────────── HandoffRecord │   first token, logprobs, digests: after the last push is done
-      │ TransferAborted ◀────────────▶ │   either way, on every terminal path (T63, T64)
-      │ ◀──────────────────── DrainAck │   the writer will not touch the granted pages again (T60, T61)
+      │ TransferAborted ◀────────────▶ │   either way, on every terminal path [abort-both-ways]
+      │ ◀──────────────────── DrainAck │   the writer will not touch the granted pages again [late-write]
 
     any worker                     any other
       │ Hello, ProbeRequest   ───────▶ │   now and then, to measure the link
@@ -169,7 +169,7 @@ class StillOpen(msgspec.Struct, frozen=True, kw_only=True, tag="still_open"):
     side: HandoffSide
     """SEND: prompts to compute or to push. RECEIVE: requests that wait for memory, and grants whose end it lacks."""
     said_at: float
-    """By the sender's own clock, and for it alone: the answer repeats it unread (T75)."""
+    """By the sender's own clock, and for it alone: the answer repeats it unread [one-clock]."""
     rooms: OpenRooms
 
 

@@ -58,7 +58,7 @@ class CausalLM(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [N, hidden_size] that `forward` returned, to float32 logits [N, vocab_size].
 
-        Apart from `forward` because a long prompt's logits must be taken a part at a time (T22), and
+        Apart from `forward` because a long prompt's logits must be taken a part at a time [logits-in-parts], and
         because pooling and drafting want hidden states and no logits.
         """
         ...

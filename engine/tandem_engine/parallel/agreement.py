@@ -2,14 +2,14 @@
 
     agree    once per turn, before anything is planned: rank 0 sends what happened to it since the last turn, and the
              time by its clock
-    share    for what one rank must say for all, such as drafts: rank 0's value (T53)
-    gather   for what happened on any rank and all must hear of, such as writes of KV that are done (T47)
+    share    for what one rank must say for all, such as drafts: rank 0's value [rank-zero-drafts]
+    gather   for what happened on any rank and all must hear of, such as writes of KV that are done [least-of-ranks]
     least    for facts that every rank comes to by itself in its own time, such as a compiled grammar: a rank says how
-             far each has come, and the least counts for all (T47, T67)
+             far each has come, and the least counts for all [least-of-ranks] [record-after-writes]
 
 All else in a scheduler is a function of its state and of these, so the ranks plan the same batches without ever
 talking about them. Whether a collective is called, and with how many values, must follow from that common state
-alone: never from what this rank has by itself, or from an early return (T68).
+alone: never from what this rank has by itself, or from an early return [same-collectives].
 """
 
 from collections.abc import Callable, Sequence

@@ -14,7 +14,7 @@ from tandem_engine.parallel.failure import Departure, FirstFailure
 
 
 class TpGroup(Protocol):
-    """Collectives over all ranks. Every rank makes the same calls in the same order (T68).
+    """Collectives over all ranks. Every rank makes the same calls in the same order [same-collectives].
 
     Tensors are contiguous, and of the same shape and dtype on all ranks.
 

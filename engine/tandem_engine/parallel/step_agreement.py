@@ -2,7 +2,7 @@
 
 Every rank computes the same logits and draws by the same noise, so the tokens are equal unless a kernel is
 not deterministic. Should one not be, ranks that went on with different tokens would sooner or later plan
-different batches and wait for each other for ever (T52): rank 0's count. So does its time: the schedulers
+different batches and wait for each other for ever [rank-zero-tokens]: rank 0's count. So does its time: the schedulers
 derive rates from it, and plan by them.
 """
 

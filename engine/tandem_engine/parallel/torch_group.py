@@ -4,7 +4,7 @@ Process groups are made directly and not through `init_process_group`, which wou
 process: an engine owns its groups, and a process may hold ranks of several engines, or several ranks of one.
 
 Where all ranks run on one machine, gloo is bound to the loopback device and the store is a file that only this user
-can read, so nothing of a group can be reached from outside (RELIABILITY C1: unauthenticated side channels). Between
+can read, so nothing of a group can be reached from outside [private-channels]. Between
 nodes it is bound to the address by which the nodes reach each other, the store answers ranks of this engine alone
 (`nodes.store`), and each connection is proved to lead to the rank that it should (`nodes.proof`).
 """

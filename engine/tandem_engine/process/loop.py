@@ -143,7 +143,7 @@ class EngineLoop:
                 self.operations.handle(order)
 
     def _abort_unreachable(self) -> None:
-        """A gateway that died cannot abort its requests, so its worker does (RELIABILITY B3 14)."""
+        """A gateway that died cannot abort its requests, so its worker does [dead-gateway-aborts]."""
         while self.outbox.unreachable:
             self.engine.abort_client(self.outbox.unreachable.pop())
 

@@ -2,9 +2,9 @@
 
 Life of a slot
     1. load      a request samples for the first time on its row: counts of its settled output, and its prompt
-    2. apply     before each of its tokens is chosen; the only place where penalties touch logits (T44)
+    2. apply     before each of its tokens is chosen; the only place where penalties touch logits [penalties-once]
     3. record    right after each is chosen, in the thread and order of the steps, so that no step reads counts
-                 that lag behind (T41), and every accepted draft counts (T42)
+                 that lag behind [device-history], and every accepted draft counts [every-accepted-token]
     4. load      by another request, once the scheduler has given the slot away
 
 The scheduler numbers slots from 0 and only requests with a penalty have one, so the tables are as large as the
@@ -94,7 +94,7 @@ class PenaltyRows:
 
         Args:
             ahead: [S, K] tokens that come before each row beside those counted, −1 for none: the drafts before a
-                position whose logits are wanted in the same step (T42).
+                position whose logits are wanted in the same step [every-accepted-token].
         """
         drafts = 0 if ahead is None else ahead.shape[1]
         for rows, width in self._blocks(penalties.slots, drafts):

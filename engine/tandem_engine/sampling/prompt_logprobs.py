@@ -1,6 +1,6 @@
 """Logprobs of prompt tokens, from the hidden states of the tokens before them.
 
-A prompt of a few thousand tokens would have logits of gigabytes, so they are made a part at a time (T22).
+A prompt of a few thousand tokens would have logits of gigabytes, so they are made a part at a time [logits-in-parts].
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """The edits of `editor`, in its order and with its results, by operations that can all be queued on a device.
 
 Nothing here looks at a value, makes a shape depend on one, or brings a list from the host: what the host knows comes
-with the step (`forward.step_inputs`), the masks of grammars when they are filled (T5).
+with the step (`forward.step_inputs`), the masks of grammars when they are filled [no-device-wait].
 """
 
 import torch

@@ -1,8 +1,8 @@
 """From logits to tokens on a device, queued from start to end.
 
 The order, the rules and the noise are those of `sampler`, and so are the tokens: what differs is that nothing is
-decided by a look at the device's numbers (T5). What `sampler` leaves out because no row asks for it is left out here
-where the host says so, and computed for all rows where only the device could tell.
+decided by a look at the device's numbers [no-device-wait]. What `sampler` leaves out because no row asks for it is left
+out here where the host says so, and computed for all rows where only the device could tell.
 """
 
 from dataclasses import dataclass

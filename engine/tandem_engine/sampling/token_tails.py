@@ -1,7 +1,8 @@
 """The newest output tokens of rows whose requests forbid token sequences.
 
 What the FutureMap is to the last token, this is to the last few: loaded when a request samples for the first time
-on its row, then shifted after every step (T41). A tail is as long as the longest sequence needs and no longer.
+on its row, then shifted after every step [device-history]. A tail is as long as the longest sequence needs and no
+longer.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,7 @@
 
 Which rows those are is decided by identity: every (re)admission of a request, whatever the reason, gives it a new
 `RequestKv`, and the device knows the history of the holding in `req.recalled`. Nothing is in flight then, so
-what the host knows is everything (T41, T43).
+what the host knows is everything [device-history] [history-rebuilt].
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""How requests leave: the single release path (T37).
+"""How requests leave: the single release path [single-release].
 
 wish     `to_finish` is set: abort, deadline. Nothing is torn down.
 fact     `finish`: the wish, or a stop condition, at a moment when the newest result is in
-release  row, pages and lock go back; pages that a step in flight may write to wait for it (T77)
+release  row, pages and lock go back; pages that a step in flight may write to wait for it [page-fence]
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,8 @@ from tandem_engine.scheduler.stream import OutputStream
 from tandem_engine.scheduler.tally import Tally
 
 OnRelease: TypeAlias = Callable[[RequestKv, Sequence[int]], None]
-"""Called with KV that is about to be given back and the tokens it holds: drop what is kept by row (T17)."""
+"""Called with KV that is about to be given back and the tokens it holds: drop what is kept by row
+[row-state-forgotten]."""
 
 
 def error_finish(error: EngineError) -> Finish:
@@ -73,7 +74,7 @@ class Endings:
                 stage.aborted(req)
 
     def refuse(self, req: Request, error: EngineError) -> None:
-        """Answer a request that was never admitted. Stages hear of it, to tell the other worker (T63)."""
+        """Answer a request that was never admitted. Stages hear of it, to tell the other worker [abort-both-ways]."""
         req.finished = error_finish(error)
         self.stream.send(req, finish=req.finished)
         self.tally.refused += 1

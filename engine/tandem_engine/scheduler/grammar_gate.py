@@ -6,11 +6,12 @@
                               └▶ failed: its requests end with the reason
 
 A request that waits for its grammar alone stands in `Queues.compiling`, where aborts, deadlines, the queue cap and
-statistics find it (T8). A job that nobody waits for any more is cancelled, so pending jobs are bounded by the queue.
+statistics find it [one-home]. A job that nobody waits for any more is cancelled, so pending jobs are bounded by the
+queue.
 
-With several ranks each compiles for itself, and all must let the same requests go in the same turn (T47): `least`
-turns what this rank knows of each job, in the order they were begun, into what all ranks can act on. What is kept of a
-job follows from that too, or the ranks would know different grammars; and so does when it is given up.
+With several ranks each compiles for itself, and all must let the same requests go in the same turn [least-of-ranks]:
+`least` turns what this rank knows of each job, in the order they were begun, into what all ranks can act on. What is
+kept of a job follows from that too, or the ranks would know different grammars; and so does when it is given up.
 """
 
 import logging

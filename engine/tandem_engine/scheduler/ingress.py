@@ -4,7 +4,7 @@
                                      └────▶ refused: one output with an error, nothing else happens
 
 A refusal is an output, not an exception: the client waits for one, and a stage has to tell the other
-worker of a handoff (T63, T64).
+worker of a handoff [abort-both-ways].
 """
 
 import logging
@@ -89,7 +89,7 @@ class Ingress:
         return self.gate.begin(req)
 
     def abort(self, rid: RequestId, wish: Finish) -> None:
-        """Record the wish; the next plan or settlement acts on it. Unknown ids are ignored (T10, T11)."""
+        """Record the wish; the next plan or settlement acts on it. Unknown ids are ignored [unknown-id-ignored]."""
         req = self.queues.requests.get(rid)
         if req is not None:
             req.to_finish = req.to_finish or wish

@@ -10,9 +10,9 @@ Life of an incident
 
 Everybody else stands still meanwhile, with all memory, so an incident of n requests costs at most 3n
 failed steps and takes no page from anybody. Nobody is recomputed further back than the last settled token,
-and pages that are being sent to a peer stay where they are (T70).
+and pages that are being sent to a peer stay where they are [settled-only-sent].
 
-A suspect's home is its group (T8): it is in `Queues.requests`, and in no queue.
+A suspect's home is its group [one-home]: it is in `Queues.requests`, and in no queue.
 """
 
 import logging

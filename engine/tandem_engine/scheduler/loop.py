@@ -9,13 +9,15 @@ computes one token too many in N+1, which settlement drops.
 
 A step that raises is void, and so is the one launched on top of it; `Isolation` has what follows.
 
-What the plan may not do without the tokens of N (retract, T15, T16; draft) it answers with `SETTLE_FIRST`;
+What the plan may not do without the tokens of N (retract, draft) it answers with `SETTLE_FIRST`
+[finish-before-retract] [settle-before-retract];
 then this turn settles before it launches, as normal mode does. So it does after a step that verified drafts:
 before it has settled nobody knows how long its sequences are.
 
 A step in which somebody has a grammar cannot sample before its masks are filled, which takes the tokens of the step
-before. It is launched all the same, and its masks follow: right after settlement (T45), or at once where nothing was
-in flight, as after drafts. Whatever that comes to, a forward waits for them. In normal mode they come first.
+before. It is launched all the same, and its masks follow: right after settlement [masks-after-settling], or at once
+where nothing was in flight, as after drafts. Whatever that comes to, a forward waits for them. In normal mode they come
+first.
 """
 
 import logging

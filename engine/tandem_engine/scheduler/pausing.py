@@ -38,7 +38,7 @@ class Pausing:
         """Put every request with KV back at the head of the queue, in admission order; returns how many.
 
         One that waits for its grammar goes on waiting for that, without KV. A request whose pages are being sent keeps
-        them where they are (T70).
+        them where they are [settled-only-sent].
         """
         holders = [req for req in self._holders() if not sends_kv(req)]
         for req in reversed(holders):

@@ -11,7 +11,7 @@ prompts have at least what those leave of the token budget, never less than one.
 most `MAX_PREFILL_STREAK` steps before running requests have theirs.
 
 A plan moves requests between queues and takes memory, but touches no device; the result says what to
-launch. Nothing is remembered of why a request did not fit: the next plan asks again (T18).
+launch. Nothing is remembered of why a request did not fit: the next plan asks again [admission-not-latched].
 """
 
 from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ class Planner:
     delay: PromptDelay | None = None
     """Only with a `scheduler_delay_factor`."""
     head_waits: Admission = Admission.OK
-    """Why the last plan did not admit the first that still waits; for the statistics alone (T18)."""
+    """Why the last plan did not admit the first that still waits; for the statistics alone [admission-not-latched]."""
     prefill_streak: int = 0
     """Steps in a row that made running requests wait."""
 
@@ -152,7 +152,7 @@ class Planner:
         return StepPlan(extends=extends, decodes=decodes) if extends or decodes else Hold.NOTHING
 
     def _bring_back(self) -> None:
-        """Swapped requests run again, unless this step takes pages from somebody (BEHAVIOUR E2)."""
+        """Swapped requests run again, unless this step takes pages from somebody [swapped-first]."""
         if self.retraction.force_is_due and self.queues.running:
             return
         while self._swapped_go_first() and self._has_seat():
@@ -278,7 +278,8 @@ class Planner:
         self.tally.disk_cached_tokens += req.cache_hits.disk
 
     def sweep(self) -> None:
-        """Finished rows leave whatever the last step did (T19); wishes of idle requests come true (T8)."""
+        """Finished rows leave whatever the last step did [finished-rows-filtered]; wishes of idle requests come true
+        [one-home]."""
         self.queues.drop_finished()
         wishes, self.queues.wishes = self.queues.wishes, []
         for req in wishes:

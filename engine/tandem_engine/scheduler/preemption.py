@@ -3,11 +3,11 @@
     1. the head of the queue cannot be admitted for want of a seat, a row, pages, or a turn for its chunks
     2. the policy says which running requests it outranks
     3. those that are outranked have enough to give, or nobody is disturbed
-    4. no step is in flight, or the loop settles first (T16)
+    4. no step is in flight, or the loop settles first [settle-before-retract]
     5. one after the other is put back, the most expendable first, until the head fits
 
-A request that is put back waits under the policy as any other, whatever the cap on the queue (T12), and its
-computed pages stay in the prefix cache while there is room. It is put back no more than `max_retractions` times.
+A request that is put back waits under the policy as any other, whatever the cap on the queue [retraction-bounded], and
+its computed pages stay in the prefix cache while there is room. It is put back no more than `max_retractions` times.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ class Preemption:
         return Room.READY
 
     def _candidates(self) -> list[Request]:
-        """Who may be put back; pages that are being sent must stay what they are (T70)."""
+        """Who may be put back; pages that are being sent must stay what they are [settled-only-sent]."""
         holders = [*self.queues.running]
         if self.queues.chunked is not None and not sends_kv(self.queues.chunked):
             holders.append(self.queues.chunked)

@@ -1,8 +1,8 @@
 """Fills one step with prompt tokens, request by request, within a token budget and the free pages.
 
 For each request the order is: token budget, row and cached prefix (locked), page estimate, pages. What
-was taken is given back if the next thing is lacking (T36), and the answer says what that was. Once all is there,
-what host memory has of the prefix is copied to the first of the pages.
+was taken is given back if the next thing is lacking [admission-unwinds], and the answer says what that was. Once all is
+there, what host memory has of the prefix is copied to the first of the pages.
 
     chunk = min(budget left, chunk limit, rest of the prompt)
 
@@ -158,7 +158,7 @@ class PrefillAdder:
         return Admission.OK
 
     def add(self, req: Request) -> Admission:
-        """The first chunk of a waiting request: match its prefix, then count (T34)."""
+        """The first chunk of a waiting request: match its prefix, then count [match-then-count]."""
         start = self._begin(req)
         if isinstance(start, Admission):
             return start

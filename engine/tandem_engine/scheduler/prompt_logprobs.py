@@ -1,11 +1,11 @@
-"""Logprobs of one prompt, gathered over as many steps as its computation takes (T23).
+"""Logprobs of one prompt, gathered over as many steps as its computation takes [logprobs-through-chunks].
 
     positions   0 ······· start ─────── next ─────── stop = prompt_len
                           │ collected   │ wanted     │
     a step that computes tokens [a, b) yields positions [a + 1, b + 1): each token predicts the one after it
 
 `next` only grows, by what has settled, and never goes back: a request that is put back and computed again asks for
-the rest alone. Until all are there, the prefix cache must not hide the token before `next` (T21).
+the rest alone. Until all are there, the prefix cache must not hide the token before `next` [logprobs-past-cache].
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Where requests are.
 
-Every live request has exactly one home (T8):
+Every live request has exactly one home [one-home]:
 
     compiling   its grammar is not compiled yet; with KV, when a stage has handed it over meanwhile
     waiting     needs an EXTEND; arrival order, with retracted and recomputed requests at its head
@@ -54,7 +54,7 @@ class WaitingQueue:
         self._requests.insert(place, req)
 
     def return_to_head(self, req: Request) -> None:
-        """A request that had been admitted before; exempt from any cap (T12)."""
+        """A request that had been admitted before; exempt from any cap [retraction-bounded]."""
         self._requests.appendleft(req)
 
     def discard(self, req: Request) -> None:
@@ -84,7 +84,7 @@ class Queues:
     """The first to come back first."""
     chunked: Request | None = None
     running: list[Request] = field(default_factory=list)
-    """In admission order. May hold finished requests until the next plan filters them (T19)."""
+    """In admission order. May hold finished requests until the next plan filters them [finished-rows-filtered]."""
     wishes: list[Request] = field(default_factory=list)
     """Requests whose `to_finish` was set since, or that were in flight when last looked at."""
     requests: dict[RequestId, Request] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class Queues:
             self.swapped.remove(req)
 
     def forget(self, req: Request) -> None:
-        """`req` finished or left for a stage. Running rows are filtered by the next plan (T19)."""
+        """`req` finished or left for a stage. Running rows are filtered by the next plan [finished-rows-filtered]."""
         self.requests.pop(req.rid, None)
         self.compiling.pop(req.rid, None)
         self.reading.pop(req, None)
@@ -200,7 +200,7 @@ class Queues:
             self.chunked = None
 
     def drop_finished(self) -> None:
-        """Filter the running batch. Each plan does, whatever path the step before took (T19)."""
+        """Filter the running batch. Each plan does, whatever path the step before took [finished-rows-filtered]."""
         self.running = [req for req in self.running if req.finished is None]
 
     def waiting_tokens(self) -> int:

@@ -2,7 +2,8 @@
 
 Finishing has two phases. `to_finish` is a wish (an abort, a deadline) that anybody on the scheduler
 thread may record at any time; `finished` is a fact that only settlement or the release path sets. A
-request whose step is in flight is never torn down by a wish: settlement sees it first (T1, T6).
+request whose step is in flight is never torn down by a wish: settlement sees it first [abort-is-deferred]
+[abort-before-token].
 
 Progress is counted in tokens:
 
@@ -10,7 +11,7 @@ Progress is counted in tokens:
     0 ───────────────┬──────────────▶ fill_ids = origin_input_ids + output_ids
                      └ prompt_len
 
-KV ownership lives in `kv` alone and is never derived from the length of `output_ids` (T7).
+KV ownership lives in `kv` alone and is never derived from the length of `output_ids` [owned-by-cursor].
 """
 
 from collections.abc import Sequence
@@ -77,7 +78,7 @@ class Request:
     acceptance: Acceptance = field(default_factory=Acceptance)
     """How well its drafts have fared. Survives retraction."""
     steps_in_flight: int = 0
-    """Launched steps that have not settled (T16)."""
+    """Launched steps that have not settled [settle-before-retract]."""
     tokens_in_flight: int = 0
     """Output tokens that in-flight steps will add: at most, while drafts are being verified."""
     retractions: int = 0
@@ -152,7 +153,7 @@ class Request:
 
     @property
     def longest_match(self) -> int:
-        """Tokens that may come from the prefix cache: one at least is computed, and what was asked for needs (T21)."""
+        """Tokens that may come from the prefix cache: one at least is computed [logprobs-past-cache]."""
         longest = self.seq_len - 1
         for wanted in (self.prompt_logprobs, self.pooled):
             allowed = None if wanted is None else wanted.longest_match

@@ -2,12 +2,13 @@
 
 Admission guesses how long outputs get; here the guess meets the truth. The check is exact: one page for
 each request whose next token starts a page, against pages that are free or evictable. The same function
-decides whether anybody is retracted and when it is enough (T14).
+decides whether anybody is retracted and when it is enough [one-memory-check].
 
 A retracted request gives everything back; its settled pages stay in the prefix cache until somebody needs
 them. It returns to the head of the queue, to be computed again, or is swapped to host memory where that is
 predicted to be cheaper (`swapping`). It is never in flight: the planner asks to settle first,
-which also lets a request that is about to end do so and give up its pages for nothing (T15, T16).
+which also lets a request that is about to end do so and give up its pages for nothing [finish-before-retract]
+[settle-before-retract].
 """
 
 from collections.abc import Sequence
@@ -93,14 +94,14 @@ class Retraction:
         self._put_back(req, [req] if req is not self.queues.chunked else [])
 
     def give_up_one(self) -> None:
-        """Nothing can run and nothing will change: end the request that gives way first (T13)."""
+        """Nothing can run and nothing will change: end the request that gives way first [last-request-fails]."""
         holders = [*self.queues.running]
         if self.queues.chunked is not None:
             holders.append(self.queues.chunked)
         self._fail(self.policy.victim(holders), "the KV pool has no page left for its next token")
 
     def _candidates(self, decodes: Sequence[Request]) -> list[Request]:
-        """Who may be put back. Pages of a chunk that is being sent must stay what they are (T70)."""
+        """Who may be put back. Pages of a chunk that is being sent must stay what they are [settled-only-sent]."""
         chunked = self.queues.chunked
         if chunked is None or sends_kv(chunked):
             return [*decodes]

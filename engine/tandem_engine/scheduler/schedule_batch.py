@@ -3,7 +3,7 @@
     StepPlan ──▶ ScheduleBatch (requests, cursors) ──build──▶ ForwardBatch (tensors)
 
 The view copies everything it shows, the page table rows included: requests and rows change while the
-forward runs, and the forward must not notice (T2, T3). Work per request is a few list appends; all that
+forward runs, and the forward must not notice [row-snapshot]. Work per request is a few list appends; all that
 grows with the number of tokens is done by numpy.
 
     sequences    extends in plan order, then decodes
@@ -250,7 +250,7 @@ class BatchBuilder:
         )
 
     def _suppressed(self, samplers: Sequence[Request], draft_lens: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Per row of sampling: each position of a run counts as the output token it would be (T42)."""
+        """Per row of sampling: each position of a run counts as the output token it would be [every-accepted-token]."""
         suppressed = tuple(
             self.stop.suppressed(req.sampling, len(req.output_ids) + req.tokens_in_flight + offset)
             for req, drafts in zip(samplers, draft_lens or repeat(0), strict=False)

@@ -157,7 +157,7 @@ class Scheduler:
         self._ingress.check(message)
 
     def abort(self, rid: RequestId) -> None:
-        """Wish for the end of a request, wherever it is. Unknown ids are ignored (T10)."""
+        """Wish for the end of a request, wherever it is. Unknown ids are ignored [unknown-id-ignored]."""
         self._ingress.abort(rid, ABORTED)
         self._stream.flush()
 

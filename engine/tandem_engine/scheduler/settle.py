@@ -2,15 +2,15 @@
 
 For each request of a settled step, in this order
     1. counters   one step less in flight
-    2. ended      a request that finished meanwhile is skipped altogether, its reply included (T9)
+    2. ended      a request that finished meanwhile is skipped altogether, its reply included [ended-is-skipped]
     3. commit     the KV of the step is final, but for drafts: those that are accepted follow with 6
-    4. wish       an abort that came after the launch is obeyed before the token is looked at (T6)
+    4. wish       an abort that came after the launch is obeyed before the token is looked at [abort-before-token]
     5. chunk      whole pages enter the prefix cache; stages may send them
     6. token      appended up to the first stop or the end of its grammar, streamed; a stop releases the request
     7. handoff    a stage may keep a request whose prompt is done
 
 In overlap mode the next step is in flight meanwhile, perhaps with a request that ends here: its surplus
-token falls to rule 2 when that step settles, and pages it may write to wait until then (T77).
+token falls to rule 2 when that step settles, and pages it may write to wait until then [page-fence].
 
 Nearly all tokens are plain: one of a request that decodes, that nobody wants to end, and whose token does not
 end it. `_decodes` does for them what the rules above would do, and nothing else: it runs once per token that

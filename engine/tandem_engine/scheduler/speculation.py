@@ -8,10 +8,10 @@
 
 Requests that take no drafts, because theirs do not pay or the batch is too large, keep overlapping.
 
-Every rank of an engine drafts the same (T53): n-grams follow from text that all ranks have, networks take rank
-0's guesses, and lengths go by the clock that ranks agree on and rank 0's time for proposals.
+Every rank of an engine drafts the same [rank-zero-drafts]: n-grams follow from text that all ranks have, networks take
+rank 0's guesses, and lengths go by the clock that ranks agree on and rank 0's time for proposals.
 
-Pages are taken for the drafts of this step and no others, before it is launched (T30, T31): at most what
+Pages are taken for the drafts of this step and no others, before it is launched [draft-pages]: at most what
 the request's next tokens would take anyway, so nothing is given back when drafts are rejected. Drafts may
 evict cached pages but never make anybody retract; without a page a request takes fewer or none.
 """
@@ -82,7 +82,8 @@ class Speculation:
     timer: TurnTimer
     agree: Callable[[StepDrafts], StepDrafts] = lambda drafts: drafts
     """The drafts that every rank uses, and what they cost: those of rank 0. A rank that went by its own could find
-    others, or another number of them, and its forward would wait for ever for collectives of another shape (T53)."""
+    others, or another number of them, and its forward would wait for ever for collectives of another shape
+    [rank-zero-drafts]."""
     told: bool = False
     """Guesses are read at once: other ranks are told of them."""
     confined: bool = True
@@ -141,7 +142,7 @@ class Speculation:
         self.lengths.settled(batch=batch, drafted=count > 0)
 
     def released(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
-        """`kv`, with KV of `token_ids`, is about to be given back (T17)."""
+        """`kv`, with KV of `token_ids`, is about to be given back [row-state-forgotten]."""
         self.proposer.release(kv, token_ids)
 
     def _close(self, proposed: StepDrafts, *, drafting: set[RequestId], batch: int) -> None:

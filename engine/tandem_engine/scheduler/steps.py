@@ -1,7 +1,7 @@
 """Step numbers: which steps were launched, which have settled.
 
 Steps are numbered from 1 and settle in launch order, at most one behind in overlap mode. Whoever gives
-back memory passes `newest_in_flight`, so that what a step may still write to waits for it (T77).
+back memory passes `newest_in_flight`, so that what a step may still write to waits for it [page-fence].
 """
 
 from dataclasses import dataclass

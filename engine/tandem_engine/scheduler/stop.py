@@ -1,8 +1,8 @@
 """Where an output ends.
 
 One function cuts a run of new tokens at its first end; ordinary decoding is a run of length one. The
-cut applies to ids, logprobs, text and usage alike (T50), and the earliest position in the run wins
-whatever its reason (T48).
+cut applies to ids, logprobs, text and usage alike [one-cut], and the earliest position in the run wins
+whatever its reason [earliest-stop].
 
 At one position the order is: EOS, stop ids, stop strings, then length. So a stop string that completes
 with the last allowed token ends the output as `stop` and is cut from the text; it would leak to the
@@ -94,7 +94,7 @@ class StopRule:
         """End by a stop string that the last token of `run` completes.
 
         Every token but the last of `run` was checked before, so the window need not be longer than the
-        longest stop string, at no less than one byte per token, and the run (T49).
+        longest stop string, at no less than one byte per token, and the run [stop-window].
         """
         if len(outputs) + len(run) <= sampling.min_tokens:
             return None

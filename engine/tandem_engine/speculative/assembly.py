@@ -58,7 +58,7 @@ class Target:
     max_text: int
     """Tokens that a draft model may catch up with in one step."""
     group: TpGroup
-    """The ranks that share the model. Each has the whole draft, and all take rank 0's guesses (T53)."""
+    """The ranks that share the model. Each has the whole draft, and all take rank 0's guesses [rank-zero-drafts]."""
     platform: Platform
     graph_sizes: tuple[int, ...] = ()
     """Of decodes, which guesses are, and the token or two that a draft network mostly has to catch up with."""

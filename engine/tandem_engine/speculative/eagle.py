@@ -11,7 +11,7 @@ output matrix.
 
 The pair for token i is kept at slot i, so draft KV is a function of the same tokens as KV is. EAGLE numbers
 the pair by the hidden state, which makes it depend on one token more, and every length differ by one between
-the two pools (T29).
+the two pools [one-length-unit].
 """
 
 from dataclasses import dataclass

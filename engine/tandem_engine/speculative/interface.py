@@ -41,7 +41,7 @@ class DraftRequest:
 class DraftTokens:
     """What was proposed: a chain for each request, in their order; () for those without an idea.
 
-    Lives in the plan of one step and nowhere else, so that no draft is ever taken for a token (T51).
+    Lives in the plan of one step and nowhere else, so that no draft is ever taken for a token [drafts-in-plan].
     """
 
     chains: Chains = ()
@@ -82,7 +82,8 @@ class Proposer(Protocol):
         ...
 
     def release(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
-        """`kv` is given back after this call: forget its row. `token_ids` are those its pages hold (T17)."""
+        """`kv` is given back after this call: forget its row. `token_ids` are those its pages hold
+        [row-state-forgotten]."""
         ...
 
 

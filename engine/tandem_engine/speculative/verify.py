@@ -69,7 +69,7 @@ class VerifiedForward:
 
     def accepted(self, batch: ForwardBatch, result: ForwardResult) -> ForwardResult:
         """Of what `batch`, on the host, came to, the accepted run of every sequence: ids, logprobs and history alike
-        (T42, T50). Before the next step is launched, which must know that history.
+        [every-accepted-token] [one-cut]. Before the next step is launched, which must know that history.
         """
         if not batch.draft_lens:
             return result

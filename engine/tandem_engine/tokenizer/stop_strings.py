@@ -2,7 +2,8 @@
 
 Text that may yet become a stop string is held back, so that its beginning never reaches the client.
 The result does not depend on how the text is cut into pieces: of all occurrences the one that ends first
-wins, and of those that end together the longest (T49: an early match inside a long piece is not missed).
+wins, and of those that end together the longest. An early match inside a long
+piece is not missed [stop-window].
 """
 
 from typing import NamedTuple

@@ -15,11 +15,11 @@ A push is one WRITE, or one after the other as the step that computes its pages 
 when the one before it is done. A WRITE that is done has arrived, and no notification goes with it: NIXL's would keep
 the sender waiting until the receiver has looked twice, and the sender has something to tell anyway (`HandoffRecord`).
 
-An error from NIXL loses the peer it concerns and never stops the thread (RELIABILITY
-B2.4): every push that was accepted ends in exactly one `PushDone` or `PushFailed`. So does a WRITE that does not end: a
-connection of which only the other side knows that it is over says nothing, and pages of both sides wait for the push.
-An error that nobody foresaw (`mishaps`) costs what it concerns and nothing else: the command has its answer, a push
-fails, and its peer is lost where NIXL may be writing to it; other commands and pushes go on.
+An error from NIXL loses the peer it concerns and never stops the thread
+[peer-error-contained]: every push that was accepted ends in exactly one `PushDone` or `PushFailed`. So does a WRITE
+that does not end: a connection of which only the other side knows that it is over says nothing, and pages of both sides
+wait for the push. An error that nobody foresaw (`mishaps`) costs what it concerns and nothing else: the command has its
+answer, a push fails, and its peer is lost where NIXL may be writing to it; other commands and pushes go on.
 
 Once the agent is cut off from its network (`agent`), pushes fail and nothing is written here any more. The process
 lives on: without an address it can do no harm, and with its address back it soon learns whether it is fenced. One that
@@ -71,7 +71,7 @@ the pace at which both sides look."""
 STUCK_S = 15.0
 SLOWEST_RATE = 10e6
 """A WRITE is given up after so many seconds, and those that its pages take at so many bytes per second. A receiver that
-stands still is fenced before: what lies in its sockets may not reach pages that it uses again (T60)."""
+stands still is fenced before: what lies in its sockets may not reach pages that it uses again [late-write]."""
 IDLE_PAUSE = 50e-3
 """Otherwise. Connections of peers still need this side to look now and then."""
 
@@ -149,7 +149,7 @@ class TransferThread:
             with self.mishaps.attempt("writing a push", outstanding.push.peer) as writing:
                 self._progress(outstanding)
             if writing.failed:
-                # NIXL may have been told to write: its connection goes before the receiver hears of it (T60).
+                # NIXL may have been told to write: its connection goes before the receiver hears of it [late-write].
                 self._lose(outstanding.push.peer, UNEXPECTED)
         self._tidy("attending to peers", partial(self._looked, self.agent.attend))
         if self.interfaces.lost:
@@ -268,7 +268,7 @@ class TransferThread:
         ended = [outstanding for outstanding in self._outstanding.values() if outstanding.push.peer == peer]
         for outstanding in ended:
             self._release(outstanding)
-        # Before anybody hears of it: the receiver uses its pages again once it is told (T60).
+        # Before anybody hears of it: the receiver uses its pages again once it is told [late-write].
         self._tidy("removing a peer", partial(self.agent.remove_peer, peer), peer)
         for outstanding in ended:
             self._fail(outstanding, reason, peer_lost=True)

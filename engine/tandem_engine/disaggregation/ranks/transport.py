@@ -13,8 +13,8 @@ local transports report becomes one event that all ranks see in the same turn.
     poll()                ──▶   what this rank's transport reports     ◀─  events
           ◀── joined events ──  exchanged with all ranks (`gather`), put together (`joins`)
 
-Ranks exchange something in a turn only while a push or a proof is open, which all have alike (T68). Between
-two engines that are alone nothing is sliced, renamed or joined.
+Ranks exchange something in a turn only while a push or a proof is open, which all have alike [same-collectives].
+Between two engines that are alone nothing is sliced, renamed or joined.
 """
 
 import logging

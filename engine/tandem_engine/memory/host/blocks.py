@@ -4,13 +4,14 @@ Life of a block
     1. add       pinned: a copy from the device or a read from storage fills its page
     2. unpin     filled; it joins the recency list as the most recent
     3. pin       a match wants it, a copy or a write to storage reads it; any number of times
-    4. evict     the least recent unpinned block, whether or not the device has it too (T58)
+    4. evict     the least recent unpinned block, whether or not the device has it too [mirror-reclaimable]
 
 A hash names a block together with all before it, so a block needs no parent here. Its own tokens are
 compared as well: a match goes block by block from the root and has compared those before. A block whose
 predecessor is gone cannot be reached, and grows old.
 
-Eviction looks at the head of the recency list only (T32), and never touches a pinned block (T54, T56).
+Eviction looks at the head of the recency list only [evict-without-scan], and never touches a pinned block
+[pinned-host-block] [copy-acked].
 """
 
 from collections import OrderedDict

@@ -6,7 +6,7 @@ Life of swapped KV
     2. swapped  the request has a `SwappedKv` and neither row nor device pages
     3. back     new device pages, and the copy to them is queued; forwards launched later see it
        drop     the request ended, or is computed again after all
-    4. leaving  the host pages rest until every copy that was queued by then is acked (T56)
+    4. leaving  the host pages rest until every copy that was queued by then is acked [copy-acked]
 
 Pages at the start of the request that somebody else has locked are not copied: they are expected to be in the
 prefix cache when it returns. If they are not, the request is computed again.

@@ -6,7 +6,7 @@
                                   └── read from storage (`traffic`)
 
 Copies run on the executor in launch order, so a block can be loaded back while its backup is still queued.
-Only what is off that order, evicting the page and writing it to storage, waits for the ack (T56).
+Only what is off that order, evicting the page and writing it to storage, waits for the ack [copy-acked].
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from tandem_engine.names import HostPageId, PageId
 
 
 class Backup(Enum):
-    """What became of a block that should go to host memory (T55)."""
+    """What became of a block that should go to host memory [backup-result]."""
 
     QUEUED = "queued"
     PRESENT = "present"

@@ -2,10 +2,10 @@
 
 Life of a cached block
     1. insert       on the device, in the tree; `write_through` marks it for backup
-    2. backup       queued at the next `poll`, a bounded amount per turn, never while a result is settled (T59)
-    3. both         device and host have it; each may evict its copy without asking the other (T58)
+    2. backup       queued at the next `poll`, so much per turn, never while a result is settled [backup-queued]
+    3. both         device and host have it; each may evict its copy without asking the other [mirror-reclaimable]
     4. device evict without a host copy, it is backed up now, if the policy wants it (`write_back`)
-    5. host only    a match of the tree goes on here, block by block, and pins what it finds (T54)
+    5. host only    a match of the tree goes on here, block by block, and pins what it finds [pinned-host-block]
     6. load-back    a request is admitted with it: copied to pages of that request, which enter the tree
     7. host evict   least recent first; storage has it, or it is lost
 
@@ -17,7 +17,7 @@ Life of a cached block
 
 The tree knows nothing of tiers; it tells this class what it adds and drops (`TreeWatcher`). Nothing here
 waits: copies run in launch order, so an evicted page is safe for the next forward at once, and the
-allocator keeps it from peers until its copy is acked (T77).
+allocator keeps it from peers until its copy is acked [page-fence].
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -2,7 +2,7 @@
 
 Everything between nodes that is not tensors goes over ZMQ with the deployment's CURVE keys, to one port of node 0: who
 takes part, the addresses at which groups meet, signs of life. Off loopback nothing of it works without keys
-(RELIABILITY C1: unauthenticated side channels).
+[private-channels].
 """
 
 from dataclasses import dataclass

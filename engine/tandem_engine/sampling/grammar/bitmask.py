@@ -1,7 +1,7 @@
 """Forbids tokens: a packed mask makes logits −inf.
 
 The mask says which row of the logits each of its rows is for. Nothing is inferred from order or count, so a
-batch in which few have a grammar, or one has several positions, cannot mix them up (T46).
+batch in which few have a grammar, or one has several positions, cannot mix them up [mask-per-row].
 """
 
 import numpy as np

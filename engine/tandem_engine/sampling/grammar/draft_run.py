@@ -20,7 +20,7 @@ def masks_for_run(matcher: Matcher, draft_tokens: Sequence[int], bits: Bits) -> 
     Returns:
         How many rows were written. The drafts behind them cannot be accepted: the one before does not fit, or ended
         the output, or led to a problem. Rows from there on are left alone; a verifier goes by positions and never by
-        what a row looks like (T46). 0 when the problem is with the first position, where no draft is involved.
+        what a row looks like [mask-per-row]. 0 when the problem is with the first position, where no draft is involved.
     """
     matcher.fill(bits[0])
     accepted = 0

@@ -1,7 +1,8 @@
 """Who goes first, and who gives way.
 
 The planner knows the two questions and not the answers. A policy answers from what is there now and remembers
-nothing between plans (T18), so replaying the same requests at the same times gives the same order on every rank.
+nothing between plans [admission-not-latched], so replaying the same requests at the same times gives the same order on
+every rank.
 
 A greater `Request.priority` is more important, here and at the API: SGLang's default, the opposite of vLLM.
 """
