@@ -2,7 +2,7 @@
 
     closed ──3 failures in a row──▶ open ──0.5 s──▶ half-open ──one command──▶ closed, or open again
 
-Redis holds hints only (RELIABILITY B2.8), so nothing here retries or waits: a command is answered within
+Redis holds hints only [redis-is-optional], so nothing here retries or waits: a command is answered within
 its deadline or fails with `RedisUnavailableError`, and the caller goes on without. Everything that keeps
 Redis from answering counts alike: refused, hung, LOADING, READONLY, OOM, NOPERM, MOVED, bytes that are no
 Redis protocol.
@@ -31,13 +31,13 @@ from tandem_services.common.redis_line import RedisLine
 logger = logging.getLogger(__name__)
 
 ROUTING_TIMEOUT_S = 0.02
-"""The most that any request waits for Redis (RELIABILITY B3.17)."""
+"""The most that any request waits for Redis [redis-bounded-wait]."""
 
 BACKGROUND_TIMEOUT_S = 1.0
 """For heartbeats and index updates, which nobody waits for."""
 
 COMPLAIN_EVERY_S = 60.0
-"""A broken Redis costs one log line a minute (RELIABILITY E6.72)."""
+"""A broken Redis costs one log line a minute [redis-is-optional]."""
 
 Argument: TypeAlias = str | bytes | int | float
 Reply: TypeAlias = bytes | int | Sequence["Reply"] | None
@@ -237,7 +237,7 @@ class RedisClient:
             if "Function not found" in str(error):
                 raise FunctionMissingError(str(error)) from error
             raise self._failed(error, args) from error
-        # ValueError and the like: redis-py's parser on bytes that are no Redis protocol (E6.73).
+        # ValueError and the like: redis-py's parser on bytes that are no Redis protocol [redis-is-optional].
         except (RedisError, OSError, ValueError, IndexError, TypeError) as error:
             raise self._failed(error, args) from error
         self.breaker.succeeded()

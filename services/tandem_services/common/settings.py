@@ -1,7 +1,7 @@
 """The only place of the services that reads the process environment; read once at start.
 
 A value here is the default of a flag where there is one: the flag wins. Secrets are best given as files, which
-show up neither in the environment nor on a command line (RELIABILITY C1).
+show up neither in the environment nor on a command line [secrets-in-files].
 """
 
 import difflib

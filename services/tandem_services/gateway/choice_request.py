@@ -25,10 +25,10 @@ class RetryPolicy:
     recovery_s: float = math.inf
     """A choice that has begun waits this long for a worker when there is none; in any case its deadline ends it."""
     silence_s: float = 10.0
-    """Workers that say nothing at all, one after the other, have this long together (RELIABILITY B2.6)."""
+    """Workers that say nothing at all, one after the other, have this long together [bounded-waits]."""
     poll_s: float = 0.1
     prefill_fallback: bool = True
-    """Without prefill workers decode workers compute prompts, instead of nobody (B3.12)."""
+    """Without prefill workers decode workers compute prompts, instead of nobody [decode-computes-prompts]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """From the tokens of one choice to its text, counts and finish.
 
-One cut decides everything (T50): the token that completes a stop string is the last one in text, logprobs
-and usage alike. Here the earliest event wins (T48): a stop string inside a piece that also carries the
+One cut decides everything [one-cut]: the token that completes a stop string is the last one in text, logprobs
+and usage alike. Here the earliest event wins [earliest-stop]: a stop string inside a piece that also carries the
 engine's finish ends the choice as `stop`.
 """
 

@@ -5,7 +5,7 @@
     3. receive   tokens in order, each once (`Attempt`, `TokenSequence`)
     4. retry     on a lost worker or a retryable error: the attempt is aborted everywhere, the worker is
                  excluded, and the tokens received so far are sent along as `resume_ids`. Sampling noise is a
-                 function of (seed, position), so the text goes on as if nothing had happened (B2.1)
+                 function of (seed, position), so the text goes on as if nothing had happened [resume-from-tokens]
                  A retry that a living worker made necessary is paid from the gateway's `RetryBudget`
     5. move      a worker that is to stop, or to do other work, asks for its request to go on elsewhere: as above, but
                  it sends its KV to whoever takes over. With no place to go to, it goes on where it is

@@ -4,7 +4,7 @@ Life of a connection
     1. opened     when the router may choose the worker (`EnginePool.watch`), or on the first request that goes there
     2. proven     the incarnation has answered a ping. The socket is authenticated, so it is a member of the deployment
                   that runs, whatever Redis says; the router offers nobody else
-    3. in use     a reader hands every output to the listener of its rid; unknown rids are ignored (T10)
+    3. in use     a reader hands every output to the listener of its rid; unknown rids are ignored [unknown-id-ignored]
        watched    a ping goes out each interval
     4. dead       the socket went away, pings stay unanswered, or the engine sends what is no message:
                   the router and every listener are told at once, the socket is closed. An engine that answers

@@ -178,7 +178,8 @@ class Placing:
         )
 
     def _kind_wanted(self, progress: Progress) -> str | None:
-        """Weights that begin an output go on with it (B3.52), unless their worker has been given others since."""
+        """Weights that begin an output go on with it [same-kind-paired], unless their worker has been given others
+        since."""
         writer = progress.written_by
         if writer is None:
             return None

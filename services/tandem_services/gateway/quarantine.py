@@ -1,4 +1,4 @@
-"""Requests that kill workers are refused before they have killed all of them (RELIABILITY B2.9, B3.35).
+"""Requests that kill workers are refused before they have killed all of them [poison-quarantined].
 
     convicted    workers were lost because of it (`suspicion`): it is answered by a 500
     remembered   for `QUARANTINE_S`, by every gateway: requests that ask for the same are refused at once

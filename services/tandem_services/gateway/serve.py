@@ -3,7 +3,7 @@
 A SIGTERM, SIGINT or SIGHUP ends it:
 
     1. notice   /ready answers 503 and every answer closes its connection, but requests are still served: load
-                balancers learn from /ready, a moment later, to send no more (RELIABILITY B2.11)
+                balancers learn from /ready, a moment later, to send no more [drain-loses-nothing]
     2. closing  the port closes; requests that run may finish within the drain time
     3. ended    what still runs then gets an error: a stream as its last event, any other answer as a 503
     4. end      exit status 0

@@ -1,7 +1,7 @@
 """The output of one choice as a gap-free sequence, whatever order and how often its parts arrive.
 
 Prefill and decode worker both send the first token, on two connections; a retried attempt starts where
-the last one ended. A position is accepted once, and only when all before it are there (B2.2): no token is
+the last one ended. A position is accepted once, and only when all before it are there [position-once]: no token is
 missing or doubled.
 
 Prompt logprobs that were asked for come before the first token: the prefill worker alone sends them, so tokens

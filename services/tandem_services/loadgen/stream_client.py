@@ -1,7 +1,7 @@
 """One streamed completion, measured and checked for the shape of its stream.
 
 A stream is sound when every chunk has the same id, exactly one chunk carries a finish_reason, usage
-arrives once and agrees with what was asked, and `[DONE]` ends it (RELIABILITY A2.1).
+arrives once and agrees with what was asked, and `[DONE]` ends it [stream-shape].
 """
 
 import json

@@ -115,7 +115,8 @@ class RouteQuery:
     exclude: frozenset[str] = frozenset()
     """Incarnations that this request has already failed on."""
     compat_hash: str | None = None
-    """Of the workers whose output is continued: other weights would continue it with other tokens (B3.52)."""
+    """Of the workers whose output is continued: other weights would continue it with other tokens
+    [same-kind-paired]."""
     session_key: str = ""
     """Whose request it is, for the policy `session`."""
 

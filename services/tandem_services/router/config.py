@@ -43,5 +43,5 @@ class RouterCounters:
     none: int = 0
     placements: Counter[Placement] = field(default_factory=Counter)
     rubbish: int = 0
-    """Values in Redis that made no sense (RELIABILITY E6.70)."""
+    """Values in Redis that made no sense [redis-values-untrusted]."""
     refresh_failures: int = 0

@@ -31,7 +31,7 @@ class QuarantineBoard:
         await self.client.command("PEXPIRE", key, int(ttl_s * 1000))
 
     async def digests(self) -> dict[str, float]:
-        """Digest → seconds left. What is no digest is left out (RELIABILITY E6.70)."""
+        """Digest → seconds left. What is no digest is left out [redis-values-untrusted]."""
         now = await self._now_ms()
         await self._drop_another_type()
         entries = await self.client.command("ZRANGE", self.keys.quarantine, now, "+inf", "BYSCORE", "WITHSCORES")

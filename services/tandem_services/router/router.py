@@ -3,7 +3,7 @@
 1. `start` requires Redis once, loads the function library and takes the first view of the fleet.
 2. A background task refreshes the view every heartbeat.
 3. `choose` hashes the prompt, asks Redis in one round trip, and looks the answer up in the view. Redis
-   away, slow or answering nonsense: the last view decides (RELIABILITY B3.16–20). No request fails
+   away, slow or answering nonsense: the last view decides [redis-is-optional]. No request fails
    because of Redis, and none waits for it longer than the routing deadline. Where Redis does not name some of the
    members, the view decides for their share of the requests.
 4. `release` when an attempt has ended, however it ended.

@@ -172,7 +172,7 @@ def _may_serve_alone(decode: Candidate, group: _Group, demand: Demand, *, any_wh
     """A decode worker computes the prompt itself when no more than that is missing, or when nobody else could.
 
     One that no prefill worker can hand to, while others have prefill workers (`any_whole`), differs from the rest of
-    the fleet: by its weights, perhaps. It waits for its kind instead of answering in its own way (B3.51, B3.52).
+    the fleet: by its weights, perhaps. It waits for its kind instead of answering in its own way [same-kind-paired].
     """
     if decode.view.role is Role.BOTH or not any_whole:
         return True

@@ -1,7 +1,7 @@
 """The engine as a child process.
 
 1. Started with the flags of the worker; it dies with this process, however this process dies.
-2. Its exit is the worker's exit: `wait` returns the moment it happens (RELIABILITY B3.31, 32).
+2. Its exit is the worker's exit: `wait` returns the moment it happens [engine-ends-worker].
 3. Stopped by message first (`Shutdown`), then by SIGTERM, then by SIGKILL.
 """
 

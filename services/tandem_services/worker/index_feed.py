@@ -32,7 +32,7 @@ CHUNK_HASHES = 1_000
 """Blocks per update: a third of a millisecond of Redis, during which nobody is routed."""
 
 PACE_S = 0.05
-"""Between two updates of one worker: at most 20,000 blocks a second, also in a replay (B3.16: back in 30 s)."""
+"""Between two updates of one worker: at most 20,000 blocks a second, also in a replay (back in 30 s)."""
 
 RAMP = 8
 """The first pause of a replay is so many times `PACE_S`, each one after it half as long as the one before."""

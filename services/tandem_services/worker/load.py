@@ -1,7 +1,7 @@
 """What the engine says about itself, turned into what the registry is told.
 
 The heartbeat comes from this process, so it alone would prove nothing about the engine: `loop_count` in the
-statistics proves that the scheduler loop turns (RELIABILITY B3.33).
+statistics proves that the scheduler loop turns [loop-progress].
 """
 
 from collections import Counter
