@@ -17,7 +17,7 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 class Api(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, rename="camel"):
-    """Part of a custom resource. Decoding is strict: what the schema does not know is an error (RELIABILITY E7.78).
+    """Part of a custom resource. Decoding is strict: what the schema does not know is an error [specs-refused].
 
     `RULES` of a subclass are its CEL rules. The string below a field is what `kubectl explain` says of it.
     """

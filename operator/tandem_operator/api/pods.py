@@ -1,6 +1,6 @@
 """What a resource may say of its pods. A host path, a service account or a privilege may be asked for, and is denied
 unless the operator's own flag allows it (`builders.privileges`): who may write these resources must not thereby get
-more than they have (RELIABILITY E7.81).
+more than they have [spec-grants-nothing].
 """
 
 from typing import Annotated, Any, ClassVar, Literal

@@ -1,5 +1,5 @@
 """What pods get beyond the Pod Security Standard "restricted": nothing, unless a resource asks for it and the
-operator's administrator has allowed it (`tandem-operator --allow`, RELIABILITY E7.81).
+operator's administrator has allowed it (`tandem-operator --allow`) [spec-grants-nothing].
 
 Who may write ModelServices has it then, for every pod of theirs: a node's files, the rights of a ServiceAccount, or
 the node itself. The namespace has to admit such pods, too.

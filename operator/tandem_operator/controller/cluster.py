@@ -5,7 +5,7 @@ proxies); its asyncio half never blocks kopf's loop. Its models are not used: ma
 resources have none.
 
 What changes something passes `may_write` first, which raises when this process does not lead: a write that was decided
-before leadership was lost is not sent after it (RELIABILITY 41).
+before leadership was lost is not sent after it [one-leader].
 """
 
 import asyncio

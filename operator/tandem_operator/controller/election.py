@@ -5,9 +5,9 @@
         └──────────────────────────────────────────────────────┘ holds it
 
 Times in the Lease are written for people and never compared: a candidate takes over when it has itself seen the same
-record for the lease's duration on its monotonic clock, and a leader stops by its own (RELIABILITY 41, 47). The renew
-deadline is shorter than the duration, so the old leader has stopped before the new one begins, whatever the network
-does.
+record for the lease's duration on its monotonic clock, and a leader stops by its own [one-leader] [one-clock]. The
+renew deadline is shorter than the duration, so the old leader has stopped before the new one begins, whatever the
+network does.
 
 `Election` is pure: it is told what it read and what became of its writes. `leadership` carries it out.
 """

@@ -22,7 +22,7 @@ Heard = Callable[[str, str | None, Any], None]
 
 class EndlessBackoff:
     """Pauses between attempts to reach the API server: never given up, and never longer than it takes to notice that
-    it is back (RELIABILITY 42)."""
+    it is back [api-server-absent]."""
 
     def __iter__(self) -> Iterator[float]:
         rising = (0.5 * 2.0**attempt for attempt in range(4))

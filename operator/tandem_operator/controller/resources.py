@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 def spec_of(service: Seen) -> ModelServiceSpec:
     """Raises `ValueError` with one sentence when it is not what this operator's schema says: an older CRD let it
-    pass, or a newer one (RELIABILITY E7.84)."""
+    pass, or a newer one [definitions-skew]."""
     try:
         return msgspec.convert(service.body.get("spec"), ModelServiceSpec)
     except msgspec.ValidationError as error:

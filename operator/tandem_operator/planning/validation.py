@@ -1,6 +1,6 @@
 """What is wrong with a spec that its schema lets pass. Found before anything is made; running pods stay untouched.
 
-RELIABILITY E7: each problem names the field, its value and what to do.
+Each problem names the field, its value and what to do [specs-refused].
 """
 
 from collections.abc import Iterator, Set

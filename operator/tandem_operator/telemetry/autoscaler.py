@@ -6,7 +6,7 @@
 
 Pure: the caller brings pods and figures, and carries the outcome out, costs first, then flips, then pools. What is lost
 with its process are the windows alone: a new leader holds until it has looked twice, and waits the whole window before
-anything shrinks (RELIABILITY B3.41).
+anything shrinks [figures-or-hold].
 """
 
 from collections.abc import Mapping, Sequence

@@ -5,7 +5,7 @@
 
 Prometheus scrapes them, for prometheus-adapter; KEDA's metrics-api scaler asks for one role's as JSON. Figures that
 cannot be trusted are not there: a series ends, and the JSON is refused with the reason, which both kinds of scalers
-answer by changing nothing (RELIABILITY B3.45).
+answer by changing nothing [figures-or-hold].
 
 While anybody is served neither role needs less than `LEAST`: both come from zero, and go, together.
 """

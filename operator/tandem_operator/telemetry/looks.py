@@ -4,7 +4,7 @@
     a pod that is gone  ─▶ forgotten          a ready pod that says nothing ─▶ its last figures, getting older
     all of them         ─▶ one `Load`, as old as the oldest figure in it, or the reason why there is none
 
-Whether figures are too old is not judged here: `Load.trouble` does (RELIABILITY B3.45).
+Whether figures are too old is not judged here: `Load.trouble` does [figures-or-hold].
 """
 
 from collections.abc import Iterable, Mapping, Sequence
