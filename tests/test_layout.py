@@ -84,7 +84,7 @@ def sources() -> list[Path]:
 
 
 def test_no_source_can_deserialise_code() -> None:
-    """RELIABILITY C1: no pickle and its kin, no eval or exec, in anything that ships."""
+    """No pickle and its kin, no eval or exec, in anything that ships [no-pickle]."""
     found = []
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

@@ -96,7 +96,8 @@ EDITS: list[dict[str, object]] = [
     {"presence_penalty": 1.5, "logit_bias": ((5, 4.0),)},
     {"bad_words": tuple((first, second) for first in range(97) for second in (first, 8))[:256]},
 ]
-"""Whatever depends on tokens that another worker has sampled (T43), and what only the prefill worker knows."""
+"""Whatever depends on tokens that another worker has sampled [history-rebuilt], and what only the prefill worker
+knows."""
 
 
 def submit(pair: Pair, rid: str, shared: list[int], dice: random.Random) -> None:
@@ -288,7 +289,7 @@ def test_two_engines_give_the_output_of_one_under_every_policy(engine, trouble, 
     pair.assert_clean()
 
 
-def test_every_ack_lost_means_quarantine_and_not_a_wrong_token():  # T60, T61
+def test_every_ack_lost_means_quarantine_and_not_a_wrong_token():  # [late-write] [ack-per-grant]
     dice = random.Random(7)
     trouble = Trouble(delay=0.9, abort=0.7)
     pair = make_pair(usable_pages=40, enable_overlap=True, chunked_prefill_size=4)

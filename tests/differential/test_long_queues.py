@@ -41,7 +41,8 @@ def submit_all(pair: Pair, dice: random.Random, *, skew: int = 0) -> list[str]:
 
 
 def watch_writes(pair: Pair) -> None:
-    """Fail when a push starts after its receiver stopped waiting for it, or a grant outlives its hold (T62)."""
+    """Fail when a push starts after its receiver stopped waiting for it, or a grant outlives its hold
+    [grant-expiry]."""
 
     def fate(push: Push) -> Fate:
         hold = next((hold for key, hold in holds() if (key.room, key.generation) == named(push)), None)
@@ -109,7 +110,7 @@ def merged(engines: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_late_and_lost_renewals_cost_requests_at_most_and_never_a_late_write(seed):  # T60, T62
+def test_late_and_lost_renewals_cost_requests_at_most_and_never_a_late_write(seed):  # [late-write] [grant-expiry]
     dice = random.Random(seed)
     pair = make_tiny_pair()
     get_acquainted(pair)

@@ -104,7 +104,7 @@ def test_tokens_of_an_output_that_is_resumed_are_no_cached_prompt_in_any_tier(st
 
 @pytest.mark.parametrize("policy", WritePolicy)
 @pytest.mark.parametrize("mode", MODES, ids=name)
-def test_a_host_pool_smaller_than_the_device_pool_only_hits_less(mode, policy):  # T54, T56, T58
+def test_a_host_pool_smaller_than_the_device_pool_only_hits_less(mode, policy):  # [pinned-host-block] [copy-acked]
     engine = engine_of(mode, host_pages=max(2, 40 // mode[2]), host=HostConfig(enable_cache=True, write_policy=policy))
     run_rounds(engine)
 
@@ -136,7 +136,7 @@ def test_a_request_that_was_swapped_goes_on_as_if_it_had_not_been(mode):
 
 @pytest.mark.parametrize("radix", [False, True])
 @pytest.mark.parametrize("mode", MODES, ids=name)
-def test_swapping_for_want_of_pages_ends_in_the_same_output(mode, radix):  # T12, T14
+def test_swapping_for_want_of_pages_ends_in_the_same_output(mode, radix):  # [retraction-bounded] [one-memory-check]
     engine = engine_of(
         mode,
         radix=radix,
@@ -186,7 +186,7 @@ def test_the_same_whenever_copies_happen_to_run(seed):
 
 @pytest.mark.parametrize("policy", WritePolicy)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode[0]], ids=name)
-def test_handed_over_requests_meet_tiers_on_both_sides(mode, policy):  # T60, T70, T77
+def test_handed_over_requests_meet_tiers_on_both_sides(mode, policy):  # [late-write] [settled-only-sent] [page-fence]
     _, mixed, page_size = mode
     pair = make_pair(
         enable_overlap=True,

@@ -143,7 +143,7 @@ def test_same_output_however_it_is_scheduled(case):
 
 
 @pytest.mark.parametrize("case", HALF, ids=name)
-def test_same_output_when_requests_are_retracted_again_and_again(case):  # T7, T16
+def test_same_output_when_requests_are_retracted_again_and_again(case):  # [owned-by-cursor] [settle-before-retract]
     engine = engine_of(case, force_retract_every=3)
     run_staggered(engine, workload())
     assert engine.scheduler.tally.retracted > 5
@@ -152,7 +152,7 @@ def test_same_output_when_requests_are_retracted_again_and_again(case):  # T7, T
 
 
 @pytest.mark.parametrize("case", HALF, ids=name)
-def test_same_output_when_memory_is_tight(case):  # T12, T14
+def test_same_output_when_memory_is_tight(case):  # [retraction-bounded] [one-memory-check]
     page_size = case[2]
     pages = {1: 100, 4: 25, 16: 7}[page_size]
     engine = engine_of(case, usable_pages=pages, init_new_token_ratio=0.1, max_retractions=200)
@@ -162,7 +162,7 @@ def test_same_output_when_memory_is_tight(case):  # T12, T14
 
 
 @pytest.mark.parametrize("case", HALF, ids=name)
-def test_aborts_leave_no_trace_in_other_outputs(case):  # T1, T6, T8
+def test_aborts_leave_no_trace_in_other_outputs(case):  # [abort-is-deferred] [abort-before-token] [one-home]
     engine = engine_of(case)
     messages = workload()
     for number, message in enumerate(messages):

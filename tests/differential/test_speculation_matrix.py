@@ -59,7 +59,7 @@ def workload():
     ]
 
 
-def constrained():  # T45, T46
+def constrained():  # [masks-after-settling] [mask-per-row]
     """Each position of a run has the mask that follows the drafts before it; grammars end in the middle of runs."""
     return [
         make_message("grammar", [*SHARED, 61], max_tokens=30, grammar=toy_grammar(every=5, length=14)),
@@ -73,7 +73,7 @@ def constrained():  # T45, T46
     ]
 
 
-def edited():  # T42
+def edited():  # [every-accepted-token]
     """Logits that depend on every token before, accepted drafts included."""
     penalties = {"repetition_penalty": 2.0, "presence_penalty": 1.5, "frequency_penalty": 0.5}
     return [
@@ -114,7 +114,7 @@ def run_staggered(engine: Engine) -> None:
     engine.run()
 
 
-def assert_logprobs_belong_to_their_tokens(engine: Engine) -> None:  # T50
+def assert_logprobs_belong_to_their_tokens(engine: Engine) -> None:  # [one-cut]
     received = engine.received["logprobs"]
     assert [entry.logprob for entry in received.logprobs] == [-1.0 - token / VOCAB for token in received.tokens]
 
@@ -149,7 +149,7 @@ def test_same_output_however_it_is_drafted(mistake, overlap, page_size, chunk, m
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("writes_kv", [False, True])
-def test_same_output_when_requests_are_retracted_again_and_again(mistake, overlap, writes_kv):  # T16
+def test_same_output_when_requests_are_retracted_again_and_again(mistake, overlap, writes_kv):
     engine = engine_of(mistake, enable_overlap=overlap, enable_mixed_chunk=True, force_retract_every=2)
     engine.scheduler._shared.speculation.proposer.writes_kv = writes_kv
     run_staggered(engine)
@@ -160,7 +160,7 @@ def test_same_output_when_requests_are_retracted_again_and_again(mistake, overla
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("writes_kv", [False, True])
-def test_same_output_when_memory_is_tight(mistake, page_size, writes_kv):  # T14, T30
+def test_same_output_when_memory_is_tight(mistake, page_size, writes_kv):  # [one-memory-check] [draft-pages]
     pages = {1: 100, 4: 25, 16: 7}[page_size]
     engine = engine_of(
         mistake,
@@ -177,7 +177,7 @@ def test_same_output_when_memory_is_tight(mistake, page_size, writes_kv):  # T14
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_aborts_leave_no_trace_in_other_outputs(mistake, overlap):  # T1, T6
+def test_aborts_leave_no_trace_in_other_outputs(mistake, overlap):  # [abort-is-deferred] [abort-before-token]
     engine = engine_of(mistake, enable_overlap=overlap)
     messages = workload()
     for number, message in enumerate(messages):

@@ -128,7 +128,7 @@ def test_whatever_becomes_of_slices_no_token_is_wrong_and_no_page_is_lost(engine
 
 
 @pytest.mark.parametrize(("senders", "receivers"), UNEQUAL)
-def test_pages_go_into_quarantine_on_all_ranks_alike_until_the_writer_has_ended(senders, receivers):  # T60, T61
+def test_pages_go_into_quarantine_on_all_ranks_alike_until_the_writer_has_ended(senders, receivers):  # [late-write]
     pair = ranked_pair(senders, receivers)
     pair.fabric.fates = lambda _push: Fate(delay=10_000)
     pair.network.lost = _is_ending

@@ -211,7 +211,7 @@ def test_redis_is_evicted(resource: Resource, pods: Pods, url: str, references: 
 
 def test_everything_is_restarted_in_turn(
     resource: Resource, pods: Pods, url: str, references: dict, diary: Diary
-):  # RELIABILITY 37
+):  # [rolling-loses-nothing]
     """By `kubectl rollout restart`: workers of both roles, gateways, Redis, and the operator that looks after them."""
     kubectl, namespace = resource.cluster.kubectl, resource.namespace
     names = [("-n", namespace, one) for one in kubectl("-n", namespace, "get", "deployments", "-o", "name").split()]

@@ -60,7 +60,7 @@ def wait_until_live(url: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_an_idle_gateway_cleanly(redis, tmp_path, number):  # B3.36
+def test_a_signal_ends_an_idle_gateway_cleanly(redis, tmp_path, number):  # [drain-loses-nothing]
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     process = start(write_tokenizer(tmp_path), port, redis.url)
@@ -108,7 +108,7 @@ async def wait_until_ready(client: httpx.AsyncClient) -> None:
     await until(ready, PATIENCE_S, "the gateway is ready")
 
 
-async def test_a_draining_gateway_is_not_ready_before_it_stops_listening_and_loses_no_stream(redis, tmp_path):  # B2.11
+async def test_a_draining_gateway_is_not_ready_before_it_stops_listening_and_loses_no_stream(redis, tmp_path):
     port = free_port()
     process = start(write_tokenizer(tmp_path), port, redis.url, notice_s=LONG_NOTICE_S)
     body = {"model": "m", "prompt": "hi", "max_tokens": 300, "stream": True, "ignore_eos": True}
@@ -177,7 +177,7 @@ async def test_the_console_shows_what_workers_have_told_redis_and_that_redis_is_
         process.communicate()
 
 
-def test_a_gateway_waits_for_redis_and_says_so(tmp_path):  # E6
+def test_a_gateway_waits_for_redis_and_says_so(tmp_path):  # [redis-is-optional]
     server = RedisServer.start()
     server.kill()
     port = free_port()
@@ -222,7 +222,7 @@ def test_an_administrators_port_serves_beside_the_api_and_drains_it(redis, tmp_p
         process.communicate()
 
 
-def test_a_key_file_that_is_no_good_is_told_at_once(tmp_path):  # E8 #87
+def test_a_key_file_that_is_no_good_is_told_at_once(tmp_path):  # [key-file-refused]
     flags = ["--api-keys", str(tmp_path / "none.json"), "--redis-url", "redis://127.0.0.1:1"]
     argv = [sys.executable, "-m", "tandem_services.cli.main", "gateway", *flags]
     ended = subprocess.run(

@@ -61,7 +61,7 @@ def test_pages_arrive_where_they_were_granted_and_nowhere_else(sender, receiver)
     assert {*receiver.pool.data.flatten(1).any(1).nonzero().flatten().tolist()} == {11, 20, 21}
 
 
-def test_what_is_done_has_arrived(sender, receiver):  # T67
+def test_what_is_done_has_arrived(sender, receiver):  # [record-after-writes]
     """Nobody tells the receiver: the handoff record relies on this alone."""
     sender.pool.data[1:33] = torch.randn(32, *sender.pool.data.shape[1:])
     for turn in range(20):
@@ -103,7 +103,7 @@ def test_greeting_a_peer_twice_changes_nothing(sender, receiver):  # nixl 2109
     sender.wait_for(PushDone)
 
 
-def test_a_push_is_not_started_after_its_grant_expired(sender, receiver):  # T62
+def test_a_push_is_not_started_after_its_grant_expired(sender, receiver):  # [grant-expiry]
     paint(sender, 1)
     sender.transport.push(make_push(receiver.name, (1,), (1,), start_before=0.0))
     (failed,) = sender.wait_for(PushFailed)
@@ -151,7 +151,7 @@ def test_metadata_of_another_agent_is_refused(sender, receiver):
         assert "not connected" in failed.reason
 
 
-def test_a_forgotten_peer_is_a_stranger_until_it_greets_again():  # T74
+def test_a_forgotten_peer_is_a_stranger_until_it_greets_again():  # [dead-peer-released]
     with nixl_node("p") as sender, nixl_node("d") as receiver:
         receiver.transport.expect(1)
         sender.transport.connect(receiver.transport.hello())
@@ -210,7 +210,7 @@ def test_closing_with_a_write_under_way_ends_and_is_idempotent():
     ],
     ids=lambda absurd: "-".join(map(str, *absurd.items())),
 )
-def test_a_peer_whose_pool_is_nowhere_is_not_connected(absurd):  # E10
+def test_a_peer_whose_pool_is_nowhere_is_not_connected(absurd):  # [wire-refused]
     with nixl_node("p2") as sender, nixl_node("d2") as receiver:
         sender.transport.connect(msgspec.structs.replace(receiver.transport.hello(), **absurd))
         sender.transport.push(make_push(receiver.name, (1,), (1,)))
@@ -221,7 +221,7 @@ def test_a_peer_whose_pool_is_nowhere_is_not_connected(absurd):  # E10
 # Pushes that follow a step
 
 
-def test_each_layer_moves_once_it_is_written_and_the_push_ends_with_the_last(sender, receiver):  # T70
+def test_each_layer_moves_once_it_is_written_and_the_push_ends_with_the_last(sender, receiver):  # [settled-only-sent]
     progress = KvProgress(MonotonicClock())
     sender.pool.data[3:5].zero_()
     sender.transport.push(make_push(receiver.name, (3, 4), (20, 11), room="layers", progress=progress))
@@ -258,7 +258,7 @@ def test_a_push_fails_with_its_step_alone(sender, receiver):
     assert done.key.first == 1
 
 
-def test_a_push_that_waits_for_its_step_fails_when_the_grant_expires(sender, receiver):  # T62
+def test_a_push_that_waits_for_its_step_fails_when_the_grant_expires(sender, receiver):  # [grant-expiry]
     start_before = MonotonicClock().now() + 0.05
     progress = KvProgress(MonotonicClock())
     sender.transport.push(make_push(receiver.name, (3,), (20,), progress=progress, start_before=start_before))

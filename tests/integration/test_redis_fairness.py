@@ -1,4 +1,4 @@
-"""A tenant that floods several gateways does not double another's 99th percentile (RELIABILITY E5 #68).
+"""A tenant that floods several gateways does not double another's 99th percentile [fair-tenants].
 
 The gateways' own queues and counters, and the real Redis between them, in virtual time: a fleet with a number of
 places, which gateways ask for in random order. Counters are reported as often as a gateway reports them.
@@ -108,7 +108,7 @@ async def gateways(server):
         await client.close()
 
 
-async def test_a_flood_at_every_gateway_does_not_double_anothers_p99(gateways):  # E5 #68
+async def test_a_flood_at_every_gateway_does_not_double_anothers_p99(gateways):  # [fair-tenants]
     steady = arrivals("steady", range(GATEWAYS), rate=2.0)
     flood = arrivals("flood", range(GATEWAYS), rate=10 * PLACES / SERVICE_S)
     alone = await served([without_redis() for _ in range(GATEWAYS)], steady)
@@ -117,7 +117,7 @@ async def test_a_flood_at_every_gateway_does_not_double_anothers_p99(gateways): 
     assert p99(beside["steady"]) <= 2 * p99(alone["steady"])
 
 
-async def test_who_asks_several_gateways_is_behind_at_each_where_another_waits(gateways):  # E5 #68
+async def test_who_asks_several_gateways_is_behind_at_each_where_another_waits(gateways):  # [fair-tenants]
     """One tenant wants all there is of one gateway, the other of each. The first gets all that its gateway gets."""
     work = arrivals("narrow", [0], rate=2 * PLACES / SERVICE_S) + arrivals(
         "wide", range(GATEWAYS), rate=2 * GATEWAYS * PLACES / SERVICE_S

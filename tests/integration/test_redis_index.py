@@ -85,7 +85,7 @@ async def test_the_heartbeat_says_where_the_index_stands(server, fleet):
     assert (await fleet.beat(make_record("w1"))).cursor == -1
 
 
-async def test_entries_of_an_earlier_incarnation_never_count(fleet):  # E6.71
+async def test_entries_of_an_earlier_incarnation_never_count(fleet):  # [redis-values-untrusted]
     await apply(fleet, CLEARED, stored(*CHAIN), builds_on=-1, revision=1)
     await fleet.beat(make_record("w1", number=2))
     assert await matched(fleet) == 0
@@ -114,7 +114,7 @@ async def test_a_bigger_match_beats_an_equal_worker(fleet):
 
 @pytest.mark.parametrize("key", ["fleet", "owner", "fenced", "meta", "worker:w1", "blocks:w1@1", "cursor:w1@1"])
 @pytest.mark.parametrize("rubbish", [("RPUSH", "x", "y"), ("SET", "x" * 100_000), ("HSET", "w1@1", "rubbish")])
-async def test_a_key_of_the_wrong_type_or_content_is_a_miss_and_heals(  # RELIABILITY E6.70, B3.19
+async def test_a_key_of_the_wrong_type_or_content_is_a_miss_and_heals(  # [redis-values-untrusted]
     server, fleet, key, rubbish
 ):
     await apply(fleet, CLEARED, stored(*CHAIN), builds_on=-1, revision=1)

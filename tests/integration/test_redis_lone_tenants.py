@@ -89,7 +89,7 @@ def served_by(outcome: Outcome, at: float) -> int:
     return sum(served.last <= at for served in outcome.served)
 
 
-async def test_a_flood_at_another_gateway_does_not_double_ones_p99(server):  # E5 #68
+async def test_a_flood_at_another_gateway_does_not_double_ones_p99(server):  # [fair-tenants]
     alone = await run(server, requests_of(calm()))
     beside = await run(server, requests_of(flood(), calm()))
     one_queue = await run(server, requests_of(flood(), calm()), gateways=1)

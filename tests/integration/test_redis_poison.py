@@ -207,7 +207,7 @@ async def test_a_row_of_strangers_is_never_a_worker(server, fleet, router):
     await intruder.close()
 
 
-async def test_deployments_with_one_cluster_name_do_not_meet(server, fleet, router):  # RELIABILITY E6.74
+async def test_deployments_with_one_cluster_name_do_not_meet(server, fleet, router):  # [clusters-apart]
     """Also after a wipe, whoever registers first."""
     other = Fleet(server, deployment=THEIRS, **LASTING)
     for _ in range(2):

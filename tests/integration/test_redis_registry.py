@@ -116,7 +116,7 @@ async def test_a_silent_incarnation_is_forgotten_and_may_register_again(server):
         assert "w1@1" in reply.members
 
 
-async def test_an_incarnation_that_a_peer_found_dead_is_fenced(server):  # RELIABILITY B3.10
+async def test_an_incarnation_that_a_peer_found_dead_is_fenced(server):  # [zombie-fenced]
     async with Fleet.of(server, **SHORT) as workers:
         await workers.beat(make_record("zombie"))
         await forgotten(workers, "zombie@1")
@@ -137,7 +137,7 @@ async def test_a_superseded_incarnation_is_fenced_for_good(server):
         assert (reply.status, reply.by) == (LeaseStatus.FENCED, "w1@10")
 
 
-async def test_nobody_is_fenced_because_redis_itself_hung(server):  # RELIABILITY B3.17
+async def test_nobody_is_fenced_because_redis_itself_hung(server):  # [redis-bounded-wait]
     server.command("FLUSHALL")
     workers = Fleet(server, **SHORT)
     for name in ("w1", "w2"):
@@ -152,7 +152,7 @@ async def test_nobody_is_fenced_because_redis_itself_hung(server):  # RELIABILIT
     await workers.close()
 
 
-async def test_the_newest_incarnation_of_a_name_wins_and_the_older_is_told(fleet):  # RELIABILITY B3.50
+async def test_the_newest_incarnation_of_a_name_wins_and_the_older_is_told(fleet):  # [newest-incarnation]
     old, new = make_record("w1", number=9), make_record("w1", number=10)
     await fleet.beat(old)
     await fleet.cache(old, chain_of(tuple(range(64))))

@@ -1,4 +1,4 @@
-"""A Redis that goes wrong while it is used: whatever it says, routing goes on without it (RELIABILITY E6.72, E6.73)."""
+"""A Redis that goes wrong while it is used: whatever it says, routing goes on without it [redis-is-optional]."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from tandem_testing.waiting import until
 
 RECORDS = (make_record("p", Role.PREFILL), make_record("d1", Role.DECODE), make_record("d2", Role.DECODE))
 
-ANSWERS = {  # E6.72, E6.73
+ANSWERS = {  # [redis-is-optional]
     "NOSCRIPT": b"-NOSCRIPT No matching script. Please use EVAL.\r\n",
     "WRONGPASS": b"-WRONGPASS invalid username-password pair or user is disabled.\r\n",
     "NOAUTH": b"-NOAUTH Authentication required.\r\n",
@@ -109,7 +109,7 @@ def query() -> RouteQuery:
 
 
 @pytest.mark.parametrize("said", ANSWERS)
-async def test_whatever_redis_says_a_worker_is_chosen_without_it(server, caplog, said):  # E6.72, E6.73
+async def test_whatever_redis_says_a_worker_is_chosen_without_it(server, caplog, said):  # [redis-is-optional]
     async with routing(server) as (router, relay, _):
         relay.answer = ANSWERS[said]
         with caplog.at_level(logging.WARNING):
@@ -122,7 +122,7 @@ async def test_whatever_redis_says_a_worker_is_chosen_without_it(server, caplog,
 
 
 @pytest.mark.parametrize("said", ["LOADING", "an end"])
-async def test_redis_decides_again_once_it_makes_sense(server, said):  # E6.72, E6.73
+async def test_redis_decides_again_once_it_makes_sense(server, said):  # [redis-is-optional]
     async with routing(server) as (router, relay, fleet):
         relay.answer = ANSWERS[said]
         assert (await router.choose(query())).source is Source.LOCAL
@@ -136,7 +136,7 @@ async def test_redis_decides_again_once_it_makes_sense(server, said):  # E6.72, 
         await until(asked_again, 60.0, "Redis decides again")
 
 
-async def test_a_redis_that_ends_every_connection_after_one_command_fails_no_request(server):  # E6.73
+async def test_a_redis_that_ends_every_connection_after_one_command_fails_no_request(server):  # [redis-is-optional]
     async with routing(server) as (router, relay, _):
         relay.hangs_up = True
         relay.cut()

@@ -55,7 +55,7 @@ async def test_sessions_of_two_salts_are_two_and_keys_tell_nothing_of_them(bindi
 
 
 @pytest.mark.parametrize("rubbish", ["", "no json", '{"a": 1}', '["w", "many", 1]'])
-async def test_rubbish_is_no_session(bindings, server, rubbish):  # RELIABILITY E6.70
+async def test_rubbish_is_no_session(bindings, server, rubbish):  # [redis-values-untrusted]
     await bindings.put(NAME, BOUND, ttl_s=60)
     [key] = await bindings.client.command("KEYS", "*session*")
     server.command("SET", key.decode(), rubbish)

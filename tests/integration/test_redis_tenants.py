@@ -118,7 +118,7 @@ async def test_lua_and_python_decide_alike(usage, seed):
             windows.end(lease)
 
 
-async def test_rubbish_is_dropped_and_memory_is_bounded(server, usage):  # E6.70
+async def test_rubbish_is_dropped_and_memory_is_bounded(server, usage):  # [redis-values-untrusted]
     usage_key, running_key = KEYS.usage_of("t")
     server.command("SET", usage_key, "text")
     server.command("SET", running_key, "text")
@@ -132,7 +132,7 @@ async def test_rubbish_is_dropped_and_memory_is_bounded(server, usage):  # E6.70
         assert int(server.command("PTTL", key).strip()[1:]) > 0
 
 
-async def test_limits_go_on_when_redis_hangs_and_when_it_comes_back(server):  # B3.16, B3.17
+async def test_limits_go_on_when_redis_hangs_and_when_it_comes_back(server):  # [redis-is-optional] [redis-bounded-wait]
     server.wipe()
     client = RedisClient(RedisAddress(url=server.url), timeout_s=0.5)
     metrics = AccessMetrics(CollectorRegistry())
@@ -203,7 +203,7 @@ async def test_counters_of_idle_tenants_are_dropped(fair, server):
     assert int(server.command("PTTL", KEYS.fairness[0]).strip()[1:]) > 0
 
 
-async def test_rubbish_in_the_counters_is_dropped(fair, server):  # E6.70
+async def test_rubbish_in_the_counters_is_dropped(fair, server):  # [redis-values-untrusted]
     counters, backlog, wishes, places = KEYS.fairness
     server.command("SET", counters, "text")
     server.command("SET", backlog, "text")

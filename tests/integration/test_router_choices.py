@@ -88,7 +88,7 @@ async def test_a_decode_worker_that_lacks_little_computes_alone(fleet, router):
     assert choice.matched_tokens == len(PROMPT) - PAGE
 
 
-async def test_a_decode_worker_computes_alone_when_no_prefill_worker_lives(fleet, router):  # RELIABILITY B3.12
+async def test_a_decode_worker_computes_alone_when_no_prefill_worker_lives(fleet, router):  # [decode-computes-prompts]
     await fleet.join(router, make_record("d", Role.DECODE))
     assert (await router.choose(query())).prefill is None
 
@@ -100,7 +100,7 @@ async def test_a_prefill_worker_alone_cannot_serve(fleet, router):
     assert caught.value.retry_after > 0
 
 
-async def test_workers_of_different_geometry_are_never_paired(fleet, router):  # RELIABILITY B3.51
+async def test_workers_of_different_geometry_are_never_paired(fleet, router):  # [same-kind-paired]
     await fleet.join(
         router,
         make_record("p-old", Role.PREFILL, compat_hash="old"),
@@ -124,7 +124,7 @@ async def test_a_decode_worker_of_another_release_serves_alone_until_there_is_on
     assert (choice.decode.worker_id, choice.prefill) == ("d-old", None)
 
 
-async def test_an_output_goes_on_with_the_weights_it_began_with(fleet, router):  # B3.52
+async def test_an_output_goes_on_with_the_weights_it_began_with(fleet, router):  # [same-kind-paired]
     await fleet.join(
         router,
         make_record("new", compat_hash="new"),
@@ -299,7 +299,7 @@ async def test_figures_of_links_are_replaced_by_each_heartbeat_and_go_with_the_w
 @pytest.mark.parametrize(
     "rubbish", [("SET", "x"), ("HSET", "d@1", "nan"), ("HSET", "d@1", "-1"), ("HSET", "d@1", "1e9")]
 )
-async def test_rubbish_in_place_of_link_figures_is_no_figure(fleet, router, server, rubbish):  # RELIABILITY E6.70
+async def test_rubbish_in_place_of_link_figures_is_no_figure(fleet, router, server, rubbish):
     await fleet.join(router, make_record("d", Role.DECODE), make_record("p", Role.PREFILL))
     command, *arguments = rubbish
     server.command(command, "tandem:{default}:links:p@1", *arguments)
@@ -320,7 +320,7 @@ async def test_a_long_queue_makes_the_decode_worker_compute_and_says_so(fleet, r
     assert (await router.choose(query())).placement is Placement.PAIR
 
 
-async def test_without_a_prefill_worker_a_choice_is_degraded(fleet, router):  # RELIABILITY B3.12
+async def test_without_a_prefill_worker_a_choice_is_degraded(fleet, router):  # [decode-computes-prompts]
     await fleet.join(router, make_record("d", Role.DECODE))
     assert (await router.choose(query())).placement is Placement.DEGRADED
     assert router.counters.placements[Placement.DEGRADED] == 1

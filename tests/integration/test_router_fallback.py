@@ -1,4 +1,4 @@
-"""Redis killed, hung, wiped, read-only, full, speaking nonsense: routing goes on (RELIABILITY B3.16–20, E6)."""
+"""Redis killed, hung, wiped, read-only, full, speaking nonsense: routing goes on [redis-is-optional]."""
 
 import asyncio
 import time
@@ -71,7 +71,7 @@ async def beat_all(fleet: Fleet) -> None:
             return
 
 
-async def test_a_killed_redis_costs_no_request_and_comes_back_by_itself(server, fleet, router):  # B3.16
+async def test_a_killed_redis_costs_no_request_and_comes_back_by_itself(server, fleet, router):  # [redis-is-optional]
     server.kill()
     for _ in range(20):
         choice = await router.choose(query())
@@ -92,7 +92,7 @@ async def test_the_last_view_does_not_choose_who_has_just_sent_a_request_away(se
         await router.release(choice)
 
 
-async def test_a_hung_redis_is_given_up_after_few_time_outs(server, router):  # B3.17
+async def test_a_hung_redis_is_given_up_after_few_time_outs(server, router):  # [redis-bounded-wait]
     # No time passes in which it would try again.
     router._routing.breaker.clock = ServiceClock()
     before = router.redis_failures
@@ -125,13 +125,13 @@ async def test_workers_that_do_not_come_back_after_a_wipe_are_forgotten(server, 
         await asyncio.sleep(0.2)
 
 
-async def test_a_read_only_replica_is_as_good_as_none(server, router):  # B3.18
+async def test_a_read_only_replica_is_as_good_as_none(server, router):  # [redis-is-optional]
     server.command("REPLICAOF", "127.0.0.1", "1")
     assert (await router.choose(query())).source is Source.LOCAL
     server.command("REPLICAOF", "NO", "ONE")
 
 
-async def test_a_full_redis_is_as_good_as_none(server, fleet, router):  # B3.18
+async def test_a_full_redis_is_as_good_as_none(server, fleet, router):  # [redis-is-optional]
     server.command("CONFIG", "SET", "maxmemory", "1")
     assert (await router.choose(query())).source is Source.LOCAL
     server.command("CONFIG", "SET", "maxmemory", "0")
@@ -139,7 +139,7 @@ async def test_a_full_redis_is_as_good_as_none(server, fleet, router):  # B3.18
 
 
 @pytest.mark.parametrize("key", ["fleet", "owner", "meta", "worker:d1", "fenced"])
-async def test_poisoned_keys_cost_no_request(server, fleet, router, key):  # B3.19, E6.70
+async def test_poisoned_keys_cost_no_request(server, fleet, router, key):  # [redis-values-untrusted]
     server.command("DEL", fleet.keys.prefix + key)
     server.command("RPUSH", fleet.keys.prefix + key, "rubbish")
     for _ in range(5):
@@ -149,7 +149,7 @@ async def test_poisoned_keys_cost_no_request(server, fleet, router, key):  # B3.
 
 
 @pytest.mark.parametrize("rubbish", ["another type", "too many", "rows"])
-async def test_a_registry_that_a_heartbeat_repairs_first_is_not_an_empty_one(server, fleet, router, rubbish):  # B3.19
+async def test_a_registry_that_a_heartbeat_repairs_first_is_not_an_empty_one(server, fleet, router, rubbish):
     """Whoever drops rubbish is told of it; the gateway, which asks later, must learn of the loss all the same."""
     name = fleet.keys.prefix + "fleet"
     match rubbish:
@@ -172,7 +172,7 @@ async def test_a_registry_that_a_heartbeat_repairs_first_is_not_an_empty_one(ser
 
 
 @pytest.mark.parametrize("field", ["request_endpoint", "peer_endpoint"])
-async def test_a_worker_with_a_malformed_endpoint_is_a_miss_and_disturbs_nobody(server, fleet, router, field):  # B3.19
+async def test_a_worker_with_a_malformed_endpoint_is_a_miss_and_disturbs_nobody(server, fleet, router, field):
     def malformed(record):
         return replace(record, view=replace(record.view, **{field: "tcp://::/etc/passwd"}))
 
@@ -191,7 +191,7 @@ async def test_a_worker_with_a_malformed_endpoint_is_a_miss_and_disturbs_nobody(
     assert router.counters.redis > 0
 
 
-async def test_an_index_that_points_to_the_wrong_worker_is_a_cache_miss(server, fleet, router):  # E6.71
+async def test_an_index_that_points_to_the_wrong_worker_is_a_cache_miss(server, fleet, router):
     await fleet.cache(RECORDS[1], chain_of(PROMPT))
     server.command("RENAME", fleet.keys.blocks("d1@1"), fleet.keys.blocks("nobody@7"))
     choice = await router.choose(query())
@@ -211,7 +211,7 @@ async def test_without_redis_equal_prompts_go_to_the_same_worker_and_load_spread
     assert min(counts) >= 10, counts
 
 
-async def test_without_redis_a_dead_worker_is_left_out(server, router):  # B3.20
+async def test_without_redis_a_dead_worker_is_left_out(server, router):  # [redis-is-optional]
     server.kill()
     router.mark_dead("d1@1")
     for _ in range(10):
@@ -221,7 +221,7 @@ async def test_without_redis_a_dead_worker_is_left_out(server, router):  # B3.20
 @pytest.mark.parametrize(
     "nonsense", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"$x\r\n", b"*-7\r\n", b"\xff" * 100 + b"\r\n", b""]
 )
-async def test_a_server_that_speaks_nonsense_is_refused_at_start(nonsense):  # E6.73
+async def test_a_server_that_speaks_nonsense_is_refused_at_start(nonsense):  # [redis-is-optional]
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
         writer.write(nonsense)

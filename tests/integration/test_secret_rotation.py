@@ -1,4 +1,4 @@
-"""Secrets that change while a worker serves (RELIABILITY B3.53): it reads them again, without a restart.
+"""Secrets that change while a worker serves [secrets-reread]: it reads them again, without a restart.
 
 API keys of gateways: tests/unit/services/gateway/access/test_key_watch.py. Both processes reach Redis alike.
 """

@@ -1,4 +1,4 @@
-"""A writer that is stopped in the middle of a NIXL write, fenced, and woken: whose memory it writes to then (T60)."""
+"""A writer that is stopped in the middle of a NIXL write, fenced, and woken: where it writes then [late-write]."""
 
 import asyncio
 from collections.abc import Iterator, Sequence

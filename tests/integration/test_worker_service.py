@@ -215,7 +215,7 @@ async def test_a_missing_event_is_noticed_and_the_cache_replayed(fleet, worker):
     assert len(worker.remote.orders_of("replay")) == 1
 
 
-async def test_after_a_wipe_the_worker_registers_again_and_replays(server, fleet, worker):  # B3.16
+async def test_after_a_wipe_the_worker_registers_again_and_replays(server, fleet, worker):  # [redis-is-optional]
     worker.remote.tell(store=texts(*CHAIN))
     await until(indexed(fleet, 8))
     server.wipe()
@@ -244,7 +244,7 @@ async def test_load_and_progress_are_reported(fleet, worker):
     assert (load.sequences, load.room_tokens, load.step_s) == (3, 10 * PAGE, 0.02)
 
 
-async def test_a_busy_engine_without_progress_is_not_offered(fleet, worker):  # B3.33
+async def test_a_busy_engine_without_progress_is_not_offered(fleet, worker):  # [loop-progress]
     worker.remote.tell(stats={"running": 1}, freeze=True)
 
     async def in_state(state: WorkerState) -> bool:
@@ -258,7 +258,7 @@ async def test_a_busy_engine_without_progress_is_not_offered(fleet, worker):  # 
     await until(lambda: in_state(WorkerState.READY))
 
 
-async def test_a_dead_engine_ends_the_worker_and_its_registration_at_once(fleet, worker):  # B3.32
+async def test_a_dead_engine_ends_the_worker_and_its_registration_at_once(fleet, worker):  # [engine-ends-worker]
     await until(lambda: find(fleet))
     os.kill(worker.remote.pid, signal.SIGKILL)
     assert await asyncio.wait_for(worker.exit, 60) == 1
@@ -272,7 +272,7 @@ async def test_an_engine_that_refuses_its_model_gives_its_reason(server, remote,
     assert "no config.json in /nowhere" in caplog.text
 
 
-async def test_a_newer_incarnation_ends_the_older_worker(fleet, worker):  # B3.50
+async def test_a_newer_incarnation_ends_the_older_worker(fleet, worker):  # [newest-incarnation]
     await until(lambda: find(fleet))
     await fleet.beat(make_record("w1", number=9 * 10**18))
     assert await asyncio.wait_for(worker.exit, 60) == 1
@@ -293,7 +293,7 @@ async def test_the_engine_is_told_when_a_peer_leaves_or_is_replaced(fleet, worke
     assert {order["incarnation"] for order in worker.remote.orders_of("peer_gone")} == {"p1@1", "p2@1"}
 
 
-async def test_the_engine_is_told_when_the_process_of_a_fenced_writer_has_ended(worker):  # T60
+async def test_the_engine_is_told_when_the_process_of_a_fenced_writer_has_ended(worker):  # [late-write]
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         endpoint = f"tcp://127.0.0.1:{stopped.getsockname()[1]}"
         writer = Peer(worker_id="p1", incarnation="p1@1", endpoint=endpoint, compat_hash="h")
@@ -309,7 +309,7 @@ async def test_the_engine_is_told_when_the_process_of_a_fenced_writer_has_ended(
     await until(told)
 
 
-async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker, caplog):  # B3.36
+async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker, caplog):  # [drain-loses-nothing]
     worker.remote.tell(stats={"running": 2})
 
     async def busy() -> bool:

@@ -1,4 +1,4 @@
-"""What administrators do to a cluster that serves: nodes are drained, everything is restarted (RELIABILITY 37, 40).
+"""What administrators do to a cluster that serves: nodes are drained, everything is restarted [rolling-loses-nothing].
 
 Under load, with containers: tests/e2e. Here: that never fewer pods are ready than it takes, whatever is exchanged.
 """
@@ -53,7 +53,7 @@ def make_ready(services) -> None:
 
 
 def test_a_node_drain_waits_until_the_replacement_is_ready(services, running, tmp_path):
-    """RELIABILITY 40, by kubectl itself."""
+    """By kubectl itself [rolling-loses-nothing]."""
     mine = {DRAINED_IN: services.namespace}
     services.apply(decode={**TWO, "pod": {"annotations": {NOT_READY: "false"}, "labels": mine}})
     wait_for(lambda: len(decode_pods(services)) == 2, PATIENCE_S, running.log)
@@ -147,7 +147,7 @@ def test_a_stuck_rollout_does_not_block_a_drain(services, running):
 
 
 def test_a_rolling_restart_of_everything_in_turn_never_leaves_a_part_short(services, running):
-    """RELIABILITY 37, by `kubectl rollout restart`: it stays, for the operator takes back what is its own alone."""
+    """By `kubectl rollout restart`: it stays, for the operator takes back what is its own alone."""
     services.apply(prefill=TWO, decode=TWO, gateway=TWO)
     services.wait_ready()
     before = {one["metadata"]["uid"] for part in ("worker", "gateway", "redis") for one in services.pods(part)}

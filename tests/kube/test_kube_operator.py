@@ -122,7 +122,7 @@ def test_a_spec_that_cannot_be_served_is_told_and_touches_nothing(services, runn
 
 
 def test_what_is_edited_or_deleted_by_hand_is_put_back(services, running):
-    """RELIABILITY 43."""
+    """[edits-restored]"""
     services.apply()
     services.wait_ready()
     api, namespace = services.cluster.api, services.namespace
@@ -144,7 +144,7 @@ def test_what_is_edited_or_deleted_by_hand_is_put_back(services, running):
 
 
 def test_objects_of_others_are_left_alone_and_named(services, running):
-    """RELIABILITY E7.79."""
+    """[owner-only]"""
     path = f"/api/v1/namespaces/{services.namespace}/services"
     theirs = {"metadata": {"name": "chat-gateway"}, "spec": {"ports": [{"port": 1, "protocol": "TCP"}]}}
     made = services.cluster.api.post(path, json=theirs).raise_for_status().json()
@@ -160,7 +160,7 @@ def test_objects_of_others_are_left_alone_and_named(services, running):
 
 
 def test_what_admission_refuses_is_told_and_heals_when_it_no_longer_does(services, running):
-    """RELIABILITY E7: the API server's own words, and nothing else stops."""
+    """The API server's own words, and nothing else stops [specs-refused]."""
     quotas = f"/api/v1/namespaces/{services.namespace}/resourcequotas"
     quota = {"metadata": {"name": "one"}, "spec": {"hard": {"services": "1"}}}
     services.cluster.api.post(quotas, json=quota).raise_for_status()
@@ -200,7 +200,7 @@ def test_in_mode_none_the_spec_wins(services, running):
 
 
 def test_without_figures_the_autoscaler_holds_and_says_so(services, running):
-    """RELIABILITY 45: pods without containers tell nothing; nothing is scaled, least of all to zero."""
+    """Pods without containers tell nothing; nothing is scaled, least of all to zero [figures-or-hold]."""
     bounds = {"scaling": {"minReplicas": 0, "maxReplicas": 3}}
     scaling = {"mode": "internal", "periodSeconds": 0.5, "idleSecondsToZero": 0.1}
     services.apply(autoscaling=scaling, prefill=bounds, decode=bounds)
@@ -213,7 +213,7 @@ def test_without_figures_the_autoscaler_holds_and_says_so(services, running):
 
 
 def test_a_secret_that_comes_later_heals(services, running):
-    """RELIABILITY E7.82."""
+    """[absent-object-heals]"""
     services.apply(gateway={"authSecret": "api-keys"})
     services.wait_condition("Ready", "False", "SecretMissing")
     path = f"/api/v1/namespaces/{services.namespace}/secrets"

@@ -1,4 +1,4 @@
-"""The API server goes away and comes back while the operator runs: RELIABILITY 42."""
+"""The API server goes away and comes back while the operator runs [api-server-absent]."""
 
 import asyncio
 import json

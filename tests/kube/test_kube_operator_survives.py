@@ -1,4 +1,4 @@
-"""What happens to operators, and to the API server, while services are served: RELIABILITY 41, 42 and the way back."""
+"""What happens to operators, and to the API server, while services are served, and the way back."""
 
 import random
 from contextlib import ExitStack
@@ -35,7 +35,7 @@ def start(operator_kubeconfig, namespace, tmp_path):
 
 
 def test_of_two_operators_one_acts_and_the_other_takes_over_when_it_dies(services, start):
-    """RELIABILITY 41: no double create, and everything converges under the new leader."""
+    """No double create, and everything converges under the new leader [one-leader]."""
     first = start("first", *LEASE)
     wait_for(lambda: first.leading, PATIENCE_S, first.log)
     second = start("second", *LEASE)

@@ -178,7 +178,7 @@ def test_what_is_near_a_rule_but_right_is_accepted(control_plane, namespace, cha
     ],
 )
 def test_fields_that_do_not_exist_get_nowhere(control_plane, namespace, part, field, value):
-    """RELIABILITY E7.78, 81: refused by name where the client asks for it, as kubectl does; dropped elsewhere."""
+    """Refused by name where the client asks for it, as kubectl does; dropped elsewhere [specs-refused]."""
     manifest = model_service(namespace, **{part: {field: value, "pod": {field: value}}})
     collection = control_plane.collection(manifest)
     refused = control_plane.api.post(collection, json=manifest, params={"fieldValidation": "Strict"})

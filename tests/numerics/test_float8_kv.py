@@ -40,7 +40,7 @@ def geometry_of(model, dtype):
         return engine.geometry, engine.compat_hash
 
 
-def test_pages_are_exchanged_with_workers_of_the_same_dtype_and_scales_alone(model, tmp_path):  # RELIABILITY B3.51
+def test_pages_are_exchanged_with_workers_of_the_same_dtype_and_scales_alone(model, tmp_path):  # [same-kind-paired]
     geometries, hashes = zip(
         *(geometry_of(model, dtype) for dtype in set(KvCacheDtype) - {KvCacheDtype.FLOAT16}), strict=True
     )

@@ -37,4 +37,4 @@ def test_ranks_compute_the_logits_of_the_whole_model(name, tmp_path):
     for size in SIZES:
         first, *others = on_ranks(size, lambda parallel: logits(path, prompt, parallel))
         torch.testing.assert_close(first, whole, atol=ATOL, rtol=0)
-        assert all(torch.equal(first, other) for other in others), "ranks must not drift apart (T52)"
+        assert all(torch.equal(first, other) for other in others), "ranks must not drift apart [rank-zero-tokens]"

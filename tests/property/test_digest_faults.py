@@ -1,4 +1,4 @@
-"""Whatever a transfer can do to a page as a whole, a sampled digest sees (T60-T62).
+"""Whatever a transfer can do to a page as a whole, a sampled digest sees [verified-pages].
 
 Pages hold what a model would leave there: every word of a token's slot follows from its layer, K or V, head, place in
 the row and from all tokens up to it. So pages of sequences that begin alike are equal up to where they differ.

@@ -1,6 +1,6 @@
 """Whatever a request says in the shapes that a gateway decodes, it is served or refused by name: never a 5xx.
 
-`python -m tandem_testing.request_fuzz` asks a hundred thousand of the same requests (RELIABILITY C1).
+`python -m tandem_testing.request_fuzz` asks a hundred thousand of the same requests [request-never-kills].
 """
 
 import asyncio

@@ -117,7 +117,7 @@ class Holds(RuleBasedStateMachine):
             self.take_back(self.owned.pop(data.draw(st.sampled_from(done))))
 
     @invariant()
-    def no_writable_page_is_free(self):  # T60
+    def no_writable_page_is_free(self):  # [late-write]
         for _, pages in self.writable.values():
             assert not pages & self.free
 

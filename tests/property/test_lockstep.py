@@ -119,7 +119,7 @@ configs = st.fixed_dictionaries(
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(moments, min_size=4, max_size=25), configs)
-def test_ranks_launch_the_same_steps_however_late_one_of_them_is(script, config):  # T47, T68
+def test_ranks_launch_the_same_steps_however_late_one_of_them_is(script, config):  # [least-of-ranks] [same-collectives]
     sent: deque[torch.Tensor] = deque()
     # One computes as early, the other as late as can be: anything a plan read from timing would differ.
     leader = make_rank(0, sent, EagerExecutor, config)

@@ -2,7 +2,7 @@
 
 The model is what the device would hold: for each page, the tokens written to it. A matched page must
 hold exactly the tokens of the key and of the same tenant. Steps in flight write their overshoot token
-when they land, long after the request that they were launched for may be gone (T77).
+when they land, long after the request that they were launched for may be gone [page-fence].
 """
 
 from dataclasses import dataclass
@@ -159,7 +159,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule()
     def settle(self) -> None:
-        """The oldest step lands. Nobody else may have got a row or page of its requests meanwhile (T77)."""
+        """The oldest step lands. Nobody else may have got a row or page of its requests meanwhile [page-fence]."""
         step = min(self.in_flight)
         strangers = [request for request in self.live if request.step != step]
         writable = {*self.held, *(page for request in strangers for page in request.kv.private_pages)}

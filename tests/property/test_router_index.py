@@ -129,7 +129,7 @@ def sources(fleet: list[Member], computing: Member) -> list[Member]:
 
 
 def cost(fleet: list[Member], prefill: Member | None, decode: Member) -> float | None:
-    """Price of a choice by the definition in ARCHITECTURE 7; None when it is not allowed."""
+    """Price of a choice by the definition of docs/routing.md; None when it is not allowed."""
     computing, load = prefill or decode, decode.record.load
     seconds = min(computing_s(computing, source) for source in (None, *sources(fleet, computing)))
     seconds += load.sequences * load.step_s

@@ -3,7 +3,7 @@
 The model is what the memories would hold. Forwards and page copies wait in one line, the stream, and run in order,
 as late as the machine likes; peers write to device pages and storage to host pages whenever they like. A forward
 asserts that it reads the history of its request. A write outside the stream asserts that nothing in the stream
-still touches its page (T54, T56, T60, T77).
+still touches its page [pinned-host-block] [copy-acked] [late-write] [page-fence].
 """
 
 from collections import deque

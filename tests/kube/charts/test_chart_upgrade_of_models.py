@@ -1,4 +1,4 @@
-"""`helm upgrade` of what serves (RELIABILITY 38): another model, another image, definitions with another field.
+"""`helm upgrade` of what serves [rolling-loses-nothing]: another model, another image, definitions with another field.
 
 Under load, with containers: tests/e2e. Here: what is exchanged, in which order, and that no part is ever short.
 """
@@ -89,9 +89,8 @@ def test_a_setting_is_carried_out_within_the_revision_one_pod_at_a_time(served, 
 
 
 def test_definitions_with_another_field_leave_what_serves_alone(release, services, start):
-    """As docs/install.md has it: the definitions first, then the operator that knows them; models as before.
-
-    RELIABILITY E7.84.
+    """As docs/install.md has it: the definitions first, then the operator that knows them; models as before
+    [definitions-skew].
     """
     (service, _) = definitions = list(yaml.safe_load_all(CRD_FILE.read_text()))
     assert service["spec"]["names"]["kind"] == "ModelService"

@@ -3,7 +3,7 @@
     residence   a tensor is on the device, pinned or plainly on the host: by how it was made. An operation on a stream
                 that mixes device and host raises, as CUDA does, and so does a pageable copy, which would wait
     waiting     whatever makes the host wait for the device raises: item, tolist, numpy, bool, nonzero, unique,
-                boolean masks, repeat_interleave without a size (T5)
+                boolean masks, repeat_interleave without a size [no-device-wait]
     order       streams have vector clocks. What one stream writes another may touch only behind an event that both
                 know of; else it raises
     lateness    copies to the host are made when somebody must have seen them: the host, by an event behind them, or

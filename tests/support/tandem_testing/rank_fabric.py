@@ -19,7 +19,7 @@ from tandem_testing.scheduler_builders import ManualClock
 T = TypeVar("T")
 
 PATIENCE_S = 60.0
-"""A rank that does not come has left the common order (T68)."""
+"""A rank that does not come has left the common order [same-collectives]."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Random requests to a whole gateway in one process: served, or refused by name, whatever they say (RELIABILITY C1).
+"""Random requests to a whole gateway in one process: served, or refused by name [request-never-kills].
 
     python -m tandem_testing.request_fuzz [--requests 100000] [--seed 1] [--first 0] [--generating]
 

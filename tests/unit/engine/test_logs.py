@@ -27,7 +27,7 @@ def line(message: str = "event", **fields: object) -> logging.LogRecord:
 
 
 @pytest.mark.parametrize("formatter", [JsonFormatter(), PlainFormatter()])
-def test_hostile_text_stays_on_one_printable_line(formatter):
+def test_hostile_text_stays_on_one_printable_line(formatter):  # [hostile-log-text]
     for record in (line(HOSTILE), line(value=HOSTILE)):
         text = formatter.format(record)
         assert text.isprintable()

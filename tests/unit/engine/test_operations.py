@@ -114,7 +114,7 @@ def _change(folder: Path, change) -> None:
             save_file(tensors, shard)
 
 
-def test_one_request_is_aborted_by_its_exact_id(desk):  # T11
+def test_one_request_is_aborted_by_its_exact_id(desk):  # [exact-ids]
     for rid in ("job", "job-1"):
         desk.engine.add(request(rid))
     desk.turn(2)

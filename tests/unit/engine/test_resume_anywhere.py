@@ -1,4 +1,4 @@
-"""An output that is continued from any of its positions by another engine is the output that would have been (B2.1).
+"""An output that is continued from any of its positions by another engine is the same output [resume-from-tokens].
 
 The gateway sends a request again with the tokens it has, so a continuation depends on nothing but prompt,
 parameters and these tokens: noise on the position, penalties on the tokens, a grammar on their replay, a stop string
@@ -127,7 +127,7 @@ def test_bad_words_that_began_before_the_break_are_forbidden_after_it(engines, l
     assert_same(whole, continued(second, asked, tuple(whole.token_ids)))
 
 
-def test_a_stop_string_over_the_break_ends_the_output_where_it_would_have(engines, loaded):  # E4 62
+def test_a_stop_string_over_the_break_ends_the_output_where_it_would_have(engines, loaded):  # [stop-strings]
     first, second = engines
     (free,) = first.generate([request(loaded, "free", {})])
     text = loaded.text.decode(free.token_ids, skip_special_tokens=True)
@@ -148,7 +148,7 @@ def test_a_stop_token_ends_it_in_the_same_place(engines, loaded):
     assert_same(whole, continued(second, asked, tuple(whole.token_ids)))
 
 
-def test_members_of_a_group_go_on_each_from_its_own_token(engines, loaded):  # B3.4
+def test_members_of_a_group_go_on_each_from_its_own_token(engines, loaded):  # [resume-from-tokens]
     first, second = engines
     members = [
         request(loaded, f"member-{nth}", {**NOISE, "seed": nth, "logprobs": 1}, group="choices") for nth in range(4)

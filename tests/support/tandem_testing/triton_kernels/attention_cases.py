@@ -54,7 +54,7 @@ class Case:
         counts = [-(-seq_len // heads.page_size) for _, seq_len in lens]
         order = torch.randperm(sum(counts) + 1, generator=generator) + 1
         table = torch.zeros((len(lens), max(1, *counts)), dtype=torch.int32)
-        # Two layers, of which the second is used; the dummy page is finite (T39).
+        # Two layers, of which the second is used; the dummy page is finite [dummy-page].
         shape = (sum(counts) + 2, 2, 2, heads.kv_heads, heads.page_size, heads.head_dim)
         pool = torch.full(shape, torch.nan, dtype=heads.dtype)
         pool[0] = 0

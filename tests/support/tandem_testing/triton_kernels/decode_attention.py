@@ -78,7 +78,7 @@ def check_several_queries_see_up_to_themselves(device: str) -> None:
 
 
 def check_a_row_of_no_tokens_gets_zeros(device: str) -> None:
-    """It is the padding of a CUDA graph (T38)."""
+    """It is the padding of a CUDA graph [finite-padding]."""
     heads = Heads()
     case = Case.make(heads, ((1, 40), (1, 0), (1, 0)), device)
     out = case.attend(heads.spec())

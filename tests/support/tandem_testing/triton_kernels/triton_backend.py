@@ -84,11 +84,11 @@ def check_a_graph_gives_the_bits_of_a_plan(device: str) -> None:
             out = graph(layer, *padded)
             plain = backend.plan(batch)(layer, *(part[: len(lengths)] for part in padded))
             assert torch.equal(out[: len(lengths)], plain), lengths
-            assert torch.equal(out[len(lengths) :], torch.zeros_like(out[len(lengths) :])), "padding is zeros (T38)"
+            assert torch.equal(out[len(lengths) :], torch.zeros_like(out[len(lengths) :])), "padding is zeros"
     assert [tensor.data_ptr() for tensor in tensors] == places
 
 
-def check_padding_writes_to_the_dummy_page_alone(device: str) -> None:  # T39
+def check_padding_writes_to_the_dummy_page_alone(device: str) -> None:  # [dummy-page]
     _, pool = pools(device)
     graph = TritonBackend(pool, num_heads=NUM_HEADS, specs=PLAIN).graph_plan(max_rows=3, max_pages=4)
     seq = PageDealer(pool=pool).decode(20)

@@ -151,7 +151,7 @@ def test_the_number_of_threads_does_not_change_a_bit(decodes, two_threads):
     assert torch.equal(attend(*decodes), parallel)
 
 
-def test_pages_of_others_are_neither_read_nor_written():  # T39
+def test_pages_of_others_are_neither_read_nor_written():  # [dummy-page]
     pool = make_pool()
     dealer = PageDealer(pool=pool)
     sequences = [dealer.seq(30, 12), dealer.seq(21, 2), dealer.decode(17)]

@@ -14,7 +14,7 @@ from tandem_testing.disagg_script import make_scripted_peer
 from tandem_testing.scheduler_builders import make_message
 
 
-def test_an_abort_keeps_the_pages_until_the_writer_acks(receiver):  # T60
+def test_an_abort_keeps_the_pages_until_the_writer_acks(receiver):  # [late-write]
     grant = receiver.granted()
     receiver.side.engine.scheduler.abort(RequestId("r"))
     receiver.turn()
@@ -27,7 +27,7 @@ def test_an_abort_keeps_the_pages_until_the_writer_acks(receiver):  # T60
     assert receiver.held() == []
 
 
-def test_a_late_write_after_an_abort_changes_nothing_for_anybody(receiver):  # T60, T65
+def test_a_late_write_after_an_abort_changes_nothing_for_anybody(receiver):  # [late-write] [late-signal-ignored]
     grant = receiver.granted()
     receiver.fabric.fates = lambda _push: Fate(delay=4)
     receiver.writer.write(grant)
@@ -70,13 +70,13 @@ def test_an_abort_after_the_transfer_tells_the_writer_nothing(receiver):
     receiver.side.assert_clean()
 
 
-def test_an_aborted_request_that_was_refused_at_admission_tells_the_writer(receiver):  # T63
+def test_an_aborted_request_that_was_refused_at_admission_tells_the_writer(receiver):  # [abort-both-ways]
     receiver.side.engine.scheduler.drain()
     receiver.submit()
     assert [abort.room for abort in receiver.aborts()] == [ROOM]
 
 
-def test_a_transfer_whose_writer_falls_silent_fails_and_drains(receiver):  # T62
+def test_a_transfer_whose_writer_falls_silent_fails_and_drains(receiver):  # [grant-expiry]
     grant = receiver.granted()
     receiver.writer.write(grant, 0, 1)
     receiver.turn()
@@ -87,7 +87,7 @@ def test_a_transfer_whose_writer_falls_silent_fails_and_drains(receiver):  # T62
     receiver.side.assert_clean()
 
 
-def test_without_an_ack_pages_are_quarantined_until_the_writers_process_has_ended(receiver):  # T60, T61
+def test_without_an_ack_pages_are_quarantined_until_the_writers_process_has_ended(receiver):  # [late-write]
     grant = receiver.granted()
     receiver.side.engine.scheduler.abort(RequestId("r"))
     receiver.pass_time(DRAIN_TIMEOUT)
@@ -105,7 +105,7 @@ def test_without_an_ack_pages_are_quarantined_until_the_writers_process_has_ende
     receiver.side.assert_clean()
 
 
-def test_a_silent_writer_is_asked_again_and_its_late_ack_ends_the_quarantine(receiver):  # T61
+def test_a_silent_writer_is_asked_again_and_its_late_ack_ends_the_quarantine(receiver):  # [ack-per-grant]
     receiver.granted()
     receiver.side.engine.scheduler.abort(RequestId("r"))
     receiver.turn()
@@ -117,7 +117,7 @@ def test_a_silent_writer_is_asked_again_and_its_late_ack_ends_the_quarantine(rec
     receiver.side.assert_clean()
 
 
-def test_a_newer_incarnation_of_the_writer_fences_it(receiver):  # T74
+def test_a_newer_incarnation_of_the_writer_fences_it(receiver):  # [dead-peer-released]
     """Two processes may have one name: the older one may be in the middle of a write."""
     receiver.granted()
     receiver.side.engine.scheduler.abort(RequestId("r"))
@@ -131,7 +131,7 @@ def test_a_newer_incarnation_of_the_writer_fences_it(receiver):  # T74
     assert WRITER.incarnation in receiver.side.link.fenced
 
 
-def test_the_writer_giving_up_fails_the_request(receiver):  # T63
+def test_the_writer_giving_up_fails_the_request(receiver):  # [abort-both-ways]
     receiver.granted()
     receiver.writer.abort(HandoffSide.SEND, ROOM)
     receiver.turn()
@@ -140,7 +140,7 @@ def test_the_writer_giving_up_fails_the_request(receiver):  # T63
     receiver.side.assert_clean()
 
 
-def test_the_writer_giving_up_reaches_a_request_that_still_waits():  # T64
+def test_the_writer_giving_up_reaches_a_request_that_still_waits():  # [abort-both-ways]
     receiver = Receiver(usable_pages=5)
     receiver.granted()
     receiver.submit("s", range(20, 30))
@@ -181,7 +181,7 @@ def test_an_abort_by_anybody_but_the_writer_is_ignored(receiver):
     assert receiver.side.stage.counters.ignored == 2
 
 
-def test_a_dead_writer_fails_its_requests_and_frees_their_pages_at_once(receiver):  # T74
+def test_a_dead_writer_fails_its_requests_and_frees_their_pages_at_once(receiver):  # [dead-peer-released]
     receiver.granted()
     receiver.granted("s", range(20, 30))
     receiver.side.stage.peer_ended(WRITER.incarnation)
@@ -191,7 +191,7 @@ def test_a_dead_writer_fails_its_requests_and_frees_their_pages_at_once(receiver
     receiver.side.assert_clean()
 
 
-def test_a_fenced_writer_that_wakes_up_and_acknowledges_frees_its_pages(receiver):  # T60
+def test_a_fenced_writer_that_wakes_up_and_acknowledges_frees_its_pages(receiver):  # [late-write]
     receiver.granted()
     receiver.side.stage.peer_gone(WRITER.incarnation)
     receiver.turn()
@@ -209,7 +209,7 @@ def test_after_a_lost_transfer_the_pool_is_announced_again(receiver):
     assert len(receiver.writer.got(Hello)) == 2
 
 
-def test_late_signals_of_a_finished_transfer_are_ignored(receiver):  # T65
+def test_late_signals_of_a_finished_transfer_are_ignored(receiver):  # [late-signal-ignored]
     grant = receiver.transferred()
     receiver.turn(4)
     receiver.writer.write(grant)
@@ -231,7 +231,7 @@ def test_writes_of_peers_are_attended_to_only_while_transfers_are_open(receiver)
 
 
 @pytest.mark.parametrize("stage", ["waiting", "receiving"])
-def test_a_deadline_of_a_request_without_its_kv_is_named(stage):  # T63
+def test_a_deadline_of_a_request_without_its_kv_is_named(stage):  # [abort-both-ways]
     receiver = Receiver(usable_pages=5)
     receiver.granted("first")
     receiver.submit(deadline_s=2.0)

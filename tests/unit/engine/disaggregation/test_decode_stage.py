@@ -130,7 +130,7 @@ def test_pages_that_running_requests_are_expected_to_need_are_not_granted():
     assert len(receiver.writer.got(WriteGrant)) == 1
 
 
-def test_waiting_for_memory_ends_with_a_silent_writer_and_it_is_told():  # T63
+def test_waiting_for_memory_ends_with_a_silent_writer_and_it_is_told():  # [abort-both-ways]
     receiver = Receiver(usable_pages=5)
     receiver.granted()
     receiver.side.engine.clock.time = 4.0
@@ -162,7 +162,7 @@ def test_no_more_transfers_are_let_in_than_can_run():
 # Receiving
 
 
-def test_a_verified_transfer_continues_from_the_first_token(receiver):  # T67
+def test_a_verified_transfer_continues_from_the_first_token(receiver):  # [record-after-writes]
     grant = receiver.granted()
     receiver.writer.write(grant)
     receiver.turn()
@@ -191,7 +191,7 @@ def test_logprobs_of_the_first_token_come_with_the_record(receiver):
     assert len(receiver.side.engine.received["r"].logprobs) == 8
 
 
-def test_pages_may_be_written_in_any_order_and_more_than_once(receiver):  # T71
+def test_pages_may_be_written_in_any_order_and_more_than_once(receiver):  # [writes-repeat]
     grant = receiver.granted()
     receiver.fabric.fates = lambda push: Fate(delay=2 - push.key.first)
     for first in (0, 1, 2, 1, 2):
@@ -202,7 +202,7 @@ def test_pages_may_be_written_in_any_order_and_more_than_once(receiver):  # T71
     receiver.side.engine.assert_expected("r")
 
 
-def test_nothing_is_verified_before_the_record_says_that_it_is_written(receiver):  # T62, T67
+def test_nothing_is_verified_before_the_record_says_that_it_is_written(receiver):  # [verified-pages]
     grant = receiver.granted()
     receiver.writer.write(grant)
     receiver.turn(5)
@@ -210,7 +210,7 @@ def test_nothing_is_verified_before_the_record_says_that_it_is_written(receiver)
     assert not receiver.is_cached()
 
 
-def test_a_record_of_pages_that_are_not_there_admits_nothing(receiver):  # T62
+def test_a_record_of_pages_that_are_not_there_admits_nothing(receiver):  # [grant-expiry]
     grant = receiver.granted()
     receiver.writer.write(grant, 0, 2)
     receiver.turn(2)
@@ -220,7 +220,7 @@ def test_a_record_of_pages_that_are_not_there_admits_nothing(receiver):  # T62
     assert not receiver.is_cached()
 
 
-def test_a_record_that_comes_again_changes_nothing(receiver):  # T71
+def test_a_record_that_comes_again_changes_nothing(receiver):  # [writes-repeat]
     grant = receiver.granted()
     receiver.writer.write(grant)
     receiver.turn(2)

@@ -12,7 +12,7 @@ from tandem_testing.disagg_played import ROOM, first_token
 from tandem_testing.scheduler_builders import VOCAB
 
 
-def test_a_corrupt_page_never_reaches_attention_or_the_cache(receiver):  # T62
+def test_a_corrupt_page_never_reaches_attention_or_the_cache(receiver):  # [verified-pages]
     receiver.fabric.fates = lambda _push: Fate(corrupt=True)
     receiver.transferred()
     receiver.turn(3)
@@ -24,7 +24,7 @@ def test_a_corrupt_page_never_reaches_attention_or_the_cache(receiver):  # T62
 
 
 @pytest.mark.parametrize("place", [{"room": "room-s"}, {"generation": 2}, {"first": 1}])
-def test_intact_pages_that_were_meant_for_another_place_do_not_verify(receiver, place):  # T66
+def test_intact_pages_that_were_meant_for_another_place_do_not_verify(receiver, place):  # [page-in-its-place]
     grant = receiver.granted()
     receiver.writer.write(grant)
     there = {"room": ROOM, "generation": 1, "first": 0, **place}
@@ -84,7 +84,7 @@ def test_a_record_for_another_transfer_is_ignored(receiver, changed):
         ({}, {"logprobs": (TokenLogprob(logprob=-1.0),)}, "1 logprobs"),
     ],
 )
-def test_a_record_whose_output_makes_no_sense_fails_the_transfer(receiver, request_fields, record_fields, why):  # E10
+def test_a_record_whose_output_makes_no_sense_fails_the_transfer(receiver, request_fields, record_fields, why):
     grant = receiver.granted(**request_fields)
     receiver.writer.write(grant)
     receiver.writer.record(grant, 1, **record_fields)

@@ -14,11 +14,11 @@ def push(first: int, *, generation: int = 1) -> PushKey:
     return PushKey(room="room", generation=generation, first=first, count=1)
 
 
-def test_a_room_with_nothing_outstanding_is_acked_at_once():  # T61
+def test_a_room_with_nothing_outstanding_is_acked_at_once():  # [ack-per-grant]
     assert DrainBook().ask(ROOM, DECODE) == DUE
 
 
-def test_the_ack_waits_for_the_last_outstanding_push():  # T61
+def test_the_ack_waits_for_the_last_outstanding_push():  # [ack-per-grant]
     book = DrainBook()
     book.started(push(0), DECODE.incarnation)
     book.started(push(1), DECODE.incarnation)
@@ -41,13 +41,13 @@ def test_an_ack_is_sent_once_for_each_question():
     assert book.ended(push(0)) is None
 
 
-def test_another_generation_of_the_room_does_not_delay_the_ack():  # T61
+def test_another_generation_of_the_room_does_not_delay_the_ack():  # [ack-per-grant]
     book = DrainBook()
     book.started(push(0, generation=2), DECODE.incarnation)
     assert book.ask(ROOM, DECODE) == DUE
 
 
-def test_another_peer_in_the_room_does_not_delay_the_ack():  # T61
+def test_another_peer_in_the_room_does_not_delay_the_ack():  # [ack-per-grant]
     book = DrainBook()
     book.started(push(0), "d@2")
     assert book.ask(ROOM, DECODE) == DUE

@@ -58,7 +58,7 @@ def clocks() -> PeerClocks:
     return known
 
 
-def test_validity_counts_from_when_it_was_sent(clocks):  # T75
+def test_validity_counts_from_when_it_was_sent(clocks):  # [one-clock]
     grant = received(at=100.0, granted_at=7049.0, clocks=clocks)
     assert grant.key == room_key("room", 2)
     assert grant.expires == pytest.approx(50.0 + 49.0 + 8.0, abs=0.02)
@@ -122,7 +122,7 @@ def test_an_early_grant_is_taken_once(early):
     assert early.take(room_key("room", 1)) is None
 
 
-def test_an_expired_early_grant_is_not_taken(early):  # T62
+def test_an_expired_early_grant_is_not_taken(early):  # [grant-expiry]
     early.keep(make_grant())
     early.clock.time = 8.0
     assert early.take(room_key("room", 1)) is None
@@ -144,7 +144,7 @@ def test_expired_early_grants_are_dropped(early):
     assert early.take(room_key("b", 1)) is not None
 
 
-def test_early_grants_of_a_dead_peer_are_dropped(early):  # T74
+def test_early_grants_of_a_dead_peer_are_dropped(early):  # [dead-peer-released]
     early.keep(make_grant())
     early.drop_from("d@2")
     assert len(early) == 1

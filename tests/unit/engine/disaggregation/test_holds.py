@@ -39,7 +39,7 @@ def wrote(table: Table, pages: int, *, writer: str = WRITER.incarnation) -> bool
     return table.holds.wrote(ROOM, writer=writer, pages=pages)
 
 
-def test_a_hold_is_complete_when_every_page_is_written_however_often_that_is_said(table):  # T71
+def test_a_hold_is_complete_when_every_page_is_written_however_often_that_is_said(table):  # [writes-repeat]
     hold = table.grant()
     assert wrote(table, 1)
     assert not wrote(table, 1)
@@ -58,7 +58,7 @@ def test_committing_leaves_the_pages_to_the_request(table):
     assert table.free == []
 
 
-def test_an_incomplete_hold_cannot_be_committed(table):  # T62
+def test_an_incomplete_hold_cannot_be_committed(table):  # [verified-pages]
     table.grant()
     wrote(table, 1)
     with pytest.raises(AssertionError, match="1 of 2 pages"):
@@ -77,7 +77,7 @@ def test_writes_of_another_writer_are_refused(table):
     assert not hold.complete
 
 
-def test_drained_pages_stay_held_until_the_writer_acks(table):  # T60
+def test_drained_pages_stay_held_until_the_writer_acks(table):  # [late-write]
     table.drained()
     assert [*table.holds.held_pages()] == [*PAGES]
     assert table.free == []
@@ -91,27 +91,27 @@ def test_pages_of_a_live_transfer_belong_to_the_request_not_to_the_hold(table):
     assert [*table.holds.held_pages()] == []
 
 
-def test_an_ack_counts_only_for_its_generation_and_from_its_writer(table):  # T61
+def test_an_ack_counts_only_for_its_generation_and_from_its_writer(table):  # [ack-per-grant]
     table.drained()
     assert not table.holds.acked(room_key("room", 2), writer=WRITER.incarnation)
     assert not table.holds.acked(ROOM, writer="p@2")
     assert table.free == []
 
 
-def test_an_ack_nobody_waits_for_changes_nothing(table):  # T65
+def test_an_ack_nobody_waits_for_changes_nothing(table):  # [late-signal-ignored]
     hold = table.grant()
     assert not table.holds.acked(ROOM, writer=WRITER.incarnation)
     assert hold.state is HoldState.GRANTED
     assert not table.holds.acked(room_key("unknown", 1), writer=WRITER.incarnation)
 
 
-def test_late_writes_do_not_revive_a_drained_hold(table):  # T65
+def test_late_writes_do_not_revive_a_drained_hold(table):  # [late-signal-ignored]
     hold = table.drained()
     assert not wrote(table, 2)
     assert hold.state is HoldState.DRAINING
 
 
-def test_without_an_ack_pages_are_quarantined_and_not_given_back(table):  # T60
+def test_without_an_ack_pages_are_quarantined_and_not_given_back(table):  # [late-write]
     hold = table.drained()
     assert table.holds.overdue() == []
     table.clock.time = 5.0
@@ -138,7 +138,7 @@ def test_quarantine_comes_up_again_so_that_the_writer_is_asked_again(table):
     assert table.holds.overdue() == [hold]
 
 
-def test_the_end_of_a_writer_frees_its_pages_and_nobody_elses(table):  # T74
+def test_the_end_of_a_writer_frees_its_pages_and_nobody_elses(table):  # [dead-peer-released]
     other = room_key("other", 1)
     table.drained()
     table.holds.quarantine(table.drained(other, (PageId(7),)))
@@ -148,7 +148,7 @@ def test_the_end_of_a_writer_frees_its_pages_and_nobody_elses(table):  # T74
     assert sorted(table.free) == [3, 5, 7]
 
 
-def test_a_fenced_writer_keeps_its_pages_and_is_not_asked_again(table):  # T60
+def test_a_fenced_writer_keeps_its_pages_and_is_not_asked_again(table):  # [late-write]
     hold = table.drained()
     table.holds.fence("q@1")
     assert hold.state is HoldState.DRAINING
@@ -196,7 +196,7 @@ def test_a_renewed_transfer_is_overdue_later_and_never_earlier(table):
     assert hold.deadline == 13.0
 
 
-def test_only_a_live_transfer_is_renewed_and_only_by_its_writer(table):  # T61, T65
+def test_only_a_live_transfer_is_renewed_and_only_by_its_writer(table):  # [ack-per-grant] [late-signal-ignored]
     hold = table.grant()
     assert not table.holds.renew(ROOM, writer="p@2", valid_s=100.0)
     assert not table.holds.renew(room_key("room", 2), writer=WRITER.incarnation, valid_s=100.0)

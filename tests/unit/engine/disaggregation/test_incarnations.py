@@ -12,7 +12,7 @@ def test_the_first_to_speak_is_accepted():
     assert Incarnations().observe(make_peer("a", 5)) == Observation(accepted=True)
 
 
-def test_a_newer_incarnation_supersedes_the_older_one_once():  # T74
+def test_a_newer_incarnation_supersedes_the_older_one_once():  # [dead-peer-released]
     seen = Incarnations()
     seen.observe(make_peer("a", 5))
     assert seen.observe(make_peer("a", 7)) == Observation(accepted=True, superseded="a@5")

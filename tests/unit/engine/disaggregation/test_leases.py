@@ -114,7 +114,7 @@ def test_a_request_waits_for_memory_for_as_long_as_its_writer_goes_on():
     assert receiver.side.link.messages(WriteGrant)[-1].room == "room-r"
 
 
-def test_a_request_that_waits_for_memory_fails_a_lease_after_its_writers_last_word():  # T63
+def test_a_request_that_waits_for_memory_fails_a_lease_after_its_writers_last_word():  # [abort-both-ways]
     receiver = crowded_receiver()
     receiver.pass_time(5.0)
     receiver.hears(waiting())
@@ -136,7 +136,7 @@ def test_waiting_for_memory_ends_with_the_requests_own_deadline():
     assert receiver.side.finish("first") is None
 
 
-def test_a_hold_is_put_off_before_its_writer_is_told():  # T62
+def test_a_hold_is_put_off_before_its_writer_is_told():  # [grant-expiry]
     receiver = make_receiver()
     receiver.submit()
     receiver.pass_time(5.0)
@@ -147,7 +147,7 @@ def test_a_hold_is_put_off_before_its_writer_is_told():  # T62
     assert hold.deadline == receiver.side.engine.clock.time + GRANT_TIMEOUT
 
 
-def test_a_hold_whose_writer_goes_silent_runs_out_on_time():  # T62
+def test_a_hold_whose_writer_goes_silent_runs_out_on_time():  # [grant-expiry]
     receiver = make_receiver()
     receiver.submit()
     receiver.pass_time(5.0)
@@ -169,7 +169,7 @@ def test_a_grant_that_never_reaches_its_writer_runs_out_though_the_writer_lives(
     assert len(receiver.side.link.messages(WriteGrant)) == 1 + MAX_REPEATS
 
 
-def test_a_grant_is_repeated_for_a_writer_that_goes_on_without_it():  # B3.54
+def test_a_grant_is_repeated_for_a_writer_that_goes_on_without_it():  # [lost-message-repeated]
     receiver = make_receiver()
     receiver.submit()
     receiver.hears(waiting())
@@ -179,7 +179,7 @@ def test_a_grant_is_repeated_for_a_writer_that_goes_on_without_it():  # B3.54
     first, second = receiver.side.link.messages(WriteGrant)
     assert msgspec.structs.replace(first, granted_at=PERIOD) == second
     hold = receiver.side.stage.decode.holds.get(room_key("room-r", 1))
-    assert hold.deadline == receiver.side.engine.clock.time + GRANT_TIMEOUT, "put off before the writer is told (T62)"
+    assert hold.deadline == receiver.side.engine.clock.time + GRANT_TIMEOUT, "put off before the writer is told"
 
 
 @pytest.mark.parametrize("named", [granted(), waiting("other"), waiting(generation=2)])
@@ -222,7 +222,7 @@ def test_verifying_has_a_lease_of_its_own():
 
 
 @pytest.mark.parametrize("named", [granted("x"), granted(generation=2)])
-def test_signs_of_life_about_unknown_rooms_are_not_answered(named):  # T65
+def test_signs_of_life_about_unknown_rooms_are_not_answered(named):  # [late-signal-ignored]
     receiver = make_receiver()
     receiver.submit()
     receiver.hears(named)
@@ -231,7 +231,7 @@ def test_signs_of_life_about_unknown_rooms_are_not_answered(named):  # T65
     assert receiver.other.got(GrantsRenewed) == []
 
 
-def test_signs_of_life_about_a_closed_room_do_not_put_off_its_ack():  # T61, T65
+def test_signs_of_life_about_a_closed_room_do_not_put_off_its_ack():  # [ack-per-grant] [late-signal-ignored]
     receiver = make_receiver()
     receiver.submit()
     receiver.side.engine.scheduler.abort(RequestId("r"))
@@ -281,7 +281,7 @@ def test_a_receiver_asks_about_what_it_has_granted_until_it_has_word_of_the_end(
     assert len(receiver.questions()) == 1
 
 
-def test_questions_put_off_nothing():  # T63
+def test_questions_put_off_nothing():  # [abort-both-ways]
     receiver = make_receiver()
     receiver.submit()
     while receiver.side.engine.clock.time < GRANT_TIMEOUT:
@@ -400,7 +400,7 @@ def expiry(sender: Scene) -> float:
     [(6.0, 14.0), (1.0, 9.0), (-5.0, GRANT_TIMEOUT), (99.0, 15.0), (float("inf"), 15.0), (float("nan"), 8.0)],
     ids=["at once", "late", "too late", "from the future", "infinite", "not a number"],
 )
-def test_a_renewal_counts_from_the_moment_the_writer_asked(said_at, expires):  # T62
+def test_a_renewal_counts_from_the_moment_the_writer_asked(said_at, expires):  # [grant-expiry]
     sender = slow_sender()
     sender.pass_time(7.0)
     sender.other.renew("room-r", said_at=said_at)
@@ -415,7 +415,7 @@ def test_an_endless_renewal_is_not_believed():
     assert expiry(sender) == GRANT_TIMEOUT
 
 
-def test_a_writer_whose_grant_is_not_renewed_starts_no_push_after_it(monkeypatch):  # T62
+def test_a_writer_whose_grant_is_not_renewed_starts_no_push_after_it(monkeypatch):  # [grant-expiry]
     monkeypatch.setattr("tandem_engine.disaggregation.prefill.PUSH_BYTES", 64)
     sender = make_sender(chunked_prefill_size=4)
     sender.other.allow("room-r", PAGES, valid_s=2.0)
@@ -427,7 +427,7 @@ def test_a_writer_whose_grant_is_not_renewed_starts_no_push_after_it(monkeypatch
     assert sender.other.tokens_at(PAGES[1:], 6) == [0] * 6
 
 
-def test_renewals_of_closed_unknown_and_strangers_rooms_are_ignored():  # T65
+def test_renewals_of_closed_unknown_and_strangers_rooms_are_ignored():  # [late-signal-ignored]
     sender = slow_sender()
     stranger = make_scripted_peer(
         make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
@@ -524,7 +524,7 @@ def test_a_prompt_that_is_queued_for_longer_than_the_lease_is_handed_over():
 
 
 @pytest.mark.parametrize("kinds", [(WriteGrant,), (Hello, WriteGrant)], ids=["grant", "greeting and grant"])
-def test_a_grant_that_was_lost_with_its_connection_costs_no_request(kinds):  # B3.54
+def test_a_grant_that_was_lost_with_its_connection_costs_no_request(kinds):  # [lost-message-repeated]
     pair = make_pair()
     gone: set[type[PeerMessage]] = set()
 
@@ -554,7 +554,7 @@ def lose_first(pair, kind: type[PeerMessage]) -> list[PeerMessage]:
     return gone
 
 
-def test_a_handoff_record_that_was_lost_comes_again_and_costs_no_attempt():  # B3.26
+def test_a_handoff_record_that_was_lost_comes_again_and_costs_no_attempt():  # [lost-message-repeated]
     pair = make_pair()
     gone = lose_first(pair, HandoffRecord)
     pair.submit()
@@ -565,7 +565,7 @@ def test_a_handoff_record_that_was_lost_comes_again_and_costs_no_attempt():  # B
     pair.assert_clean()
 
 
-def test_word_that_the_writer_gave_up_comes_again_when_it_was_lost():  # T63
+def test_word_that_the_writer_gave_up_comes_again_when_it_was_lost():  # [abort-both-ways]
     pair = make_pair()
     gone = lose_first(pair, TransferAborted)
     pair.fabric.fates = lambda _push: Fate(fail=True)
@@ -578,7 +578,7 @@ def test_word_that_the_writer_gave_up_comes_again_when_it_was_lost():  # T63
 
 
 @pytest.mark.parametrize("named", [granted("unknown"), granted(generation=2)])
-def test_a_question_about_a_room_that_was_never_there_is_not_answered(named):  # T65
+def test_a_question_about_a_room_that_was_never_there_is_not_answered(named):  # [late-signal-ignored]
     sender = make_sender()
     sender.submit()
     sender.hears(named)

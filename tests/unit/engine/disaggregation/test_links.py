@@ -212,7 +212,7 @@ def test_a_peer_that_does_not_answer_is_no_broken_link():  # it may be of a rele
     pair.assert_clean()
 
 
-def test_pages_of_a_self_test_are_not_free_before_the_writer_says_so():  # T60
+def test_pages_of_a_self_test_are_not_free_before_the_writer_says_so():  # [late-write]
     pair = measured_pair()
     pair.network.lost = lambda message: isinstance(message, DrainAck)
     pair.prefill.stage.links.meet([pair.decode.peer])
@@ -225,7 +225,7 @@ def test_pages_of_a_self_test_are_not_free_before_the_writer_says_so():  # T60
     pair.assert_clean()
 
 
-def test_a_dead_writer_is_fenced_out_of_the_pages_it_was_granted():  # T74
+def test_a_dead_writer_is_fenced_out_of_the_pages_it_was_granted():  # [dead-peer-released]
     pair = measured_pair(lambda _push: Fate(delay=5))
     pair.prefill.stage.links.meet([pair.decode.peer])
     settle(pair, turns=3)
@@ -247,7 +247,7 @@ def test_a_dead_receiver_ends_the_self_test_and_its_link():
     pair.prefill.assert_clean()
 
 
-def test_a_receiver_that_takes_its_pages_back_gets_them_after_the_last_write():  # T60, T61
+def test_a_receiver_that_takes_its_pages_back_gets_them_after_the_last_write():  # [late-write] [ack-per-grant]
     pair = measured_pair(lambda push: Fate(delay=0 if push.key.count == 1 else 40, seconds=PAGE_S))
     pair.prefill.stage.links.meet([pair.decode.peer])
     settle(pair, turns=12)
@@ -281,7 +281,7 @@ def test_self_tests_can_be_turned_off():
     assert link(pair.prefill).bytes_per_s > 0
 
 
-def test_peers_get_their_turns_in_the_order_of_their_naming():  # T68
+def test_peers_get_their_turns_in_the_order_of_their_naming():  # [same-collectives]
     """Every rank of an engine draws the same times for the same peers; a set has another order in each process."""
     side = make_pair().prefill
     peers = [make_peer(f"peer-{i}") for i in range(20)]

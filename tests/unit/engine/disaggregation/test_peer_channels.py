@@ -130,7 +130,7 @@ def test_an_engine_with_kv_of_another_shape_is_not_listened_to(context, decode):
     alien.close()
 
 
-def test_the_end_of_a_transfer_is_heard_after_a_peer_has_loaded_other_weights(prefill, decode):  # T61
+def test_the_end_of_a_transfer_is_heard_after_a_peer_has_loaded_other_weights(prefill, decode):  # [ack-per-grant]
     decode.send(prefill.me, grant(decode, "p@1"))
     assert receive(prefill) == [grant(decode, "p@1")]
     prefill.me = msgspec.structs.replace(prefill.me, compat_hash="other-weights")
@@ -158,13 +158,13 @@ def test_a_sender_with_contradictory_names_is_not_listened_to(prefill, decode):
     ],
     ids=lambda absurd: next(iter(absurd)),
 )
-def test_a_peer_that_cannot_exist_is_unreachable_and_no_error(prefill, decode, absurd):  # E10
+def test_a_peer_that_cannot_exist_is_unreachable_and_no_error(prefill, decode, absurd):  # [wire-refused]
     assert not prefill.send(msgspec.structs.replace(decode.me, **absurd), ack(prefill))
     assert prefill.send(decode.me, ack(prefill))
     assert receive(decode) == [ack(prefill)]
 
 
-def test_a_wrong_endpoint_does_not_stay_with_a_peer(prefill, decode):  # E10
+def test_a_wrong_endpoint_does_not_stay_with_a_peer(prefill, decode):  # [wire-refused]
     elsewhere = msgspec.structs.replace(decode.me, endpoint="tcp://127.0.0.1:1")
     assert prefill.send(elsewhere, ack(prefill, "lost"))
     assert prefill.send(decode.me, ack(prefill))
@@ -192,7 +192,7 @@ def test_what_is_on_its_way_arrives_though_the_peer_is_known_by_another_endpoint
     proxy.close()
 
 
-def test_a_sender_with_a_number_of_thousands_of_digits_is_not_listened_to(prefill, decode):  # E10
+def test_a_sender_with_a_number_of_thousands_of_digits_is_not_listened_to(prefill, decode):  # [wire-refused]
     forged = Peer(worker_id="p", incarnation="p@" + "9" * 5000, endpoint="", compat_hash=COMPAT)
     prefill.send(decode.me, DrainAck(room="room", generation=1, sender=forged))
     assert refuse(decode) == []
@@ -216,7 +216,7 @@ def test_an_undecodable_message_is_counted_and_the_next_one_read(context, prefil
     raw.close()
 
 
-def test_a_newer_incarnation_is_reported_before_its_message_and_the_older_silenced(context, prefill, decode):  # T74
+def test_a_newer_incarnation_is_reported_before_its_message_and_the_older_silenced(context, prefill, decode):
     prefill.send(decode.me, ack(prefill))
     receive(decode)
     restarted = open_channels(context, "p", 2)

@@ -224,7 +224,7 @@ def test_cached_pages_are_sent_when_the_receiver_lacks_them(sender):
     assert (record.cached_tokens, record.cache_hits) == (8, CacheHits())
 
 
-def test_without_push_layers_only_settled_chunks_are_pushed():  # T70
+def test_without_push_layers_only_settled_chunks_are_pushed():  # [settled-only-sent]
     sender = Sender(chunked_prefill_size=4, enable_overlap=True, config=replace(CONFIG, kv_push_layers=0))
     pushed = []
     sender.fabric.fates = lambda push: pushed.append(push) or Fate()
@@ -333,7 +333,7 @@ def test_an_output_that_ends_with_its_first_token_needs_no_transfer(sender):
     sender.side.assert_clean()
 
 
-def test_a_grant_for_an_output_that_has_ended_is_answered(sender):  # T63
+def test_a_grant_for_an_output_that_has_ended_is_answered(sender):  # [abort-both-ways]
     sender.submit(max_tokens=1)
     sender.turn(2)
     sender.allow()
@@ -351,7 +351,7 @@ def test_without_a_grant_the_pages_are_kept_only_so_long(sender):
     sender.side.assert_clean()
 
 
-def test_no_push_starts_after_the_grant_expired():  # T62
+def test_no_push_starts_after_the_grant_expired():  # [grant-expiry]
     sender = Sender(chunked_prefill_size=4)
     sender.submit()
     sender.allow(valid_s=2.0)
@@ -366,7 +366,7 @@ def test_no_push_starts_after_the_grant_expired():  # T62
 @pytest.mark.parametrize(
     "unread", [{"dated": False}, {"granted_at": -30.0}], ids=["of a stranger", "that lay unread for half a minute"]
 )
-def test_a_doubtful_grant_is_confirmed_before_anything_is_pushed(sender, unread):  # T60
+def test_a_doubtful_grant_is_confirmed_before_anything_is_pushed(sender, unread):  # [late-write]
     sender.submit()
     sender.allow(**unread)
     sender.turn(4)
@@ -380,7 +380,7 @@ def test_a_doubtful_grant_is_confirmed_before_anything_is_pushed(sender, unread)
     sender.side.assert_clean()
 
 
-def test_a_doubtful_grant_that_nobody_confirms_is_given_up(sender):  # T60
+def test_a_doubtful_grant_that_nobody_confirms_is_given_up(sender):  # [late-write]
     sender.submit()
     sender.allow(granted_at=-30.0, valid_s=2.0)
     sender.turn(3)
@@ -457,7 +457,7 @@ def test_a_grant_of_another_generation_waits_for_its_own_request(sender):
     assert [record.generation for record in sender.records()] == [1]
 
 
-def test_an_abort_by_the_gateway_tells_the_receiver(sender):  # T63
+def test_an_abort_by_the_gateway_tells_the_receiver(sender):  # [abort-both-ways]
     sender.submit()
     sender.turn(2)
     sender.side.engine.scheduler.abort(RequestId("r"))
@@ -467,7 +467,7 @@ def test_an_abort_by_the_gateway_tells_the_receiver(sender):  # T63
     sender.side.assert_clean()
 
 
-def test_an_abort_while_computing_tells_the_receiver():  # T63
+def test_an_abort_while_computing_tells_the_receiver():  # [abort-both-ways]
     sender = Sender(chunked_prefill_size=4)
     sender.submit()
     sender.allow()
@@ -479,7 +479,7 @@ def test_an_abort_while_computing_tells_the_receiver():  # T63
     sender.side.assert_clean()
 
 
-def test_a_request_refused_at_admission_tells_the_receiver(sender):  # T63, T64
+def test_a_request_refused_at_admission_tells_the_receiver(sender):  # [abort-both-ways]
     sender.side.engine.scheduler.drain()
     sender.submit()
     sender.turn()
@@ -489,7 +489,7 @@ def test_a_request_refused_at_admission_tells_the_receiver(sender):  # T63, T64
     assert len(sender.aborts()) == 2
 
 
-def test_the_receivers_abort_is_acked_at_once_when_nothing_is_outstanding(sender):  # T61
+def test_the_receivers_abort_is_acked_at_once_when_nothing_is_outstanding(sender):  # [ack-per-grant]
     sender.submit()
     sender.turn(2)
     sender.receiver.abort(HandoffSide.RECEIVE, ROOM)
@@ -499,7 +499,7 @@ def test_the_receivers_abort_is_acked_at_once_when_nothing_is_outstanding(sender
     sender.side.assert_clean()
 
 
-def test_the_receivers_abort_is_acked_after_the_last_push(sender):  # T60, T61
+def test_the_receivers_abort_is_acked_after_the_last_push(sender):  # [late-write] [ack-per-grant]
     sender.hold_back(ticks=3)
     sender.submit()
     sender.allow()
@@ -513,7 +513,7 @@ def test_the_receivers_abort_is_acked_after_the_last_push(sender):  # T60, T61
     sender.side.assert_clean()
 
 
-def test_nothing_is_pushed_into_a_room_that_was_acked():  # T60
+def test_nothing_is_pushed_into_a_room_that_was_acked():  # [late-write]
     sender = Sender(chunked_prefill_size=4)
     sender.submit()
     sender.allow()
@@ -525,7 +525,7 @@ def test_nothing_is_pushed_into_a_room_that_was_acked():  # T60
     assert sender.side.tokens() == [first_token()]
 
 
-def test_an_abort_for_an_unknown_room_is_acked_and_closes_it(sender):  # T61
+def test_an_abort_for_an_unknown_room_is_acked_and_closes_it(sender):  # [ack-per-grant]
     sender.allow()
     sender.receiver.abort(HandoffSide.RECEIVE, ROOM)
     sender.turn()
@@ -561,7 +561,7 @@ def test_a_strangers_abort_stops_nothing(sender):
     assert len(sender.records()) == 1
 
 
-def test_a_dead_receiver_frees_the_pages_at_once(sender):  # T74
+def test_a_dead_receiver_frees_the_pages_at_once(sender):  # [dead-peer-released]
     sender.hold_back(ticks=1000)
     sender.submit()
     sender.allow()
@@ -573,7 +573,7 @@ def test_a_dead_receiver_frees_the_pages_at_once(sender):  # T74
     assert RECEIVER.incarnation not in sender.side.transport.connected
 
 
-def test_a_dead_receiver_is_sent_no_ack_when_its_last_push_fails(sender):  # T74
+def test_a_dead_receiver_is_sent_no_ack_when_its_last_push_fails(sender):  # [dead-peer-released]
     sender.hold_back(ticks=1000)
     sender.submit()
     sender.allow()
@@ -586,7 +586,7 @@ def test_a_dead_receiver_is_sent_no_ack_when_its_last_push_fails(sender):  # T74
     sender.side.assert_clean()
 
 
-def test_grants_of_a_dead_receiver_are_not_written_to(sender):  # T74
+def test_grants_of_a_dead_receiver_are_not_written_to(sender):  # [dead-peer-released]
     sender.allow()
     sender.turn()
     sender.side.stage.peer_gone(RECEIVER.incarnation)
@@ -626,7 +626,7 @@ def test_outcomes_of_pushes_in_closed_rooms_are_taken_quietly(sender):
     sender.side.assert_clean()
 
 
-def test_a_deadline_of_a_request_kept_for_its_transfer_is_named(sender):  # T63
+def test_a_deadline_of_a_request_kept_for_its_transfer_is_named(sender):  # [abort-both-ways]
     sender.submit(deadline_s=2.0)
     sender.turn(2)
     sender.pass_time(2.0)

@@ -199,7 +199,7 @@ def test_nobody_waits_longer_than_the_engine_allows():
     assert pair.prefill.finish() is not None
 
 
-def test_pages_that_come_after_the_time_is_up_land_in_nobodys_memory():  # T60
+def test_pages_that_come_after_the_time_is_up_land_in_nobodys_memory():  # [late-write]
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=12)
     ask(pair)
@@ -213,7 +213,7 @@ def test_pages_that_come_after_the_time_is_up_land_in_nobodys_memory():  # T60
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["asker's clock unknown", "asker's clock known"])
-def test_a_lender_that_was_stopped_while_questions_lay_unread_writes_nothing(known):  # T60
+def test_a_lender_that_was_stopped_while_questions_lay_unread_writes_nothing(known):  # [late-write]
     """Half a minute later it is fenced, and the pages that it was granted are somebody else's."""
     pair = make_warm_pair()
     if known:
@@ -242,7 +242,7 @@ def test_a_lender_that_was_stopped_while_questions_lay_unread_writes_nothing(kno
     pair.prefill.engine.assert_expected("r")
 
 
-def test_torn_pages_are_never_read():  # T62
+def test_torn_pages_are_never_read():  # [verified-pages]
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(corrupt=True)
     ask(pair)
@@ -262,7 +262,7 @@ def test_a_write_that_fails_ends_the_fetch_at_once(fate):
     assert counters(pair).failed == 1
 
 
-def test_a_lender_that_has_ended_frees_the_pages_at_once():  # T74
+def test_a_lender_that_has_ended_frees_the_pages_at_once():  # [dead-peer-released]
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=50)
     ask(pair)
@@ -330,7 +330,7 @@ def test_a_paused_engine_still_lends():
     assert cached_tokens(pair) == len(PREFIX)
 
 
-def test_a_lost_question_is_acknowledged_by_who_never_heard_it():  # T61
+def test_a_lost_question_is_acknowledged_by_who_never_heard_it():  # [ack-per-grant]
     pair = make_warm_pair()
     pair.network.lost = lambda message: isinstance(message, PrefixAsk)
     ask(pair)
@@ -342,7 +342,7 @@ def test_a_lost_question_is_acknowledged_by_who_never_heard_it():  # T61
     finish(pair)
 
 
-def test_a_question_that_comes_after_its_end_is_not_served():  # T61
+def test_a_question_that_comes_after_its_end_is_not_served():  # [ack-per-grant]
     pair = make_warm_pair()
     pair.network.delay = lambda message: 6 if isinstance(message, PrefixAsk) else 0
     ask(pair)
@@ -467,7 +467,7 @@ def test_when_the_cache_is_emptied_at_one_end_the_fetch_is_given_up(end):
     assert counters(pair).fetched == 0
 
 
-def test_prompt_logprobs_leave_less_to_fetch():  # T21
+def test_prompt_logprobs_leave_less_to_fetch():  # [logprobs-past-cache]
     pair = make_warm_pair()
     ask(pair, prompt_logprobs=0, logprob_start=6)
     finish(pair)

@@ -56,7 +56,7 @@ def pushes(room: SendRoom, max_pages: int = 100) -> list[Push]:
     return started
 
 
-def test_whole_settled_pages_go_once():  # T70
+def test_whole_settled_pages_go_once():  # [settled-only-sent]
     room = make_room(settled=7)
     (push,) = pushes(room)
     assert (push.source, push.target, push.start_before) == (ids(1), ids(11), 8.0)
@@ -144,7 +144,7 @@ def early(room: SendRoom, stop: int, max_pages: int = 100) -> list[Push]:
 
 
 def fail_step(room: SendRoom) -> None:
-    """As isolation does: the same pages under another identity (T43)."""
+    """As isolation does: the same pages under another identity [history-rebuilt]."""
     room.req.kv = replace(room.req.held_kv)
 
 
@@ -172,7 +172,7 @@ def test_a_grant_that_came_late_finds_earlier_steps_in_the_next_push():
     assert push.source == ids(1, 2, 3)
 
 
-def test_nothing_is_pushed_again_while_a_void_push_may_still_write():  # T60
+def test_nothing_is_pushed_again_while_a_void_push_may_still_write():  # [late-write]
     room = make_room(settled=4)
     (push,) = early(room, 10)
     fail_step(room)

@@ -83,7 +83,7 @@ def test_nothing_of_a_larger_step_before_is_left():
 
 
 @torch.inference_mode()
-def test_padding_writes_to_the_dummy_page_alone():  # T38, T39
+def test_padding_writes_to_the_dummy_page_alone():  # [finite-padding] [dummy-page]
     both = Beside(graph_sizes=(4,))
     before = both.streams.pool.data.clone()
     both.streams.forward(decodes(1))
@@ -93,7 +93,7 @@ def test_padding_writes_to_the_dummy_page_alone():  # T38, T39
     assert bool(both.streams.pool.data[DUMMY_PAGE].isfinite().all())
 
 
-def test_padding_comes_before_metadata():  # T40
+def test_padding_comes_before_metadata():  # [pad-then-metadata]
     padded = as_decodes(decodes(2), 4)
     assert padded.seq_lens.tolist() == [18, 19, 1, 1]
     assert padded.page_table[2:].unique().tolist() == [DUMMY_PAGE]

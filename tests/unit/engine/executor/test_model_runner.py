@@ -71,7 +71,7 @@ def test_chunks_of_a_prompt_generate_what_the_whole_does(runner, chunks):
 
 
 @torch.inference_mode()
-def test_tokens_resolved_on_the_device_are_those_the_host_would_send(runner):  # T41
+def test_tokens_resolved_on_the_device_are_those_the_host_would_send(runner):  # [device-history]
     assert generate(runner, [19], 12) == generate(runner, [19], 12, known=True)
 
 
@@ -88,7 +88,7 @@ def test_an_idle_step_computes_nothing(runner):
 
 
 @torch.inference_mode()
-def test_a_mixed_step_gives_each_sequence_its_own_token(runner):  # T20
+def test_a_mixed_step_gives_each_sequence_its_own_token(runner):  # [mixed-equals-apart]
     first, second = generate(runner, [19], 2)
     other = PageDealer(pool=runner.pool)
     other.pages = [page for page in other.pages if page not in PAGES]
@@ -121,7 +121,7 @@ def scored(runner: ModelRunner, seqs: list[Seq], *wanted: PromptPositions):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("max_rows", [1, 3, 18, 256])
-def test_prompt_logprobs_are_those_of_the_whole_prompt_however_it_is_projected(runner, monkeypatch, max_rows):  # T22
+def test_prompt_logprobs_are_those_of_the_whole_prompt_however_it_is_projected(runner, monkeypatch, max_rows):
     every = [
         runner.logits(make_batch([replace(extend(0, stop), seq_len=stop)]))[0].log_softmax(0) for stop in range(1, 19)
     ]
@@ -137,7 +137,7 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt_however_it_is_projected(r
 
 
 @torch.inference_mode()
-def test_a_chunk_that_samples_nothing_is_scored_all_the_same(runner):  # T23
+def test_a_chunk_that_samples_nothing_is_scored_all_the_same(runner):  # [logprobs-through-chunks]
     [whole] = scored(runner, [extend(0, 19)], positions(1, 19)).prompt_scores
     first = scored(runner, [extend(0, 7, samples=False)], positions(1, 8))
     assert first.next_token_ids == ()
@@ -161,7 +161,7 @@ def test_scoring_one_sequence_changes_no_token_of_another(runner):
 
 
 @torch.inference_mode()
-def test_a_penalty_sees_the_tokens_of_steps_before(runner):  # T41
+def test_a_penalty_sees_the_tokens_of_steps_before(runner):  # [device-history]
     plain = generate(runner, [19], 12)
     params = SamplingParams(max_tokens=12, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0)
     request = make_request(ROW, params, prompt=PROMPT)
@@ -186,7 +186,7 @@ def _penalised_by_hand(runner: ModelRunner, params: SamplingParams) -> list[int]
 
 
 @torch.inference_mode()
-def test_whoever_follows_a_step_hears_of_each_layer_when_its_kv_is_there(runner):  # T70
+def test_whoever_follows_a_step_hears_of_each_layer_when_its_kv_is_there(runner):  # [settled-only-sent]
     told: list[tuple[int, bool]] = []
 
     class Listener(KvProgress):

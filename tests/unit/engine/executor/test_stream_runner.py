@@ -118,7 +118,7 @@ def masks_for(rows: tuple[int, ...], *allowed: int) -> TokenMasks:
 
 
 @torch.inference_mode()
-def test_a_step_with_a_grammar_is_launched_before_its_masks_are_filled():  # T45
+def test_a_step_with_a_grammar_is_launched_before_its_masks_are_filled():  # [masks-after-settling]
     both = Beside()
     masks = masks_for((0,), 7, 33)
     batch = make_batch([prompt()], sampling=make_sampling(temperature=[0.0], all_greedy=True, masks=masks))
@@ -142,7 +142,7 @@ def test_what_goes_wrong_while_masks_come_is_heard_by_who_wants_the_result():
 
 
 @torch.inference_mode()
-def test_layers_count_as_written_when_the_stream_got_there():  # T70
+def test_layers_count_as_written_when_the_stream_got_there():  # [settled-only-sent]
     both = Beside()
     progress = KvProgress(MonotonicClock())
     queued = both.streams.enqueue(replace(make_batch([prompt()]), kv_progress=progress))
@@ -181,7 +181,7 @@ class MixingModel(ToyModel):
 
 
 @pytest.mark.parametrize(("kind", "error"), [(WaitingModel, HostWaitError), (MixingModel, MixedDevicesError)])
-def test_a_launch_that_looks_at_the_device_or_mixes_it_with_the_host_fails(kind, error):  # T5
+def test_a_launch_that_looks_at_the_device_or_mixes_it_with_the_host_fails(kind, error):  # [no-device-wait]
     toy = ToyModel.random()
     both = Beside(model=kind(embedding=toy.embedding, position=toy.position, head=toy.head))
     with pytest.raises(error), torch.inference_mode():

@@ -71,7 +71,7 @@ def test_a_batch_is_taken_apart_and_put_together():
         lambda x: x.copy_(torch.zeros(2)),
     ],
 )
-def test_whatever_waits_for_the_device_fails_on_the_twin(look):  # T5
+def test_whatever_waits_for_the_device_fails_on_the_twin(look):  # [no-device-wait]
     twin = TwinStreams()
     values = on_device(twin, 1.0, 2.0)
     with pytest.raises(HostWaitError), twin.on(FORWARD):

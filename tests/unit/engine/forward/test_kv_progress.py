@@ -28,7 +28,7 @@ def test_on_the_host_a_layer_counts_at_once():
     assert seen == [0, 1, 2, 3]
 
 
-def test_on_a_stream_a_layer_counts_when_the_stream_got_there():  # T70
+def test_on_a_stream_a_layer_counts_when_the_stream_got_there():  # [settled-only-sent]
     marks = [Mark() for _ in range(3)]
     progress = KvProgress(ManualClock())
     for layer, mark in enumerate(marks):

@@ -249,7 +249,7 @@ def test_a_taken_port_is_a_clear_error(context) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "example.org", "::"])
-def test_without_keys_only_loopback_is_served(host) -> None:  # RELIABILITY C1: side channels open to anyone
+def test_without_keys_only_loopback_is_served(host) -> None:  # [private-channels]
     context = IpcContext()
     with pytest.raises(ConfigError, match="--curve-keys"):
         RouterChannel(context, host, 0, inbound=EngineRequest, outbound=EngineReply)
@@ -297,7 +297,7 @@ def test_the_curve_library_is_there() -> None:
     assert zmq.has("curve")
 
 
-async def test_an_order_that_does_not_decode_is_dropped_and_the_next_one_read(tmp_path, keys) -> None:  # C1
+async def test_an_order_that_does_not_decode_is_dropped_and_the_next_one_read(tmp_path, keys) -> None:  # [wire-refused]
     context = IpcContext(keys)
     endpoint = f"ipc://{tmp_path}/control"
     service: AsyncPairServer[EngineToWorker, WorkerToEngine] = AsyncPairServer(
@@ -335,7 +335,7 @@ async def test_a_flood_of_messages_is_taken_in_by_portions(monkeypatch, context)
     router.close()
 
 
-def test_a_key_file_is_private_even_where_another_was_not(tmp_path, caplog):  # E8 #89
+def test_a_key_file_is_private_even_where_another_was_not(tmp_path, caplog):  # [key-file-refused]
     path = tmp_path / "keys.json"
     path.touch(mode=0o644)
     KeyPair.generate().save(path)

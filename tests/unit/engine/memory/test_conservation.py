@@ -46,18 +46,18 @@ def test_only_the_first_of_many_pages_are_named(memory: KvMemory) -> None:
     assert audit(memory).problems == ("page 1, 2, 3, 4, 5 and 3 more leaked: no set has it",)
 
 
-def test_a_page_with_two_owners_is_named_with_both(memory: KvMemory, kv: RequestKv) -> None:  # T28
+def test_a_page_with_two_owners_is_named_with_both(memory: KvMemory, kv: RequestKv) -> None:  # [page-conservation]
     page = kv.private_pages[0]
     assert audit(memory, kv, held=(page,)).problems == (f"page {page} has 2 owners: a request and a transfer hold",)
 
 
-def test_a_page_in_two_tree_nodes_is_found(memory: KvMemory, kv: RequestKv) -> None:  # T28
+def test_a_page_in_two_tree_nodes_is_found(memory: KvMemory, kv: RequestKv) -> None:  # [page-conservation]
     page = kv.pages[0]
     memory.cache.unlock(memory.cache.insert([90, 91, 92, 93], [page]).lock)
     assert f"page {page} has 2 owners: the tree and the tree" in audit(memory, kv).problems
 
 
-def test_sums_that_match_do_not_hide_a_swap(memory: KvMemory, kv: RequestKv) -> None:  # T28
+def test_sums_that_match_do_not_hide_a_swap(memory: KvMemory, kv: RequestKv) -> None:  # [page-conservation]
     (leaked,) = memory.allocator.alloc(1)
     doubled = kv.private_pages[0]
     problems = audit(memory, kv, held=(doubled,)).problems
@@ -65,7 +65,7 @@ def test_sums_that_match_do_not_hide_a_swap(memory: KvMemory, kv: RequestKv) -> 
     assert f"page {doubled} has 2 owners: a request and a transfer hold" in problems
 
 
-def test_the_dummy_page_belongs_to_nobody(memory: KvMemory) -> None:  # T39
+def test_the_dummy_page_belongs_to_nobody(memory: KvMemory) -> None:  # [dummy-page]
     assert audit(memory, held=(DUMMY_PAGE,)).problems == ("page 0 has 2 owners: a transfer hold and the dummy",)
 
 
@@ -73,7 +73,7 @@ def test_a_page_outside_the_pool_is_named(memory: KvMemory) -> None:
     assert audit(memory, held=(PageId(17),)).problems == ("page 17 outside the pool of 17",)
 
 
-def test_a_leaked_row_is_named(memory: KvMemory) -> None:  # T36
+def test_a_leaked_row_is_named(memory: KvMemory) -> None:  # [admission-unwinds]
     row = memory.rows.alloc()
     assert audit(memory).problems == (f"row {row} leaked: no request has it",)
 
@@ -105,7 +105,7 @@ def test_a_row_that_names_other_pages_is_reported(memory: KvMemory, kv: RequestK
     )
 
 
-def test_a_borrowed_page_that_left_the_tree_is_named(memory: KvMemory) -> None:  # T25
+def test_a_borrowed_page_that_left_the_tree_is_named(memory: KvMemory) -> None:  # [lock-covers-node]
     kv = start_request(memory, PROMPT)
     kv.cache_protected_len = 8
     borrowed = f"page {kv.pages[0]}, {kv.pages[1]}"
@@ -120,7 +120,7 @@ def test_cursors_out_of_order_are_reported(memory: KvMemory) -> None:
     )
 
 
-def test_a_lock_without_a_request_is_reported(memory: KvMemory) -> None:  # T26
+def test_a_lock_without_a_request_is_reported(memory: KvMemory) -> None:  # [lock-released-once]
     pages = memory.allocator.alloc(1)
     memory.cache.insert(PROMPT[:4], pages)
     assert audit(memory).problems == (

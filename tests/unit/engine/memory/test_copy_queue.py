@@ -79,7 +79,7 @@ def test_rates_are_measured_per_direction(copies, executor):
     assert copies.pages_per_s(CopyKind.HOST_TO_DEVICE) is None
 
 
-def test_what_is_fenced_waits_for_the_newest_copy_of_its_time(copies, executor):  # T56
+def test_what_is_fenced_waits_for_the_newest_copy_of_its_time(copies, executor):  # [copy-acked]
     fence: CopyFence[str] = CopyFence(copies=copies)
     assert not fence.needed
     launch(copies)
@@ -93,7 +93,7 @@ def test_what_is_fenced_waits_for_the_newest_copy_of_its_time(copies, executor):
     assert [*fence] == ["c"]
 
 
-def test_the_stream_may_have_what_is_fenced_at_once(copies):  # T77
+def test_the_stream_may_have_what_is_fenced_at_once(copies):  # [page-fence]
     fence: CopyFence[str] = CopyFence(copies=copies)
     launch(copies)
     fence.hold(["a", "b", "c"])
@@ -102,7 +102,7 @@ def test_the_stream_may_have_what_is_fenced_at_once(copies):  # T77
     assert len(fence) == 0
 
 
-def test_a_copy_is_acked_when_it_is_done_on_every_rank_and_counts_as_the_slowest():  # T56
+def test_a_copy_is_acked_when_it_is_done_on_every_rank_and_counts_as_the_slowest():  # [copy-acked]
     def work(parallel: Parallel) -> list[tuple[int, float | None]]:
         executor = Executor()
         copies = CopyQueue(submit=executor, least=Agreement(parallel.schedule).least)

@@ -1,4 +1,4 @@
-"""The recency list against the definition of least recently used, page by page (T32)."""
+"""The recency list against the definition of least recently used, page by page [evict-without-scan]."""
 
 from dataclasses import dataclass, field
 

@@ -51,7 +51,7 @@ def test_a_second_turn_computes_only_its_new_tokens(memory: KvMemory) -> None:
     assert_conserved(memory, [second])
 
 
-def test_a_prompt_that_is_cached_whole_still_computes_its_last_token(memory: KvMemory) -> None:  # T33
+def test_a_prompt_that_is_cached_whole_still_computes_its_last_token(memory: KvMemory) -> None:  # [one-token-computed]
     prompt = PROMPT[:8]
     finish(memory, start_request(memory, prompt), prompt)
     kv = memory.begin(prompt, salt="", max_match=len(prompt) - 1)
@@ -68,7 +68,7 @@ def test_planning_a_match_changes_nothing(memory: KvMemory) -> None:
     assert_conserved(memory)
 
 
-def test_without_a_free_row_nothing_is_taken(memory: KvMemory) -> None:  # T36
+def test_without_a_free_row_nothing_is_taken(memory: KvMemory) -> None:  # [admission-unwinds]
     live = [start_request(memory, PROMPT) for _ in range(4)]
     assert memory.begin(PROMPT, salt="", max_match=9) is None
     assert_conserved(memory, live)
@@ -81,14 +81,14 @@ class BrokenMatch(RadixCache):
         raise RuntimeError("broken")
 
 
-def test_a_match_that_fails_gives_the_row_back() -> None:  # T36
+def test_a_match_that_fails_gives_the_row_back() -> None:  # [admission-unwinds]
     memory = make_memory(cache=BrokenMatch(4))
     with pytest.raises(RuntimeError, match="broken"):
         memory.begin(PROMPT, salt="", max_match=9)
     assert memory.rows.available == 4
 
 
-def test_a_row_that_cannot_be_filled_gives_row_and_lock_back() -> None:  # T36
+def test_a_row_that_cannot_be_filled_gives_row_and_lock_back() -> None:  # [admission-unwinds]
     memory = make_memory(max_pages=1)
     pages = memory.allocator.alloc(2)
     memory.cache.unlock(memory.cache.insert(PROMPT[:8], pages).lock)
@@ -139,7 +139,7 @@ def test_ensure_that_cannot_succeed_changes_nothing(memory: KvMemory) -> None:
     assert_conserved(memory, [locked, kv])
 
 
-def test_fenced_pages_are_not_available(memory: KvMemory) -> None:  # T77
+def test_fenced_pages_are_not_available(memory: KvMemory) -> None:  # [page-fence]
     kv = start_request(memory, PROMPT)
     memory.release(kv, PROMPT, checkpoint=False, after_step=4)
     assert (memory.available_pages(), memory.rows.available) == (13, 3)
@@ -174,7 +174,7 @@ def test_a_checkpoint_shares_whole_settled_pages_and_keeps_the_rest_private(memo
     assert_conserved(memory, [kv])
 
 
-def test_unsettled_tokens_are_never_matched(memory: KvMemory) -> None:  # T35
+def test_unsettled_tokens_are_never_matched(memory: KvMemory) -> None:  # [settled-before-shared]
     kv = memory.begin(PROMPT, salt="", max_match=9)
     assert kv is not None
     assert memory.ensure(kv, 10)
@@ -194,7 +194,7 @@ def test_checkpoints_grow_the_same_path(memory: KvMemory) -> None:
         assert_conserved(memory, [kv])
 
 
-def test_a_checkpointed_prefix_cannot_be_evicted_under_its_request(memory: KvMemory) -> None:  # T25
+def test_a_checkpointed_prefix_cannot_be_evicted_under_its_request(memory: KvMemory) -> None:  # [lock-covers-node]
     kv = start_request(memory, PROMPT)
     memory.checkpoint(kv, PROMPT)
     assert memory.clear_cache() == 0
@@ -212,7 +212,7 @@ def test_of_two_requests_with_one_prompt_the_later_changes_over(memory: KvMemory
     assert_conserved(memory, [first, second])
 
 
-def test_a_replaced_duplicate_waits_for_the_step_that_still_reads_it(memory: KvMemory) -> None:  # T77
+def test_a_replaced_duplicate_waits_for_the_step_that_still_reads_it(memory: KvMemory) -> None:  # [page-fence]
     first, second = start_request(memory, PROMPT), start_request(memory, PROMPT)
     memory.checkpoint(first, PROMPT)
     memory.checkpoint(second, PROMPT, after_step=7)
@@ -234,7 +234,7 @@ def test_release_without_a_checkpoint_keeps_nothing(memory: KvMemory) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
-def test_an_overshoot_write_finds_its_page_unused(memory: KvMemory, checkpoint: bool) -> None:  # T77
+def test_an_overshoot_write_finds_its_page_unused(memory: KvMemory, checkpoint: bool) -> None:  # [page-fence]
     kv = start_request(memory, PROMPT)
     overshoot = kv.pages[2]
     memory.release(kv, PROMPT, checkpoint=checkpoint, after_step=9)
@@ -262,7 +262,7 @@ LeaveTwice = Callable[[KvMemory, RequestKv], object]
     ],
     ids=["release", "release_fenced", "detach", "ensure", "commit", "checkpoint"],
 )
-def test_released_kv_cannot_be_used_again(memory: KvMemory, leave: LeaveTwice) -> None:  # T37
+def test_released_kv_cannot_be_used_again(memory: KvMemory, leave: LeaveTwice) -> None:  # [single-release]
     kv = start_request(memory, PROMPT)
     finish(memory, kv, PROMPT)
     with pytest.raises(AssertionError, match="released already"):

@@ -24,7 +24,7 @@ def test_a_page_is_one_run_of_bytes(dtype: torch.dtype, itemsize: int) -> None:
     assert pool.page_view(PageId(2)).data_ptr() == pool.address + 2 * pool.page_bytes
 
 
-def test_the_dummy_page_holds_finite_numbers() -> None:  # T38
+def test_the_dummy_page_holds_finite_numbers() -> None:  # [finite-padding]
     assert not make_pool().data[DUMMY_PAGE].any()
 
 
@@ -61,7 +61,7 @@ def test_key_value_are_views_of_one_layer() -> None:
     assert not pool.data[:, :2].any()
 
 
-def test_padding_tokens_may_share_a_slot_of_the_dummy_page() -> None:  # T39
+def test_padding_tokens_may_share_a_slot_of_the_dummy_page() -> None:  # [dummy-page]
     pool = make_pool()
     pool.store(0, torch.ones(3, 2, 8), torch.ones(3, 2, 8), torch.zeros(3, dtype=torch.int64))
     assert pool.data[DUMMY_PAGE].isfinite().all()

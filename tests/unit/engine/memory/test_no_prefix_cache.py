@@ -22,7 +22,7 @@ def test_it_has_nothing_to_evict_and_nothing_to_tell() -> None:
     assert cache.snapshot_events() == [AllCleared()]
 
 
-def test_locks_are_given_back_exactly_once() -> None:  # T26
+def test_locks_are_given_back_exactly_once() -> None:  # [lock-released-once]
     cache = NoPrefixCache()
     lock = cache.match([1]).lock
     assert cache.audit([]) == ["1 locks are out, requests hold 0"]

@@ -14,7 +14,7 @@ def allocator() -> PageAllocator:
     return PageAllocator(num_pages=6)
 
 
-def test_the_dummy_page_is_never_given_out(allocator: PageAllocator) -> None:  # T39
+def test_the_dummy_page_is_never_given_out(allocator: PageAllocator) -> None:  # [dummy-page]
     assert sorted(allocator.alloc(5)) == [1, 2, 3, 4, 5]
 
 
@@ -60,13 +60,13 @@ def test_a_fenced_page_freed_again_is_named(allocator: PageAllocator) -> None:
 
 
 @pytest.mark.parametrize("page", [DUMMY_PAGE, PageId(-1)])
-def test_neither_dummy_nor_sentinel_can_be_freed(allocator: PageAllocator, page: PageId) -> None:  # T39
+def test_neither_dummy_nor_sentinel_can_be_freed(allocator: PageAllocator, page: PageId) -> None:  # [dummy-page]
     allocator.alloc(5)
     with pytest.raises(AssertionError, match=f"page {page} "):
         allocator.free([page])
 
 
-def test_a_late_write_cannot_reach_a_page_of_another_request(allocator: PageAllocator) -> None:  # T77
+def test_a_late_write_cannot_reach_a_page_of_another_request(allocator: PageAllocator) -> None:  # [page-fence]
     written_by_step_3 = allocator.alloc(2)
     allocator.free_after(3, written_by_step_3)
     others = allocator.alloc(3)
@@ -89,7 +89,7 @@ def test_a_step_that_settled_does_not_fence(allocator: PageAllocator) -> None:
     assert (allocator.available, allocator.fenced_pages) == (5, 0)
 
 
-def test_a_page_that_a_copy_still_reads_goes_to_the_stream_but_not_to_a_peer() -> None:  # T56, T77
+def test_a_page_that_a_copy_still_reads_goes_to_the_stream_but_not_to_a_peer() -> None:  # [copy-acked] [page-fence]
     done: Future[CopyReport] = Future()
     copies = CopyQueue(submit=lambda _copy: done)
     allocator = PageAllocator(3, copies)
@@ -106,7 +106,7 @@ def test_a_page_that_a_copy_still_reads_goes_to_the_stream_but_not_to_a_peer() -
     assert allocator.alloc(1, Writer.PEER) == pages[1:]
 
 
-def test_a_page_behind_a_step_and_a_copy_waits_for_both() -> None:  # T77
+def test_a_page_behind_a_step_and_a_copy_waits_for_both() -> None:  # [page-fence]
     copies = CopyQueue(submit=lambda _copy: Future())
     allocator = PageAllocator(2, copies)
     pages = allocator.alloc(1)

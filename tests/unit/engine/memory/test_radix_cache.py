@@ -65,14 +65,14 @@ def test_a_partial_match_ends_at_a_page_boundary_inside_a_node(cache: RadixCache
     assert cached(cache, run(size, 1, 2, 3)) == (1, 2, 3)
 
 
-def test_a_partial_page_is_not_matched() -> None:  # T27
+def test_a_partial_page_is_not_matched() -> None:  # [whole-pages]
     cache = RadixCache(4)
     store(cache, run(4, 1, 2), pages(1, 2))
     assert cached(cache, run(4, 1, 2)[:7]) == (1,)
     assert cached(cache, run(4, 1, 2)[:3]) == ()
 
 
-def test_the_match_is_capped_in_tokens_and_rounded_down_to_pages() -> None:  # T33
+def test_the_match_is_capped_in_tokens_and_rounded_down_to_pages() -> None:  # [one-token-computed]
     cache = RadixCache(4)
     tokens = run(4, 1, 2, 3)
     store(cache, tokens, pages(1, 3))
@@ -121,7 +121,7 @@ def test_inserting_a_prefix_of_what_is_cached_adds_nothing(cache: RadixCache, si
     cache.unlock(result.lock)
 
 
-def test_inserting_nothing_locks_nothing(cache: RadixCache) -> None:  # T27
+def test_inserting_nothing_locks_nothing(cache: RadixCache) -> None:  # [whole-pages]
     result = cache.insert([], [])
     assert (result.pages, result.duplicates) == ((), ())
     cache.unlock(result.lock)
@@ -150,7 +150,7 @@ def test_a_salt_without_content_leaves_nothing_behind(cache: RadixCache, size: i
     assert cache._roots == {}
 
 
-def test_a_locked_path_survives_any_eviction(cache: RadixCache, size: int) -> None:  # T25
+def test_a_locked_path_survives_any_eviction(cache: RadixCache, size: int) -> None:  # [lock-covers-node]
     store(cache, run(size, 1, 2, 3), pages(1, 3))
     match = cache.match(run(size, 1, 2))
     assert cache.evict(sys.maxsize) == [3]
@@ -159,14 +159,14 @@ def test_a_locked_path_survives_any_eviction(cache: RadixCache, size: int) -> No
     assert sorted(cache.evict(sys.maxsize)) == [1, 2]
 
 
-def test_an_insert_is_locked_from_the_start(cache: RadixCache, size: int) -> None:  # T25
+def test_an_insert_is_locked_from_the_start(cache: RadixCache, size: int) -> None:  # [lock-covers-node]
     result = cache.insert(run(size, 1, 2), pages(1, 2))
     assert cache.evict(sys.maxsize) == []
     cache.unlock(result.lock)
     assert cache.evictable_pages() == 2
 
 
-def test_a_lock_given_back_twice_is_a_bug(cache: RadixCache, size: int) -> None:  # T26
+def test_a_lock_given_back_twice_is_a_bug(cache: RadixCache, size: int) -> None:  # [lock-released-once]
     match = cache.match(run(size, 1))
     cache.unlock(match.lock)
     assert match.lock.released
@@ -175,7 +175,7 @@ def test_a_lock_given_back_twice_is_a_bug(cache: RadixCache, size: int) -> None:
     assert cache.audit([]) == []
 
 
-def test_two_locks_on_one_path_are_two_locks(cache: RadixCache, size: int) -> None:  # T26
+def test_two_locks_on_one_path_are_two_locks(cache: RadixCache, size: int) -> None:  # [lock-released-once]
     store(cache, run(size, 1, 2), pages(1, 2))
     first, second = cache.match(run(size, 1, 2)), cache.match(run(size, 1, 2))
     cache.unlock(first.lock)
@@ -217,7 +217,7 @@ def test_a_parent_goes_after_its_last_child_in_its_own_turn(cache: RadixCache, s
 
 
 @pytest.mark.parametrize("wanted", range(8))
-def test_eviction_gives_what_was_asked_or_all_there_is(wanted: int) -> None:  # T57
+def test_eviction_gives_what_was_asked_or_all_there_is(wanted: int) -> None:  # [evict-exact]
     cache = RadixCache(4)
     store(cache, run(4, 1, 2, 3), pages(1, 3))
     store(cache, run(4, 1, 9, 8), [PageId(1), *pages(5, 2)])
@@ -241,7 +241,7 @@ def test_clear_keeps_only_what_is_locked(cache: RadixCache, size: int) -> None:
     cache.unlock(match.lock)
 
 
-def test_evicting_a_page_does_the_same_work_in_a_small_and_a_large_tree() -> None:  # T32
+def test_evicting_a_page_does_the_same_work_in_a_small_and_a_large_tree() -> None:  # [evict-without-scan]
     def work(leaves: int) -> int:
         cache = RadixCache(4)
         for block in range(leaves):
@@ -282,7 +282,7 @@ def test_extending_changes_over_to_pages_that_another_request_stored(cache: Radi
     assert cache.audit([result.lock]) == []
 
 
-def test_extending_takes_the_lock_that_it_was_given(cache: RadixCache, size: int) -> None:  # T26
+def test_extending_takes_the_lock_that_it_was_given(cache: RadixCache, size: int) -> None:  # [lock-released-once]
     lock = cache.match([]).lock
     longer = cache.extend(lock, run(size, 1), [PageId(1)]).lock
     assert lock.released
@@ -435,7 +435,7 @@ def test_the_audit_names_a_lock_that_nobody_holds(cache: RadixCache, size: int) 
     ]
 
 
-def test_the_audit_sees_a_lock_on_an_empty_match(cache: RadixCache, size: int) -> None:  # T26
+def test_the_audit_sees_a_lock_on_an_empty_match(cache: RadixCache, size: int) -> None:  # [lock-released-once]
     cache.match(run(size, 1))
     assert cache.audit([]) == ["tree node with pages [] counts 1 locks, requests hold 0"]
 

@@ -99,7 +99,7 @@ def test_a_parent_cannot_grow() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_split_leaves_no_empty_node(at: int) -> None:  # T29
+def test_a_split_leaves_no_empty_node(at: int) -> None:  # [one-length-unit]
     leaf = make_leaf(make_root(), TOKENS)
     with pytest.raises(AssertionError, match=f"at {at}"):
         leaf.split(at)

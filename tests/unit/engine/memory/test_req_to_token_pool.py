@@ -20,7 +20,7 @@ def pages(*ids: int) -> list[PageId]:
     return [PageId(i) for i in ids]
 
 
-def test_the_padding_row_is_never_given_out(rows: ReqToTokenPool) -> None:  # T39
+def test_the_padding_row_is_never_given_out(rows: ReqToTokenPool) -> None:  # [dummy-page]
     given = [alloc(rows), alloc(rows)]
     assert sorted(given) == [1, 2]
     assert rows.alloc() is None
@@ -83,7 +83,7 @@ def test_a_step_that_settled_does_not_fence_a_row(rows: ReqToTokenPool) -> None:
 
 
 @pytest.mark.parametrize("step", [None, 3])
-def test_a_row_freed_twice_is_a_bug(rows: ReqToTokenPool, step: int | None) -> None:  # T37
+def test_a_row_freed_twice_is_a_bug(rows: ReqToTokenPool, step: int | None) -> None:  # [single-release]
     row = alloc(rows)
     if step is None:
         rows.free(row)

@@ -101,7 +101,7 @@ def test_greedy_is_a_vanishing_temperature_or_a_single_candidate(temperature, to
         {"logit_bias": ((1, -100.0), (2, -100.0)), "allowed_token_ids": (1, 2)},
     ],
 )
-def test_rules_that_contradict_what_is_allowed_are_refused(fields) -> None:  # E3 47
+def test_rules_that_contradict_what_is_allowed_are_refused(fields) -> None:  # [logit-bias]
     with pytest.raises(InvalidRequestError) as refused:
         SamplingParams(max_tokens=1, **fields).check(vocab_size=VOCAB)
     assert refused.value.param == "allowed_token_ids"
@@ -143,7 +143,7 @@ def test_rules_that_leave_something_allowed_pass() -> None:
     ).check(vocab_size=VOCAB)
 
 
-def test_prompt_logprobs_fit_the_prompt_and_the_message() -> None:  # T24
+def test_prompt_logprobs_fit_the_prompt_and_the_message() -> None:  # [logprobs-bounded]
     wanted = SamplingParams(max_tokens=1, prompt_logprobs=1)
     wanted.check_prompt(MAX_PROMPT_LOGPROBS // 2)
     with pytest.raises(InvalidRequestError, match="the limit is"):

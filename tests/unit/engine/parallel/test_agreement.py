@@ -45,7 +45,7 @@ def test_turns_of_different_sizes_leave_nothing_behind_for_one_another():
     assert on_ranks(2, work) == [list(sizes)] * 2
 
 
-def test_drafts_are_rank_0s():  # T53
+def test_drafts_are_rank_0s():  # [rank-zero-drafts]
     proposals = (StepDrafts(chains=((4, 5), ()), propose_s=0.25), StepDrafts(chains=((9,), (8,)), propose_s=9.0))
     assert on_ranks(2, lambda p: Agreement(p.schedule).share(proposals[p.rank], StepDrafts)) == [proposals[0]] * 2
 
@@ -55,7 +55,7 @@ def test_a_rank_that_is_alone_shares_with_itself():
     assert Agreement(SingleRank()).share(drafts, StepDrafts) is drafts
 
 
-def test_a_fact_counts_when_it_holds_on_every_rank():  # T47, T67
+def test_a_fact_counts_when_it_holds_on_every_rank():  # [least-of-ranks] [record-after-writes]
     progress = ((1, 3), (0, 7), (1, 5))
     assert on_ranks(3, lambda p: Agreement(p.schedule).least(progress[p.rank])) == [[0, 3]] * 3
 
@@ -64,7 +64,7 @@ def test_without_facts_nothing_is_exchanged():
     assert Agreement(SingleRank(rank=1, size=2)).least([]) == []
 
 
-def test_rank_0s_tokens_and_time_are_everybodys():  # T52
+def test_rank_0s_tokens_and_time_are_everybodys():  # [rank-zero-tokens]
     def work(parallel: Parallel) -> tuple[list[int], float]:
         sampled = torch.tensor([5, 6 + parallel.rank, 7])
         facts = agree_on_step(parallel.forward, sampled, 0.25 * (1 + parallel.rank))

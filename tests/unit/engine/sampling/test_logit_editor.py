@@ -46,7 +46,7 @@ def plain(req: Request, logits: torch.Tensor, outputs: Sequence[int], suppress: 
     steps=st.lists(st.lists(tokens, min_size=4, max_size=4), min_size=1, max_size=8),
     suppressed=st.lists(tokens, max_size=2),
 )
-def test_every_row_is_edited_as_its_whole_history_says(wants, steps, suppressed):  # T41, T43, T44
+def test_every_row_is_edited_as_its_whole_history_says(wants, steps, suppressed):  # [device-history] [history-rebuilt]
     requests = [make_request(i + 1, p, prompt=prompt, outputs=out) for i, (p, prompt, out) in enumerate(wants)]
     histories = [list(req.output_ids) for req in requests]
     suppress = tuple(tuple(suppressed) if i == 0 else () for i in range(len(requests)))
@@ -69,7 +69,7 @@ def test_every_row_is_edited_as_its_whole_history_says(wants, steps, suppressed)
     drafts=st.lists(st.lists(tokens, max_size=3), min_size=3, max_size=3),
     accepted=st.lists(st.integers(0, 3), min_size=3, max_size=3),
 )
-def test_a_run_of_positions_is_edited_as_one_token_after_the_other(wants, drafts, accepted):  # T42
+def test_a_run_of_positions_is_edited_as_one_token_after_the_other(wants, drafts, accepted):  # [every-accepted-token]
     requests = [make_request(i + 1, p, outputs=out) for i, (p, out) in enumerate(wants)]
     drafts, longest = drafts[: len(requests)], 3
     lens = torch.tensor([len(run) + 1 for run in drafts])
@@ -139,7 +139,7 @@ def test_a_bad_word_does_not_begin_in_the_prompt():
     assert forbidden(LogitEditor().edit(torch.zeros(1, VOCAB), edits)[0]) == set()
 
 
-def test_what_is_allowed_stays_possible_whatever_else_forbids_it():  # E3 41, 47
+def test_what_is_allowed_stays_possible_whatever_else_forbids_it():  # [logit-bias]
     words = SamplingParams(max_tokens=9, allowed_token_ids=(3, 5), bad_words=((3,), (1, 5)))
     assert forbidden(edit_one(words, outputs=(1,))) == {*range(VOCAB)} - {3, 5}
     assert forbidden(edit_one(words, outputs=(2,))) == {*range(VOCAB)} - {5}

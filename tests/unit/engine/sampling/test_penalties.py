@@ -68,21 +68,21 @@ def test_repetition_counts_prompt_and_output_the_others_output_alone():
     assert changed == sorted({*OUTPUTS})
 
 
-def test_recorded_tokens_count_like_loaded_ones():  # T41
+def test_recorded_tokens_count_like_loaded_ones():  # [device-history]
     rows = loaded((PROMPT, ()))
     for token in OUTPUTS:
         rows.record(torch.tensor([0]), torch.tensor([[token]]))
     torch.testing.assert_close(applied(rows), expected(OUTPUTS))
 
 
-def test_every_token_of_a_run_counts_and_rejected_ones_do_not():  # T42
+def test_every_token_of_a_run_counts_and_rejected_ones_do_not():  # [every-accepted-token]
     rows = loaded((PROMPT, ()), (PROMPT, ()))
     rows.record(torch.tensor([0, 1]), torch.tensor([[5, 7, 5, 30], [9, -1, -1, -1]]))
     torch.testing.assert_close(applied(rows, 0), expected(OUTPUTS))
     torch.testing.assert_close(applied(rows, 1), expected((9,)))
 
 
-def test_each_position_of_a_run_sees_the_drafts_before_it():  # T42
+def test_each_position_of_a_run_sees_the_drafts_before_it():  # [every-accepted-token]
     drafts = (5, 5, 12)
     rows = loaded((PROMPT, OUTPUTS))
     raw = logits(len(drafts) + 1)

@@ -1,4 +1,4 @@
-"""Admission answers never (at ingress), later (and why), or ok (BEHAVIOUR B.2, B.4, E.3)."""
+"""Admission answers never (at ingress), later (and why), or ok [admission-answers]."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def why(engine: Engine) -> str:
     return engine.scheduler.stats().head_waits
 
 
-def test_never_is_said_at_once():  # E.3
+def test_never_is_said_at_once():  # [admission-answers]
     engine = make_engine(usable_pages=4, page_size=4)
     engine.add(make_message(prompt=[1] * 17, max_tokens=1))
     assert engine.finish().code == "invalid_request"
@@ -54,7 +54,7 @@ def test_another_prompt_is_half_computed():
     assert why(engine) == "chunk_in_progress"
 
 
-def test_what_running_requests_are_expected_to_need_is_reserved():  # B.2
+def test_what_running_requests_are_expected_to_need_is_reserved():  # [admission-reserves]
     def after_one_step(ratio: float) -> str:
         settings = {"init_new_token_ratio": ratio, "min_new_token_ratio": min(ratio, 0.01)}
         engine = make_engine(usable_pages=20, page_size=4, **settings)

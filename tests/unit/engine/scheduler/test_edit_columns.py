@@ -48,7 +48,7 @@ def test_bad_words_are_right_aligned_and_single_tokens_stand_apart():
     assert (words.recalled_index.tolist(), words.recalled_rows.tolist()) == ([1], [5])
 
 
-def test_a_history_is_sent_once_for_each_row_the_request_gets():  # T41
+def test_a_history_is_sent_once_for_each_row_the_request_gets():  # [device-history]
     engine = make_engine(enable_overlap=True)
     engine.add(make_message(max_tokens=8, **PENALISED))
     engine.run()
@@ -56,7 +56,7 @@ def test_a_history_is_sent_once_for_each_row_the_request_gets():  # T41
     assert sum(edits is not None for edits in edits_of(engine)) == len(engine.executor.batches)
 
 
-def test_resumed_tokens_are_output_in_the_history():  # T43
+def test_resumed_tokens_are_output_in_the_history():  # [history-rebuilt]
     engine = make_engine()
     engine.add(make_message(prompt=(1, 2, 3), resume=(7, 8), max_tokens=5, **PENALISED))
     engine.run()
@@ -65,7 +65,7 @@ def test_resumed_tokens_are_output_in_the_history():  # T43
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_retracted_request_brings_its_history_back(overlap):  # T43
+def test_a_retracted_request_brings_its_history_back(overlap):  # [history-rebuilt]
     engine = make_engine(enable_overlap=overlap, force_retract_every=3, max_retractions=99)
     engine.add(make_message(max_tokens=12, **PENALISED))
     engine.run()

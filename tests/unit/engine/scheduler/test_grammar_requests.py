@@ -72,7 +72,7 @@ def test_it_joins_the_queue_where_it_would_have_stood():
     engine.assert_expected()
 
 
-def test_it_does_not_overtake_those_who_had_their_turn():  # T12
+def test_it_does_not_overtake_those_who_had_their_turn():  # [retraction-bounded]
     def request(rid: str, arrived_at: float, *, scheduled: bool = False) -> Request:
         return Request(
             rid=RequestId(rid),
@@ -103,7 +103,7 @@ def test_equal_grammars_are_compiled_once_and_then_known():
     assert grammars.compiled == 1
 
 
-def test_waiting_for_a_grammar_counts_as_waiting():  # T8
+def test_waiting_for_a_grammar_counts_as_waiting():  # [one-home]
     engine, _ = held(max_queued_requests=2)
     for rid in "ab":
         engine.add(make_message(rid, grammar=toy_grammar(name=rid)))
@@ -116,7 +116,7 @@ def test_waiting_for_a_grammar_counts_as_waiting():  # T8
 
 
 @pytest.mark.parametrize("end", ["abort", "deadline", "client", "all"])
-def test_whatever_ends_a_request_reaches_it_while_it_waits(end):  # T8
+def test_whatever_ends_a_request_reaches_it_while_it_waits(end):  # [one-home]
     engine, grammars = held()
     engine.add(make_message("g", grammar=toy_grammar(), deadline_s=5.0), client=b"gone")
     engine.step(2)
@@ -135,7 +135,7 @@ def test_whatever_ends_a_request_reaches_it_while_it_waits(end):  # T8
     assert all(future.cancelled() for future in grammars.pending.values())
 
 
-def test_a_compilation_that_cannot_be_called_off_is_forgotten_all_the_same():  # T68
+def test_a_compilation_that_cannot_be_called_off_is_forgotten_all_the_same():  # [same-collectives]
     engine, grammars = held()
     spec = toy_grammar()
     engine.add(make_message("g", grammar=spec))
@@ -216,7 +216,7 @@ def test_resumed_tokens_beyond_the_budget_are_refused():
     ("elsewhere", "code"),
     [(JobState.PENDING, None), (JobState.FAILED, "grammar_compiler_error"), (JobState.REFUSED, "invalid_request")],
 )
-def test_a_grammar_counts_as_what_the_least_of_all_ranks_says(elsewhere, code):  # T47
+def test_a_grammar_counts_as_what_the_least_of_all_ranks_says(elsewhere, code):  # [least-of-ranks]
     engine, grammars = held(least=lambda states: [min(state, elsewhere) for state in states])
     spec = toy_grammar()
     engine.add(make_message("g", grammar=spec))
@@ -232,7 +232,7 @@ def test_a_grammar_counts_as_what_the_least_of_all_ranks_says(elsewhere, code): 
     assert grammars.compiled == (1 if elsewhere is JobState.REFUSED else 2)
 
 
-def test_no_rank_is_asked_while_nothing_is_compiled():  # T68
+def test_no_rank_is_asked_while_nothing_is_compiled():  # [same-collectives]
     def never(states: object) -> list[int]:
         raise AssertionError(f"asked about {states}")
 
@@ -343,7 +343,7 @@ def test_nobody_with_a_grammar_means_no_masks():
     assert all(batch.sampling.masks is None for batch in engine.executor.batches)
 
 
-def test_masks_name_the_rows_they_are_for_in_mixed_steps():  # T45, T46
+def test_masks_name_the_rows_they_are_for_in_mixed_steps():  # [masks-after-settling] [mask-per-row]
     engine = following(overlap=True, enable_mixed_chunk=True, chunked_prefill_size=4)
     engine.add(make_message("a", max_tokens=30))
     engine.add(make_message("g", max_tokens=30, grammar=toy_grammar()))
@@ -369,7 +369,7 @@ class OpenAtLaunch(LateExecutor):
 
 
 @pytest.mark.parametrize("proposer", [None, ScriptedProposer(vocab_size=VOCAB)], ids=["plain", "drafts"])
-def test_a_forward_is_under_way_while_its_masks_are_filled(proposer):  # T45
+def test_a_forward_is_under_way_while_its_masks_are_filled(proposer):  # [masks-after-settling]
     engine = following(overlap=True, executor=OpenAtLaunch, proposer=proposer)
     engine.add(make_message("g", max_tokens=12, grammar=toy_grammar()))
     engine.run()
@@ -473,7 +473,7 @@ def test_masks_of_different_widths_share_a_step():
     assert [unpack(row) for row in masks.wait().numpy()] == [toy_rule(narrow.sampling.grammar).allowed([]), {120}]
 
 
-def test_masks_of_several_requests_stand_in_the_order_of_their_rows():  # T46
+def test_masks_of_several_requests_stand_in_the_order_of_their_rows():  # [mask-per-row]
     first, plain, second = request_with_grammar(every=3), request_with_grammar(), request_with_grammar(every=5)
     masks = open_masks([first, plain, second], (0, 2), (1, 2, 0))
     assert masks.rows == (0, 1, 5)

@@ -1,4 +1,4 @@
-"""Choices of one answer share their prompt and end on their own (BEHAVIOUR E.5)."""
+"""Choices of one answer share their prompt and end on their own [group-shares-prompt]."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""An exception in one request ends that request only (RELIABILITY B3 30)."""
+"""An exception in one request ends that request only [step-error-isolated]."""
 
 from collections.abc import Callable
 from math import log2

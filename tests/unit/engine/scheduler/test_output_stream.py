@@ -22,7 +22,7 @@ def test_positions_count_from_the_start_of_the_whole_output():
     engine.assert_expected()
 
 
-def test_a_middle_chunk_streams_nothing():  # C.6
+def test_a_middle_chunk_streams_nothing():  # [middle-chunk-silent]
     engine = make_engine(chunked_prefill_size=2)
     engine.add(make_message(prompt=range(1, 8), max_tokens=1))
     engine.step(3)
@@ -71,7 +71,7 @@ def test_a_retracted_request_does_not_repeat_its_first_output():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_logprobs_stay_with_their_tokens(overlap):  # T50
+def test_logprobs_stay_with_their_tokens(overlap):  # [one-cut]
     engine = make_engine(enable_overlap=overlap, force_retract_every=3)
     engine.add(make_message("none", [4, 5], max_tokens=7))
     engine.add(make_message("some", max_tokens=7, logprobs=2))
@@ -88,7 +88,7 @@ def test_logprobs_stay_with_their_tokens(overlap):  # T50
     engine.assert_expected()
 
 
-def test_an_output_cut_at_a_stop_has_as_many_logprobs_as_tokens():  # T50
+def test_an_output_cut_at_a_stop_has_as_many_logprobs_as_tokens():  # [one-cut]
     engine = make_engine(enable_overlap=True)
     stop = expected_output(make_message(max_tokens=9))[4]
     engine.add(make_message(max_tokens=9, stop_token_ids=(stop,), logprobs=0))

@@ -1,4 +1,4 @@
-"""Step N+1 is launched before step N is settled (BEHAVIOUR C.3, C.4)."""
+"""Step N+1 is launched before step N is settled [overlap-launch]."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -34,7 +34,7 @@ def test_no_more_than_one_step_is_ahead():
         assert engine.scheduler.tally.launched - engine.scheduler.tally.settled <= 1
 
 
-def test_a_token_that_only_the_device_knows_is_resolved_there():  # T41
+def test_a_token_that_only_the_device_knows_is_resolved_there():  # [device-history]
     engine = overlapped()
     engine.add(make_message(prompt=[1, 2, 3], max_tokens=3))
     engine.run()
@@ -65,7 +65,7 @@ def test_no_step_is_launched_past_max_tokens():
     assert len(engine.executor.batches) == 5
 
 
-def test_the_surplus_token_of_a_request_that_stopped_is_dropped():  # T9
+def test_the_surplus_token_of_a_request_that_stopped_is_dropped():  # [ended-is-skipped]
     engine = overlapped()
     message = make_message(max_tokens=30)
     stop = expected_output(message)[3]
@@ -77,7 +77,7 @@ def test_the_surplus_token_of_a_request_that_stopped_is_dropped():  # T9
     assert engine.received["r"].outputs[-1].finish is not None
 
 
-def test_memory_that_a_step_in_flight_may_write_waits_for_it():  # T77
+def test_memory_that_a_step_in_flight_may_write_waits_for_it():  # [page-fence]
     engine = overlapped(page_size=1, radix=False)
     stop = expected_output(make_message(max_tokens=30))[3]
     engine.add(make_message(max_tokens=30, stop_token_ids=(stop,)))
@@ -91,7 +91,7 @@ def test_memory_that_a_step_in_flight_may_write_waits_for_it():  # T77
     assert engine.memory.available_pages() == 64
 
 
-def test_pages_exchanged_for_those_of_the_cache_wait_for_the_step_that_reads_them():  # T77
+def test_pages_exchanged_for_those_of_the_cache_wait_for_the_step_that_reads_them():  # [page-fence]
     engine = overlapped(page_size=4)
     for rid in ("one", "two"):
         engine.add(make_message(rid, range(1, 9), max_tokens=4))
@@ -101,7 +101,7 @@ def test_pages_exchanged_for_those_of_the_cache_wait_for_the_step_that_reads_the
     assert engine.scheduler.audit().fenced == 0
 
 
-def test_a_row_is_not_given_out_while_a_step_in_flight_uses_it():  # T2
+def test_a_row_is_not_given_out_while_a_step_in_flight_uses_it():  # [row-snapshot]
     engine = overlapped(max_rows=1)
     stop = expected_output(make_message(max_tokens=30))[3]
     engine.add(make_message("one", max_tokens=30, stop_token_ids=(stop,)))
@@ -113,7 +113,7 @@ def test_a_row_is_not_given_out_while_a_step_in_flight_uses_it():  # T2
     engine.assert_expected()
 
 
-def test_the_forward_reads_a_snapshot_of_the_rows():  # T2, T3
+def test_the_forward_reads_a_snapshot_of_the_rows():  # [row-snapshot]
     engine = overlapped(executor=EagerExecutor, page_size=1)
     engine.add(make_message(prompt=[1, 2, 3], max_tokens=4))
     engine.step()
@@ -122,7 +122,7 @@ def test_the_forward_reads_a_snapshot_of_the_rows():  # T2, T3
     assert engine.executor.batches[0].page_table.equal(seen)
 
 
-def test_an_abort_between_launch_and_settlement_is_obeyed_before_the_token():  # T1, T6
+def test_an_abort_between_launch_and_settlement_is_obeyed_before_the_token():  # [abort-is-deferred]
     engine = overlapped()
     engine.add(make_message(max_tokens=9))
     engine.step()
@@ -143,7 +143,7 @@ def test_a_request_with_a_wish_to_end_is_launched_no_more():
     assert engine.scheduler.tally.launched == 3
 
 
-def test_an_abort_after_the_last_chunk_was_launched_leaks_nothing():  # T6, T7
+def test_an_abort_after_the_last_chunk_was_launched_leaks_nothing():  # [abort-before-token] [owned-by-cursor]
     engine = overlapped(chunked_prefill_size=4, page_size=1)
     engine.add(make_message(prompt=range(1, 9), max_tokens=9))
     engine.step(2)

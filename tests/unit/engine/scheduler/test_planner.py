@@ -1,4 +1,4 @@
-"""What goes into a step: prefill and decode, one batch after the other (BEHAVIOUR A, C, D)."""
+"""What goes into a step: prefill and decode, one batch after the other."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def modes(engine: Engine) -> list[ForwardMode]:
     return [batch.mode for batch in engine.executor.batches]
 
 
-def test_prefill_goes_before_decode():  # C.1
+def test_prefill_goes_before_decode():  # [prefill-first]
     engine = make_engine()
     engine.add(make_message("one", [1, 2, 3], max_tokens=4))
     engine.step(2)
@@ -23,7 +23,7 @@ def test_prefill_goes_before_decode():  # C.1
     assert engine.executor.batches[-1].num_sequences == 2
 
 
-def test_mixed_steps_carry_prompts_first_and_running_requests_behind():  # A.6
+def test_mixed_steps_carry_prompts_first_and_running_requests_behind():  # [mixed-equals-apart]
     engine = make_engine(enable_mixed_chunk=True)
     engine.add(make_message("one", [1, 2, 3], max_tokens=4))
     engine.step()
@@ -57,7 +57,7 @@ def test_prefills_do_not_pause_when_nobody_decodes():
     assert modes(engine) == [EXTEND] * 10
 
 
-def test_what_is_finished_leaves_at_once_and_frees_its_pages():  # D.1
+def test_what_is_finished_leaves_at_once_and_frees_its_pages():  # [step-budget]
     engine = make_engine(radix=False)
     engine.add(make_message("short", [1, 2, 3], max_tokens=2))
     engine.add(make_message("long", [4, 5, 6], max_tokens=6))
@@ -75,7 +75,7 @@ def test_an_idle_engine_launches_nothing_and_says_so():
     assert engine.executor.batches == []
 
 
-def test_a_full_engine_fills_its_seats_again_as_requests_end():  # T18
+def test_a_full_engine_fills_its_seats_again_as_requests_end():  # [admission-not-latched]
     engine = make_engine(max_running_requests=3)
     for number in range(9):
         engine.add(make_message(f"r{number}", [number + 1], max_tokens=1 + number % 4))
@@ -83,7 +83,7 @@ def test_a_full_engine_fills_its_seats_again_as_requests_end():  # T18
     engine.assert_expected()
 
 
-def test_a_request_that_finishes_with_its_first_token_never_decodes():  # T19
+def test_a_request_that_finishes_with_its_first_token_never_decodes():  # [finished-rows-filtered]
     engine = make_engine(enable_overlap=True)
     engine.add(make_message("one", [1, 2, 3], max_tokens=1))
     engine.add(make_message("two", [4, 5], max_tokens=3))
@@ -101,7 +101,7 @@ def test_requests_wait_when_all_rows_are_taken_and_then_run(overlap):
     engine.assert_nothing_held()
 
 
-def test_admission_reserves_what_running_requests_are_expected_to_need():  # B.2
+def test_admission_reserves_what_running_requests_are_expected_to_need():  # [admission-reserves]
     tight = {"usable_pages": 12, "page_size": 4, "min_new_token_ratio": 0.01}
     prompts = [("one", [1] * 8), ("two", [2] * 8)]
     for ratio, running in [(1.0, 1), (0.01, 2)]:

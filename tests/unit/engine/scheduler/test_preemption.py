@@ -1,4 +1,4 @@
-"""The policy `priority` puts running requests back for waiting ones (BEHAVIOUR C.9)."""
+"""The policy `priority` puts running requests back for waiting ones [priority-preempts]."""
 
 import pytest
 
@@ -107,7 +107,7 @@ def test_age_protects_from_being_put_back():
     assert running(engine) == {"patient"}
 
 
-def test_a_preempted_request_passes_the_cap_of_the_queue():  # T12
+def test_a_preempted_request_passes_the_cap_of_the_queue():  # [retraction-bounded]
     engine = engine_of(max_running_requests=1, max_queued_requests=1)
     add(engine, "low", 0)
     engine.step(2)
@@ -118,7 +118,7 @@ def test_a_preempted_request_passes_the_cap_of_the_queue():  # T12
     engine.assert_expected()
 
 
-def test_a_request_is_put_back_no_more_often_than_the_limit_and_never_fails_for_it():  # T12
+def test_a_request_is_put_back_no_more_often_than_the_limit_and_never_fails_for_it():  # [retraction-bounded]
     engine = engine_of(max_running_requests=1, max_retractions=2)
     add(engine, "low", 0, tokens=60)
     for number in range(5):

@@ -1,4 +1,4 @@
-"""Logprobs of prompts through chunks, caches and retractions (T21, T23)."""
+"""Logprobs of prompts through chunks, caches and retractions [logprobs-past-cache] [logprobs-through-chunks]."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def scores(positions: range) -> list[TokenLogprob]:
 @pytest.mark.parametrize("start", [0, 1, 2, 7, 11])
 @pytest.mark.parametrize("chunk", range(1, 13))
 @pytest.mark.parametrize("cached", [0, 1, 4])
-def test_every_position_comes_once_at_every_chunk_size(chunk, start, cached):  # T23
+def test_every_position_comes_once_at_every_chunk_size(chunk, start, cached):  # [logprobs-through-chunks]
     wanted, length = collection(12, start), 12
     limit = length - 1 if wanted.longest_match is None else wanted.longest_match
     at = min(cached, limit)
@@ -77,7 +77,7 @@ def test_they_come_with_the_first_token_whatever_the_chunks(overlap, chunk, star
 
 
 @pytest.mark.parametrize(("start", "cached"), [(0, 0), (1, 0), (5, 4), (13, 12), (22, 20)])
-def test_the_cache_is_used_up_to_the_first_token_wanted(start, cached):  # T21
+def test_the_cache_is_used_up_to_the_first_token_wanted(start, cached):  # [logprobs-past-cache]
     engine = make_engine(page_size=4)
     engine.add(make_message("warm", PROMPT, max_tokens=2))
     engine.run()
@@ -133,7 +133,7 @@ def test_an_aborted_prompt_takes_its_logprobs_along():
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ],
 )
-def test_bounds_are_checked_at_admission(fields, param):  # T24
+def test_bounds_are_checked_at_admission(fields, param):  # [logprobs-bounded]
     engine = make_engine()
     engine.add(make_message(prompt=PROMPT, **fields))
     finish = engine.finish()

@@ -1,4 +1,4 @@
-"""Requests that are put back for want of memory (BEHAVIOUR A.7, E.2, E.4)."""
+"""Requests that are put back for want of memory [retraction-resumes]."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_the_less_important_is_put_back_before_the_newer():
     assert [req.rid for req in engine.scheduler.queues.waiting] == ["old"]
 
 
-def test_a_retracted_request_returns_to_the_head_of_the_queue_past_its_cap():  # T12
+def test_a_retracted_request_returns_to_the_head_of_the_queue_past_its_cap():  # [retraction-bounded]
     engine = make_engine(usable_pages=9, max_queued_requests=1, max_running_requests=2, **TIGHT)
     for rid in ("old", "new"):
         engine.add(make_message(rid, [len(rid)] * 4, max_tokens=12))
@@ -68,7 +68,7 @@ def test_several_put_back_in_one_plan_keep_their_order():
     engine.assert_expected()
 
 
-def test_a_request_that_is_put_back_too_often_fails_instead_of_looping():  # T12
+def test_a_request_that_is_put_back_too_often_fails_instead_of_looping():  # [retraction-bounded]
     engine = make_engine(usable_pages=9, max_retractions=0, **TIGHT)
     add_two(engine)
     engine.run()
@@ -87,7 +87,7 @@ def test_forced_retractions_do_not_count_towards_the_limit():
     engine.assert_expected()
 
 
-def test_the_last_request_fails_with_an_error_when_even_it_cannot_go_on():  # T13
+def test_the_last_request_fails_with_an_error_when_even_it_cannot_go_on():  # [last-request-fails]
     engine = make_engine(usable_pages=8, **TIGHT)
     engine.scheduler.attach(QuietStage(held=engine.memory.reserve_pages(4)))
     engine.add(make_message(prompt=[1, 2, 3, 4], max_tokens=12))
@@ -114,7 +114,7 @@ def test_the_last_request_waits_while_a_stage_will_give_pages_back():
     engine.assert_expected()
 
 
-def test_the_last_request_does_not_wait_for_a_stage_that_has_no_pages_to_give_back():  # T13
+def test_the_last_request_does_not_wait_for_a_stage_that_has_no_pages_to_give_back():  # [last-request-fails]
     engine = make_engine(usable_pages=8, **TIGHT)
     waiting = Request(rid="kept", origin_input_ids=(1,), sampling=SamplingParams(max_tokens=1))
     engine.scheduler.attach(QuietStage(held=engine.memory.reserve_pages(4), kept=[waiting]))
@@ -123,7 +123,7 @@ def test_the_last_request_does_not_wait_for_a_stage_that_has_no_pages_to_give_ba
     assert engine.finish().code == "out_of_pages"
 
 
-def test_nobody_is_put_back_while_a_request_in_flight_is_about_to_end():  # T15
+def test_nobody_is_put_back_while_a_request_in_flight_is_about_to_end():  # [finish-before-retract]
     engine = make_engine(usable_pages=8, enable_overlap=True, **TIGHT)
     engine.add(make_message("ending", [1, 2, 3, 4], max_tokens=5))
     engine.add(make_message("going-on", [5, 6, 7, 8], max_tokens=9))
@@ -154,7 +154,7 @@ def test_a_half_computed_prompt_gives_way_to_running_requests(overlap):
     engine.assert_nothing_held()
 
 
-def test_a_step_that_put_somebody_back_takes_in_nobody():  # E.2
+def test_a_step_that_put_somebody_back_takes_in_nobody():  # [swapped-first]
     engine = make_engine(force_retract_every=3, enable_mixed_chunk=True)
     add_two(engine)
     run_until_retracted(engine)
@@ -162,7 +162,7 @@ def test_a_step_that_put_somebody_back_takes_in_nobody():  # E.2
     assert engine.executor.batches[-1].num_sequences == 1
 
 
-def test_the_check_that_decides_is_the_check_that_converges():  # T14
+def test_the_check_that_decides_is_the_check_that_converges():  # [one-memory-check]
     engine = make_engine(usable_pages=9, **TIGHT)
     add_two(engine)
     while not engine.scheduler.tally.retracted:
@@ -172,7 +172,7 @@ def test_the_check_that_decides_is_the_check_that_converges():  # T14
         assert fits == (engine.scheduler.tally.retracted == 0)
 
 
-def test_no_request_is_put_back_while_its_step_is_in_flight():  # T16
+def test_no_request_is_put_back_while_its_step_is_in_flight():  # [settle-before-retract]
     engine = make_engine(usable_pages=9, enable_overlap=True, **TIGHT)
     add_two(engine)
     run_until_retracted(engine)
@@ -181,7 +181,7 @@ def test_no_request_is_put_back_while_its_step_is_in_flight():  # T16
     assert waiting.kv is None
 
 
-def test_a_retracted_request_finds_its_pages_in_the_cache_if_nobody_took_them():  # A.7
+def test_a_retracted_request_finds_its_pages_in_the_cache_if_nobody_took_them():  # [retraction-resumes]
     engine = make_engine(page_size=4, force_retract_every=4)
     engine.add(make_message(prompt=range(1, 9), max_tokens=6))
     engine.run()

@@ -42,7 +42,7 @@ class Bench:
         return self.builder.build(ScheduleBatch(step=3, extends=list(extends), decodes=list(decodes)))
 
 
-def test_prepare_extend():  # A.3
+def test_prepare_extend():
     bench = Bench()
     whole = bench.request(5, room=5)
     chunk = bench.request(9, launched=4, room=3)
@@ -65,7 +65,7 @@ def test_prepare_extend():  # A.3
     assert batch.sampling.position.tolist() == [5]
 
 
-def test_prepare_decode():  # A.4
+def test_prepare_decode():
     bench = Bench()
     settled = bench.request(3, outputs=2, launched=4)
     flying = bench.request(8, outputs=0, launched=8)
@@ -80,7 +80,7 @@ def test_prepare_decode():  # A.4
     assert batch.sampling.position.tolist() == [5, 9]
 
 
-def test_a_recomputed_request_extends_over_prompt_and_output():  # A.2
+def test_a_recomputed_request_extends_over_prompt_and_output():  # [resume-as-extend]
     bench = Bench()
     req = bench.request(3, outputs=4, room=7)
     batch = bench.build([Extend(req=req, start=2, stop=7)])
@@ -95,7 +95,7 @@ def test_entries_past_the_last_page_name_the_dummy_page():
     assert batch.page_table.tolist() == [[short.kv.pages[0], 0, 0], long.kv.pages]
 
 
-def test_the_page_table_is_a_copy():  # T2, T3
+def test_the_page_table_is_a_copy():  # [row-snapshot]
     bench = Bench()
     req = bench.request(4, launched=4, outputs=1)
     batch = bench.build(decodes=[req])

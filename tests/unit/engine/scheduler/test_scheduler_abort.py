@@ -27,7 +27,7 @@ def test_a_waiting_request_ends_without_being_computed():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_request_between_chunks_ends_and_gives_back_its_pages(overlap):  # T8
+def test_a_request_between_chunks_ends_and_gives_back_its_pages(overlap):  # [one-home]
     engine = make_engine(chunked_prefill_size=2, enable_overlap=overlap)
     engine.add(make_message(prompt=range(1, 12)))
     engine.step(2)
@@ -59,14 +59,14 @@ def test_a_retracted_request_ends_in_the_queue():
     engine.assert_nothing_held()
 
 
-def test_unknown_ids_are_ignored():  # T10
+def test_unknown_ids_are_ignored():  # [unknown-id-ignored]
     engine = make_engine()
     engine.scheduler.abort("nobody")
     engine.run()
     assert engine.received == {}
 
 
-def test_an_abort_after_the_end_changes_nothing():  # T10
+def test_an_abort_after_the_end_changes_nothing():  # [unknown-id-ignored]
     engine = make_engine()
     engine.add(make_message(max_tokens=2))
     engine.run()
@@ -76,7 +76,7 @@ def test_an_abort_after_the_end_changes_nothing():  # T10
     assert engine.received["r"].outputs == outputs
 
 
-def test_ids_are_compared_whole():  # T11
+def test_ids_are_compared_whole():  # [exact-ids]
     engine = make_engine()
     engine.add(make_message("req-12", max_tokens=3))
     engine.scheduler.abort("req-1")

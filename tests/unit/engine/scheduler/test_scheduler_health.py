@@ -31,7 +31,7 @@ def test_tests_can_have_every_step_audited():
         engine.step()
 
 
-def test_the_audit_sees_requests_in_every_home():  # T8
+def test_the_audit_sees_requests_in_every_home():  # [one-home]
     engine = make_engine(chunked_prefill_size=4, max_prefill_tokens=8, enable_overlap=True)
     engine.add(make_message("running", [1, 2], max_tokens=9))
     engine.add(make_message("chunked", range(1, 20), max_tokens=9))

@@ -52,7 +52,7 @@ def test_the_longest_request_that_fits_the_context_is_served():
     engine.assert_expected()
 
 
-def test_a_request_larger_than_the_whole_pool_is_never_admitted():  # E.3
+def test_a_request_larger_than_the_whole_pool_is_never_admitted():  # [admission-answers]
     engine = make_engine(usable_pages=4, page_size=4)
     assert engine.scheduler.max_request_tokens == 17
     assert refusal(engine, make_message("large", [1] * 8, max_tokens=10)).param == "max_tokens"
@@ -106,7 +106,7 @@ def test_a_resumed_output_that_is_complete_ends_at_once():
     assert engine.executor.batches == []
 
 
-def test_stages_hear_of_refused_requests():  # T63, T64
+def test_stages_hear_of_refused_requests():  # [abort-both-ways]
     engine = make_engine()
     stage = QuietStage()
     engine.scheduler.attach(stage)

@@ -67,7 +67,7 @@ def test_the_batch_computes_drafts_behind_the_last_token():
     assert (verify.draft_lens, verify.num_extend) == ((3,), 1)
 
 
-def test_no_more_is_drafted_than_may_be_output():  # T48
+def test_no_more_is_drafted_than_may_be_output():  # [earliest-stop]
     engine = drafting(num_draft_tokens=10)
     runs = run_one(engine, max_tokens=4)
     assert [len(run) for run in runs] == [1, 3]
@@ -75,7 +75,7 @@ def test_no_more_is_drafted_than_may_be_output():  # T48
     assert engine.finish().reason is FinishReason.LENGTH
 
 
-def test_a_run_is_cut_behind_a_stop_token_in_its_middle():  # T48, T50
+def test_a_run_is_cut_behind_a_stop_token_in_its_middle():  # [earliest-stop] [one-cut]
     stop = expected_output(make_message("r", PROMPT, max_tokens=9))[3]
     engine = drafting(num_draft_tokens=8)
     runs = run_one(engine, max_tokens=9, stop_token_ids=(stop,), logprobs=0)
@@ -93,7 +93,7 @@ def test_named_logprobs_are_those_of_every_position_of_a_run():
     assert {len(logprob.top) for logprob in engine.received["other"].logprobs} == {1}
 
 
-def test_a_stop_string_is_found_wherever_in_a_run_it_ends():  # T49
+def test_a_stop_string_is_found_wherever_in_a_run_it_ends():  # [stop-window]
     text = decode_text(expected_output(make_message("r", PROMPT, max_tokens=9)))
     engine = drafting(num_draft_tokens=8)
     run_one(engine, max_tokens=9, stop=(text[2:5],))
@@ -101,7 +101,7 @@ def test_a_stop_string_is_found_wherever_in_a_run_it_ends():  # T49
     assert engine.finish().matched_stop == text[2:5]
 
 
-def test_min_tokens_are_counted_per_position_and_not_per_step():  # T42
+def test_min_tokens_are_counted_per_position_and_not_per_step():  # [every-accepted-token]
     plain = expected_output(make_message("r", PROMPT, max_tokens=12))
     stops = tuple(set(plain))
     engine = drafting(num_draft_tokens=6)
@@ -112,7 +112,7 @@ def test_min_tokens_are_counted_per_position_and_not_per_step():  # T42
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_pages_are_those_of_drafted_tokens_and_no_more(page_size):  # T30, T31
+def test_pages_are_those_of_drafted_tokens_and_no_more(page_size):  # [draft-pages]
     engine = drafting(page_size=page_size, num_draft_tokens=5)
     engine.add(make_message("r", PROMPT, max_tokens=40))
     engine.step(2)
@@ -134,7 +134,7 @@ def test_kv_is_committed_up_to_the_newest_token_alone():
     engine.assert_expected()
 
 
-def test_drafts_are_shortened_to_the_pages_there_are_and_retract_nobody():  # T14
+def test_drafts_are_shortened_to_the_pages_there_are_and_retract_nobody():  # [one-memory-check]
     engine = drafting(page_size=1, usable_pages=16, num_draft_tokens=8, radix=False, init_new_token_ratio=0.1)
     engine.add(make_message("a", [1, 2, 3], max_tokens=4))
     engine.add(make_message("b", [4, 5, 6], max_tokens=9))
@@ -207,7 +207,7 @@ def test_right_drafts_go_on_only_where_the_time_of_steps_says_that_they_pay(over
     assert 0 < verified(dear) < 15
 
 
-def test_ranks_choose_the_same_drafts_whatever_their_own_clocks_say():  # T53
+def test_ranks_choose_the_same_drafts_whatever_their_own_clocks_say():  # [rank-zero-drafts]
     shared: list[StepDrafts] = []
 
     def rank(agree: Callable[[StepDrafts], StepDrafts], own_clock: Clock) -> list[tuple[int, ...]]:
@@ -252,7 +252,7 @@ def test_a_request_that_was_waited_for_in_vain_is_waited_for_less():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_abort_while_drafts_are_verified_ends_the_request_without_them(overlap):  # T6
+def test_an_abort_while_drafts_are_verified_ends_the_request_without_them(overlap):  # [abort-before-token]
     engine = drafting(enable_overlap=overlap)
     engine.add(make_message("r", PROMPT, max_tokens=30))
     engine.step(3)
@@ -264,7 +264,7 @@ def test_an_abort_while_drafts_are_verified_ends_the_request_without_them(overla
     engine.assert_nothing_held()
 
 
-def test_a_proposer_forgets_a_request_before_its_row_is_given_back():  # T17
+def test_a_proposer_forgets_a_request_before_its_row_is_given_back():  # [row-state-forgotten]
     engine = drafting(force_retract_every=2, max_retractions=99)
     run_one(engine, max_tokens=20)
     released = engine.scheduler._shared.speculation.proposer.released
@@ -329,7 +329,7 @@ def test_a_proposer_that_fails_costs_drafts_and_no_request(caplog):
     assert engine.scheduler.stats().speculation.drafted_total == 0
 
 
-def test_whether_the_proposer_fails_is_for_rank_0_to_say():  # T53
+def test_whether_the_proposer_fails_is_for_rank_0_to_say():  # [rank-zero-drafts]
     engine = drafting()
     speculation = engine.scheduler._shared.speculation
     speculation.confined = True

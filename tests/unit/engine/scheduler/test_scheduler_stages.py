@@ -57,7 +57,7 @@ def test_a_request_to_be_sent_never_decodes_here(overlap):
     pair.prefill.assert_expected("local")
 
 
-def test_chunks_are_announced_in_order_when_their_pages_are_final():  # T70
+def test_chunks_are_announced_in_order_when_their_pages_are_final():  # [settled-only-sent]
     pair = make_pair(chunked_prefill_size=4, enable_overlap=True)
     add(pair, max_tokens=3)
     pair.run()
@@ -112,7 +112,7 @@ def cramped(usable_pages: int, chunk: int) -> Engine:
     )
 
 
-def test_a_half_sent_prompt_keeps_its_pages_and_running_requests_wait_for_it():  # T70
+def test_a_half_sent_prompt_keeps_its_pages_and_running_requests_wait_for_it():  # [settled-only-sent]
     engine = cramped(15, chunk=1)
     pair = Pair.of(engine, make_engine(page_size=2))
     engine.add(make_message("running", [1, 2], max_tokens=20))
@@ -127,7 +127,7 @@ def test_a_half_sent_prompt_keeps_its_pages_and_running_requests_wait_for_it(): 
     assert merged(pair, "sent") == expected(engine, "sent")
 
 
-def test_when_neither_can_go_on_the_newest_gives_up():  # T13
+def test_when_neither_can_go_on_the_newest_gives_up():  # [last-request-fails]
     engine = cramped(11, chunk=2)
     pair = Pair.of(engine, make_engine(page_size=2))
     engine.add(make_message("running", [1, 2], max_tokens=16))
@@ -158,7 +158,7 @@ def test_a_request_to_be_sent_that_no_stage_keeps_decodes_here():
     engine.assert_expected()
 
 
-def test_both_sides_are_told_of_an_abort_once():  # T63
+def test_both_sides_are_told_of_an_abort_once():  # [abort-both-ways]
     pair = make_pair(chunked_prefill_size=2)
     add(pair, max_tokens=9)
     pair.prefill.step(2)

@@ -180,7 +180,7 @@ def test_whoever_does_not_count_turns_continues_after_what_there_is():
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_prompt_logprobs_are_those_of_the_new_turn(page_size: int):  # T21, T23
+def test_prompt_logprobs_are_those_of_the_new_turn(page_size: int):  # [logprobs-past-cache] [logprobs-through-chunks]
     engine = kept(page_size=page_size)
     first = turn(engine, 0, FIRST)
     second = turn(engine, 1, SECOND, prompt_logprobs=1)

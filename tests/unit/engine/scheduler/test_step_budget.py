@@ -1,4 +1,4 @@
-"""One budget of tokens per step: neither half of it starves the other (BEHAVIOUR B.1, D.1, D.2)."""
+"""One budget of tokens per step: neither half of it starves the other [step-budget] [long-prompt-cut]."""
 
 import pytest
 
@@ -83,7 +83,7 @@ def test_without_a_budget_of_its_own_the_limits_of_both_halves_add_up():
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_long_prompt_is_cut_while_others_decode_and_a_short_one_is_not(mixed):  # D.2
+def test_a_long_prompt_is_cut_while_others_decode_and_a_short_one_is_not(mixed):  # [long-prompt-cut]
     engine = make_engine(
         long_prefill_token_threshold=8, chunked_prefill_size=32, enable_mixed_chunk=mixed, usable_pages=200
     )

@@ -1,4 +1,4 @@
-"""The engine, which sees tokens, and the gateway, which shows text, end an output at the same token (T48–T50)."""
+"""The engine, which sees tokens, and the gateway, which shows text, end an output at the same token [one-cut]."""
 
 from collections.abc import Sequence
 from functools import cache

@@ -1,4 +1,4 @@
-"""Where outputs end (BEHAVIOUR D.3)."""
+"""Where outputs end [stop-order]."""
 
 import pytest
 from hypothesis import given
@@ -45,7 +45,7 @@ def test_an_ignored_eos_still_stops_when_it_is_a_stop_id():
     assert cut([EOS], ignore_eos=True, stop_token_ids=(EOS,)).finish.matched_stop == EOS
 
 
-def test_eos_comes_before_max_tokens_at_the_same_token():  # D.3
+def test_eos_comes_before_max_tokens_at_the_same_token():  # [stop-order]
     assert cut([EOS], [A], max_tokens=2).finish.reason is FinishReason.STOP
 
 
@@ -58,13 +58,13 @@ def test_a_stop_string_that_completes_with_the_last_token_wins_over_length():
     assert cut([B], [A], max_tokens=2, stop=("ab",)).finish.matched_stop == "ab"
 
 
-def test_the_earliest_event_of_a_run_wins():  # T48
+def test_the_earliest_event_of_a_run_wins():  # [earliest-stop]
     assert cut([A, B, EOS], max_tokens=2).finish.reason is FinishReason.LENGTH
     assert cut([A, EOS, B], max_tokens=3).keep == 2
     assert cut([A, B, EOS], stop=("ab",)).finish.matched_stop == "ab"
 
 
-def test_a_stop_string_is_found_anywhere_in_a_run():  # T49
+def test_a_stop_string_is_found_anywhere_in_a_run():  # [stop-window]
     run = [A, B, *([C] * 20)]
     assert cut(run, stop=("ab",)).keep == 2
 
@@ -117,7 +117,7 @@ def test_the_decoded_window_does_not_grow_with_the_output():
 )
 def test_an_output_ends_at_the_same_token_however_it_is_cut_into_runs(
     tokens, cuts, stop, min_tokens, max_tokens
-):  # T49
+):  # [stop-window]
     params = {"stop": tuple(stop), "min_tokens": min_tokens, "max_tokens": max_tokens, "stop_token_ids": (29,)}
     assert ending(tokens, [1] * len(tokens), params) == ending(tokens, cuts, params)
 

@@ -46,7 +46,7 @@ def test_the_newest_is_swapped_and_comes_back_with_its_output_intact(overlap, mi
     assert stats.swapped_in_total == stats.swapped_out_total == stats.retracted_total > 0
 
 
-def test_swapped_requests_return_before_new_ones_start():  # BEHAVIOUR E2
+def test_swapped_requests_return_before_new_ones_start():  # [swapped-first]
     engine = swapping()
     add(engine, "old", 1)
     add(engine, "new", 40)
@@ -76,7 +76,7 @@ def test_several_return_in_the_order_in_which_they_came():
     assert order
 
 
-def test_nothing_is_swapped_in_by_a_step_that_takes_pages_from_somebody():  # BEHAVIOUR E2
+def test_nothing_is_swapped_in_by_a_step_that_takes_pages_from_somebody():  # [swapped-first]
     engine = swapping(pages=40, force_retract_every=2, enable_mixed_chunk=True)
     add(engine, "old", 1)
     add(engine, "new", 40)

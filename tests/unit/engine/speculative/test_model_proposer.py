@@ -110,7 +110,7 @@ def test_a_cached_prefix_that_the_draft_model_never_saw_is_computed():
     assert drafts.computed == [len(PROMPT)]
 
 
-def test_pages_that_came_to_hold_another_text_are_noticed():  # T17
+def test_pages_that_came_to_hold_another_text_are_noticed():  # [row-state-forgotten]
     bench = DraftBench()
     drafts = drafts_for(bench)
     first = bench.request(PROMPT)

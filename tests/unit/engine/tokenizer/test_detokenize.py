@@ -19,7 +19,7 @@ def tokenizer(tmp_path_factory):
     return TextTokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def test_no_piece_holds_half_a_character(tokenizer):  # E4 #60
+def test_no_piece_holds_half_a_character(tokenizer):  # [whole-characters]
     detokenizer = Detokenizer(tokenizer.vocabulary)
     pieces = [detokenizer.push(token) for token in tokenizer.encode(FAMILY)]
     assert "".join(pieces) == FAMILY
@@ -79,7 +79,7 @@ def cut(pieces: list[str], stops: tuple[str, ...], *, keep_match: bool = False) 
         ("STOP", ("STOP",), ("", "STOP")),
     ],
 )
-def test_the_earliest_end_cuts_however_the_text_arrives(text, stops, expected):  # T49, E4 #62
+def test_the_earliest_end_cuts_however_the_text_arrives(text, stops, expected):  # [stop-window] [stop-strings]
     assert cut([text], stops) == expected
     assert cut(list(text), stops) == expected
 
@@ -88,7 +88,7 @@ def test_the_earliest_end_cuts_however_the_text_arrives(text, stops, expected): 
     pieces=st.lists(st.text(alphabet="ab", max_size=4)),
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3).map(tuple),
 )
-def test_the_cut_does_not_depend_on_the_pieces(pieces, stops):  # T49
+def test_the_cut_does_not_depend_on_the_pieces(pieces, stops):  # [stop-window]
     text = "".join(pieces)
     assert cut(pieces, stops) == cut(list(text), stops) == cut([text], stops)
 

@@ -36,7 +36,7 @@ def test_decoding_agrees_with_the_reference_for_any_ids(ids, tmp_path_factory):
 
 
 @given(text=st.lists(st.sampled_from([*SPECIALS, "<think>", "a", " ", "<|", "|>"])).map("".join))
-def test_special_tokens_in_a_text_prompt_parse_unless_forbidden(text, tmp_path_factory):  # E3 #55
+def test_special_tokens_in_a_text_prompt_parse_unless_forbidden(text, tmp_path_factory):  # [control-text-is-text]
     tokenizer = shared(tmp_path_factory)
     assert tokenizer.encode(text) == REFERENCE.encode(text).ids
     plain = tokenizer.encode(text, parse_special_tokens=False)
@@ -89,7 +89,7 @@ def test_a_conversation_is_encoded_as_the_reference_does(tokenizer):
 
 
 @given(content=st.lists(st.sampled_from([*SPECIALS, "x", "\n", "<|im_", "start|>", ">", "<", "system"])).map("".join))
-def test_messages_cannot_forge_the_templates_control_tokens(content, tmp_path_factory):  # E3 #55
+def test_messages_cannot_forge_the_templates_control_tokens(content, tmp_path_factory):  # [control-text-is-text]
     ids = shared(tmp_path_factory).encode_chat([{"role": "user", "content": content}])
     assert [i for i in ids if i <= IM_END] == [IM_START, IM_END, IM_START]
     assert REFERENCE.decode(ids, skip_special_tokens=False) == (
@@ -127,7 +127,7 @@ def test_two_messages_side_by_side_cannot_form_a_literal(tmp_path):
     assert IM_START not in tokenizer.encode_chat(parts)
 
 
-def test_without_a_template_chat_is_refused_and_text_is_not(tmp_path):  # E9 #97
+def test_without_a_template_chat_is_refused_and_text_is_not(tmp_path):  # [template-sandboxed]
     tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=None))
     assert tokenizer.encode("hello")
     with pytest.raises(InvalidRequestError, match="no chat template"):
@@ -155,17 +155,17 @@ def test_the_default_one_of_several_templates_is_used(tmp_path):
         ({"config": {"eos_token_id": 1}, "generation_config": {"eos_token_id": [2, 0]}}, (2, 0)),
     ],
 )
-def test_the_generation_config_names_eos_before_anything_else(tmp_path, files, expected):  # E9 #98
+def test_the_generation_config_names_eos_before_anything_else(tmp_path, files, expected):  # [checkpoint-named]
     assert TextTokenizer.load(write_tokenizer(tmp_path, **files)).eos_token_ids == expected
 
 
 @pytest.mark.parametrize("eos", [10**6, -1, "two", [True]])
-def test_an_impossible_eos_is_refused(tmp_path, eos):  # E9 #98
+def test_an_impossible_eos_is_refused(tmp_path, eos):  # [checkpoint-named]
     with pytest.raises(CheckpointError, match="eos_token_id"):
         TextTokenizer.load(write_tokenizer(tmp_path, generation_config={"eos_token_id": eos}))
 
 
-def test_a_missing_tokenizer_is_named(tmp_path):  # E9 #96
+def test_a_missing_tokenizer_is_named(tmp_path):  # [checkpoint-named]
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json in"):
         TextTokenizer.load(tmp_path)
 
@@ -196,7 +196,7 @@ def edited(**changes: object) -> str:
         pytest.param(edited(model__vocab={"a": 2**31}, model__merges=[], added_tokens=[]), id="absurd id"),
     ],
 )
-def test_a_broken_tokenizer_is_named(tmp_path, content):  # E9 #96
+def test_a_broken_tokenizer_is_named(tmp_path, content):  # [checkpoint-named]
     (tmp_path / "tokenizer.json").write_text(content, "utf-8")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         TextTokenizer.load(tmp_path)

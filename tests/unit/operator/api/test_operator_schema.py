@@ -173,7 +173,7 @@ def missing(part: dict[str, Any], given: Any, path: str) -> set[str]:
         ({"security": {"runAsUser": 0}}, "runAsUser"),
     ],
 )
-def test_bad_specs_are_refused_by_name(change, said):  # RELIABILITY E7.75-78, 81
+def test_bad_specs_are_refused_by_name(change, said):  # [specs-refused] [spec-grants-nothing]
     spec = {"model": {"path": "/m"}, **change}
     with pytest.raises(msgspec.ValidationError) as error:
         msgspec.convert({"spec": spec}, ModelService)

@@ -125,7 +125,7 @@ def test_selectors_find_their_own_pods_alone(path):
 
 
 def test_services_whose_names_are_alike_share_no_object_and_no_pod():
-    """RELIABILITY E7.83: nobody can claim what another one has, though its name is as names of its objects are."""
+    """Nobody can claim what another one has, though its name is as names of its objects are [owner-only]."""
     spec = yaml.safe_load((ROOT / "examples/full.yaml").read_text())["spec"] | {"redis": {"managed": {}}}
     apis = ClusterApis(http_routes=True, inference_pools=True, pod_monitors=True)
     made: dict[str, list[Manifest]] = {}
@@ -218,7 +218,7 @@ def flag(args: list[str], name: str) -> float:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_grace_period_covers_the_whole_end_of_a_process(path):  # RELIABILITY B3.36
+def test_the_grace_period_covers_the_whole_end_of_a_process(path):  # [drain-loses-nothing]
     seen = set()
     for _, template in templates(path):
         (container,) = template["spec"]["containers"]

@@ -1,7 +1,5 @@
-"""What pods may have beyond "restricted": nothing, unless resource and administrator both say so.
-
-RELIABILITY E7.81.
-"""
+"""What pods may have beyond "restricted": nothing, unless resource and administrator both say so
+[spec-grants-nothing]."""
 
 from pathlib import Path
 from typing import Any

@@ -157,7 +157,7 @@ async def test_of_two_that_want_a_free_lease_one_gets_it(first, second, leases):
 
 
 async def test_times_in_the_lease_are_never_compared(first, second, leases):
-    """RELIABILITY 47: a clock that jumps ends no leadership; only silence does, measured by whoever waits."""
+    """A clock that jumps ends no leadership [one-clock]; only silence does, measured by whoever waits."""
     await first.turn()
     leases.lease["spec"]["renewTime"] = "1999-01-01T00:00:00.000000Z"
     assert not await second.turn()

@@ -59,7 +59,7 @@ def test_pods_are_counted_by_what_they_are_and_not_by_what_the_deployment_says_o
 
 
 def test_the_scheduler_is_quoted():
-    """RELIABILITY E7.80: a node selector that matches nothing is told in the scheduler's own words."""
+    """A node selector that matches nothing is told in the scheduler's own words [waiting-pods-named]."""
     sentence = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
     conditions = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": sentence}]
     assert only_deployment(a_pod("a", status={"conditions": conditions})).trouble == sentence

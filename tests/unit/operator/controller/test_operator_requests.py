@@ -69,7 +69,7 @@ async def test_one_that_stays_busy_is_given_up(cluster, script):
 
 
 async def test_nothing_is_written_when_leadership_was_lost_during_a_pause(cluster, script):
-    """RELIABILITY 41: not even a write that was decided before."""
+    """Not even a write that was decided before [one-leader]."""
     script.answers = [(503, {}, {})]
 
     async def lost(seconds):

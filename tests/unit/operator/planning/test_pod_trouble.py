@@ -135,7 +135,7 @@ def test_whatever_was_logged_is_one_line_without_control_characters():
 
 
 def test_conditions_quote_the_engine_that_refuses_its_model():
-    """RELIABILITY E7.76, 77: what only the checkpoint can tell, such as heads that ranks do not divide."""
+    """What only the checkpoint can tell, such as heads that ranks do not divide [specs-refused]."""
     status = {"containerStatuses": [{"name": "worker", "state": FAILED}]}
     pod = a_pod("chat-decode-1", role="decode", ready=False, status=status)
     parts = Parts.of(OWNER, [a_deployment("chat-decode-r1", owner=OWNER, role="decode"), pod])

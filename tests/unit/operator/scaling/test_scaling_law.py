@@ -97,7 +97,7 @@ def test_with_little_to_spare_all_stay():
         ({"decode": {"running": -1.0}}, "decode running is -1"),
     ],
 )
-def test_figures_that_cannot_be_trusted_change_nothing(change, said):  # RELIABILITY B3.45
+def test_figures_that_cannot_be_trusted_change_nothing(change, said):  # [figures-or-hold]
     load = FluidService(config_of(), queued_tokens=1e6).load()
     for name, value in change.items():
         load = replace(load, **{name: replace(getattr(load, name), **value) if isinstance(value, dict) else value})

@@ -82,7 +82,7 @@ def test_pods_that_were_asked_for_are_not_asked_for_again():
     assert not scaled.decisions
 
 
-def test_without_figures_nothing_changes_and_it_says_why():  # RELIABILITY B3.45
+def test_without_figures_nothing_changes_and_it_says_why():  # [figures-or-hold]
     run = Run(*fleet(**PAIR), {"prefill": 4, "decode": 2})
     scaled = run.step(None, "no gateway tells what waits")
     assert scaled.pools == {"prefill": 4, "decode": 2}
@@ -90,7 +90,7 @@ def test_without_figures_nothing_changes_and_it_says_why():  # RELIABILITY B3.45
     assert [one.action for one in scaled.decisions] == ["hold"]
 
 
-def test_old_figures_scale_nothing_not_even_to_zero():  # RELIABILITY B3.45
+def test_old_figures_scale_nothing_not_even_to_zero():  # [figures-or-hold]
     run = Run(*fleet(**PAIR), {"prefill": 1, "decode": 1}, config(least=0, idle_s_to_zero=1.0))
     for at in (0, 60, 120):
         scaled = run.step(load(at, age_s=99.0))

@@ -104,7 +104,7 @@ def test_a_flipped_worker_counts_where_it_serves():
     assert seen.serves(both[2]) == "prefill"
 
 
-def test_a_ready_pod_that_says_nothing_makes_the_figures_old():  # RELIABILITY B3.45
+def test_a_ready_pod_that_says_nothing_makes_the_figures_old():  # [figures-or-hold]
     looks = Looks()
     looks.take(100.0, (P, D, G), IDLE)
     for at in (105.0, 110.0, 115.0):
@@ -114,7 +114,7 @@ def test_a_ready_pod_that_says_nothing_makes_the_figures_old():  # RELIABILITY B
     assert "16 s old" in seen.load.trouble()
 
 
-def test_a_ready_pod_that_never_said_anything_is_named():  # RELIABILITY B3.45
+def test_a_ready_pod_that_never_said_anything_is_named():  # [figures-or-hold]
     answers = {**IDLE, "d0": "it has no metric tandem_worker_kv_pages"}
     seen = looked(answers, answers)
     assert seen.load is None
@@ -172,7 +172,7 @@ def test_slow_links_are_told_from_both_ends():
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1"])
-def test_a_figure_that_is_no_number_is_named(value):  # RELIABILITY B3.45
+def test_a_figure_that_is_no_number_is_named(value):  # [figures-or-hold]
     with pytest.raises(UnusableFiguresError, match="tandem_worker_kv_pages is"):
         WorkerFigures.of(Exposition.parse(f"tandem_worker_kv_pages {value}\n"))
 

@@ -90,7 +90,7 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize(("argv", "sentence"), BAD_VALUES, ids=[" ".join(argv) for argv, _ in BAD_VALUES])
-def test_a_bad_value_is_a_usage_error_that_names_its_flag(argv, sentence, capsys) -> None:  # E8 #86, #88
+def test_a_bad_value_is_a_usage_error_that_names_its_flag(argv, sentence, capsys) -> None:  # [config-refused]
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     assert stopped.value.code == 2
@@ -126,7 +126,7 @@ BAD_DEPLOYMENTS = [
 
 
 @pytest.mark.parametrize(("argv", "sentence"), BAD_DEPLOYMENTS, ids=[" ".join(argv) for argv, _ in BAD_DEPLOYMENTS])
-def test_what_cannot_work_is_one_sentence_and_a_status(argv, sentence, tmp_path, monkeypatch, capfd) -> None:  # E8
+def test_what_cannot_work_is_one_sentence_and_a_status(argv, sentence, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     # Of its own, not those that other tests left, to streams that are closed by now.
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
@@ -141,7 +141,7 @@ def test_what_cannot_work_is_one_sentence_and_a_status(argv, sentence, tmp_path,
     assert "secret" not in shown
 
 
-def test_a_redis_password_is_not_on_the_command_line_of_any_child(tmp_path, monkeypatch) -> None:  # C1
+def test_a_redis_password_is_not_on_the_command_line_of_any_child(tmp_path, monkeypatch) -> None:  # [secrets-in-files]
     monkeypatch.setattr("tandem_services.cli.up.require_redis", lambda _: None)
     monkeypatch.setattr(Child, "start", lambda _: None)
     parsed = args("--port", "0", "--run-dir", str(tmp_path), "--redis-url", "redis://me:se%40cret@h:1/2")
@@ -164,14 +164,14 @@ def test_the_environment_gives_defaults_and_flags_win(monkeypatch) -> None:
     assert (parsed.redis_url, parsed.cluster, parsed.worker_id) == ("redis://from-env", "green", "pod-0")
 
 
-def test_a_misspelt_variable_is_answered_with_the_nearest(monkeypatch, capsys) -> None:  # E8 #85
+def test_a_misspelt_variable_is_answered_with_the_nearest(monkeypatch, capsys) -> None:  # [config-refused]
     monkeypatch.setenv("TANDEM_REDIS_URI", "redis://h")
     with pytest.raises(SystemExit):
         main(["up", "--prefil", "1"])
     assert "did you mean TANDEM_REDIS_URL?" in capsys.readouterr().err
 
 
-def test_a_command_works_without_home_and_in_the_c_locale(tmp_path) -> None:  # E8 #90
+def test_a_command_works_without_home_and_in_the_c_locale(tmp_path) -> None:  # [config-refused]
     done = subprocess.run(
         [sys.executable, "-m", "tandem_services.cli.main", "up", "--model", "/døes/not/exist"],
         env={"LANG": "C", "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)},

@@ -1,4 +1,4 @@
-"""No wait inside the fabric is longer than ten seconds by default (RELIABILITY B2.6).
+"""No wait inside the fabric is longer than ten seconds by default [bounded-waits].
 
 Every duration of the fabric's packages is found by its name, so that a new one is judged here too: a constant in
 capitals that ends in _S, _MS or _TIMEOUT, and a dataclass field with such a name and a default.
@@ -36,7 +36,7 @@ DURATION = re.compile(r"(?:^|_)(?:s|ms|timeout|patience)$|_S$|_MS$|TIMEOUT$")
 LONGER = {
     # The client's own time, or an operator's, or that of a process to start or to end.
     "GatewayConfig.request_timeout_s": "the deadline of a request",
-    "RetryPolicy.recovery_s": "a stream waits for a worker until its deadline when there is none (B3.13)",
+    "RetryPolicy.recovery_s": "a stream waits for a worker until its deadline when there is none [streams-wait]",
     "ModelConfig.recovery_s": "the same",
     "gateway.limits.BODY_TIMEOUT_S": "a client sends its body",
     "gateway.limits.HEAD_TIMEOUT_S": "a client sends its headers",
@@ -122,17 +122,18 @@ def test_no_wait_is_longer_than_ten_seconds():
     assert longer == set(LONGER), longer ^ set(LONGER)
 
 
-def test_a_writer_that_wakes_after_it_was_fenced_has_no_grant_any_more():  # T60, T62
+def test_a_writer_that_wakes_after_it_was_fenced_has_no_grant_any_more():  # [late-write] [grant-expiry]
     """Its pages are given to others when it is fenced; until then every lease it may hold has run out."""
     leases = DisaggConfig()
     assert max(leases.grant_timeout, leases.hold_timeout) < FENCE_AFTER_MS / 1000
     assert LEASE_MS < FENCE_AFTER_MS
 
 
-def test_everything_of_a_silent_worker_is_gone_within_twelve_seconds():  # T74
+def test_everything_of_a_silent_worker_is_gone_within_twelve_seconds():  # [dead-peer-released]
     """Silence is noticed by a sweep, which somebody's heartbeat sets off, and told with the next heartbeat."""
     assert (FENCE_AFTER_MS + SWEEP_EVERY_MS) / 1000 + HEARTBEAT_S <= 12.0
-    # A write is given up, and its receiver may use the pages again, when one that stands still has been fenced (T60).
+    # A write is given up, and its receiver may use the pages again, when one that stands still has been fenced
+    # [late-write].
     assert STUCK_S > 12.0
     # A gateway gives a worker that it lost another chance only when the registry would have fenced a dead one.
     assert FORGIVE_S >= FENCE_AFTER_MS / 1000

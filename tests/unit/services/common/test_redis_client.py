@@ -96,14 +96,14 @@ def test_an_address_never_shows_its_password():
 @pytest.mark.parametrize(
     "url", ["http://me:secret@host", "host:6379", "", "redis://host:port", "redis://u:sec/secret@h:1"]
 )
-def test_what_is_no_redis_url_is_refused_without_showing_the_password(url):  # RELIABILITY E8.86
+def test_what_is_no_redis_url_is_refused_without_showing_the_password(url):  # [config-refused]
     with pytest.raises(ConfigError) as caught:
         RedisAddress(url=url).connect()
     assert "secret" not in str(caught.value)
     assert "--redis" in str(caught.value)
 
 
-def test_a_password_file_is_read_at_each_connect(tmp_path):  # RELIABILITY B3.53
+def test_a_password_file_is_read_at_each_connect(tmp_path):  # [secrets-reread]
     path = tmp_path / "password"
     path.write_text("first\n")
     provider = FilePassword("me", path)
@@ -113,7 +113,7 @@ def test_a_password_file_is_read_at_each_connect(tmp_path):  # RELIABILITY B3.53
     assert FilePassword(None, path).get_credentials() == ("second",)
 
 
-def test_a_password_can_move_from_the_url_to_a_private_file(tmp_path):  # RELIABILITY C1
+def test_a_password_can_move_from_the_url_to_a_private_file(tmp_path):  # [secrets-in-files]
     path = tmp_path / "password"
     path.touch(mode=0o644)
     moved = RedisAddress(url="rediss://us%40er:p%2Fw@h:6380/1?ssl_ca_certs=/ca.pem").with_password_in(path)
@@ -148,7 +148,7 @@ def test_complaints_are_rare_and_counted(clock, caplog):
     assert "4 similar" in caplog.records[-1].getMessage()
 
 
-async def test_a_transport_that_closes_under_a_command_is_redis_unavailable(monkeypatch):  # B3.54
+async def test_a_transport_that_closes_under_a_command_is_redis_unavailable(monkeypatch):  # [redis-is-optional]
     """uvloop raises RuntimeError, which is no error of redis-py's; a gateway runs on it and answered 500."""
     client = RedisClient(RedisAddress(url="redis://127.0.0.1:1/0"), timeout_s=1.0)
 

@@ -50,7 +50,7 @@ def test_a_key_is_taken_from_our_variable_first_and_never_shown(variables, key):
     assert "theirs" not in repr(settings)
 
 
-def test_a_misspelt_variable_is_reported_with_the_nearest_name():  # RELIABILITY E8.85
+def test_a_misspelt_variable_is_reported_with_the_nearest_name():  # [config-refused]
     (warning,) = read_settings({"TANDEM_REDIS_URI": "redis://h"}).warnings
     assert "TANDEM_REDIS_URI" in warning
     assert "did you mean TANDEM_REDIS_URL?" in warning

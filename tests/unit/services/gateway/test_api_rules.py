@@ -1,6 +1,6 @@
-"""Rules that conformance suites assert, by their numbers (RELIABILITY A2), where no other test here proves them.
+"""Rules that conformance suites assert, where no other test here proves them.
 
-`test_conformance_index` says where the others are.
+docs/invariants.md lists the others.
 """
 
 import json
@@ -32,12 +32,12 @@ def shown(choice: dict) -> str:
     return choice["text"] if "text" in choice else choice["delta"].get("content", "")
 
 
-# A2.1
+# [stream-shape]
 
 
 @ENDPOINTS
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_stream_has_one_id_one_finish_per_choice_and_usage_last(gateway, endpoint, n):  # A2.1
+async def test_a_stream_has_one_id_one_finish_per_choice_and_usage_last(gateway, endpoint, n):
     fields = {"n": n, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
     chunks = events(await ask(gateway, endpoint, **fields))
     assert len({(chunk["id"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
@@ -55,11 +55,11 @@ async def test_a_stream_has_one_id_one_finish_per_choice_and_usage_last(gateway,
             assert not any("role" in choice["delta"] for choice in [*before[1:], last])
 
 
-# A2.2
+# [stream-equals-whole]
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"prompt": ["one", "two"], "n": 2}, {"echo": True}], ids=str)
-async def test_streamed_completions_at_temperature_zero_equal_whole_ones(gateway, fields):  # A2.2
+async def test_streamed_completions_at_temperature_zero_equal_whole_ones(gateway, fields):
     fields = {"prompt": "hi", "temperature": 0, "seed": 1, "max_tokens": 6, **fields}
     whole = (await gateway.complete(**fields)).json()["choices"]
     chunks = events(await gateway.complete(stream=True, **fields))
@@ -68,17 +68,17 @@ async def test_streamed_completions_at_temperature_zero_equal_whole_ones(gateway
         assert "".join(parts) == choice["text"]
 
 
-# A2.3
+# [usage-adds-up]
 
 
 @ENDPOINTS
-async def test_usage_adds_up(gateway, endpoint):  # A2.3
+async def test_usage_adds_up(gateway, endpoint):
     usage = (await ask(gateway, endpoint, n=3, max_tokens=5)).json()["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["completion_tokens"] == 15
 
 
-# A2.8
+# [stop-strings]
 
 
 ONE_TOKEN_OUTPUTS = {
@@ -91,7 +91,7 @@ ONE_TOKEN_OUTPUTS = {
 @pytest.mark.parametrize("disaggregated", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("text", "fields", "reason"), ONE_TOKEN_OUTPUTS.values(), ids=ONE_TOKEN_OUTPUTS.keys())
-async def test_an_output_may_end_with_its_first_token(tokenizer, disaggregated, stream, text, fields, reason):  # A2.8
+async def test_an_output_may_end_with_its_first_token(tokenizer, disaggregated, stream, text, fields, reason):
     [dot] = tokenizer.encode(".")
     fields = {name: [dot] if name == "stop_token_ids" else value for name, value in fields.items()}
     reason = dot if "stop_token_ids" in fields else reason
@@ -109,7 +109,7 @@ async def test_an_output_may_end_with_its_first_token(tokenizer, disaggregated, 
     assert chunks[-1]["usage"]["completion_tokens"] == 1
 
 
-async def test_stop_fields_reach_the_engine(gateway, rack):  # A2.8
+async def test_stop_fields_reach_the_engine(gateway, rack):
     fields = {"min_tokens": 2, "ignore_eos": True, "stop": ["a", "b"], "stop_token_ids": [7]}
     assert (await gateway.complete(max_tokens=4, **fields)).status_code == 200
     sampling = rack.engines[0].received[0].sampling
@@ -121,7 +121,7 @@ async def test_stop_fields_reach_the_engine(gateway, rack):  # A2.8
     )
 
 
-# A2.10
+# [logit-bias]
 
 
 BIASES = [
@@ -136,7 +136,7 @@ BIASES = [
 
 @ENDPOINTS
 @pytest.mark.parametrize(("bias", "words"), BIASES, ids=lambda value: json.dumps(value)[:40])
-async def test_a_bad_logit_bias_names_what_is_bad(gateway, rack, tokenizer, endpoint, bias, words):  # A2.10
+async def test_a_bad_logit_bias_names_what_is_bad(gateway, rack, tokenizer, endpoint, bias, words):
     answer = await ask(gateway, endpoint, logit_bias=bias)
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -146,7 +146,7 @@ async def test_a_bad_logit_bias_names_what_is_bad(gateway, rack, tokenizer, endp
     assert not rack.engines[0].received
 
 
-# A2.11
+# [unknown-model]
 
 
 @pytest.mark.parametrize(
@@ -157,21 +157,21 @@ async def test_a_bad_logit_bias_names_what_is_bad(gateway, rack, tokenizer, endp
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_unknown_model_is_a_404(gateway, path, model, status, kind, said):  # A2.11
+async def test_unknown_model_is_a_404(gateway, path, model, status, kind, said):
     answer = await gateway.http.post(path, json={**POSTS[path], "model": model})
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (status, kind, "model")
     assert said in error["message"]
 
 
-# A2.13
+# [unknown-fields]
 
 
 UNKNOWN = {"made_up": 1, "also_made_up": {"a": []}}
 
 
 @pytest.mark.parametrize("path", POSTS)
-async def test_unknown_fields_are_ignored_or_with_strict_fields_named(gateway, rack, tokenizer, path):  # A2.13, E2 #28
+async def test_unknown_fields_are_ignored_or_with_strict_fields_named(gateway, rack, tokenizer, path):
     body = POSTS[path]
     assert (await gateway.http.post(path, json={**body, **UNKNOWN})).status_code == 200
     async with live_gateway(rack.context, tokenizer, rack.engines, strict_fields=True) as strict:
@@ -184,7 +184,7 @@ async def test_unknown_fields_are_ignored_or_with_strict_fields_named(gateway, r
     assert len(rack.engines[0].received) == served
 
 
-# A3
+# [known-fields]
 
 
 HARMLESS = {
@@ -208,7 +208,7 @@ OF_RESPONSES = {"stream_options": {"include_obfuscation": False}, "text": {"verb
     [(CHAT, HARMLESS | OF_CHATS), (COMPLETIONS, HARMLESS | OF_CHATS), ("/v1/responses", HARMLESS | OF_RESPONSES)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_what_official_clients_send_and_changes_nothing_is_known(rack, tokenizer, path, fields):  # A3, E2 #28
+async def test_what_official_clients_send_and_changes_nothing_is_known(rack, tokenizer, path, fields):
     rack.add("solo", MockBehaviour(token=scripted_tokens([5, 6, EOS]), eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines, strict_fields=True) as strict:
         for name, value in fields.items():
@@ -227,7 +227,7 @@ async def test_what_official_clients_send_and_changes_nothing_is_known(rack, tok
         ("/v1/responses", {"session_id": "s" * 513}, "session_id"),
     ],
 )
-async def test_what_would_change_an_answer_is_refused_by_name(gateway, rack, path, fields, param):  # A3
+async def test_what_would_change_an_answer_is_refused_by_name(gateway, rack, path, fields, param):
     answer = await gateway.http.post(path, json={**POSTS[path], **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert not rack.engines[0].received
@@ -244,12 +244,12 @@ async def test_what_would_change_an_answer_is_refused_by_name(gateway, rack, pat
     ids=str,
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
-async def test_what_belongs_together_may_stay_on_one_worker(gateway, path, fields, key):  # A3
+async def test_what_belongs_together_may_stay_on_one_worker(gateway, path, fields, key):
     assert (await gateway.http.post(path, json={**POSTS[path], **fields})).status_code == 200
     assert gateway.chooser.queries[-1].session_key == key
 
 
-# A2.15
+# [output-limit]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ async def test_what_belongs_together_may_stay_on_one_worker(gateway, path, field
         ("chat", {"max_tokens": 3, "max_completion_tokens": 0}, 0),
     ],
 )
-async def test_either_name_of_the_limit_holds_and_the_newer_wins(gateway, endpoint, fields, tokens):  # A2.15
+async def test_either_name_of_the_limit_holds_and_the_newer_wins(gateway, endpoint, fields, tokens):
     answer = await ask(gateway, endpoint, ignore_eos=True, **fields)
     assert answer.json()["usage"]["completion_tokens"] == tokens
 
@@ -280,17 +280,17 @@ async def test_either_name_of_the_limit_holds_and_the_newer_wins(gateway, endpoi
         ("complete", {"max_tokens": -1, "echo": True}, "max_tokens"),
     ],
 )
-async def test_negative_output_limit_is_refused(gateway, rack, endpoint, fields, param):  # A2.15
+async def test_negative_output_limit_is_refused(gateway, rack, endpoint, fields, param):
     answer = await ask(gateway, endpoint, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert not rack.engines[0].received
 
 
-# A2.16
+# [structured-output]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_json_that_max_tokens_cuts_off_says_so(tokenizer, stream):  # A2.16
+async def test_json_that_max_tokens_cuts_off_says_so(tokenizer, stream):
     token = scripted_tokens(script(tokenizer, '{"a": [1, 2, 3]}', eos=EOS))
     with EngineRack() as rack:
         rack.add("solo", MockBehaviour(token=token, eos=EOS))
@@ -305,7 +305,7 @@ async def test_json_that_max_tokens_cuts_off_says_so(tokenizer, stream):  # A2.1
     assert texts[1] == ('{"a": [1, 2, 3]}', "stop")
 
 
-# A2.19
+# [choices-bounded]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ async def test_json_that_max_tokens_cuts_off_says_so(tokenizer, stream):  # A2.1
     ],
     ids=str,
 )
-async def test_n_and_best_of(gateway, rack, fields, status):  # A2.19
+async def test_n_and_best_of(gateway, rack, fields, status):
     answer = await gateway.complete(max_tokens=1, **fields)
     assert answer.status_code == status
     if status == 200 and "stream" not in fields:
@@ -328,11 +328,11 @@ async def test_n_and_best_of(gateway, rack, fields, status):  # A2.19
     assert len(rack.engines[0].received) == (0 if status == 400 else fields.get("best_of", fields["n"]))
 
 
-# A2.20
+# [response-ids]
 
 
 @pytest.mark.parametrize(("path", "prefix"), [(CHAT, "chatcmpl-"), (COMPLETIONS, "cmpl-"), ("/v1/responses", "resp_")])
-async def test_the_answers_id_has_the_prefix_of_its_kind_and_our_request_id(gateway, path, prefix):  # A2.20
+async def test_the_answers_id_has_the_prefix_of_its_kind_and_our_request_id(gateway, path, prefix):
     answer = await gateway.http.post(path, json=POSTS[path])
     assert answer.json()["id"] == prefix + answer.headers["x-request-id"]
     missing = await gateway.http.post(path, json={})
@@ -348,7 +348,7 @@ ANTHROPIC = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "
     [({}, "mine", "mine"), ({"X-Request-Id": "theirs"}, "mine", "theirs"), ({}, "no id\n", None), ({}, "", None)],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"])
-async def test_a_body_may_name_its_request_where_the_head_does_not(gateway, path, head, body, known_as):  # A2.20, A3
+async def test_a_body_may_name_its_request_where_the_head_does_not(gateway, path, head, body, known_as):
     fields = ANTHROPIC if path == "/v1/messages" else POSTS[path]
     answer = await gateway.http.post(path, json={**fields, "request_id": body}, headers=head)
     assert answer.status_code == 200
@@ -360,12 +360,12 @@ async def test_a_body_may_name_its_request_where_the_head_does_not(gateway, path
     assert (record["endpoint"], record["client_request_id"]) == (path, known_as)
 
 
-# A2.22
+# [errors-in-place]
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "complete"])
 @pytest.mark.parametrize("fields", [{"top_k": -5}, {"model": "other"}, {"n": 0}, {"max_tokens": 10_000}], ids=str)
-async def test_what_is_wrong_before_the_first_chunk_is_a_status_not_an_event(gateway, endpoint, fields):  # A2.22
+async def test_what_is_wrong_before_the_first_chunk_is_a_status_not_an_event(gateway, endpoint, fields):
     answer = await ask(gateway, endpoint, stream=True, **fields)
     assert answer.status_code in (400, 404)
     assert answer.headers["content-type"] == "application/json"

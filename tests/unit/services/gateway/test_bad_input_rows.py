@@ -1,7 +1,7 @@
-"""Rows of bad and strange input (RELIABILITY E1–E5, C1), where no other test here proves them: what is answered, what
-is named, and that nothing of a refused request reaches an engine.
+"""Rows of bad and strange input where no other test here proves them: what is answered, what is named, and that nothing
+of a refused request reaches an engine.
 
-`test_conformance_index` says where the others are.
+docs/invariants.md lists the others.
 """
 
 import asyncio
@@ -63,44 +63,44 @@ def refusal(answer, status: int = 400) -> dict:
     return error
 
 
-# E1, E2: bodies
+# bodies
 
 
 BODIES = [
-    (b"", "request body is empty"),  # E1 #1
-    (b'{"model": "mock"} x', "not valid JSON.*byte 1[89]"),  # E1 #2
-    (b'{"model" "mock"}', "not valid JSON.*byte 9"),  # E1 #2
-    (b"{}{}", "not valid JSON.*byte [23]"),  # E1 #2
-    (b'{"model": "mock"', "not valid JSON.*truncated"),  # E1 #2
-    (b"[]", "must be a JSON object.*array"),  # E1 #3
-    (b'"x"', "must be a JSON object.*str"),  # E1 #3
-    (b"1", "must be a JSON object.*int"),  # E1 #3
-    (b"null", "must be a JSON object.*null"),  # E1 #3
-    (b"true", "must be a JSON object.*bool"),  # E1 #3
-    (b'{"prompt": "\xff"}', "not valid UTF-8"),  # E1 #5
-    (b'{"made_up": "\xff"}', "not valid UTF-8"),  # E1 #5
-    ('{"model": "mock"}'.encode("utf-16"), "not valid UTF-8"),  # E1 #5
-    (b'{"x": ' + b"[" * 100_000, "nested deeper than 64"),  # E2 #22
-    (b'{"temperature": NaN}', r"not a finite number \(byte 16\)"),  # E2 #23
-    (b'{"temperature": Infinity}', "not a finite number"),  # E2 #23
-    (b'{"temperature": -Infinity}', "not a finite number"),  # E2 #23
-    (b'{"temperature": 1e999}', "temperature: .*not a finite number"),  # E2 #23
+    (b"", "request body is empty"),
+    (b'{"model": "mock"} x', "not valid JSON.*byte 1[89]"),
+    (b'{"model" "mock"}', "not valid JSON.*byte 9"),
+    (b"{}{}", "not valid JSON.*byte [23]"),
+    (b'{"model": "mock"', "not valid JSON.*truncated"),
+    (b"[]", "must be a JSON object.*array"),
+    (b'"x"', "must be a JSON object.*str"),
+    (b"1", "must be a JSON object.*int"),
+    (b"null", "must be a JSON object.*null"),
+    (b"true", "must be a JSON object.*bool"),
+    (b'{"prompt": "\xff"}', "not valid UTF-8"),
+    (b'{"made_up": "\xff"}', "not valid UTF-8"),
+    ('{"model": "mock"}'.encode("utf-16"), "not valid UTF-8"),
+    (b'{"x": ' + b"[" * 100_000, "nested deeper than 64"),
+    (b'{"temperature": NaN}', r"not a finite number \(byte 16\)"),
+    (b'{"temperature": Infinity}', "not a finite number"),
+    (b'{"temperature": -Infinity}', "not a finite number"),
+    (b'{"temperature": 1e999}', "temperature: .*not a finite number"),
     (b'{"temperature": nothing}', "malformed: invalid character"),
-    (b'{"seed": ' + b"9" * 10_000 + b"}", "seed: integer value out of range"),  # E2 #24
-    (b"{" + b",".join(b'"k%d":1' % i for i in range(1_000_000)) + b"}", "more than 100000"),  # E2 #26
-    (b'{"messages": [' + b"{}," * 1_000_000 + b"{}]}", "more than 100000"),  # E2 #26
+    (b'{"seed": ' + b"9" * 10_000 + b"}", "seed: integer value out of range"),
+    (b"{" + b",".join(b'"k%d":1' % i for i in range(1_000_000)) + b"}", "more than 100000"),
+    (b'{"messages": [' + b"{}," * 1_000_000 + b"{}]}", "more than 100000"),
 ]
 
 
 @BOTH
 @pytest.mark.parametrize(("body", "message"), BODIES, ids=lambda value: str(value)[:25])
-async def test_a_body_that_is_no_request_is_told_why(gateway, engine, path, body, message):
+async def test_a_body_that_is_no_request_is_told_why(gateway, engine, path, body, message):  # [body-is-json]
     assert re.search(message, refusal(await send(gateway, path, body))["message"])
     assert not engine.received
 
 
 @BOTH
-async def test_a_bomb_in_another_encoding_is_not_unpacked(gateway, engine, path):  # E1 #6
+async def test_a_bomb_in_another_encoding_is_not_unpacked(gateway, engine, path):  # [body-is-json]
     for encoding in ("gzip", "deflate", "br", "zstd", "made-up", "gzip, identity"):
         answer = await send(gateway, path, b"\x1f\x8b" + bytes(1000), **{"Content-Encoding": encoding})
         assert "Content-Encoding" in refusal(answer, 415)["message"]
@@ -108,15 +108,15 @@ async def test_a_bomb_in_another_encoding_is_not_unpacked(gateway, engine, path)
 
 
 @BOTH
-async def test_a_long_url_is_refused_before_the_body_is_read(gateway, path):  # E1 #13
+async def test_a_long_url_is_refused_before_the_body_is_read(gateway, path):  # [heads-bounded]
     answer = await gateway.http.post(f"{path}?{'x' * 60_000}", json=SOUND[path])
     refusal(answer, 414)
 
 
-# E2: fields
+# fields
 
 
-WRONG_TYPES = {  # E2 #29
+WRONG_TYPES = {  # [bad-field-named]
     "model": 5,
     "stream": "yes",
     "stream_options": True,
@@ -138,7 +138,7 @@ WRONG_TYPES = {  # E2 #29
 
 @BOTH
 @pytest.mark.parametrize("field", WRONG_TYPES)
-async def test_a_value_of_the_wrong_type_is_named(gateway, engine, path, field):  # E2 #29
+async def test_a_value_of_the_wrong_type_is_named(gateway, engine, path, field):  # [bad-field-named]
     error = refusal(await send(gateway, path, {**SOUND[path], field: WRONG_TYPES[field]}))
     assert error["param"] == field
     assert error["message"].startswith(f"{field}: expected ")
@@ -146,7 +146,7 @@ async def test_a_value_of_the_wrong_type_is_named(gateway, engine, path, field):
 
 
 @pytest.mark.parametrize(("path", "shape"), [(CHAT, ChatRequest), (COMPLETIONS, CompletionRequest)])
-async def test_null_is_absent_for_each_field_in_turn(gateway, path, shape):  # E2 #30
+async def test_null_is_absent_for_each_field_in_turn(gateway, path, shape):  # [null-is-absent]
     optional = set(shape.__struct_encode_fields__) - SOUND[path].keys()
     for field in sorted(optional):
         answer = await send(gateway, path, {**SOUND[path], field: None})
@@ -155,7 +155,7 @@ async def test_null_is_absent_for_each_field_in_turn(gateway, path, shape):  # E
 
 @BOTH
 @pytest.mark.parametrize("field", ["messages", "prompt"])
-async def test_null_is_absent_for_what_is_required_too(gateway, engine, path, field):  # E2 #30, E3 #31
+async def test_null_is_absent_for_what_is_required_too(gateway, engine, path, field):  # [null-is-absent]
     if field not in SOUND[path]:
         return
     for body in ({**SOUND[path], field: None}, {k: v for k, v in SOUND[path].items() if k != field}):
@@ -164,7 +164,7 @@ async def test_null_is_absent_for_what_is_required_too(gateway, engine, path, fi
 
 
 @BOTH
-async def test_nul_and_lone_surrogates_are_text_or_a_400(gateway, engine, path):  # E2 #25, E3 #42
+async def test_nul_and_lone_surrogates_are_text_or_a_400(gateway, engine, path):  # [nul-is-text] [bad-field-named]
     assert "a\\x00b" in refusal(await send(gateway, path, {**SOUND[path], "model": "a\x00b"}), 404)["message"]
     assert (await send(gateway, path, {**SOUND[path], "stop": "\x00"})).status_code == 200
     assert engine.received[0].sampling.stop == ("\x00",)
@@ -173,10 +173,10 @@ async def test_nul_and_lone_surrogates_are_text_or_a_400(gateway, engine, path):
         refusal(await send(gateway, path, body))
 
 
-# E3: parameters
+# parameters
 
 
-PROMPTS = [  # E3 #32
+PROMPTS = [  # [token-id-prompts]
     ("", "prompt must not be empty"),
     ([], "prompt must not be empty"),
     ([[]], r"prompt\[0\] must not be empty"),
@@ -195,14 +195,14 @@ PROMPTS = [  # E3 #32
 
 
 @pytest.mark.parametrize(("prompt", "message"), PROMPTS, ids=lambda value: str(value)[:25])
-async def test_a_bad_prompt_is_told_where_and_what_the_limit_is(gateway, engine, prompt, message):  # E3 #32–34
+async def test_a_bad_prompt_is_told_where_and_what_the_limit_is(gateway, engine, prompt, message):  # [token-id-prompts]
     error = refusal(await gateway.complete(prompt, max_tokens=1))
     assert re.search(message, error["message"])
     assert error["param"] in ("prompt", "prompt[0]", "n")
     assert not engine.received
 
 
-async def test_a_bad_embedding_input_is_told_where(gateway, engine):  # E3 #32
+async def test_a_bad_embedding_input_is_told_where(gateway, engine):  # [token-id-prompts]
     body = {"model": "mock", "input": [[5], [6, 400]]}
     error = refusal(await gateway.http.post("/v1/embeddings", json=body))
     assert (error["param"], error["message"].partition(":")[0]) == ("input", "input[1][1]")
@@ -210,32 +210,32 @@ async def test_a_bad_embedding_input_is_told_where(gateway, engine):  # E3 #32
 
 
 EDGES = [
-    ({"temperature": 1e-12}, lambda sampling: sampling.greedy),  # E3 #37
-    ({"temperature": 2}, lambda sampling: sampling.temperature == 2),  # E3 #37
-    ({"top_k": -1}, lambda sampling: sampling.top_k == 0),  # E3 #38
-    ({"top_k": 0}, lambda sampling: sampling.top_k == 0),  # E3 #38
-    ({"top_p": 1}, lambda sampling: sampling.top_p == 1),  # E3 #38
-    ({"seed": -(2**63)}, lambda sampling: sampling.seed == -(2**63)),  # E3 #44
-    ({"min_tokens": 1, "stop_token_ids": [7]}, lambda sampling: sampling.min_tokens == 1),  # E3 #45
-    ({"stop": " \n"}, lambda sampling: sampling.stop == (" \n",)),  # E3 #42
-    ({"stop": ["a"] * 4}, lambda sampling: len(sampling.stop) == 4),  # E3 #42
+    ({"temperature": 1e-12}, lambda sampling: sampling.greedy),
+    ({"temperature": 2}, lambda sampling: sampling.temperature == 2),
+    ({"top_k": -1}, lambda sampling: sampling.top_k == 0),
+    ({"top_k": 0}, lambda sampling: sampling.top_k == 0),
+    ({"top_p": 1}, lambda sampling: sampling.top_p == 1),
+    ({"seed": -(2**63)}, lambda sampling: sampling.seed == -(2**63)),
+    ({"min_tokens": 1, "stop_token_ids": [7]}, lambda sampling: sampling.min_tokens == 1),
+    ({"stop": " \n"}, lambda sampling: sampling.stop == (" \n",)),
+    ({"stop": ["a"] * 4}, lambda sampling: len(sampling.stop) == 4),
 ]
 
 
 @BOTH
 @pytest.mark.parametrize(("fields", "holds"), EDGES, ids=[str(fields)[:30] for fields, _ in EDGES])
-async def test_the_last_good_value_is_good(gateway, engine, path, fields, holds):
+async def test_the_last_good_value_is_good(gateway, engine, path, fields, holds):  # [bad-field-named]
     assert (await send(gateway, path, {**SOUND[path], **fields})).status_code == 200
     assert holds(engine.received[0].sampling)
 
 
-async def test_a_prompt_may_end_with_a_stop_string(gateway, engine):  # E3 #42
+async def test_a_prompt_may_end_with_a_stop_string(gateway, engine):  # [bad-field-named]
     plain = (await gateway.complete("hello", max_tokens=4, seed=1)).json()["choices"][0]
     stopped = (await gateway.complete("hello", max_tokens=4, seed=1, stop="lo")).json()["choices"][0]
     assert stopped["text"] == plain["text"]
 
 
-async def test_equal_request_ids_at_once_are_two_requests(gateway, engine):  # E3 #50, E5 #69
+async def test_equal_request_ids_at_once_are_two_requests(gateway, engine):  # [request-ids-apart]
     headers = {"X-Request-Id": "same"}
     bodies = [{"model": "mock", "prompt": text, "max_tokens": 6, "seed": 1} for text in ("one", "two")]
     alone = [(await gateway.http.post(COMPLETIONS, json=body)).json()["choices"][0]["text"] for body in bodies]
@@ -247,7 +247,7 @@ async def test_equal_request_ids_at_once_are_two_requests(gateway, engine):  # E
 
 
 @BOTH
-async def test_a_client_names_no_peer_and_no_upstream(gateway, engine, path, monkeypatch):  # C1: LiteLLM, vLLM #52234
+async def test_a_client_names_no_peer_and_no_upstream(gateway, engine, path, monkeypatch):  # [client-names-nothing]
     for field in ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"):
         assert refusal(await send(gateway, path, {**SOUND[path], field: "10.0.0.1"}))["param"] == field
     assert not engine.received
@@ -263,7 +263,7 @@ PARTS = ["image_url", "input_audio", "file", "video_url", "image_embeds"]
 
 
 @pytest.mark.parametrize("kind", PARTS)
-async def test_media_are_refused_and_never_fetched(gateway, engine, monkeypatch, kind):  # C1: SSRF, media
+async def test_media_are_refused_and_never_fetched(gateway, engine, monkeypatch, kind):  # [media-refused]
     await gateway.http.get("/live")
     resolved: list[object] = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **_: resolved.append(args) or [])
@@ -274,10 +274,10 @@ async def test_media_are_refused_and_never_fetched(gateway, engine, monkeypatch,
     assert not engine.received
 
 
-# E4: text
+# text
 
 
-STOPS = [  # E4 #62
+STOPS = [  # [stop-strings]
     ("aaab and more", "aab", "a"),
     ("go \U0001f389\U0001f389 on", "\U0001f389\U0001f389", "go "),
     ("caf\u00e9 noir", "\u00e9 n", "caf"),
@@ -288,7 +288,7 @@ STOPS = [  # E4 #62
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens_per_output", [1, 4])
 @pytest.mark.parametrize(("text", "stop", "shown"), STOPS)
-async def test_a_stop_string_cuts_where_it_begins(tokenizer, text, stop, shown, stream, tokens_per_output):  # E4 #62
+async def test_a_stop_string_cuts_where_it_begins(tokenizer, text, stop, shown, stream, tokens_per_output):
     token = scripted_tokens(script(tokenizer, text, eos=EOS))
     with EngineRack() as rack:
         rack.add("solo", MockBehaviour(token=token, eos=EOS, tokens_per_output=tokens_per_output))
@@ -300,7 +300,7 @@ async def test_a_stop_string_cuts_where_it_begins(tokenizer, text, stop, shown, 
     assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", stop)
 
 
-async def test_marks_by_the_thousand_are_whole_in_a_stream(tokenizer):  # E4 #60
+async def test_marks_by_the_thousand_are_whole_in_a_stream(tokenizer):  # [whole-characters]
     text = "e" + "\u0301\u0316" * 1000
     token = scripted_tokens(script(tokenizer, text, eos=EOS))
     with EngineRack() as rack:
@@ -312,7 +312,7 @@ async def test_marks_by_the_thousand_are_whole_in_a_stream(tokenizer):  # E4 #60
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-async def test_composed_and_decomposed_text_are_two_prompts(gateway, engine):  # E4 #64
+async def test_composed_and_decomposed_text_are_two_prompts(gateway, engine):  # [text-not-normalized]
     for form in ("NFC", "NFD"):
         assert (await gateway.complete(unicodedata.normalize(form, "caf\u00e9"), max_tokens=1)).status_code == 200
     composed, decomposed = engine.received
@@ -324,16 +324,16 @@ async def test_composed_and_decomposed_text_are_two_prompts(gateway, engine):  #
     [" " * 1_000_000, "x" * 1_000_000, "\n" * 1_000_000, bytes(range(256)).decode("latin-1") * 4000],
     ids=["spaces", "letters", "lines", "bytes"],
 )
-async def test_a_million_characters_are_a_400(gateway, engine, text):  # E4 #61
+async def test_a_million_characters_are_a_400(gateway, engine, text):  # [long-text-off-loop]
     for answer in (await gateway.complete(text), await gateway.chat(text)):
         assert refusal(answer)["code"] == "context_length_exceeded"
     assert not engine.received
 
 
-# E5: clients that leave
+# clients that leave
 
 
-async def test_a_client_may_leave_at_any_chunk_and_twice(gateway, engine):  # E5 #66
+async def test_a_client_may_leave_at_any_chunk_and_twice(gateway, engine):  # [client-leaves-aborts]
     body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "stream": True, "ignore_eos": True}
     for chunks in (0, 1, 5):
         for _ in range(2):
@@ -348,7 +348,7 @@ async def test_a_client_may_leave_at_any_chunk_and_twice(gateway, engine):  # E5
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_crowd_that_leaves_holds_nothing_up(gateway, engine, stream):  # A2.21, E5 #66
+async def test_a_crowd_that_leaves_holds_nothing_up(gateway, engine, stream):  # [client-leaves-aborts]
     """Two hundred long requests are asked for and left; the next one is answered, and nothing runs on."""
     body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "ignore_eos": True, "min_tokens": 400, "stream": stream}
     engine.behaviour.mute = True
@@ -366,7 +366,7 @@ async def test_a_crowd_that_leaves_holds_nothing_up(gateway, engine, stream):  #
     assert len(engine.received) == 201
 
 
-async def test_deadlines_that_nobody_can_meet_leave_nothing_behind(gateway, engine):  # E5 #65
+async def test_deadlines_that_nobody_can_meet_leave_nothing_behind(gateway, engine):  # [deadlines-hold]
     engine.behaviour.mute = True
     tasks = len(asyncio.all_tasks())
     for number in range(10):

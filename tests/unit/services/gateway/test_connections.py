@@ -1,4 +1,4 @@
-"""Connections that send no request, half of one, or none that is HTTP (RELIABILITY E1 #8–12, #15–20, C1)."""
+"""Connections that send no request, half of one, or none that is HTTP."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ NO_HTTP = {
 
 
 @pytest.mark.parametrize("sent", NO_HTTP.values(), ids=NO_HTTP.keys())
-async def test_what_is_no_http_is_a_400_and_the_end(gateway, rack, caplog, sent):  # E1 #8, #9, #12, #16
+async def test_what_is_no_http_is_a_400_and_the_end(gateway, rack, caplog, sent):  # [one-reading] [heads-bounded]
     check_refusal(await said(gateway, sent), 400)
     assert not rack.engines[0].received
     assert not [record for record in caplog.records if record.exc_info]
@@ -94,29 +94,29 @@ HOSTS = {
 
 @pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS.keys())
 @pytest.mark.parametrize("path", [b"/live", b"/nope"])
-async def test_a_request_has_one_host_that_is_a_host(gateway, host, path):  # E1 #15, Starlette CVE-2026-48710
+async def test_a_request_has_one_host_that_is_a_host(gateway, host, path):  # [one-host], Starlette CVE-2026-48710
     answer = await said(gateway, b"GET " + path + b" HTTP/1.1\r\n" + host + b"Connection: close\r\n\r\n")
     assert "Host" in check_refusal(answer, 400)
 
 
 @pytest.mark.parametrize("host", [b"gateway", b"a-b.c_d:8000", b"[::1]:80", b"127.0.0.1"])
-async def test_names_and_addresses_are_hosts(gateway, host):  # E1 #15
+async def test_names_and_addresses_are_hosts(gateway, host):  # [one-host]
     answer = await said(gateway, b"GET /live HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-async def test_old_clients_need_no_host_and_older_ones_are_refused(gateway):  # E1 #16
+async def test_old_clients_need_no_host_and_older_ones_are_refused(gateway):  # [one-reading]
     assert (await said(gateway, b"GET /live HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
     check_refusal(await said(gateway, b"GET /live\r\n\r\n"), 505)
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET", b"GET /live HTTP/1.1\r\nHo"])
-async def test_a_head_that_never_ends_is_given_up(gateway, monkeypatch, sent):  # E1 #11, #20
+async def test_a_head_that_never_ends_is_given_up(gateway, monkeypatch, sent):  # [slow-request-ends]
     monkeypatch.setattr("tandem_services.gateway.connection.HEAD_TIMEOUT_S", 0.05)
     assert "did not arrive" in check_refusal(await said(gateway, sent), 408)
 
 
-async def test_nor_is_one_behind_a_request_waited_for(gateway, monkeypatch):  # E1 #11, #20
+async def test_nor_is_one_behind_a_request_waited_for(gateway, monkeypatch):  # [slow-request-ends]
     monkeypatch.setattr("tandem_services.gateway.connection.HEAD_TIMEOUT_S", HEAD_S)
     async with connection(gateway) as (reader, writer):
         writer.write(LIVE + b"GE")
@@ -125,7 +125,7 @@ async def test_nor_is_one_behind_a_request_waited_for(gateway, monkeypatch):  # 
         assert "did not arrive" in check_refusal(await reader.read(), 408)
 
 
-async def test_an_idle_connection_between_requests_owes_no_head(gateway, monkeypatch):  # E1 #11
+async def test_an_idle_connection_between_requests_owes_no_head(gateway, monkeypatch):  # [slow-request-ends]
     monkeypatch.setattr("tandem_services.gateway.connection.HEAD_TIMEOUT_S", HEAD_S)
     async with connection(gateway) as (silent, _), connection(gateway) as (reader, writer):
         writer.write(LIVE)
@@ -136,7 +136,7 @@ async def test_an_idle_connection_between_requests_owes_no_head(gateway, monkeyp
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_a_head_without_end_is_not_kept(gateway, monkeypatch):  # E1 #12, vLLM CVE-2025-48956
+async def test_a_head_without_end_is_not_kept(gateway, monkeypatch):  # [heads-bounded], vLLM CVE-2025-48956
     monkeypatch.setattr("tandem_services.gateway.connection.MAX_HEAD_BYTES", 1000)
     async with connection(gateway) as (reader, writer):
         writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nX: ")
@@ -148,12 +148,12 @@ async def test_a_head_without_end_is_not_kept(gateway, monkeypatch):  # E1 #12, 
 
 
 @pytest.mark.parametrize("size", [9_000, 30_000])
-async def test_a_url_that_is_too_long_is_a_414(gateway, size):  # E1 #13
+async def test_a_url_that_is_too_long_is_a_414(gateway, size):  # [heads-bounded]
     answer = await said(gateway, b"GET /live?%b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % (b"x" * size))
     assert "URL is limited to" in check_refusal(answer, 414)
 
 
-async def test_a_url_without_end_is_a_414_as_well(gateway):  # E1 #13
+async def test_a_url_without_end_is_a_414_as_well(gateway):  # [heads-bounded]
     async with connection(gateway) as (reader, writer):
         writer.write(b"GET /live?")
         answer = asyncio.ensure_future(reader.read())
@@ -163,7 +163,7 @@ async def test_a_url_without_end_is_a_414_as_well(gateway):  # E1 #13
         assert "URL is limited to" in check_refusal(await answer, 414)
 
 
-async def test_pipelined_requests_are_answered_in_order(gateway, rack):  # E1 #17
+async def test_pipelined_requests_are_answered_in_order(gateway, rack):  # [slow-request-ends]
     answer = await said(gateway, LIVE * 50 + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" + LIVE * 48 + LAST)
     bodies = [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
     assert len(bodies) == 100
@@ -171,14 +171,14 @@ async def test_pipelined_requests_are_answered_in_order(gateway, rack):  # E1 #1
 
 
 @pytest.mark.parametrize("head", [b"Expect: 100-continue\r\nContent-Length: 2\r\n", b"Content-Length: 5000\r\n"])
-async def test_a_body_that_was_promised_and_never_sent_is_a_408(gateway, rack, monkeypatch, head):  # E1 #8, #17
+async def test_a_body_that_was_promised_and_never_sent_is_a_408(gateway, rack, monkeypatch, head):  # [one-reading]
     monkeypatch.setattr("tandem_services.gateway.request_body.BODY_TIMEOUT_S", 0.05)
     answer = await said(gateway, POST + b"Connection: close\r\n" + head + b"\r\n")
     check_refusal(answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n"), 408)
     assert not rack.engines[0].received
 
 
-async def test_a_body_longer_than_it_says_is_no_request(gateway, rack):  # E1 #8
+async def test_a_body_longer_than_it_says_is_no_request(gateway, rack):  # [one-reading]
     check_refusal(await said(gateway, POST + b"Connection: close\r\nContent-Length: 5\r\n\r\n" + BODY), 400)
     # What follows is the next request, which is none: it must not be the answer of the one that runs.
     answer = await said(gateway, POST + b"Content-Length: 5\r\n\r\n" + BODY)
@@ -189,7 +189,7 @@ async def test_a_body_longer_than_it_says_is_no_request(gateway, rack):  # E1 #8
 
 
 @pytest.mark.parametrize("before", [1, 3])
-async def test_what_runs_is_answered_before_what_is_no_request(gateway, rack, before):  # E1 #8
+async def test_what_runs_is_answered_before_what_is_no_request(gateway, rack, before):  # [one-reading]
     request = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
     answers = (await said(gateway, request * before + b"rubbish\r\n\r\n", b"more of it")).split(b"HTTP/1.1 ")[1:]
     assert [answer[:3] for answer in answers] == [b"200"] * before + [b"400"]
@@ -197,13 +197,13 @@ async def test_what_runs_is_answered_before_what_is_no_request(gateway, rack, be
     assert not rack.engines[0].aborted
 
 
-async def test_a_body_of_one_byte_chunks_is_a_body(gateway, rack):  # E1 #10
+async def test_a_body_of_one_byte_chunks_is_a_body(gateway, rack):  # [body-bounded]
     chunks = b"".join(b"1\r\n" + bytes([byte]) + b"\r\n" for byte in BODY)
     head = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     assert (await said(gateway, head + chunks + b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_one_byte_chunks_count_as_bytes(gateway, rack, monkeypatch):  # E1 #10
+async def test_one_byte_chunks_count_as_bytes(gateway, rack, monkeypatch):  # [body-bounded]
     monkeypatch.setattr("tandem_services.gateway.body_budget.MAX_BODY_BYTES", 1000)
     answer = await said(
         gateway, POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2000
@@ -211,7 +211,7 @@ async def test_one_byte_chunks_count_as_bytes(gateway, rack, monkeypatch):  # E1
     check_refusal(answer, 413)
 
 
-async def test_a_body_in_very_many_very_small_pieces_is_refused(gateway, rack, monkeypatch):  # E1 #10
+async def test_a_body_in_very_many_very_small_pieces_is_refused(gateway, rack, monkeypatch):  # [body-bounded]
     monkeypatch.setattr("tandem_services.gateway.connection.MAX_BODY_PIECES", 1000)
     head = POST + b"Transfer-Encoding: chunked\r\n\r\n"
     assert "pieces" in check_refusal(await said(gateway, head + b"1\r\n \r\n" * 1001), 400)
@@ -223,7 +223,7 @@ async def test_a_body_in_very_many_very_small_pieces_is_refused(gateway, rack, m
     assert len(rack.engines[0].received) == 1
 
 
-async def test_who_hangs_up_in_the_middle_of_a_body_harms_nobody(gateway, rack, caplog):  # E1 #19
+async def test_who_hangs_up_in_the_middle_of_a_body_harms_nobody(gateway, rack, caplog):  # [client-leaves-aborts]
     async with connection(gateway) as (_, writer):
         writer.write(POST + b"Content-Length: 100\r\n\r\n{")
         await writer.drain()
@@ -232,7 +232,7 @@ async def test_who_hangs_up_in_the_middle_of_a_body_harms_nobody(gateway, rack, 
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_who_closes_one_side_has_left(gateway, rack):  # E1 #19
+async def test_who_closes_one_side_has_left(gateway, rack):  # [client-leaves-aborts]
     rack.engines[0].behaviour.mute = True
     async with connection(gateway) as (reader, writer):
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
@@ -242,7 +242,7 @@ async def test_who_closes_one_side_has_left(gateway, rack):  # E1 #19
     assert await asyncio.to_thread(rack.engines[0].wait_until, lambda: bool(rack.engines[0].aborted))
 
 
-async def test_connections_are_bounded_and_idle_ones_make_room(gateway, monkeypatch):  # E1 #20
+async def test_connections_are_bounded_and_idle_ones_make_room(gateway, monkeypatch):  # [connections-bounded]
     monkeypatch.setattr("tandem_services.gateway.connection.MAX_CONNECTIONS", 3)
     async with AsyncExitStack() as stack:
         idle = [await stack.enter_async_context(connection(gateway)) for _ in range(6)]
@@ -255,7 +255,7 @@ async def test_connections_are_bounded_and_idle_ones_make_room(gateway, monkeypa
     assert (await gateway.http.get("/live")).status_code == 200
 
 
-async def test_where_all_connections_are_busy_one_more_is_a_503(gateway, rack, monkeypatch):  # E1 #20
+async def test_where_all_connections_are_busy_one_more_is_a_503(gateway, rack, monkeypatch):  # [connections-bounded]
     rack.engines[0].behaviour.mute = True
     busy = asyncio.ensure_future(gateway.complete(max_tokens=1))
     await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
@@ -266,7 +266,7 @@ async def test_where_all_connections_are_busy_one_more_is_a_503(gateway, rack, m
     busy.cancel()
 
 
-async def test_a_refusal_is_never_written_into_anothers_answer(gateway, rack):  # E1 #9: smuggling
+async def test_a_refusal_is_never_written_into_anothers_answer(gateway, rack):  # [one-reading]: smuggling
     rack.engines[0].behaviour.mute = True
     async with connection(gateway) as (reader, writer):
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
@@ -291,7 +291,7 @@ def small_buffers(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def test_a_client_that_reads_nothing_is_given_up(rack, tokenizer, monkeypatch):  # B3.29
+async def test_a_client_that_reads_nothing_is_given_up(rack, tokenizer, monkeypatch):  # [slow-reader-bounded]
     monkeypatch.setattr("tandem_testing.gateway_builders.listen", small_buffers)
     monkeypatch.setattr("tandem_services.gateway.connection.SEND_STALL_S", 0.2)
     engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, step_s=0.0005))
@@ -334,7 +334,7 @@ class Wire(asyncio.Transport):
         self.aborted = True
 
 
-async def test_a_client_that_reads_slowly_is_not():  # B3.29
+async def test_a_client_that_reads_slowly_is_not():  # [slow-reader-bounded]
     connection = GatewayConnection(uvicorn.Config(lambda: None), ServerState(), {}, asyncio.get_running_loop())
     wire = connection.transport = Wire()
     connection.flow = FlowControl(wire)

@@ -1,4 +1,4 @@
-"""Random bodies, strange paths, many names: always an answer in OpenAI's shape, and nothing grows (E1, E2, C1)."""
+"""Random bodies, strange paths, many names: always an answer in OpenAI's shape, and nothing grows."""
 
 import asyncio
 import gc
@@ -52,7 +52,7 @@ ROUTES = {
 """Every route of a gateway with who it is for. A route that is not here fails the test below."""
 
 INTERNAL = re.compile(r"Traceback|0x[0-9a-f]{6}|tcp://|redis://|\d+\.\d+\.\d+\.\d+|\.py\b|/work|/usr|site-packages")
-"""What no answer may contain (C1, Triton 2025-23319)."""
+"""What no answer may contain [errors-reveal-nothing], Triton CVE-2025-23319."""
 
 
 def check_error(answer: httpx.Response) -> None:
@@ -81,7 +81,7 @@ def test_every_route_is_listed_with_its_class(tokenizer):
 
 
 @pytest.mark.parametrize(("allowed", "path"), sorted(set().union(*ROUTES.values())))
-async def test_other_methods_are_refused_and_the_right_one_is_named(gateway, allowed, path):  # E1 #14, Ray DELETE
+async def test_other_methods_are_refused_and_the_right_one_is_named(gateway, allowed, path):  # [methods-named]
     served = {method for method, each in set().union(*ROUTES.values()) if each == path}
     path = re.sub(r"\{.*?\}", "x", path)
     for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"):
@@ -125,7 +125,7 @@ async def raw(gateway, head: str) -> tuple[int, bytes]:
         "/v1/x?y#z",
     ],
 )
-async def test_a_path_is_taken_as_it_is_written(gateway, target):  # E1 #13, BadHost
+async def test_a_path_is_taken_as_it_is_written(gateway, target):  # [heads-bounded] [one-host]
     status, body = await raw(gateway, f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close")
     assert status in (400, 404, 405)
     if status != 400:
@@ -145,7 +145,7 @@ async def test_a_path_is_taken_as_it_is_written(gateway, target):  # E1 #13, Bad
         b'["\\"' + b"[" * 70 + b'",' + b"[" * 64,
     ],
 )
-def test_deep_nesting_is_found_before_parsing(body):  # E2 #22
+def test_deep_nesting_is_found_before_parsing(body):  # [json-bounded]
     with pytest.raises(ApiError, match="nested deeper than 64"):
         check_json_shape(body)
 
@@ -172,12 +172,12 @@ def test_brackets_in_strings_and_side_by_side_are_not_nesting(body):
     ],
     ids=["lists", "keys", "strings"],
 )
-def test_a_body_of_too_many_parts_is_refused(body):  # E2 #26
+def test_a_body_of_too_many_parts_is_refused(body):  # [json-bounded]
     with pytest.raises(ApiError, match=f"more than {MAX_JSON_PARTS}"):
         check_json_shape(body)
 
 
-def test_quotes_inside_a_string_are_no_parts():  # E2 #26
+def test_quotes_inside_a_string_are_no_parts():  # [json-bounded]
     check_json_shape(json.dumps({"prompt": '"a", ' * MAX_JSON_PARTS}).encode())
 
 
@@ -227,7 +227,7 @@ async def test_random_bodies_get_an_answer_or_a_clear_refusal(gateway, caplog):
 # Growth
 
 
-async def test_made_up_names_do_not_become_time_series(gateway):  # C1: bounded label values
+async def test_made_up_names_do_not_become_time_series(gateway):  # [bounded-labels]
     await gateway.complete(max_tokens=1)
     await gateway.chat(model="made-up", max_tokens=1)
     before = len((await gateway.http.get("/metrics")).text.splitlines())

@@ -1,4 +1,4 @@
-"""What a client is answered: the rules that conformance suites assert (RELIABILITY A2)."""
+"""What a client is answered: the rules that conformance suites assert."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ def chat_text(chunks: list[dict], index: int = 0) -> str:
     return "".join(choice["delta"].get("content", "") for choice in choices)
 
 
-# A2.1: streams
+# [stream-shape]: streams
 
 
 async def test_a_chat_stream_opens_with_the_role_and_ends_with_one_finish_and_usage(gateway):
@@ -64,7 +64,7 @@ async def test_continuous_usage_counts_up(gateway):
     assert counts[-1] == 4
 
 
-# A2.2: streamed text is the text
+# [stream-equals-whole]: streamed text is the text
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"temperature": 0}])
@@ -88,7 +88,7 @@ async def test_choices_of_prompt_lists_are_numbered_prompt_by_prompt(gateway):
         assert "".join(parts) == choice["text"]
 
 
-# A2.3: usage
+# [usage-adds-up]: usage
 
 
 async def test_usage_counts_every_generated_token_and_each_prompt_once(gateway, tokenizer):
@@ -101,7 +101,7 @@ async def test_usage_counts_every_generated_token_and_each_prompt_once(gateway, 
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-async def test_an_output_that_is_only_eos_counts_one_token(says):  # A2.8
+async def test_an_output_that_is_only_eos_counts_one_token(says):  # [stop-strings]
     gateway = await says("")
     answer = (await gateway.chat(max_tokens=5)).json()
     assert answer["usage"]["completion_tokens"] == 1
@@ -121,7 +121,7 @@ async def test_an_output_that_is_only_eos_counts_one_token(says):  # A2.8
     }
 
 
-# A2.4: echo
+# [echo-is-prompt]: echo
 
 
 async def test_echo_puts_the_prompt_first(gateway):
@@ -142,13 +142,13 @@ async def test_echo_without_tokens_answers_the_computed_prompt(gateway, rack, st
     assert len(rack.engines[0].received) == 1
 
 
-async def test_token_id_prompts_are_taken_as_they_are(gateway, rack):  # A2.7
+async def test_token_id_prompts_are_taken_as_they_are(gateway, rack):  # [token-id-prompts]
     assert (await gateway.complete([5, 6, 7], max_tokens=1)).status_code == 200
     assert (await gateway.complete([[5, 6], [7]], max_tokens=1)).status_code == 200
     assert [request.input_ids for request in rack.engines[0].received] == [(5, 6, 7), (5, 6), (7,)]
 
 
-# A2.5: logprobs
+# [logprobs-fields]: logprobs
 
 
 async def test_completion_logprobs_have_equal_lengths_and_character_offsets(says):
@@ -183,11 +183,11 @@ async def test_chat_logprobs_without_alternatives_are_empty_lists(gateway):
     assert [item["top_logprobs"] for item in choice["logprobs"]["content"]] == [[], []]
 
 
-# A2.8: stop
+# [stop-strings]: stop
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_cuts_text_tokens_and_logprobs_at_one_place(says, tokenizer, rack, stream):  # T50
+async def test_a_stop_string_cuts_text_tokens_and_logprobs_at_one_place(says, tokenizer, rack, stream):  # [one-cut]
     gateway = await says("hello wSTOPorld and much more text")
     fields = {"max_tokens": 60, "stop": ["STOP"], "logprobs": 0, "stream": stream, "stream_options": None}
     if stream:
@@ -234,7 +234,7 @@ async def test_special_tokens_are_shown_only_on_request(says):
 
 
 @pytest.mark.parametrize("tokens_per_output", [1, 3])
-async def test_characters_are_never_cut_in_a_stream(says, tokens_per_output):  # E4 #60
+async def test_characters_are_never_cut_in_a_stream(says, tokens_per_output):  # [whole-characters]
     text = "👨‍👩‍👧‍👦 naïve 你好 🎉"
     gateway = await says(text, tokens_per_output=tokens_per_output)
     chunks = events(await gateway.chat(max_tokens=200, stream=True))
@@ -242,7 +242,7 @@ async def test_characters_are_never_cut_in_a_stream(says, tokens_per_output):  #
     assert not any("\ufffd" in chat_text([chunk]) for chunk in chunks)
 
 
-# A2.9: seeds
+# [seeds-repeat]: seeds
 
 
 async def test_choices_of_one_seed_differ_and_repeat(gateway, rack):
@@ -266,7 +266,7 @@ async def test_requests_without_a_seed_draw_different_ones(gateway, rack):
     assert first.sampling.seed != second.sampling.seed
 
 
-# A2.14, A2.15: lengths
+# [context-length] [output-limit]: lengths
 
 
 async def test_chat_may_use_the_rest_of_the_context(gateway, rack, tokenizer):
@@ -281,21 +281,21 @@ async def test_completions_default_to_sixteen_tokens_or_what_fits(gateway, rack)
     assert [r.sampling.max_tokens for r in rack.engines[0].received] == [16, 4]
 
 
-async def test_a_prompt_that_fills_the_context_exactly_is_served(gateway):  # E3 #34
+async def test_a_prompt_that_fills_the_context_exactly_is_served(gateway):
     assert (await gateway.complete([7] * 500, max_tokens=12)).status_code == 200
     assert (await gateway.complete([7] * 511, max_tokens=1)).status_code == 200
 
 
-async def test_the_newer_name_of_max_tokens_wins(gateway):  # E3 #36
+async def test_the_newer_name_of_max_tokens_wins(gateway):
     usage = (await gateway.chat(max_tokens=9, max_completion_tokens=3)).json()["usage"]
     assert usage["completion_tokens"] == 3
 
 
-# A2.13, E2 #30: extra and null fields
+# [unknown-fields] [null-is-absent]: extra and null fields
 
 
 @pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": False}])
-async def test_the_model_goes_on_with_the_final_message(gateway, rack, tokenizer, fields):  # A3
+async def test_the_model_goes_on_with_the_final_message(gateway, rack, tokenizer, fields):  # [known-fields]
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the quick"}]
     body = {"model": "mock", "messages": messages, "continue_final_message": True, **fields}
     answer = await gateway.http.post("/v1/chat/completions", json={**body, "max_tokens": 2})
@@ -305,7 +305,7 @@ async def test_the_model_goes_on_with_the_final_message(gateway, rack, tokenizer
     assert (await gateway.http.post("/tokenize", json=body)).json()["tokens"] == list(prompt)
 
 
-async def test_a_template_with_a_place_for_them_gets_documents_and_effort(rack, tmp_path):  # A3, E3 #55
+async def test_a_template_with_a_place_for_them_gets_documents_and_effort(rack, tmp_path):  # [known-fields]
     template = "{{ reasoning_effort }}:{% for d in documents %}{{ d.text }};{% endfor %}" + CHATML
     knowing = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=template))
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
@@ -360,7 +360,7 @@ async def test_parts_of_type_text_are_joined_and_developers_are_the_system(gatew
     assert rack.engines[0].received[0].input_ids == tuple(tokenizer.encode_chat(expected))
 
 
-# A2.20: ids
+# [response-ids]: ids
 
 
 async def test_the_clients_request_id_is_echoed_and_ours_names_the_answer(gateway):
@@ -379,7 +379,7 @@ async def test_an_insane_request_id_is_replaced(gateway, bad):
     assert len(answer.headers["x-request-id"]) == 32
 
 
-# A2.22: errors
+# [errors-in-place]: errors
 
 
 async def test_an_error_after_the_first_chunk_is_one_event_before_done(rack, tokenizer):

@@ -110,7 +110,7 @@ async def test_without_workers(rack, tokenizer):
 
 
 async def test_workers_of_other_weights_or_layouts_fail_it_and_are_named(rack, tokenizer):
-    """RELIABILITY B3.51, 52: what of a version skew reaches a condition of the ModelService."""
+    """What of a version skew reaches a condition of the ModelService [same-kind-paired]."""
     rack.add("p", healthy(), Role.PREFILL)
     rack.add("d", healthy(), Role.DECODE)
     async with admin_port(rack, tokenizer) as (client, gateway):

@@ -1,4 +1,4 @@
-"""Workers that die, hang, refuse or answer out of order, and clients that leave (RELIABILITY A2.21, B2, B3)."""
+"""Workers that die, hang, refuse or answer out of order, and clients that leave."""
 
 import asyncio
 import threading
@@ -78,7 +78,7 @@ async def test_prefill_and_decode_get_the_two_ends_of_one_room(rack, faulty, ref
 
 
 @pytest.mark.parametrize("skip_first", [False, True])
-async def test_tokens_of_both_workers_are_put_in_order(rack, faulty, reference, skip_first):  # B2.2
+async def test_tokens_of_both_workers_are_put_in_order(rack, faulty, reference, skip_first):  # [position-once]
     gate = threading.Event()
     rack.add("p", healthy(first_token_gate=gate), Role.PREFILL)
     decode = rack.add("d", healthy(skip_first=skip_first, awaits_handoff=False), Role.DECODE)
@@ -102,7 +102,7 @@ async def test_the_cache_hit_is_reported_though_the_prefill_worker_is_heard_too_
     assert usage["prompt_tokens_details"]["cached_tokens"] == 4
 
 
-async def test_an_output_of_one_token_ends_with_the_prefill_worker(rack, faulty):  # A2.8
+async def test_an_output_of_one_token_ends_with_the_prefill_worker(rack, faulty):  # [stop-strings]
     rack.add("p", healthy(), Role.PREFILL)
     decode = rack.add("d", healthy(mute=True), Role.DECODE)
     async with faulty() as gateway:
@@ -117,7 +117,7 @@ async def test_an_output_of_one_token_ends_with_the_prefill_worker(rack, faulty)
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"logprobs": 1}])
-async def test_a_decode_worker_that_dies_costs_no_token(rack, faulty, reference, stream, fields):  # B3.1, B3.4
+async def test_a_decode_worker_that_dies_costs_no_token(rack, faulty, reference, stream, fields):
     rack.add("p", healthy(), Role.PREFILL)
     rack.add("d1", healthy(die_after=5), Role.DECODE)
     survivor = rack.add("d2", healthy(), Role.DECODE)
@@ -138,7 +138,7 @@ async def test_a_decode_worker_that_dies_costs_no_token(rack, faulty, reference,
     assert all(request.handoff.generation == 1 for request in survivor.received)
 
 
-async def test_the_next_attempt_resumes_after_the_tokens_received(rack, faulty, reference):  # B2.1
+async def test_the_next_attempt_resumes_after_the_tokens_received(rack, faulty, reference):  # [resume-from-tokens]
     first = rack.add("d1", healthy(die_after=4))
     second = rack.add("d2", healthy())
     async with faulty() as gateway:
@@ -151,7 +151,7 @@ async def test_the_next_attempt_resumes_after_the_tokens_received(rack, faulty, 
     assert resumed.sampling == original.sampling
     assert gateway.chooser.open == 0
     assert gateway.chooser.queries[-1].token_ids == resumed.input_ids + resumed.resume_ids
-    # Nobody with other weights may go on (B3.52).
+    # Nobody with other weights may go on [same-kind-paired].
     assert [query.compat_hash for query in gateway.chooser.queries] == [None, first.view.compat_hash]
 
 
@@ -177,7 +177,7 @@ async def test_a_worker_that_was_told_to_reload_may_go_on_with_its_new_weights(r
     assert {query.compat_hash for query in gateway.chooser.queries} == {None}
 
 
-async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(rack, faulty, reference):  # B3.6
+async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(rack, faulty, reference):
     rack.add("p1", healthy(die_after=0), Role.PREFILL)
     rack.add("p2", healthy(), Role.PREFILL)
     decode = rack.add("d", healthy(first_token_gate=None), Role.DECODE)
@@ -245,7 +245,7 @@ async def test_one_live_worker_is_tried_again_when_there_is_no_other(rack, fault
     assert answer.json()["error"]["type"] == "ServiceUnavailableError"
 
 
-async def test_attempts_are_bounded(rack, faulty):  # B2.9
+async def test_attempts_are_bounded(rack, faulty):  # [attempts-bounded]
     broken = Finish(reason=FinishReason.ERROR, code="engine_stopped", retryable=True)
     for name in ("a", "b", "c", "d"):
         rack.add(name, healthy(refuse=broken))
@@ -271,14 +271,14 @@ async def test_without_workers_a_new_request_is_refused_at_once(faulty):
     assert answer.headers["retry-after"] == "2"
 
 
-async def test_a_stream_whose_only_worker_died_ends_with_one_clear_error(rack, faulty):  # B3.13
+async def test_a_stream_whose_only_worker_died_ends_with_one_clear_error(rack, faulty):  # [streams-wait]
     rack.add("only", healthy(die_after=3))
     async with faulty() as gateway:
         chunks = events(await gateway.complete([7, 8], max_tokens=30, stream=True, skip_special_tokens=False))
     assert chunks[-1]["error"]["type"] == "ServiceUnavailableError"
 
 
-async def test_a_stream_waits_for_a_worker_to_come_back(rack, faulty, reference):  # B3.13
+async def test_a_stream_waits_for_a_worker_to_come_back(rack, faulty, reference):  # [streams-wait]
     rack.add("first", healthy(die_after=3))
     replacement = rack.add("second", healthy())
     async with faulty(recovery_s=20.0) as gateway:
@@ -293,7 +293,7 @@ async def test_a_stream_waits_for_a_worker_to_come_back(rack, faulty, reference)
 # Liveness
 
 
-async def test_a_worker_that_answers_nothing_is_given_up(rack, faulty, reference):  # B3.10
+async def test_a_worker_that_answers_nothing_is_given_up(rack, faulty, reference):  # [silent-peer-dropped]
     frozen = rack.add("frozen", healthy(deaf=True))
     rack.add("awake", healthy())
     async with faulty(ping_interval_s=PING_S, unanswered_pings=3) as gateway:
@@ -306,7 +306,7 @@ async def test_a_worker_that_answers_nothing_is_given_up(rack, faulty, reference
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_workers_frozen_one_after_the_other_share_one_allowance_of_silence(rack, faulty, stream):  # B2.6
+async def test_workers_frozen_one_after_the_other_share_one_allowance_of_silence(rack, faulty, stream):
     rack.add("dead", healthy(die_after=2))
     for name in ("a", "b", "c"):
         rack.add(name, healthy(deaf=True))
@@ -332,7 +332,7 @@ async def test_silence_counts_from_the_last_word_of_a_worker(rack, faulty, refer
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
 
 
-async def test_a_worker_with_an_impossible_endpoint_is_passed_over(rack, faulty, reference):  # B3.19
+async def test_a_worker_with_an_impossible_endpoint_is_passed_over(rack, faulty, reference):  # [redis-values-untrusted]
     broken = rack.add("broken", healthy())
     rack.add("sound", healthy())
     async with faulty() as gateway:
@@ -342,7 +342,7 @@ async def test_a_worker_with_an_impossible_endpoint_is_passed_over(rack, faulty,
     assert gateway.chooser.dead == {"broken@1"}
 
 
-async def test_an_idle_connection_that_is_cut_is_not_the_death_of_its_worker(rack, faulty, reference):  # B3.54
+async def test_an_idle_connection_that_is_cut_is_not_the_death_of_its_worker(rack, faulty, reference):
     """Every worker's connection at once: nobody else could take the next request."""
     worker = rack.add("only", healthy())
     address = worker.view.request_endpoint.removeprefix("tcp://").split(":")
@@ -388,7 +388,7 @@ async def test_a_long_queue_is_not_death(rack, faulty):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_client_that_leaves_aborts_everything_everywhere(rack, faulty, stream, n):  # A2.21, B3.27
+async def test_a_client_that_leaves_aborts_everything_everywhere(rack, faulty, stream, n):  # [client-leaves-aborts]
     prefill = rack.add("p", healthy(mute=True), Role.PREFILL)
     decode = rack.add("d", healthy(mute=True), Role.DECODE)
     async with faulty() as gateway:
@@ -422,7 +422,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_it(rack, fa
         assert engine.running == 0
 
 
-async def test_an_unreadable_reply_condemns_the_worker(rack, faulty, reference):  # E10 #100
+async def test_an_unreadable_reply_condemns_the_worker(rack, faulty, reference):  # [wire-refused]
     liar = rack.add("liar", healthy(mute=True))
     rack.add("honest", healthy())
     async with faulty(ping_interval_s=0.1, unanswered_pings=50) as gateway:
@@ -434,7 +434,7 @@ async def test_an_unreadable_reply_condemns_the_worker(rack, faulty, reference):
     assert "liar@1" in gateway.chooser.dead
 
 
-async def test_outputs_of_unknown_requests_are_ignored(rack, faulty, reference):  # T10
+async def test_outputs_of_unknown_requests_are_ignored(rack, faulty, reference):  # [unknown-id-ignored]
     rack.add("chatty", healthy(strays=True))
     async with faulty() as gateway:
         answer = (await gateway.complete(max_tokens=9, seed=1)).json()
@@ -461,19 +461,19 @@ async def test_our_own_failure_is_a_500_that_tells_nothing(rack, faulty, caplog,
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("192.0.2.1", 0), ("no.such.host.invalid", 0)])
-def test_an_address_that_cannot_be_listened_on_is_named(host, port):  # E8 #86
+def test_an_address_that_cannot_be_listened_on_is_named(host, port):  # [config-refused]
     with pytest.raises(StartupError, match="choose another --host or --port"):
         listen(host, port)
 
 
-def test_a_taken_port_is_named():  # E8 #86
+def test_a_taken_port_is_named():  # [config-refused]
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=str(port)):
             listen("127.0.0.1", port)
 
 
-async def test_a_storm_of_retries_costs_workers_nothing(rack, tokenizer):  # E5 #67
+async def test_a_storm_of_retries_costs_workers_nothing(rack, tokenizer):  # [retry-storm]
     """Clients that ask again at once, whatever they are told: what workers compute is what is answered."""
     engine = rack.add("solo", healthy())
     engine.behaviour.mute = True

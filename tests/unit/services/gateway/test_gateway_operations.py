@@ -77,16 +77,16 @@ async def test_a_tokenize_request_must_be_one_thing(gateway, body):
 
 
 @pytest.mark.parametrize("tokens", [[-1], [400], [2**63], ["a"], 5])
-async def test_ids_outside_the_vocabulary_have_no_text(gateway, tokens):  # E4 #63
+async def test_ids_outside_the_vocabulary_have_no_text(gateway, tokens):  # [whole-characters]
     assert (await gateway.http.post("/detokenize", json={"tokens": tokens})).status_code == 400
 
 
-async def test_partial_characters_are_replaced(gateway, tokenizer):  # E4 #63
+async def test_partial_characters_are_replaced(gateway, tokenizer):  # [whole-characters]
     half = tokenizer.encode("é")[:1]
     assert (await gateway.http.post("/detokenize", json={"tokens": half})).json() == {"prompt": "\ufffd"}
 
 
-async def test_a_model_without_a_chat_template_says_so(rack, tmp_path):  # E9 #97
+async def test_a_model_without_a_chat_template_says_so(rack, tmp_path):  # [template-sandboxed]
     bare = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=None))
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, bare, rack.engines) as gateway:

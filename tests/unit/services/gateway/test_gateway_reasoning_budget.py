@@ -150,7 +150,7 @@ async def test_max_tokens_of_a_response_s_reasoning_are_the_budget(says, rack):
 # Another worker
 
 
-async def test_an_output_that_moves_keeps_its_budget(thinking):  # B3.3
+async def test_an_output_that_moves_keeps_its_budget(thinking):  # [resume-from-tokens]
     with EngineRack() as rack:
         rack.add("a", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, die_after=4))
         rack.add("b", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))

@@ -1,4 +1,4 @@
-"""When workers are few: who waits, who is refused, who is not sent to another one (B2.9, B3.12, B3.13, B3.35)."""
+"""When workers are few: who waits, who is refused, who is not sent to another one."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ async def metric(gateway, name: str) -> float:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_killed_two_workers_is_refused_and_the_others_live(rack, serving, stream):  # B3.35
+async def test_a_request_that_killed_two_workers_is_refused_and_the_others_live(rack, serving, stream):
     for name in ("a", "b", "c"):
         rack.add(name, healthy(dies_of=POISON))
     async with serving() as gateway:
@@ -89,7 +89,7 @@ async def test_a_stream_outlives_any_number_of_workers_that_bring_it_further(rac
     assert all(engine.received for engine in rack.engines)
 
 
-async def test_workers_that_were_dead_before_cost_no_attempt(rack, serving):  # B3.13
+async def test_workers_that_were_dead_before_cost_no_attempt(rack, serving):  # [streams-wait]
     """All workers die at once; their streams meet dead ones first, and are not blamed."""
     rack.add("first", healthy(die_after=3))
     corpses = [rack.add(f"dead-{nth}", healthy()) for nth in range(4)]
@@ -120,7 +120,7 @@ async def test_a_fleet_in_trouble_is_asked_less_and_less(rack, serving):
 # Waiting
 
 
-async def test_a_new_request_waits_for_a_worker_to_come_back(rack, serving):  # B3.13
+async def test_a_new_request_waits_for_a_worker_to_come_back(rack, serving):  # [streams-wait]
     worker = rack.add("w", healthy())
     async with serving() as gateway:
         assert (await gateway.complete(max_tokens=3)).status_code == 200
@@ -132,7 +132,7 @@ async def test_a_new_request_waits_for_a_worker_to_come_back(rack, serving):  # 
         assert await metric(gateway, "tandem_gateway_num_requests_waiting") == 0
 
 
-async def test_only_so_many_wait_and_only_so_long(rack, serving):  # B3.13
+async def test_only_so_many_wait_and_only_so_long(rack, serving):  # [streams-wait]
     rack.add("w", healthy())
     clock = ServiceClock()
     async with serving(max_waiting=1, queue_s=10.0, clock=clock) as gateway:
@@ -148,7 +148,7 @@ async def test_only_so_many_wait_and_only_so_long(rack, serving):  # B3.13
             assert answer.headers["retry-after"] == "2"
 
 
-async def test_a_stream_that_has_begun_waits_until_its_deadline_and_then_says_so(rack, serving):  # B3.13
+async def test_a_stream_that_has_begun_waits_until_its_deadline_and_then_says_so(rack, serving):  # [streams-wait]
     rack.add("only", healthy(die_after=3))
     body = {"model": "mock", "prompt": [7, 8], "max_tokens": 30, "stream": True}
     async with (
@@ -175,7 +175,7 @@ async def until_waiting(gateway, count: int) -> None:
 # Without prefill workers
 
 
-async def test_without_prefill_workers_decode_workers_compute_prompts(rack, serving):  # B3.12
+async def test_without_prefill_workers_decode_workers_compute_prompts(rack, serving):  # [decode-computes-prompts]
     decode = rack.add("d", healthy(), Role.DECODE)
     async with serving() as gateway:
         assert (await gateway.complete(max_tokens=3)).status_code == 200
@@ -183,7 +183,7 @@ async def test_without_prefill_workers_decode_workers_compute_prompts(rack, serv
     assert decode.received[0].handoff is None
 
 
-async def test_unless_that_is_not_wanted(rack, serving):  # B3.12
+async def test_unless_that_is_not_wanted(rack, serving):  # [decode-computes-prompts]
     decode = rack.add("d", healthy(), Role.DECODE)
     async with serving(prefill_fallback=False, queue_s=0.2) as gateway:
         answer = await gateway.complete(max_tokens=3)

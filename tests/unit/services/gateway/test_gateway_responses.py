@@ -206,7 +206,7 @@ async def test_a_call_can_be_required(says, choice):
     assert (item["name"], item["arguments"]) == ("weather", "{}")
 
 
-async def test_a_template_with_a_place_for_it_gets_the_effort(rack, tmp_path):  # A3
+async def test_a_template_with_a_place_for_it_gets_the_effort(rack, tmp_path):  # [known-fields]
     knowing = TextTokenizer.load(write_tokenizer(tmp_path, chat_template="{{ reasoning_effort }}:" + CHATML))
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
     async with live_gateway(rack.context, knowing, rack.engines) as gateway:
@@ -279,7 +279,7 @@ async def test_what_asks_for_nothing_is_accepted(says, fields):
         assert (await respond(gateway, **fields)).status_code == 200
 
 
-async def test_a_response_goes_on_at_another_worker_as_if_nothing_had_happened(thinking):  # B3.3
+async def test_a_response_goes_on_at_another_worker_as_if_nothing_had_happened(thinking):  # [resume-from-tokens]
     ids = script(thinking, f"<think>\nRain?\n</think>\n{CALL}", eos=EOS)
     with EngineRack() as rack:
         rack.add("a", MockBehaviour(token=scripted_tokens(ids), eos=EOS, die_after=len(ids) - 12))

@@ -1,4 +1,4 @@
-"""A worker may die after any token of any request: the client is told what it would have been (B2.1, B3.1-4)."""
+"""A worker may die after any token of any request: the client is told what it would have been [resume-from-tokens]."""
 
 import asyncio
 import json
@@ -115,7 +115,7 @@ async def test_a_chat_says_its_role_once_and_its_logprobs_unbroken(reaper, strea
 
 
 @pytest.mark.parametrize("kept", [False, True])
-async def test_a_stop_string_that_straddles_the_break_is_found(reaper, kept):  # A2.8, E4 62
+async def test_a_stop_string_that_straddles_the_break_is_found(reaper, kept):  # [stop-strings]
     text = (await reaper.answer({"max_tokens": 40}))["choices"][0]["text"][0]
     stop = text[len(text) // 2 - 3 : len(text) // 2 + 4]
     ask = {"max_tokens": 40, "stop": [stop], "include_stop_str_in_output": kept, **STREAM}
@@ -154,7 +154,7 @@ def _first_ends_early(request, position: int) -> int:
     return EOS if request.sampling.seed == 0 and position == 1 else TOKEN(request, position)
 
 
-async def test_tokens_of_an_older_attempt_are_ignored(rack, tokenizer):  # B2.2, B3.10
+async def test_tokens_of_an_older_attempt_are_ignored(rack, tokenizer):  # [position-once] [zombie-fenced]
     """A worker that was taken for dead wakes up and says what it had left to say."""
     zombie = rack.add("zombie", healthy(mute=True))
     heir = rack.add("heir", healthy(step_s=0.01))

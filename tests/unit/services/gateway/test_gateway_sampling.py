@@ -66,12 +66,12 @@ async def test_a_spelling_that_ends_in_another_forbids_nothing_more(gateway, rac
     assert (await sent(gateway, rack, bad_words=[word])).bad_words == (tuple(bare),)
 
 
-async def test_all_tokens_disliked_still_end(gateway):  # E3 41
+async def test_all_tokens_disliked_still_end(gateway):  # [logit-bias]
     answer = await gateway.complete(max_tokens=3, logit_bias={str(token): -100 for token in range(300)})
     assert answer.json()["usage"]["completion_tokens"] == 3
 
 
-# A2.6: prompt_logprobs
+# [prompt-logprobs]: prompt_logprobs
 
 
 async def test_prompt_logprobs_have_vllms_shape(gateway, tokenizer):
@@ -127,7 +127,7 @@ async def test_more_of_them_than_an_answer_may_hold_are_refused(gateway, rack, f
     assert not rack.engines[0].received
 
 
-# A3: logprob_token_ids
+# [known-fields]: logprob_token_ids
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -146,7 +146,7 @@ async def test_logprobs_of_named_tokens_are_told_in_their_order(gateway, rack, t
     assert all((top[names[0]], top[names[1]]) == (-10, -6) for top in tops)
 
 
-# A2.4: echo with logprobs
+# [echo-is-prompt]: echo with logprobs
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -210,7 +210,7 @@ def faulty(rack, tokenizer):
     return lambda **config: live_gateway(rack.context, tokenizer, rack.engines, **config)
 
 
-async def test_tokens_of_the_decode_worker_wait_for_the_prompts_logprobs(rack, faulty):  # B2.2
+async def test_tokens_of_the_decode_worker_wait_for_the_prompts_logprobs(rack, faulty):  # [position-once]
     gate = threading.Event()
     rack.add("p", healthy(first_token_gate=gate), Role.PREFILL)
     decode = rack.add("d", healthy(awaits_handoff=False), Role.DECODE)

@@ -117,7 +117,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("fields", "field"), BAD, ids=lambda value: json.dumps(value, default=str)[:60])
-def test_what_is_wrong_on_its_face_is_refused_by_name(fields, field):  # A2.16, E3 #51, #52
+def test_what_is_wrong_on_its_face_is_refused_by_name(fields, field):  # [structured-output]
     with pytest.raises(ApiError) as refusal:
         asked(**fields)
     assert (refusal.value.status, refusal.value.param) == (400, field)

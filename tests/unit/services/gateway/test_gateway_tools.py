@@ -89,7 +89,7 @@ async def test_call_without_readable_arguments_is_not_empty_object(says, cut):
 
 
 @pytest.mark.parametrize("tokens_per_output", [1, 7, 1000])
-async def test_a_call_is_answered_whole_and_streamed_alike(says, tokens_per_output):  # A2.17
+async def test_a_call_is_answered_whole_and_streamed_alike(says, tokens_per_output):  # [tool-calls]
     async with says(TWO_CALLS, tokens_per_output=tokens_per_output) as gateway:
         whole = (await gateway.chat(tools=[WEATHER, TIME])).json()["choices"][0]
         chunks = events(await gateway.chat(tools=[WEATHER, TIME], stream=True))
@@ -140,7 +140,7 @@ async def test_a_call_cut_by_max_tokens_says_length(says):
     assert choice["finish_reason"] == "length"
 
 
-async def test_ids_differ_between_calls_choices_and_answers(says):  # A2.17
+async def test_ids_differ_between_calls_choices_and_answers(says):  # [tool-calls]
     async with says(TWO_CALLS) as gateway:
         answers = [(await gateway.chat(tools=[WEATHER, TIME], n=2)).json() for _ in range(2)]
     ids = [c["id"] for answer in answers for choice in answer["choices"] for c in choice["message"]["tool_calls"]]
@@ -256,7 +256,7 @@ async def test_tools_that_are_not_strict_cost_no_grammar(says, rack):
 
 
 @pytest.mark.parametrize("die_after", range(20, 60, 4))
-async def test_a_call_goes_on_at_another_worker_as_if_nothing_had_happened(tool_tokenizer, die_after):  # B3.3
+async def test_a_call_goes_on_at_another_worker_as_if_nothing_had_happened(tool_tokenizer, die_after):
     ids = script(tool_tokenizer, TWO_CALLS, eos=EOS)
     with EngineRack() as rack:
         rack.add("a", MockBehaviour(token=scripted_tokens(ids), eos=EOS, die_after=die_after))
@@ -274,7 +274,7 @@ async def test_a_call_goes_on_at_another_worker_as_if_nothing_had_happened(tool_
     assert streamed["finish"] == ["tool_calls"]
 
 
-# A2.18: reasoning
+# [reasoning-apart]: reasoning
 
 
 @pytest.fixture(scope="session")
@@ -333,7 +333,7 @@ def parameters(**schema) -> dict:
     return function(parameters={"type": "object", **schema})
 
 
-BAD_TOOLS = [  # E3 #53
+BAD_TOOLS = [  # [tool-calls]
     ({"tools": {}}, "tools"),
     ({"tools": [{}]}, "tools[0].type"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -376,7 +376,7 @@ async def test_bad_tools_are_refused_by_name(says, rack, fields, param, stream):
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-BAD_TURNS = [  # E3 #54
+BAD_TURNS = [  # [bad-messages]
     ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
     ([{"role": "tool", "content": "x", "tool_call_id": "1"}], "messages[0].tool_call_id"),
     (

@@ -1,4 +1,4 @@
-"""Which requests are convicted of killing workers, who remembers them, and for how long (B2.9, B3.35)."""
+"""Which requests are convicted of killing workers, who remembers them, and for how long [poison-quarantined]."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Workers that answer after their connection was lost: the network failed, not they (RELIABILITY B3.21, B3.54)."""
+"""Workers that answer after their connection was lost: the network failed, not they [cut-is-not-death]."""
 
 import asyncio
 import contextlib
@@ -128,7 +128,7 @@ async def test_a_worker_that_hung_and_wakes_is_trusted_again(rack, revival, aliv
     await until(lambda: alive == ["w@1"], PATIENCE_S, "it has answered")
 
 
-async def test_another_incarnation_at_the_address_is_not_the_one_that_was_lost(rack, revival, alive):  # T72
+async def test_another_incarnation_at_the_address_is_not_the_one_that_was_lost(rack, revival, alive):
     worker = rack.add("w", behaviour())
     revival.ask(replace(worker.view, incarnation="w@0"))
     assert await asyncio.to_thread(worker.wait_until, lambda: worker.pings > 1), "it answers and is asked again"

@@ -1,4 +1,4 @@
-"""Who is blamed for a lost worker, and who is not (B2.9, B3.35)."""
+"""Who is blamed for a lost worker, and who is not [poison-quarantined]."""
 
 import asyncio
 
@@ -74,7 +74,7 @@ async def test_the_other_worker_of_a_lost_pair_has_one_suspect_less():
 
 
 async def test_others_that_were_lost_with_it_the_first_time_keep_it_from_being_convicted_the_second_time():
-    """Two workers that die of something else within a moment convict nobody (B3.13)."""
+    """Two workers that die of something else within a moment convict nobody [streams-wait]."""
     suspicion = lost("a@1", alone=False)
     suspicion.note_loss("b@1", gained=0, alone=True)
     assert not suspicion.convicted

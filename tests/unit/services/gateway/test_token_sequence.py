@@ -1,4 +1,4 @@
-"""TokenSequence: every position once, in order, whatever arrives (RELIABILITY B2.2)."""
+"""TokenSequence: every position once, in order, whatever arrives [position-once]."""
 
 import pytest
 from hypothesis import given

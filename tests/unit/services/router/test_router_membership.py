@@ -31,7 +31,7 @@ def test_a_snapshot_replaces_the_view(members):
     assert names(members) == {"b@1"}
 
 
-def test_after_a_wipe_the_old_view_stays_for_one_lease(members, clock):  # RELIABILITY B3.16
+def test_after_a_wipe_the_old_view_stays_for_one_lease(members, clock):  # [redis-is-optional]
     members.update(snapshot(make_record("a"), make_record("b")))
     members.update(snapshot(make_record("b"), epoch="second"))
     assert names(members) == {"a@1", "b@1"}
@@ -46,7 +46,7 @@ def test_rubbish_in_the_registry_is_treated_like_a_wipe(members):
     assert names(members) == {"a@1"}
 
 
-def test_rubbish_that_stays_does_not_keep_the_dead(members, clock):  # RELIABILITY E6.70
+def test_rubbish_that_stays_does_not_keep_the_dead(members, clock):  # [redis-values-untrusted]
     members.update(snapshot(make_record("a"), make_record("b")))
     for _ in range(5):
         members.update(snapshot(make_record("b"), rubbish=1))
@@ -73,7 +73,7 @@ def test_a_dead_worker_is_left_out_until_it_has_shown_life_for_long_enough(membe
     assert names(members) == {"a@1", "b@1"}
 
 
-def test_a_dead_worker_that_has_answered_since_is_used_again(members):  # RELIABILITY B3.54
+def test_a_dead_worker_that_has_answered_since_is_used_again(members):  # [cut-is-not-death]
     members.update(snapshot(make_record("a"), make_record("b")))
     members.mark_dead("a@1")
     members.mark_alive("a@1")

@@ -73,7 +73,7 @@ def test_a_worker_of_a_release_without_links_has_none():
         {"peer_endpoint": "tcp://" + "h" * 10_000 + ":1"},
     ],
 )
-def test_a_hash_that_makes_no_sense_is_no_worker(change):  # RELIABILITY E6.70
+def test_a_hash_that_makes_no_sense_is_no_worker(change):  # [redis-values-untrusted]
     assert read_record(written(**change)) is None
 
 

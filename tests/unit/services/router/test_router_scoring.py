@@ -49,7 +49,7 @@ def test_a_decode_worker_serves_alone_when_nobody_can_prefill_for_it() -> None:
 
 
 @pytest.mark.parametrize("prompt", [10, 1000])
-def test_a_decode_worker_unlike_the_others_serves_nobody_while_they_are_served(prompt) -> None:  # B3.51, B3.52
+def test_a_decode_worker_unlike_the_others_serves_nobody_while_they_are_served(prompt) -> None:  # [same-kind-paired]
     odd = candidate("odd", Role.DECODE, compat="other", matched=5)
     assert "odd" not in alone(PREFILL, candidate("d", Role.DECODE), odd, prompt=prompt)
 

@@ -1,4 +1,4 @@
-"""Whether a fenced peer's process has ended: real sockets, a registry and a clock that do as they are told (T60)."""
+"""Whether a fenced peer's process has ended: real sockets, a registry and a clock of the test's [late-write]."""
 
 import asyncio
 import contextlib

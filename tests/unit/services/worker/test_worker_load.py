@@ -37,7 +37,7 @@ def report_for(monitor: LoadMonitor, clock: ServiceClock, seconds: float, **stat
         monitor.update(idle_stats(**stats))
 
 
-def test_a_busy_engine_whose_loop_stands_still_is_stalled(monitor, clock):  # RELIABILITY B3.33
+def test_a_busy_engine_whose_loop_stands_still_is_stalled(monitor, clock):  # [loop-progress]
     report_for(monitor, clock, 4, running=1, loop_count=7)
     assert monitor.state is WorkerState.STALLED
     monitor.update(idle_stats(running=1, loop_count=8))

@@ -84,7 +84,7 @@ def test_after_a_wipe_a_new_incarnation_proves_the_old_one_gone(watch):
 
 
 def test_a_suspect_that_no_list_names_is_due_after_a_while(watch, clock):
-    """It lived between two heartbeats; its pages would stay in quarantine for ever (B3.35)."""
+    """It lived between two heartbeats; its pages would stay in quarantine for ever [poison-quarantined]."""
     watch.update("e", members("a@1"))
     watch.suspect(["short-lived@7", "a@1"])
     assert watch.due() == members()

@@ -192,7 +192,7 @@ def test_stop_is_obeyed_though_nothing_can_be_given_back():
 
 
 @pytest.mark.parametrize("call", ["write", "look"])
-def test_an_error_while_nixl_writes_costs_that_peer_and_no_other(call):  # T60
+def test_an_error_while_nixl_writes_costs_that_peer_and_no_other(call):  # [late-write]
     """Its connection is gone before the receiver hears that its pages are free."""
     one = push("one")
     nixl = ran(StartPush(one), Connect(hello_like(REGION, THERE)), ends_at=FOR_EVER, fails=frozenset({call}))

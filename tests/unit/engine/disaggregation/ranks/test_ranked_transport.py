@@ -86,7 +86,7 @@ def test_nothing_is_done_before_the_last_slice_is(senders, receivers):
 
 @pytest.mark.parametrize(("senders", "receivers"), UNEQUAL)
 def test_one_slice_that_fails_fails_the_push_once_all_have_ended(senders, receivers):
-    """An ack promises that nothing more is written (T60): by no rank."""
+    """An ack promises that nothing more is written [late-write]: by no rank."""
     link = Link(senders, receivers)
 
     def fate(push: Push) -> Fate:

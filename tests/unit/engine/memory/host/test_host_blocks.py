@@ -27,7 +27,7 @@ def evicted(blocks: HostBlocks) -> list[str]:
     return order
 
 
-def test_the_least_recent_goes_first_and_everything_goes(blocks):  # T57
+def test_the_least_recent_goes_first_and_everything_goes(blocks):  # [evict-exact]
     add(blocks, "a", "b", "c")
     assert blocks.evictable == 3
     assert evicted(blocks) == ["a", "b", "c"]
@@ -42,7 +42,7 @@ def test_what_is_touched_or_was_pinned_is_recent(blocks):
     assert evicted(blocks) == ["c", "a", "b"]
 
 
-def test_a_pinned_block_is_never_evicted(blocks):  # T54, T56
+def test_a_pinned_block_is_never_evicted(blocks):  # [pinned-host-block] [copy-acked]
     a, _ = add(blocks, "a", "b")
     blocks.pin(a)
     assert evicted(blocks) == ["b"]
@@ -52,7 +52,7 @@ def test_a_pinned_block_is_never_evicted(blocks):  # T54, T56
     assert evicted(blocks) == ["a"]
 
 
-def test_a_block_of_which_the_device_has_a_copy_can_be_evicted(blocks):  # T58
+def test_a_block_of_which_the_device_has_a_copy_can_be_evicted(blocks):  # [mirror-reclaimable]
     (a,) = add(blocks, "a")
     a.on_device = True
     assert evicted(blocks) == ["a"]
@@ -76,7 +76,7 @@ def test_a_dropped_block_that_nobody_uses_gives_its_page_at_once(blocks):
     assert blocks.evictable == 0
 
 
-def test_a_pin_is_given_back_once(blocks):  # T26
+def test_a_pin_is_given_back_once(blocks):  # [lock-released-once]
     (a,) = add(blocks, "a")
     with pytest.raises(AssertionError, match="unpinned twice"):
         blocks.unpin(a)

@@ -66,7 +66,7 @@ def test_what_others_have_locked_is_not_copied_out(tiers):
     tiers.check(kv)
 
 
-def test_host_pages_rest_until_the_copies_are_acked(tiers):  # T56
+def test_host_pages_rest_until_the_copies_are_acked(tiers):  # [copy-acked]
     swapped = swap_out(tiers, PROMPT)
     tiers.host.swap.drop(swapped)
     tiers.memory.poll()

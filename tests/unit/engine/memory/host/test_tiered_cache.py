@@ -13,7 +13,7 @@ OTHER = [*range(50, 63)]
 OUT, BACK = CopyKind.DEVICE_TO_HOST, CopyKind.HOST_TO_DEVICE
 
 
-def test_write_through_backs_up_what_enters_the_cache_with_the_next_turn():  # T59
+def test_write_through_backs_up_what_enters_the_cache_with_the_next_turn():  # [backup-queued]
     tiers = make_tiers(WritePolicy.WRITE_THROUGH)
     tiers.serve(PROMPT)
     assert tiers.device.pages(OUT) == 0
@@ -80,7 +80,7 @@ def test_what_is_evicted_before_its_turn_is_still_backed_up_if_the_policy_wants_
     tiers.check()
 
 
-def test_an_evicted_page_is_the_streams_at_once_and_a_peers_after_the_copy():  # T56, T77
+def test_an_evicted_page_is_the_streams_at_once_and_a_peers_after_the_copy():  # [copy-acked] [page-fence]
     tiers = make_tiers()
     tiers.serve(PROMPT)
     kv = tiers.memory.begin([9], salt="", max_match=0)
@@ -123,7 +123,7 @@ def test_a_match_takes_the_device_first():
     tiers.check(kv)
 
 
-def test_the_cap_on_a_match_holds_in_every_tier():  # T33
+def test_the_cap_on_a_match_holds_in_every_tier():  # [one-token-computed]
     tiers = make_tiers()
     tiers.serve(PROMPT)
     tiers.evict_device()
@@ -137,7 +137,7 @@ def test_a_salt_finds_nothing_of_another():
     assert tiers.matched(PROMPT, at_most=12, salt="b") == 0
 
 
-def test_blocks_of_a_match_are_not_evicted_by_what_makes_room_for_them():  # T54
+def test_blocks_of_a_match_are_not_evicted_by_what_makes_room_for_them():  # [pinned-host-block]
     tiers = make_tiers(device_pages=4, host_pages=3)
     tiers.serve(PROMPT)
     tiers.evict_device()
@@ -151,7 +151,7 @@ def test_blocks_of_a_match_are_not_evicted_by_what_makes_room_for_them():  # T54
     tiers.check(kv)
 
 
-def test_without_room_a_block_is_lost_and_said_to_be():  # T55
+def test_without_room_a_block_is_lost_and_said_to_be():  # [backup-result]
     tiers = make_tiers(host_pages=2)
     tiers.serve(PROMPT)
     assert len(tiers.known(Tier.DEVICE)) == 3
@@ -162,7 +162,7 @@ def test_without_room_a_block_is_lost_and_said_to_be():  # T55
     tiers.check()
 
 
-def test_a_host_pool_below_the_device_pool_keeps_taking_in_new_blocks():  # T58
+def test_a_host_pool_below_the_device_pool_keeps_taking_in_new_blocks():  # [mirror-reclaimable]
     tiers = make_tiers(WritePolicy.WRITE_THROUGH, device_pages=16, host_pages=3)
     for start in range(0, 80, 20):
         tiers.serve([*range(start, start + 9)])

@@ -16,7 +16,7 @@ def compiled() -> ToyGrammar:
     return ToyGrammar(ToyRule())
 
 
-def test_the_least_recently_used_grammar_goes_first():
+def test_the_least_recently_used_grammar_goes_first():  # [grammar-bombs]
     cache = GrammarCache(2)
     grammars = [compiled() for _ in range(3)]
     cache.keep(spec(0), grammars[0])

@@ -182,7 +182,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_wrong_grammar_is_refused_with_a_reason_in_one_line(backend, name):  # E3 #51, #52
+def test_a_wrong_grammar_is_refused_with_a_reason_in_one_line(backend, name):  # [structured-output]
     grammar, reason = REFUSED[name]
     with pytest.raises(InvalidRequestError, match=reason) as refusal:
         backend.compile(grammar)
@@ -202,7 +202,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_costs_its_limit_and_the_next_grammar_works(backend, tokenizer, name):
+def test_a_bomb_costs_its_limit_and_the_next_grammar_works(backend, tokenizer, name):  # [grammar-bombs]
     with pytest.raises(InvalidRequestError, match=TOO_MUCH):
         backend.compile(BOMBS[name])
     assert matches(backend, tokenizer, spec(GrammarKind.REGEX, "a+"), "aa")

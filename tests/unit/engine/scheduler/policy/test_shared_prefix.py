@@ -1,4 +1,4 @@
-"""Requests that share what is being computed wait for it instead of computing it again (T35)."""
+"""Requests that share what is being computed wait for it instead of computing it again [settled-before-shared]."""
 
 import pytest
 

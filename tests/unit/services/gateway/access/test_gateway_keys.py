@@ -1,4 +1,4 @@
-"""A gateway with a key file, as its clients meet it: who comes in, what they see, what they may use (C1)."""
+"""A gateway with a key file, as its clients meet it: who comes in, what they may use [keys-on-every-route]."""
 
 import asyncio
 import logging
@@ -89,7 +89,7 @@ async def ask(gateway, tenant: str, path: str = "/v1/chat/completions", body=CHA
         [("Authorization", f"Bearer {key_of('ann')}"), ("Authorization", "Bearer unknown")],
     ],
 )
-async def test_whoever_has_no_key_stays_out(guarded, rack, headers):  # E1 #18
+async def test_whoever_has_no_key_stays_out(guarded, rack, headers):  # [keys-on-every-route]
     answer = await guarded.http.post("/v1/chat/completions", json=CHAT, headers=headers)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -100,7 +100,7 @@ async def test_whoever_has_no_key_stays_out(guarded, rack, headers):  # E1 #18
     assert not rack.engines[0].received
 
 
-async def test_a_megabyte_of_key_is_refused(guarded):  # E1 #18
+async def test_a_megabyte_of_key_is_refused(guarded):  # [keys-on-every-route]
     answer = await guarded.http.get("/v1/models", headers={"Authorization": "Bearer " + "k" * 60_000})
     assert answer.status_code in (400, 401, 431)
 
@@ -185,7 +185,7 @@ async def salts(guarded, rack, *asks: tuple[str, str | None]) -> list[str]:
     return [request.cache_salt for request in rack.engines[0].received[-len(asks) :]]
 
 
-async def test_tenants_share_no_prefixes_unless_they_say_so(guarded, rack):  # vLLM CVE-2025-46570
+async def test_tenants_share_no_prefixes_unless_they_say_so(guarded, rack):  # [tenants-apart]
     ann, again, bob, one, two = await salts(
         guarded, rack, ("ann", None), ("ann", None), ("bob", None), ("pool-a", None), ("pool-b", None)
     )
@@ -369,7 +369,7 @@ async def test_a_timeout_that_is_no_duration_is_refused(gateway, value):
 
 @as_chat_and_response
 @pytest.mark.parametrize(("headers", "fields"), [({"X-Request-Timeout": "0.2"}, {}), ({}, {"timeout": 0.2})])
-async def test_a_client_may_have_less_time_than_the_gateway_gives(gateway, rack, headers, fields, path, body):  # E5 #65
+async def test_a_client_may_have_less_time_than_the_gateway_gives(gateway, rack, headers, fields, path, body):
     rack.engines[0].behaviour.mute = True
     answer = await gateway.http.post(path, json={**body, **fields}, headers=headers)
     assert answer.status_code == 504

@@ -104,7 +104,7 @@ def test_texts_of_any_length_are_cut():
     assert {len(text) for text in texts} == {MAX_CHARACTERS}
 
 
-def test_figures_that_make_no_sense_are_none_and_the_worker_stays():  # RELIABILITY E6.70
+def test_figures_that_make_no_sense_are_none_and_the_worker_stays():  # [redis-values-untrusted]
     for value in ("-1", "nan", "x", "9" * 40, "1.5"):
         document = described(member("w1", figures={"running": value}))
         assert document.workers[0].figures is None, value

@@ -1,4 +1,4 @@
-"""A tenant that floods does not raise another's 99th percentile more than twofold (RELIABILITY E5 #68).
+"""A tenant that floods does not raise another's 99th percentile more than twofold [fair-tenants].
 
 A simulation in virtual time of a fleet with a number of places and the gateway's real queue in front of it: no process,
 no clock, no chance. A request holds its place for its prompt and its output. The prompt is charged when it is admitted,

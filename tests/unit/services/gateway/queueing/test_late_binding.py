@@ -216,7 +216,7 @@ async def test_nobody_waits_for_ever(alive, seconds, reason):
     assert desk.value("queue_refusals_total", reason=reason) == 1
 
 
-async def test_who_waited_for_room_has_the_whole_time_for_a_new_worker():  # B3.13
+async def test_who_waited_for_room_has_the_whole_time_for_a_new_worker():  # [streams-wait]
     desk = Desk(Fleet(places=0))
     waiting = desk.come("x")
     await desk.waiting(1)

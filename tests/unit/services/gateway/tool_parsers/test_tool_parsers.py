@@ -173,7 +173,7 @@ def test_each_piece_of_a_string_argument_is_passed_on_at_once(family, begin, pie
 @pytest.mark.parametrize(
     "text", ["<", "[", "{", '"', "(", "\\", "<tool_call>", "[TOOL_CALLS]", "[f(", '{"name":', "f(a="]
 )
-def test_the_work_is_linear_in_what_a_model_writes(family, text):  # CVE-2025-48887
+def test_the_work_is_linear_in_what_a_model_writes(family, text):  # [linear-parsers]
     """Long outputs, in pieces larger than tokens: what is quadratic does not come to an end in the time a test has."""
     parser = new_parser(family)
     parser.feed({"pythonic": "[f(a=", "array": "["}.get(family, ""))
