@@ -7,9 +7,13 @@ ranks end ◀─ the engine closes, which tells them ◀────────
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.errors import ConfigError
+from tandem_engine.kernels.compiles import COMPILED
+from tandem_engine.kernels.dispatch import by_triton
 from tandem_engine.loaded_model import load, require_loadable
 from tandem_engine.parallel.nodes.access import NodeAccess
 from tandem_engine.parallel.nodes.gathering import Gathered, gathered_nodes
@@ -31,7 +35,8 @@ def launched_engine(
 
     Args:
         progress: show a bar while weights are read.
-        self_test: the caller calls `Engine.self_test` before anything else; with several ranks all take part.
+        self_test: the caller calls `Engine.self_test` and `Engine.warm_up` before anything else; with several ranks all
+            take part.
         sink, port: see `Engine.build`.
         nodes: how other nodes reach this one, which leads them.
 
@@ -43,8 +48,15 @@ def launched_engine(
     with ExitStack() as stack:
         gathered = _gathered(config, nodes, self_test=self_test, stack=stack) if config.parallel.tp_size > 1 else None
         parallel = stack.enter_context(other_ranks(config, self_test=self_test, gathered=gathered))
+        watch_compiler(config)
         loaded = load(config, progress=progress, parallel=parallel)
         yield stack.enter_context(Engine.build(loaded, loaded.config, sink=sink, port=port))
+
+
+def watch_compiler(config: EngineConfig) -> None:
+    """Count what is compiled for the device of `config`; a CPU's steps need no Triton."""
+    if by_triton(torch.device(config.device)):
+        COMPILED.watch()
 
 
 def _gathered(config: EngineConfig, nodes: NodeAccess | None, *, self_test: bool, stack: ExitStack) -> Gathered | None:

@@ -1,6 +1,6 @@
 """A rank that is not the first: the same engine as rank 0's, without sockets, doing what rank 0 does.
 
-Start   order from standard input → meet the other ranks → load this rank's weights → build → self-test
+Start   order from standard input → meet the other ranks → load this rank's weights → build → self-test → warm up
 Turn    wait for rank 0's turn → take the same inputs → plan, launch and settle the same step; say nothing
 Stop    rank 0 closes the engine; or the process that started this one is gone, which standard input shows by its end
 
@@ -22,6 +22,7 @@ import torch
 from tandem_engine.engine import Engine
 from tandem_engine.errors import EngineError
 from tandem_engine.ipc.own_folder import remove
+from tandem_engine.launch import watch_compiler
 from tandem_engine.loaded_model import load
 from tandem_engine.parallel.devices import device_of_rank
 from tandem_engine.parallel.nodes.leader import follows_key
@@ -76,10 +77,12 @@ def _follow(order: RankOrder) -> None:
         timeout_s=config.parallel.timeout,
         host=None if order.meeting is None else order.meeting.host,
     )
+    watch_compiler(config)
     loaded = load(config, progress=False, parallel=parallel)
     with Engine.build(loaded, loaded.config, sink=discard) as engine:
         if order.self_test:
             engine.self_test()
+            engine.warm_up()
         store.set(follows_key(order.rank), "1")
         engine.follow()
 

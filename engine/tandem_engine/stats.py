@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.prefix_counters import PrefixCounters
 from tandem_engine.disaggregation.stage import HandoffStage
+from tandem_engine.kernels.compiles import COMPILED
 from tandem_engine.memory.page_copy import CopyKind
 from tandem_engine.messages.engine_stats import EngineStats, PrefixFetchStats
 from tandem_engine.scheduler.scheduler import Scheduler
@@ -97,6 +98,8 @@ def engine_stats(
         move_failures_total=0 if transfers is None else transfers.moves_failed,
         prefix_fetch=PrefixFetchStats() if handoff is None else _prefix_fetch(handoff.prefixes.counters),
         links=() if handoff is None else handoff.links.reports(),
+        kernels_compiled_starting=COMPILED.counts.starting,
+        kernels_compiled_serving=COMPILED.counts.serving,
     )
 
 

@@ -87,7 +87,7 @@ def full_kernel(
     pages,
     keys,
     out,
-    PAGE_WORDS: tl.constexpr,
+    page_words,
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -96,8 +96,8 @@ def full_kernel(
     page = tl.load(pages + i)
     base = _mix(tl.load(keys + i).to(tl.uint64, bitcast=True))
     w = j * BLOCK + tl.arange(0, BLOCK)
-    live = w < PAGE_WORDS
-    word = tl.load(words + page * PAGE_WORDS + w, mask=live, other=0)
+    live = w < page_words
+    word = tl.load(words + page * page_words + w, mask=live, other=0)
     x = _unsigned(word, MASK) ^ (base + w.to(tl.uint64) * _GOLDEN)
     y = (x ^ (x >> _FOLD_BITS)) * _FIRST
     term = y ^ (y >> _TERM_BITS)
@@ -119,8 +119,8 @@ def full_digests(words: Tensor, pages: Tensor, keys: Tensor) -> Tensor:
     parts = triton.cdiv(words.shape[1], BLOCK)
     sums = torch.empty((len(pages), parts), dtype=torch.int64, device=words.device)
     if len(pages):
-        constants = full_constants(words.shape[1], words.dtype.itemsize)
-        full_kernel[(len(pages), parts)](words, pages, keys, sums, **constants)
+        constants = full_constants(words.dtype.itemsize)
+        full_kernel[(len(pages), parts)](words, pages, keys, sums, words.shape[1], **constants)
     return word_mixing.mix_torch(word_mixing.mix_torch(keys) + sums.sum(dim=1))
 
 
@@ -137,9 +137,9 @@ def sampled_constants(page_words: int, width: int, layout: PageLayout, samples: 
     }
 
 
-def full_constants(page_words: int, width: int) -> dict[str, int]:
-    """What `full_kernel` is compiled for."""
-    return {"PAGE_WORDS": page_words, "MASK": _mask(width), "BLOCK": BLOCK}
+def full_constants(width: int) -> dict[str, int]:
+    """What `full_kernel` is compiled for: words of `width` bytes, of pages or of the heads of one that a peer has."""
+    return {"MASK": _mask(width), "BLOCK": BLOCK}
 
 
 def _mask(width: int) -> int:

@@ -22,7 +22,12 @@ import torch
 import xxhash
 
 from tandem_engine.disaggregation.full_words import full_digests, full_digests_torch
-from tandem_engine.disaggregation.sampled_words import sampled_digests, sampled_digests_torch, sampled_rows
+from tandem_engine.disaggregation.sampled_words import (
+    SLOT_GROUP,
+    sampled_digests,
+    sampled_digests_torch,
+    sampled_rows,
+)
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool, Push
 from tandem_engine.disaggregation.word_mixing import Indices, Keys, word_bytes
 from tandem_engine.memory.pool import PageLayout
@@ -154,7 +159,22 @@ def _on_device(words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, Dige
         part = _gathered(words, where, layout, heads)
         return _back(full_on(part, torch.arange(len(pages), device=device), places))
 
+    _warm_up(sampled, full, layout, words.shape[1])
     return {DigestKind.SAMPLED: sampled, DigestKind.FULL: full}
+
+
+def _warm_up(sampled: Digester, full: Digester, layout: PageLayout, page_words: int) -> None:
+    """No transfer waits for a compiler: digest a page as far as any request may fill it, and as any peer may share it.
+
+    A kernel is compiled for each number of samples, and for whether words are a multiple of 16 (see
+    `device_digests.full_kernel`), as those of a page and of some of its heads may be or not.
+    """
+    page, every_head = np.zeros(1, np.int64), range(layout.heads)
+    for used in range(min(SLOT_GROUP, layout.slots), layout.slots + SLOT_GROUP, SLOT_GROUP):
+        sampled(page, page.view(np.uint64), min(used, layout.slots), every_head)
+    parts = {page_words // layout.heads * count % 16 == 0: range(count) for count in range(1, layout.heads + 1)}
+    for heads in parts.values():
+        full(page, page.view(np.uint64), layout.slots, heads)
 
 
 def _gathered(words: torch.Tensor, pages: torch.Tensor, layout: PageLayout, heads: range) -> torch.Tensor:

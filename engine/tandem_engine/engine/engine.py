@@ -12,7 +12,7 @@ import torch
 
 from tandem_engine.clock import MonotonicClock
 from tandem_engine.config import EngineConfig, ModelConfig
-from tandem_engine.engine.lone_runs import forced_logits, run_self_test
+from tandem_engine.engine.lone_runs import forced_logits, run_self_test, run_warm_up
 from tandem_engine.engine.parts import EngineParts, make_parts
 from tandem_engine.engine.peer_side import EnginePort, PeerSide
 from tandem_engine.engine.served import Served
@@ -21,6 +21,7 @@ from tandem_engine.executor.platform import Platform
 from tandem_engine.executor.profiler import StepProfiler
 from tandem_engine.executor.self_test import SelfTestReport
 from tandem_engine.generation import Generation
+from tandem_engine.kernels.compiles import COMPILED
 from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.memory.conservation import ConservationReport
 from tandem_engine.messages.control import KvGeometry, PauseMode
@@ -70,6 +71,7 @@ class Engine:
         self._parts = parts
         self._inputs = parts.inputs
         self._parallel = loaded.parallel
+        self._drafts = 0 if config.speculative.algorithm is None else config.speculative.num_draft_tokens
         self._served = Served.of(loaded, config)
         self._peers = PeerSide()
         self._throughput = Throughput(clock=parts.scheduler.clock)
@@ -228,6 +230,18 @@ class Engine:
     def self_test(self) -> SelfTestReport:
         """Compute on random tokens, on pages that are free, with no step in flight. Raises `EngineError`."""
         return run_self_test(self._parts, vocab_size=self.model_config.vocab_size)
+
+    def warm_up(self) -> None:
+        """Have every kernel compiled that a request can launch, with no step in flight; see `run_warm_up`. What is
+        compiled from now on counts as compiled while serving.
+        """
+        run_warm_up(
+            self._parts,
+            vocab_size=self.model_config.vocab_size,
+            max_rows=self.scheduler_config.max_running_requests,
+            drafts=self._drafts,
+        )
+        COMPILED.serve()
 
     def forced_logits(self, tokens: Sequence[int], *, chunk: int) -> Iterator[torch.Tensor]:
         """See `lone_runs.forced_logits`. Of one rank."""

@@ -1,7 +1,10 @@
 """Computing beside the requests: on pages that are free, with no step in flight, and given back at the end."""
 
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -9,8 +12,16 @@ from tandem_engine.engine.parts import EngineParts
 from tandem_engine.errors import BusyError
 from tandem_engine.executor.lone_batch import logits_of, lone_batch
 from tandem_engine.executor.self_test import SelfTestReport, self_test
+from tandem_engine.executor.warm_steps import Room, model_steps, request_steps
+from tandem_engine.executor.warm_up import warm_up
+from tandem_engine.kernels.compiles import COMPILED
+from tandem_engine.kernels.dispatch import by_triton
+
+logger = logging.getLogger(__name__)
 
 SELF_TEST_TOKENS = 256
+WARM_UP_TOKENS = 32
+"""Of its prompt. What is compiled does not depend on how many they are; more than a run of drafts has."""
 
 
 def run_self_test(parts: EngineParts, *, vocab_size: int) -> SelfTestReport:
@@ -38,6 +49,42 @@ def run_self_test(parts: EngineParts, *, vocab_size: int) -> SelfTestReport:
         memory.give_back(pages)
     scheduler.tally.expect(report.prefill_tokens_per_s, report.decode_step_s)
     return report
+
+
+def run_warm_up(parts: EngineParts, *, vocab_size: int, max_rows: int, drafts: int) -> None:
+    """Launch whatever a request can, on every rank, so that none waits for a compiler. Nothing to do on a CPU.
+
+    See `executor.warm_steps`; `max_rows` are the sequences of a step.
+    """
+    if not by_triton(parts.pool.data.device):
+        return
+    memory, began = parts.memory, time.perf_counter()
+    tokens = min(WARM_UP_TOKENS, parts.scheduler.max_request_tokens - 1)
+    pages = memory.reserve_pages(min(memory.pages_for(tokens), memory.available_pages()))
+    if not pages:
+        raise BusyError("no KV page is free to warm up with")
+    room = Room(
+        pages=pages,
+        page_size=memory.page_size,
+        prompt_tokens=min(tokens, len(pages) * memory.page_size),
+        max_rows=max_rows,
+    )
+
+    def launch_everything() -> None:
+        steps = chain(model_steps(room), request_steps(room, vocab_size=vocab_size, drafts=drafts))
+        warm_up(parts.runner, steps, of="the model")
+        if parts.draft_runner is not None:
+            warm_up(parts.draft_runner, model_steps(room), of="the draft")
+
+    try:
+        parts.executor.run(lambda: parts.joint.run(launch_everything))
+    finally:
+        memory.give_back(pages)
+    logger.info(
+        "%d kernels are compiled, the last of them in %.1f s of warming up",
+        COMPILED.counts.starting,
+        time.perf_counter() - began,
+    )
 
 
 def forced_logits(parts: EngineParts, tokens: Sequence[int], *, chunk: int) -> Iterator[torch.Tensor]:

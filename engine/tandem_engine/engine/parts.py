@@ -37,7 +37,7 @@ from tandem_engine.scheduler.lockstep import AgreedClock, Inputs
 from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.scheduler import Scheduler
 from tandem_engine.scheduler.stream import Sink
-from tandem_engine.speculative.assembly import keep_states, make_proposer, read_draft
+from tandem_engine.speculative.assembly import keep_states, make_draft_runner, make_proposer, read_draft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +47,8 @@ class EngineParts:
     pool: KvPool
     memory: KvMemory
     runner: Runner
+    draft_runner: Runner | None
+    """Of a draft model or head; None without."""
     executor: Executor
     joint: JointWork
     agreement: Agreement
@@ -79,10 +81,15 @@ def make_parts(
     grammars = make_grammars(loaded, config.grammar)
     local_clock, agreed_clock = MonotonicClock(), AgreedClock()
     clock = local_clock if loaded.parallel.size == 1 else agreed_clock
-    speculation = None
+    speculation, draft_runner = None, None
     if config.speculative.algorithm is not None:
+        draft_runner = make_draft_runner(draft, target, states=states)
         proposer = make_proposer(
-            config.speculative, draft, target, states=states, run=lambda work: executor.run(lambda: joint.run(work))
+            config.speculative,
+            draft,
+            target,
+            runner=draft_runner,
+            run=lambda work: executor.run(lambda: joint.run(work)),
         )
         speculation = make_speculation(config.speculative, proposer, memory, clock, local_clock, agreement)
     scheduler = Scheduler(
@@ -103,6 +110,7 @@ def make_parts(
         pool=pool,
         memory=memory,
         runner=runner,
+        draft_runner=draft_runner,
         executor=executor,
         joint=joint,
         agreement=agreement,

@@ -21,7 +21,7 @@ BLOCK = 4096
 WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sources", "targets"])
 def copy_pages_kernel(
     pool,
     sources,

@@ -59,7 +59,7 @@ class RowMasks:
     """[G, words] int32 of bits, or [A, V] bool."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_words", "drafts"])
 def edit_kernel(
     logits,
     out,
@@ -77,7 +77,7 @@ def edit_kernel(
     row_stride,
     vocab_size,
     num_words,
-    DRAFTS: tl.constexpr,
+    drafts,
     PENALISE: tl.constexpr,
     MASK: tl.constexpr,
     ALLOW: tl.constexpr,
@@ -94,8 +94,8 @@ def edit_kernel(
             place = slot * vocab_size + token
             count = tl.load(counts + place, mask=live, other=0)
             prompt = tl.load(in_prompt + place, mask=live, other=0) != 0
-            for draft in tl.static_range(DRAFTS):
-                count += (tl.load(ahead + row * DRAFTS + draft) == token).to(tl.int32)
+            for draft in range(drafts):
+                count += (tl.load(ahead + row * drafts + draft) == token).to(tl.int32)
             strength = tl.load(repetition + row)
             known = prompt | (count > 0)
             repeated = tl.where(logit > 0, tl.math.div_rn(logit, strength), logit * strength)
@@ -129,29 +129,31 @@ def edit_logits(
     if not rows:
         return out
     assert logits.stride(1) == 1, f"logits of strides {logits.stride()}"
-    ahead = None if penalties is None else penalties.ahead
-    drafts = 0 if ahead is None else ahead.shape[1]
-    constants = edit_constants(
-        drafts=drafts, penalise=penalties is not None, mask=bits is not None, allow=allowed is not None
-    )
-    unused = (logits,) * 6
-    tables = unused if penalties is None else (
-        penalties.slots, penalties.repetition, penalties.frequency, penalties.presence, penalties.counts,
-        _bytes(penalties.in_prompt),
-    )  # fmt: skip
+    constants = edit_constants(penalise=penalties is not None, mask=bits is not None, allow=allowed is not None)
+    tables, drafts = ((logits,) * 7, 0) if penalties is None else _tables(penalties)
     edit_kernel[(rows, triton.cdiv(vocab_size, BLOCK))](
-        logits, out, *tables, logits if ahead is None else ahead.contiguous(),
+        logits, out, *tables,
         *((logits, logits) if bits is None else (bits.index, bits.masks)),
         *((logits, logits) if allowed is None else (allowed.index, _bytes(allowed.masks))),
-        logits.stride(0), vocab_size, 0 if bits is None else bits.masks.shape[1],
+        logits.stride(0), vocab_size, 0 if bits is None else bits.masks.shape[1], drafts,
         **constants, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-def edit_constants(*, drafts: int, penalise: bool, mask: bool, allow: bool) -> dict[str, int | bool]:
+def edit_constants(*, penalise: bool, mask: bool, allow: bool) -> dict[str, int | bool]:
     """What the kernel is compiled for."""
-    return {"DRAFTS": drafts, "PENALISE": penalise, "MASK": mask, "ALLOW": allow, "BLOCK": BLOCK}
+    return {"PENALISE": penalise, "MASK": mask, "ALLOW": allow, "BLOCK": BLOCK}
+
+
+def _tables(penalties: RowPenalties) -> tuple[tuple[Tensor, ...], int]:
+    """What the kernel reads of penalties, and how many drafts each row has at most: with none it is the same kernel."""
+    ahead = penalties.ahead
+    tables = (
+        penalties.slots, penalties.repetition, penalties.frequency, penalties.presence, penalties.counts,
+        _bytes(penalties.in_prompt), penalties.slots if ahead is None else ahead.contiguous(),
+    )  # fmt: skip
+    return tables, 0 if ahead is None else ahead.shape[1]
 
 
 def _bytes(flags: Tensor) -> Tensor:

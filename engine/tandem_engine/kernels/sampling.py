@@ -14,7 +14,9 @@ shortest run, from the largest down, whose probability reaches p. So
 
 Three launches: peaks of parts of each row; winners of the parts and their mass; one program a row that settles, and
 that reads the row again only where a filter asks for it. Nothing looks across rows, parts are as long as the
-vocabulary alone says, and masses are summed in one order, so a row's token does not depend on its company.
+vocabulary alone says, and masses are summed in one order, so a row's token does not depend on its company. What parts
+leave for each other lies in shared tensors, whose addresses follow from the number of rows: no kernel is compiled for
+how even they are.
 
 Exactness: s and the noise's bits are the CPU's. The noise itself is within 2e-6 of it (`noise`), and e^s and its
 sums, float32 in a block and float64 across, are within 1e-6 of theirs; so the token is the CPU's unless two
@@ -83,7 +85,7 @@ def _block(logits, token, live, largest, temperature):
     return _scaled(tl.load(logits + token, mask=live, other=-_INFINITY), largest, temperature)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["peaks", "peak_ids"])
 def peak_kernel(logits, peaks, peak_ids, row_stride, vocab_size, PART: tl.constexpr):
     """The best logit of part i of row s and its id; NaN if one is; program (s, i)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -96,7 +98,7 @@ def peak_kernel(logits, peaks, peak_ids, row_stride, vocab_size, PART: tl.conste
     tl.store(peak_ids + place, best_id)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["peaks", "peak_ids", "keys", "winners", "masses"])
 def draw_kernel(
     logits,
     peaks,
@@ -201,7 +203,7 @@ def _draw_above(logits, key, bound, largest, temperature, vocab_size, STRICT: tl
     return winner
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["peaks", "peak_ids", "keys", "winners", "masses"])
 def settle_kernel(
     logits,
     peaks,

@@ -160,5 +160,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     move_failures_total: int = 0
     """Those that went without it: their transfer failed, and another worker computed it again."""
     prefix_fetch: PrefixFetchStats = PrefixFetchStats()
+    kernels_compiled_starting: int = 0
+    """Kernels that a device's compiler made for this process before it served; 0 on a CPU."""
+    kernels_compiled_serving: int = 0
+    """Those made since, for each of which requests waited; of rank 0."""
     links: tuple[LinkReport, ...] = ()
     """To the peers that the worker service named, at most `MAX_LINKS`."""

@@ -92,6 +92,7 @@ def _serve(config: ProcessConfig, context: IpcContext, control: Control | None) 
     with launched_engine(config.engine, progress=True, self_test=True, sink=outbox, port=port, nodes=nodes) as engine:
         logger.info("trying a prompt and a step; kernels that are new to this machine are compiled first")
         test = engine.self_test()
+        engine.warm_up()
         # What is there now stays. Else every full collection walks all of torch: measured, 0.2 s without a token.
         gc.collect()
         gc.freeze()

@@ -3,7 +3,8 @@
 read_draft          at start, before any weights: the draft's config, checked against the target's
 draft_graph_bytes   what its graphs will take, found out before the pool is sized
 keep_states         what the target's forwards write for a head, if the draft is one
-make_proposer       pool, weights and bookkeeping
+make_draft_runner   pool, weights and steps of the draft
+make_proposer       bookkeeping
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 
 from tandem_engine.config import ModelConfig, SpecAlgorithm, SpecConfig
 from tandem_engine.errors import CheckpointError, ConfigError
+from tandem_engine.executor.interface import Runner
 from tandem_engine.executor.platform import Platform, RunnerParts
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import CausalLM, StepModel
@@ -23,12 +25,11 @@ from tandem_engine.model.json_file import read_json_object
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.tensor_names import expected_shapes
 from tandem_engine.parallel.group import TpGroup
-from tandem_engine.speculative.draft_history import DraftHistory
 from tandem_engine.speculative.eagle import EagleModel
 from tandem_engine.speculative.eagle_weights import head_shapes, load_head, read_head_config
 from tandem_engine.speculative.hidden_states import HiddenStates
 from tandem_engine.speculative.interface import Proposer
-from tandem_engine.speculative.model_proposer import DraftNetwork, ModelProposer, OnForwardThread
+from tandem_engine.speculative.model_proposer import ModelProposer, OnForwardThread
 from tandem_engine.speculative.ngram import NgramProposer
 from tandem_engine.speculative.page_stamps import PageStamps
 from tandem_engine.speculative.recent_text import RecentText
@@ -134,40 +135,35 @@ def keep_states(draft: Draft | None, target: Target) -> HiddenStates | None:
     )
 
 
-def make_proposer(
-    config: SpecConfig, draft: Draft | None, target: Target, *, states: HiddenStates | None, run: OnForwardThread
-) -> Proposer:
-    """The proposer that `config` names. Raises `CheckpointError`, and `ConfigError` for a target that has no draft."""
+def make_draft_runner(draft: Draft | None, target: Target, *, states: HiddenStates | None) -> Runner | None:
+    """Computes the draft's steps over a pool of its own. Raises `CheckpointError`, and `ConfigError` for a target
+    that has no draft.
+    """
     if draft is None:
-        return NgramProposer(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
-    stamps = PageStamps(target.num_pages)
+        return None
     positions = _positions(draft, target)
-    if states is None:
-        model, history = _load(draft, target, positions), WholeText(stamps=stamps)
-        return _model_proposer("DRAFT", _network(model, draft, target), history, target, positions, run)
-    head, recent = _head(draft, target, states, positions), RecentText(stamps=stamps, longest=HEAD_CONTEXT)
-    return _model_proposer("EAGLE", _network(head, draft, target), recent, target, positions, run)
-
-
-def _model_proposer(
-    name: str, network: DraftNetwork, history: DraftHistory, target: Target, positions: int, run: OnForwardThread
-) -> ModelProposer:
-    return ModelProposer(
-        name=name,
-        network=network,
-        history=history,
-        run=run,
-        page_size=target.page_size,
-        positions=positions,
-        max_text=target.max_text,
-    )
-
-
-def _network(model: StepModel, draft: Draft, target: Target) -> DraftNetwork:
-    """Steps of `model` over a pool of its own."""
+    model = _load(draft, target, positions) if states is None else _head(draft, target, states, positions)
     runner = target.platform.runner(_runner_parts(model, draft, target))
     runner.backend.warm_up()
-    return runner.guess
+    return runner
+
+
+def make_proposer(
+    config: SpecConfig, draft: Draft | None, target: Target, *, runner: Runner | None, run: OnForwardThread
+) -> Proposer:
+    """The proposer that `config` names; `runner` is the draft's."""
+    if draft is None or runner is None:
+        return NgramProposer(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
+    stamps = PageStamps(target.num_pages)
+    return ModelProposer(
+        name="EAGLE" if draft.is_head else "DRAFT",
+        network=runner.guess,
+        history=RecentText(stamps=stamps, longest=HEAD_CONTEXT) if draft.is_head else WholeText(stamps=stamps),
+        run=run,
+        page_size=target.page_size,
+        positions=_positions(draft, target),
+        max_text=target.max_text,
+    )
 
 
 def _runner_parts(model: StepModel, draft: Draft, target: Target) -> RunnerParts:

@@ -1,8 +1,8 @@
 """Prometheus metrics of a worker, computed from the engine's last statistics when they are scraped.
 
 Names follow vLLM's where vLLM has one, with the prefix `tandem_worker_`. No labels, for one process is one
-engine, but for its role, the reason why requests wait, the tiers of the prefix cache and the peers of links. A help
-text is read alone, so each says what it counts without its neighbours.
+engine, but for its role, the reason why requests wait, the tiers of the prefix cache, when kernels were compiled and
+the peers of links. A help text is read alone, so each says what it counts without its neighbours.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -156,6 +156,7 @@ class WorkerCollector(Collector):
         for name, text, value in _COUNTERS:
             yield _counter(name, text, value(stats))
         yield _cache_hits(stats)
+        yield _kernel_compiles(stats)
         yield _head_waits(stats.head_waits)
         yield from _links(stats.links)
         if stats.speculation is not None:
@@ -189,6 +190,17 @@ def _cache_hits(stats: EngineStats) -> Metric:
     host, disk = stats.host_cached_tokens_total, stats.disk_cached_tokens_total
     for tier, tokens in ((Tier.DEVICE, stats.cached_tokens_total - host - disk), (Tier.HOST, host), (Tier.DISK, disk)):
         metric.add_metric([tier.value], tokens)
+    return metric
+
+
+def _kernel_compiles(stats: EngineStats) -> Metric:
+    metric = CounterMetricFamily(
+        PREFIX + "kernel_compiles",
+        "Kernels that a GPU's compiler made: starting, before the engine served; serving, while requests waited.",
+        labels=["when"],
+    )
+    metric.add_metric(["starting"], stats.kernels_compiled_starting)
+    metric.add_metric(["serving"], stats.kernels_compiled_serving)
     return metric
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -115,6 +116,40 @@ def launches_that_only_compile(arch: int) -> Iterator[list[str]]:
         patch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: compiled.append(src.name))
         patch.setattr(triton.runtime.driver, "_active", _AbsentDevice(arch))
         yield compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What Triton would compile for one launch, once however often it comes."""
+
+    kernel: str
+    key: str
+    """Types, alignment and values of the arguments, and options."""
+
+
+@contextmanager
+def launches_that_are_only_noted(arch: int) -> Iterator[set[Launch]]:
+    """Within, launches run nothing and compile nothing, and tensors begin with zeros, which is what kernels then leave.
+
+    Yields what would be compiled for a device that is not there. It costs microseconds a launch, so whole engines can
+    be looked at: the rest of a step is computed, of zeros.
+    """
+    noted: set[Launch] = set()
+
+    def launch(kernel: Any, grid: Any) -> Any:
+        def note(*args: Any, **options: Any) -> None:
+            *_, bind = kernel.device_caches[0]
+            _, specialization, rest = bind(*args, **options)
+            noted.add(Launch(kernel.__name__, f"{specialization} {rest}"))
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "__getitem__", launch, raising=False)
+        patch.setattr(triton.runtime.driver, "_active", _AbsentDevice(arch))
+        patch.setattr(torch, "empty", torch.zeros)
+        patch.setattr(torch, "empty_like", torch.zeros_like)
+        yield noted
 
 
 @dataclass(frozen=True)

@@ -58,5 +58,8 @@ def compile_digests() -> None:
         signature = {"words": pointer} | dict.fromkeys(("pages", "keys", "out"), "*i64")
         kernel = device_digests.sampled_kernel
         compile_kernel(kernel, signature | {"rows": "*i64"}, sampled, arch=arch).assert_fits()
-        full = device_digests.full_constants(page_words, width)
-        compile_kernel(device_digests.full_kernel, signature, full, arch=arch).assert_fits()
+        full = device_digests.full_constants(width)
+        for words in ("i32", "i32:16"):
+            compile_kernel(
+                device_digests.full_kernel, signature | {"page_words": words}, full, arch=arch
+            ).assert_fits()  # fmt: skip

@@ -284,10 +284,10 @@ def compile_edits() -> None:
         | dict.fromkeys(("slots", "ahead", "bit_index", "allowed_index"), INTS)
         | dict.fromkeys(("counts", "bits"), "*i32:16")
         | dict.fromkeys(("in_prompt", "allowed"), BYTES)
-        | {"row_stride": "i32:16", "vocab_size": "i32:16", "num_words": "i32"}
+        | {"row_stride": "i32:16", "vocab_size": "i32:16", "num_words": "i32", "drafts": "i32"}
     )
-    for drafts, arch in product((0, 8), ARCHITECTURES):
-        constants = penalties.edit_constants(drafts=drafts, penalise=True, mask=True, allow=True)
+    for arch in ARCHITECTURES:
+        constants = penalties.edit_constants(penalise=True, mask=True, allow=True)
         compile_kernel(
             penalties.edit_kernel, tensors, constants, arch=arch, enable_fp_fusion=False
         ).assert_fits()  # fmt: skip
@@ -297,9 +297,9 @@ def compile_sampling() -> None:
     parts = triton.cdiv(QWEN_VOCAB, sampling.PART)
     width = triton.next_power_of_2(parts)
     sizes = {"row_stride": "i32:16", "vocab_size": "i32:16"}
-    peaks = {"logits": FLOATS, "peaks": FLOATS, "peak_ids": "*i32:16"}
-    params = dict.fromkeys(("temperatures", "keys", "masses"), FLOATS) | {
-        "seeds": INTS, "positions": INTS, "winners": "*i32:16",
+    peaks = {"logits": FLOATS, "peaks": "*fp32", "peak_ids": "*i32"}
+    params = {
+        "temperatures": FLOATS, "seeds": INTS, "positions": INTS, "keys": "*fp32", "winners": "*i32", "masses": "*fp32",
     }  # fmt: skip
     settled = {"top_ks": INTS, "top_ps": FLOATS, "min_p_logs": FLOATS, "out": INTS, "num_parts": "i32"}
     for arch in ARCHITECTURES:

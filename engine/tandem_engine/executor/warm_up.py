@@ -1,0 +1,37 @@
+"""Has kernels compiled before requests come, by running the steps that launch them all (`warm_steps`).
+
+On pages that the caller lends; what they held is lost. Rows and slots that requests have are theirs again with the
+first token that they sample. Nothing that a step comes to is looked at.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+
+import torch
+
+from tandem_engine.executor.interface import Runner
+from tandem_engine.executor.warm_steps import WarmStep
+from tandem_engine.kernels.compiles import COMPILED
+
+logger = logging.getLogger(__name__)
+
+NOTABLE_S = 1.0
+"""A step that takes longer has a line of its own in the log, so that a start which compiles is seen to go on."""
+
+
+@torch.inference_mode()
+def warm_up(runner: Runner, steps: Iterable[WarmStep], *, of: str) -> None:
+    """Run `steps` one after the other; `of`: whose they are, for the log."""
+    for step in steps:
+        began, before = time.perf_counter(), COMPILED.counts.starting
+        runner.forward(step.batch)
+        seconds, compiled = time.perf_counter() - began, COMPILED.counts.starting - before
+        logger.log(
+            logging.INFO if seconds >= NOTABLE_S else logging.DEBUG,
+            "warming up %s: %s: %d kernels in %.1f s",
+            of,
+            step.name,
+            compiled,
+            seconds,
+        )

@@ -1,0 +1,93 @@
+"""How many kernels Triton has compiled in this process, before it served requests and since.
+
+Triton compiles a kernel at its first launch, and again for each other kind of arguments: another constant, an address
+that is no multiple of 16, a number that is 1. A launch that is the first of its kind waits for that, for seconds where
+nothing is cached on disk and for milliseconds where it is, and with it every request. So an engine launches whatever
+it can before it serves (`executor.warm_steps`), and what is compiled later is counted and named: it is missing there.
+
+Triton has one listener for a process, so there is one counter. Importing this needs no Triton; `watch` does.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MICROSECOND = 1e-6
+Listener = Callable[..., object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiles:
+    """Kernels, those that came from Triton's cache on disk included."""
+
+    starting: int = 0
+    serving: int = 0
+
+
+class CompileCounter:
+    """Counts what Triton compiles. Any thread may launch kernels meanwhile."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = Compiles()
+        self._serving = False
+        self._watching: Listener | None = None
+
+    @property
+    def counts(self) -> Compiles:
+        """So far."""
+        return self._counts
+
+    def watch(self) -> None:
+        """Count from now on, beside who listens already. Idempotent."""
+        import triton
+
+        knobs = triton.knobs.compilation
+        if self._watching is not None and knobs.listener is self._watching:
+            return
+        before = knobs.listener
+
+        def listener(**compiled: Any) -> None:
+            self.compiled(**compiled)
+            if before is not None:
+                before(**compiled)
+
+        self._watching = knobs.listener = listener
+
+    def serve(self) -> None:
+        """Requests come from now on: whatever is compiled makes one wait."""
+        self._serving = True
+
+    def compiled(self, *, src: Any, metadata: Mapping[str, Any], times: Any, cache_hit: bool, **_: object) -> None:
+        """Triton's listener: one kernel was compiled, or read from its cache on disk."""
+        with self._lock:
+            counts, serving = self._counts, self._serving
+            self._counts = Compiles(starting=counts.starting + (not serving), serving=counts.serving + serving)
+        logger.log(
+            logging.WARNING if serving else logging.DEBUG,
+            "kernel %s was %s %s, in %.3f s; its key: %s",
+            src.name,
+            "read from Triton's cache" if cache_hit else "compiled",
+            "while serving: requests waited for it" if serving else "before serving",
+            times.total * MICROSECOND,
+            key_of(src, metadata),
+        )
+
+
+def key_of(src: Any, metadata: Mapping[str, Any]) -> str:
+    """What a kernel was compiled for: a type for each argument, `/16` where a multiple of 16, or a value; options."""
+    aligned = {place[0] for place, properties in src.attrs.items() if ["tt.divisibility", 16] in properties}
+    values = {place[0]: value for place, value in src.constants.items()}
+    arguments = [
+        f"{name}={values[place]!r}" if place in values else f"{name}: {kind}{'/16' if place in aligned else ''}"
+        for place, (name, kind) in enumerate(src.signature.items())
+    ]
+    return f"({', '.join(arguments)}), {metadata.get('num_warps')} warps, {metadata.get('num_stages')} stages"
+
+
+COMPILED = CompileCounter()
+"""Of this process."""

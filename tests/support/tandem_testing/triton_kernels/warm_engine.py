@@ -1,0 +1,170 @@
+"""Engines of a device that are warm when they are ready: requests of every kind launch nothing that is new.
+
+Kernels are neither compiled nor run (`launches_that_are_only_noted`): the engine goes through all of its own code, and
+what Triton would compile for each launch is compared with what warming up has had it compile.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from msgspec.structs import replace
+
+from tandem_engine.config import (
+    CacheConfig,
+    DisaggConfig,
+    EngineConfig,
+    GraphConfig,
+    HostConfig,
+    KvCacheDtype,
+    SchedulerConfig,
+    SpecAlgorithm,
+    SpecConfig,
+)
+from tandem_engine.engine import Engine, lone_runs
+from tandem_engine.executor.warm_steps import Room, WarmStep
+from tandem_engine.loaded_model import load
+from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
+from tandem_engine.messages.pooling import Pooling, PoolingParams
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_testing.plain_device import PlainDevice
+from tandem_testing.quantized_files import KERNEL_KINDS, QWEN3_MOE, write_quantized
+from tandem_testing.scheduler_builders import make_message
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
+from tandem_testing.triton_kernels.ahead_of_time import HOPPER, Launch, launches_that_are_only_noted
+from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels
+
+PENALISED = {"repetition_penalty": 1.2, "presence_penalty": 0.3}
+GRAMMAR = {"grammar": GrammarSpec(kind=GrammarKind.REGEX, source="[^a]+")}
+LIMITED = {"allowed_token_ids": (0, 1, 2)}
+SAMPLED = {"temperature": 0.8, "seed": 7}
+PARAMETERS: tuple[dict[str, object], ...] = (
+    {},
+    SAMPLED,
+    SAMPLED | {"top_k": 5},
+    SAMPLED | {"top_p": 0.9},
+    SAMPLED | {"min_p": 0.05},
+    SAMPLED | {"top_k": 5, "top_p": 0.9, "min_p": 0.05},
+    {"logprobs": 3},
+    {"logprobs": 0, "logprob_token_ids": (1, 2)},
+    {"prompt_logprobs": 2},
+    {"logit_bias": ((3, 1.5), (0, -1.0))},
+    {"bad_words": ((5,), (1, 2, 3))},
+    {"min_tokens": 2, "stop_token_ids": (9,)},
+)
+EDITS = tuple(
+    penalised | masked | limited
+    for penalised, masked, limited in product(({}, PENALISED), ({}, GRAMMAR), ({}, LIMITED))
+)
+LENGTHS = (1, 15, 16, 17, 70)
+"""Of prompts: within a page, a whole one, several, and more than a chunk."""
+
+
+def requests_of_every_kind() -> list[GenerateRequest]:
+    """One of each, with prompts of every length; the last three are choices of one answer, and an embedding."""
+    asked = [*PARAMETERS, *EDITS, *(SAMPLED | edits for edits in EDITS)]
+    sampled = [
+        make_message(f"r{i}", [i % 200 + 1] * LENGTHS[i % len(LENGTHS)], max_tokens=4, **each)
+        for i, each in enumerate(asked)
+    ]
+    choices = [make_message(name, range(20), max_tokens=3, group="choices", **SAMPLED) for name in ("first", "second")]
+    pooling = PoolingParams(pooling=Pooling.MEAN)
+    return [*sampled, *choices, replace(make_message("pooled", [1] * 20, max_tokens=1), pooling=pooling)]
+
+
+def new_launches(engine: Engine, noted: set[Launch], requests: Sequence[GenerateRequest]) -> set[str]:
+    """Kernels that `requests` launch, alone, behind each other and at once, as nothing in `noted` has before."""
+    warm = set(noted)
+    for request in requests:
+        engine.generate([request])
+    for steps_between in (1, 0):
+        again = [replace(request, rid=f"{request.rid}, {steps_between}") for request in requests]
+        engine.generate(again, steps_between=steps_between)
+    assert engine.stats().failed_total == 0
+    return {f"{launch.kernel}: {launch.key}" for launch in noted - warm}
+
+
+@contextmanager
+def device_engine(checkpoint: Path, **config: object) -> Iterator[tuple[Engine, set[Launch]]]:
+    """On a device whose launches are only noted, and what they are."""
+    defaults: dict[str, object] = {
+        "dtype": "bfloat16",
+        "cache": CacheConfig(num_pages=120),
+        "scheduler": SchedulerConfig(context_length=128, chunked_prefill_size=32, force_retract_every=7),
+        "disagg": DisaggConfig(transport="none"),
+    }
+    with layers_by_kernels("cpu"), launches_that_are_only_noted(HOPPER) as noted:
+        loaded = load(EngineConfig(model_path=str(checkpoint), **{**defaults, **config}), progress=False)
+        with Engine.build(loaded, loaded.config, platform=PlainDevice()) as engine:
+            yield engine, noted
+
+
+def is_warm(name: str, **config: object) -> None:
+    with TemporaryDirectory(prefix="tandem-warm-") as folder:
+        checkpoint_is_warm(write_tiny_checkpoint(name, Path(folder) / "model"), **config)
+
+
+def checkpoint_is_warm(checkpoint: Path, **config: object) -> None:
+    with device_engine(checkpoint, **config) as (engine, noted):
+        engine.warm_up()
+        assert not new_launches(engine, noted, requests_of_every_kind())
+
+
+def compile_nothing_that_requests_of_every_kind_launch() -> None:
+    is_warm("llama-llama3-rope")
+
+
+def compile_nothing_for_windows_and_caps_without_graphs() -> None:
+    is_warm("gemma2", graphs=GraphConfig(enabled=False))
+
+
+def compile_nothing_for_experts_over_float8_pages() -> None:
+    is_warm("mixtral", cache=CacheConfig(num_pages=120, dtype=KvCacheDtype.FP8_E4M3))
+
+
+def compile_nothing_for_packed_weights() -> None:
+    with TemporaryDirectory(prefix="tandem-warm-") as folder:
+        write_quantized(Path(folder), "gptq, in another order", kinds=KERNEL_KINDS, head=True, **QWEN3_MOE)
+        checkpoint_is_warm(Path(folder))
+
+
+def compile_nothing_for_pages_in_host_memory() -> None:
+    host = HostConfig(enable_cache=True, swap_bytes=1 << 20)
+    is_warm("qwen3", cache=CacheConfig(num_pages=24, host=host))
+
+
+def compile_nothing_for_drafts_of_any_proposer() -> None:
+    with TemporaryDirectory(prefix="tandem-warm-") as folder:
+        checkpoint = write_tiny_checkpoint("qwen3", Path(folder) / "model")
+        head = write_tiny_head(checkpoint, Path(folder) / "head")
+        for algorithm, path in (
+            (SpecAlgorithm.NGRAM, ""),
+            (SpecAlgorithm.DRAFT, str(checkpoint)),
+            (SpecAlgorithm.EAGLE, str(head)),
+        ):
+            speculative = SpecConfig(algorithm=algorithm, draft_model_path=path, adaptive=False)
+            checkpoint_is_warm(checkpoint, speculative=speculative)
+
+
+def compile_less_and_a_step_left_out_of_the_list_is_found() -> None:
+    """Each way in which a request's kernels differ from a plain one's is missed when its step is."""
+    everything = lone_runs.request_steps
+    for missing, kernel in (
+        ("penalties", "edit_kernel"),
+        ("a grammar", "edit_kernel"),
+        ("penalties, a grammar, allowed tokens", "edit_kernel"),
+        ("copied pages", "copy_pages_kernel"),
+    ):
+
+        def without(room: Room, *, missing: str = missing, **facts: int) -> Iterator[WarmStep]:
+            return (step for step in everything(room, **facts) if step.name != missing)
+
+        with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(prefix="tandem-warm-") as folder:
+            patch.setattr(lone_runs, "request_steps", without)
+            with device_engine(write_tiny_checkpoint("qwen2", Path(folder) / "model")) as (engine, noted):
+                engine.warm_up()
+                found = new_launches(engine, noted, requests_of_every_kind())
+        assert {launch.partition(":")[0] for launch in found} == {kernel}, missing
