@@ -45,7 +45,7 @@ class PageDigester:
     def __init__(self, pool: PagePool) -> None:
         self._slots, self._heads = pool.layout.slots, range(pool.layout.heads)
         words = pool.bytes_view().view(WORD_TYPES[word_bytes(pool.layout)])
-        make = _on_cpu if words.device.type == "cpu" else _on_device
+        make = _on_cpu if words.device.type == "cpu" else digesters_on_device
         self._by_kind = make(words, pool.layout)
 
     def digest(
@@ -133,7 +133,8 @@ def _on_cpu(signed_words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, 
     return {DigestKind.SAMPLED: sampled, DigestKind.FULL: full}
 
 
-def _on_device(words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, Digester]:
+def digesters_on_device(words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, Digester]:
+    """Of signed `words` [num_pages, words of a page] on a device. Whatever they launch is compiled."""
     device, every_head = words.device, range(layout.heads)
     sampled_on: Callable[..., torch.Tensor]
     try:

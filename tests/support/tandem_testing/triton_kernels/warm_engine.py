@@ -4,13 +4,17 @@ Kernels are neither compiled nor run (`launches_that_are_only_noted`): the engin
 what Triton would compile for each launch is compared with what warming up has had it compile.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from tandem_engine.config import (
@@ -24,17 +28,28 @@ from tandem_engine.config import (
     SpecAlgorithm,
     SpecConfig,
 )
+from tandem_engine.disaggregation.digest import digesters_on_device
 from tandem_engine.engine import Engine, lone_runs
-from tandem_engine.executor.warm_steps import Room, WarmStep
+from tandem_engine.executor.warm_steps import LISTED_ROWS, Room, WarmStep, list_sizes
+from tandem_engine.kernels import compiles
+from tandem_engine.kernels.compiles import CompileCounter, Compiles
+from tandem_engine.kernels.page_copy import copy_pages
+from tandem_engine.kernels.work_list import LEAST_WIDTH, list_constants, splitting_of
 from tandem_engine.loaded_model import load
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.pooling import Pooling, PoolingParams
 from tandem_engine.messages.requests import GenerateRequest
+from tandem_testing.digest_pools import digest_pool, signed_words
 from tandem_testing.plain_device import PlainDevice
 from tandem_testing.quantized_files import KERNEL_KINDS, QWEN3_MOE, write_quantized
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
-from tandem_testing.triton_kernels.ahead_of_time import HOPPER, Launch, launches_that_are_only_noted
+from tandem_testing.triton_kernels.ahead_of_time import (
+    HOPPER,
+    Launch,
+    launches_that_are_only_noted,
+    launches_that_only_compile,
+)
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels
 
 PENALISED = {"repetition_penalty": 1.2, "presence_penalty": 0.3}
@@ -149,12 +164,57 @@ def compile_nothing_for_drafts_of_any_proposer() -> None:
             checkpoint_is_warm(checkpoint, speculative=speculative)
 
 
+def compile_nothing_for_digests_of_any_page() -> None:
+    """However many slots are in use, and whichever heads a peer's rank has."""
+    for slots, head_dim in ((16, 64), (160, 3)):
+        pool = digest_pool(slots, torch.bfloat16, head_dim=head_dim)
+        with launches_that_are_only_noted(HOPPER) as noted:
+            digesters = digesters_on_device(signed_words(pool), pool.layout)
+            warm, page = set(noted), np.zeros(1, np.int64)
+            parts = [range(a, b) for b in range(pool.layout.heads + 1) for a in range(b)]
+            for digester, used, heads in product(digesters.values(), range(1, slots + 1), parts):
+                digester(page, page.view(np.uint64), used, heads)
+        assert {launch.kernel for launch in warm} == {"sampled_kernel", "full_kernel"}
+        assert noted == warm
+
+
+def compile_once_for_each_size_of_list() -> None:
+    assert LISTED_ROWS == LEAST_WIDTH
+    splitting = splitting_of(num_heads=4, kv_heads=2, max_queries=1, block_m=64)
+    widths = {
+        list_constants(splitting, rows, windowed=False, tiles=False)["WIDTH"] for rows in (1, *list_sizes(5000))
+    }
+    assert widths == {list_constants(splitting, r, windowed=False, tiles=False)["WIDTH"] for r in range(1, 5001)}
+
+
+def compile_a_kernel_while_serving_and_it_is_counted_and_named() -> None:
+    """By Triton itself, for a device that is not there."""
+    counter, said = CompileCounter(), StringIO()
+    handler = logging.StreamHandler(said)
+    pages, ids = torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    with launches_that_only_compile(HOPPER) as compiled:
+        counter.watch()
+        counter.watch()
+        copy_pages(pages, ids, ids)
+        assert counter.counts == Compiles(starting=1)
+        counter.serve()
+        copy_pages(pages, ids, ids)
+        assert counter.counts == Compiles(starting=1), "what is compiled is not compiled again"
+        compiles.logger.addHandler(handler)
+        copy_pages(pages[:, :63], ids, ids)
+        compiles.logger.removeHandler(handler)
+    assert counter.counts == Compiles(starting=1, serving=1)
+    assert compiled == ["copy_pages_kernel"] * 2, "who listened before still does"
+    line = said.getvalue()
+    assert "kernel copy_pages_kernel was" in line
+    assert "while serving" in line
+    assert "pool: *u8/16, sources: *i64, targets: *i64, page_stride: i32/16, page_words: i32, BLOCK=4096), 8 warps" in line
+
+
 def compile_less_and_a_step_left_out_of_the_list_is_found() -> None:
     """Each way in which a request's kernels differ from a plain one's is missed when its step is."""
     everything = lone_runs.request_steps
     for missing, kernel in (
-        ("penalties", "edit_kernel"),
-        ("a grammar", "edit_kernel"),
         ("penalties, a grammar, allowed tokens", "edit_kernel"),
         ("copied pages", "copy_pages_kernel"),
     ):
