@@ -126,6 +126,12 @@ FAILURES = Row(
             ),
         ),
         Panel(
+            title="Kernels compiled while serving",
+            description="By worker, of GPUs: requests waited for each. Should be 0; the worker's log names the kernel.",
+            unit="ops",
+            queries=(Query(per_second(worker("kernel_compiles_total", 'when="serving"'), "instance"), BY_WORKER),),
+        ),
+        Panel(
             title="Quarantine and retries",
             description="Requests convicted of killing workers, refused for it, and choices given up because the retry "
             "budget was spent.",

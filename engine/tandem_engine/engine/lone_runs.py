@@ -70,14 +70,13 @@ def run_warm_up(parts: EngineParts, *, vocab_size: int, max_rows: int, drafts: i
         max_rows=max_rows,
     )
 
-    def launch_everything() -> None:
-        steps = chain(model_steps(room), request_steps(room, vocab_size=vocab_size, drafts=drafts))
-        warm_up(parts.runner, steps, of="the model")
-        if parts.draft_runner is not None:
-            warm_up(parts.draft_runner, model_steps(room), of="the draft")
-
     try:
-        parts.executor.run(lambda: parts.joint.run(launch_everything))
+        steps = chain(model_steps(room), request_steps(room, vocab_size=vocab_size, drafts=drafts))
+        warm_up(lambda batch: parts.executor.launch(batch).result(), steps, of="the model")
+        if parts.draft_runner is not None:
+            guess = parts.draft_runner.forward
+            run = parts.executor.run
+            warm_up(lambda batch: run(lambda: parts.joint.run(lambda: guess(batch))), model_steps(room), of="the draft")
     finally:
         memory.give_back(pages)
     logger.info(

@@ -6,12 +6,12 @@ first token that they sample. Nothing that a step comes to is looked at.
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from tandem_engine.executor.interface import Runner
 from tandem_engine.executor.warm_steps import WarmStep
+from tandem_engine.forward.forward_batch import ForwardBatch
 from tandem_engine.kernels.compiles import COMPILED
 
 logger = logging.getLogger(__name__)
@@ -21,11 +21,11 @@ NOTABLE_S = 1.0
 
 
 @torch.inference_mode()
-def warm_up(runner: Runner, steps: Iterable[WarmStep], *, of: str) -> None:
-    """Run `steps` one after the other; `of`: whose they are, for the log."""
+def warm_up(run: Callable[[ForwardBatch], object], steps: Iterable[WarmStep], *, of: str) -> None:
+    """`run` each of `steps` and wait for it; `of`: whose they are, for the log."""
     for step in steps:
         began, before = time.perf_counter(), COMPILED.counts.starting
-        runner.forward(step.batch)
+        run(step.batch)
         seconds, compiled = time.perf_counter() - began, COMPILED.counts.starting - before
         logger.log(
             logging.INFO if seconds >= NOTABLE_S else logging.DEBUG,

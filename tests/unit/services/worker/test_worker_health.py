@@ -237,6 +237,13 @@ async def test_cache_hits_are_told_apart_by_tier_and_add_up(probed, client):
         assert f'tandem_worker_prefix_cache_hit_tokens_total{{tier="{tier}"}} {tokens}' in text
 
 
+async def test_compiled_kernels_are_exported_by_when_they_were(probed, client):
+    probed.stats = idle_stats(kernels_compiled_starting=31, kernels_compiled_serving=2)
+    text = (await client.get("/metrics")).text
+    for when, kernels in (("starting", 31.0), ("serving", 2.0)):
+        assert f'tandem_worker_kernel_compiles_total{{when="{when}"}} {kernels}' in text
+
+
 async def test_an_engine_that_speculates_exports_what_became_of_its_drafts(probed, client):
     speculation = SpeculationStats(
         proposer="NGRAM", runs_total=4, drafted_total=12, accepted_total=9, accept_length=3.25, propose_s=0.5

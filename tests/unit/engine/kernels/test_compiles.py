@@ -1,0 +1,53 @@
+"""The counter of compiled kernels, by itself; as Triton drives it: `tests/differential/test_warm_engine.py`."""
+
+import logging
+from types import SimpleNamespace
+
+from tandem_engine.kernels.compiles import CompileCounter, Compiles, key_of
+
+SOURCE = SimpleNamespace(
+    name="some_kernel",
+    signature={"x": "*bf16", "count": "i32", "stride": "i32", "SIZE": "constexpr"},
+    constants={(3,): 64},
+    attrs={(0,): [["tt.divisibility", 16]], (2,): [["tt.divisibility", 16]]},
+)
+OPTIONS = {"num_warps": 4, "num_stages": 3}
+TIMES = SimpleNamespace(total=2_500_000)
+
+
+def compile_one(counter: CompileCounter, *, cache_hit: bool = False) -> None:
+    counter.compiled(src=SOURCE, metadata=OPTIONS, metadata_group={}, times=TIMES, cache_hit=cache_hit)
+
+
+def test_kernels_before_serving_are_counted_quietly(caplog):
+    counter = CompileCounter()
+    compile_one(counter)
+    compile_one(counter, cache_hit=True)
+    assert counter.counts == Compiles(starting=2)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_kernel_while_serving_is_a_warning_with_its_key(caplog):
+    counter = CompileCounter()
+    compile_one(counter)
+    counter.serve()
+    compile_one(counter)
+    assert counter.counts == Compiles(starting=1, serving=1)
+    (record,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+    assert record.getMessage() == (
+        "kernel some_kernel was compiled while serving: requests waited for it, in 2.500 s; its key: "
+        "(x: *bf16/16, count: i32, stride: i32/16, SIZE=64), 4 warps, 3 stages"
+    )
+
+
+def test_a_kernel_read_from_disk_while_serving_counts_too(caplog):
+    counter = CompileCounter()
+    counter.serve()
+    compile_one(counter, cache_hit=True)
+    assert counter.counts == Compiles(serving=1)
+    assert "was read from Triton's cache while serving" in caplog.text
+
+
+def test_the_key_of_a_kernel_without_constants_has_its_types():
+    source = SimpleNamespace(signature={"x": "*fp32"}, constants={}, attrs={})
+    assert key_of(source, OPTIONS) == "(x: *fp32), 4 warps, 3 stages"
