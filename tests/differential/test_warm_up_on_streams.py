@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, SchedulerConfig, SpecAlgorithm, SpecConfig
+from tandem_engine.config import CacheConfig, DisaggConfig, SchedulerConfig, SpecAlgorithm, SpecConfig
 from tandem_engine.engine import Engine, lone_runs
 from tandem_engine.generation import Generation
 from tandem_engine.kernels.compiles import CompileCounter
@@ -38,7 +38,7 @@ def engines(checkpoint, speculative: SpecConfig) -> Iterator[Engine]:
     }
     loaded = load_for_twin(checkpoint, **config)
     for warm in (True, False):
-        with Engine.build(loaded, EngineConfig(model_path=str(checkpoint), **config), platform=TwinPlatform()) as engine:
+        with Engine.build(loaded, loaded.config, platform=TwinPlatform()) as engine:
             free = engine.audit().free
             if warm:
                 engine.warm_up()
