@@ -22,6 +22,7 @@ from tandem_engine.config import (
 )
 from tandem_engine.engine import Engine
 from tandem_engine.errors import ConfigError
+from tandem_engine.kernels.compiles import COMPILED
 from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
@@ -39,6 +40,7 @@ from tandem_testing.exactness import (
     run_paths_of,
 )
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
+from tandem_testing.triton_kernels.warm_engine import requests_of_every_kind
 
 pytestmark = [
     pytest.mark.gpu,
@@ -235,3 +237,15 @@ def test_bfloat16_is_what_auto_means(checkpoint):
     with Engine.build(loaded, config_of(loaded)) as engine:
         assert engine.self_test().decode_step_s > 0
         assert all(len(generation.token_ids) == 40 for generation in engine.generate(requests(6)))
+
+
+def test_requests_of_every_kind_compile_nothing_more(checkpoint):
+    COMPILED.watch()
+    loaded = load(EngineConfig(model_path=str(checkpoint), device=DEVICE), progress=False)
+    with Engine.build(loaded, config_of(loaded)) as engine:
+        engine.self_test()
+        engine.warm_up()
+        ready = COMPILED.counts
+        assert ready.starting > 0
+        engine.generate(requests_of_every_kind(), steps_between=1)
+    assert COMPILED.counts == ready
