@@ -1,4 +1,4 @@
-"""Warming up obeys the rules of a device and leaves nothing that a request could see: on the twin."""
+"""Warming up keeps the rules of a device and changes no token of a request: on the simulated device."""
 
 from collections.abc import Iterator
 
@@ -21,8 +21,8 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def device_whose_layers_are_not_kernels(monkeypatch):
-    """The twin computes by torch, and is warmed up all the same."""
+def device_without_kernels(monkeypatch):
+    """The simulated device computes by torch, and is warmed up all the same."""
     monkeypatch.setattr(lone_runs, "by_triton", lambda _: True)
     counter = CompileCounter()
     monkeypatch.setattr("tandem_engine.engine.engine.COMPILED", counter)

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 SELF_TEST_TOKENS = 256
 WARM_UP_TOKENS = 32
-"""Of its prompt. What is compiled does not depend on how many they are; more than a run of drafts has."""
+"""Of its prompt: more than a run of drafts has. Which kernels are launched does not depend on the number."""
 
 
 def run_self_test(parts: EngineParts, *, vocab_size: int) -> SelfTestReport:
@@ -52,9 +52,9 @@ def run_self_test(parts: EngineParts, *, vocab_size: int) -> SelfTestReport:
 
 
 def run_warm_up(parts: EngineParts, *, vocab_size: int, max_rows: int, drafts: int) -> None:
-    """Launch whatever a request can, on every rank, so that none waits for a compiler. Nothing to do on a CPU.
+    """Launch whatever a request can, on every rank, so that none waits for a compiler. On a CPU there is nothing to do.
 
-    See `executor.warm_steps`; `max_rows` are the sequences of a step.
+    See `executor.warm_steps`; `max_rows` is the largest number of sequences in a step.
     """
     if not by_triton(parts.pool.data.device):
         return
@@ -70,6 +70,7 @@ def run_warm_up(parts: EngineParts, *, vocab_size: int, max_rows: int, drafts: i
         max_rows=max_rows,
     )
 
+    logger.info("warming up: launching every kernel that a request can")
     try:
         steps = chain(model_steps(room), request_steps(room, vocab_size=vocab_size, drafts=drafts))
         warm_up(lambda batch: parts.executor.launch(batch).result(), steps, of="the model")
@@ -80,9 +81,9 @@ def run_warm_up(parts: EngineParts, *, vocab_size: int, max_rows: int, drafts: i
     finally:
         memory.give_back(pages)
     logger.info(
-        "%d kernels are compiled, the last of them in %.1f s of warming up",
-        COMPILED.counts.starting,
+        "warmed up in %.1f s; %d kernels were compiled or read from Triton's cache since the start",
         time.perf_counter() - began,
+        COMPILED.counts.starting,
     )
 
 

@@ -1,15 +1,15 @@
 """The steps that between them launch every kernel that a request can: run once before an engine serves (`warm_up`).
 
-What Triton compiles follows from the types, the alignment and some values of a launch's arguments. Those are decided
-where a step is queued, so the list is one of steps, not of kernels: each goes the way that a request's would.
+What Triton compiles follows from the types, the alignment and some values of a launch's arguments. The code that queues
+a step decides those, so this is a list of steps, not of kernels: each takes the path of a request's step.
 
     of a model       a prompt, a decode, by a graph and without; greedy and sampled; more rows than one list holds
     of a request     what is done to logits as a whole, in each combination; to single logits; logprobs; copied pages
                      (page digests and copies to the host are not part of a step: `disaggregation.digest` and
                      `executor.page_streams` warm their own)
 
-Who adds a kernel, or a kind of argument to one, adds the step here that launches it: tests compare what requests of
-every kind launch with what these steps have (`tandem_testing.triton_kernels.warm_engine`).
+A new kernel, or a new kind of argument of one, needs a step here that launches it. Tests compare what requests of every
+kind launch with what these steps launch (`tandem_testing.triton_kernels.warm_engine`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ ROW, TOKEN = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64
 
 @dataclass(frozen=True, slots=True)
 class WarmStep:
-    """A step that nobody asked for."""
+    """A step of no request."""
 
     name: str
     batch: ForwardBatch
@@ -46,15 +46,15 @@ class WarmStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """Where steps may write, and how far an engine's go."""
+    """Where steps may write, and limits of the engine."""
 
     pages: Sequence[PageId]
-    """At least one, which nobody else uses meanwhile."""
+    """At least one; no request has them."""
     page_size: int
     prompt_tokens: int
-    """That fit the pages."""
+    """As many as fit the pages."""
     max_rows: int
-    """Sequences of a step."""
+    """Largest number of sequences in a step."""
 
     def step(self, extend_len: int, *, every_token: bool = False) -> ForwardBatch:
         """The last `extend_len` tokens of a prompt."""
@@ -69,7 +69,7 @@ class Room:
 
 
 def model_steps(room: Room) -> Iterator[WarmStep]:
-    """What any model launches, a draft network too."""
+    """What any model launches, a draft model or head included."""
     for greedy in (True, False):
         how = "greedy" if greedy else "sampled"
         sampling = greedy_row() if greedy else filtered_row()
@@ -82,13 +82,14 @@ def model_steps(room: Room) -> Iterator[WarmStep]:
 
 
 def request_steps(room: Room, *, vocab_size: int, drafts: int) -> Iterator[WarmStep]:
-    """What requests may ask for besides. `drafts`: of a run that is verified, at most; 0 without speculation."""
+    """What parameters of requests add to that. `drafts`: most drafts of one run; 0 without speculation."""
     yield from _edited(room, vocab_size)
     yield WarmStep("biases, bad words and logprobs", replace(room.decode(), sampling=_single_logits()))
     yield WarmStep("prompt logprobs and an embedding", _scored(room.prompt()))
     yield WarmStep("copied pages", replace(room.decode(), page_copies=((DUMMY_PAGE, room.pages[0]),)))
-    if drafts:
-        yield from _verified(room, min(drafts + 1, room.prompt_tokens))
+    run = min(drafts + 1, room.prompt_tokens)
+    if run > 1:
+        yield from _verified(room, run)
 
 
 def list_sizes(max_rows: int) -> Iterator[int]:
@@ -156,7 +157,7 @@ def _edited(room: Room, vocab_size: int) -> Iterator[WarmStep]:
 
 
 def _verified(room: Room, run: int) -> Iterator[WarmStep]:
-    """A run of drafts, plain and with edits that look at the drafts before a row."""
+    """A run of drafts, plain and with penalties, which count the drafts before a row."""
     verified = replace(room.step(run, every_token=True), mode=ForwardMode.TARGET_VERIFY, draft_lens=(run - 1,))
     yield WarmStep("drafts", replace(verified, sampling=filtered_row(run)))
     edits = LogitEdits(penalties=_penalties(), histories=(_history(slot=0),))

@@ -1,7 +1,7 @@
 """Has kernels compiled before requests come, by running the steps that launch them all (`warm_steps`).
 
-On pages that the caller lends; what they held is lost. Rows and slots that requests have are theirs again with the
-first token that they sample. Nothing that a step comes to is looked at.
+Steps write to pages that the caller has reserved, to the row of padding, and to the first slot of penalties, which a
+request loads anew before it uses it. Their results are dropped.
 """
 
 import logging

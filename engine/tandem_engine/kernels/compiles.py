@@ -1,4 +1,4 @@
-"""How many kernels Triton has compiled in this process, before it served requests and since.
+"""How many kernels Triton has compiled in this process, before it served requests and since then.
 
 Triton compiles a kernel at its first launch, and again for each other kind of arguments: another constant, an address
 that is no multiple of 16, a number that is 1. A launch that is the first of its kind waits for that, for seconds where
@@ -43,7 +43,7 @@ class CompileCounter:
         return self._counts
 
     def watch(self) -> None:
-        """Count from now on, beside who listens already. Idempotent."""
+        """Count from now on. A listener that was set before is still called. Idempotent."""
         import triton
 
         knobs = triton.knobs.compilation
@@ -59,7 +59,7 @@ class CompileCounter:
         self._watching = knobs.listener = listener
 
     def serve(self) -> None:
-        """Requests come from now on: whatever is compiled makes one wait."""
+        """Count as `serving` from now on: requests wait for what is compiled."""
         self._serving = True
 
     def compiled(self, *, src: Any, metadata: Mapping[str, Any], times: Any, cache_hit: bool, **_: object) -> None:

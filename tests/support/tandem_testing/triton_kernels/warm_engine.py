@@ -91,7 +91,7 @@ def requests_of_every_kind() -> list[GenerateRequest]:
 
 
 def new_launches(engine: Engine, noted: set[Launch], requests: Sequence[GenerateRequest]) -> set[str]:
-    """Kernels that `requests` launch, alone, behind each other and at once, as nothing in `noted` has before."""
+    """Launches of `requests`, alone, one behind the other and at once, that are not in `noted` before."""
     warm = set(noted)
     for request in requests:
         engine.generate([request])
@@ -202,7 +202,7 @@ def compile_a_kernel_while_serving_and_it_is_counted_and_named() -> None:
         copy_pages(pages[:, :63], ids, ids)
         compiles.logger.removeHandler(handler)
     assert counter.counts == Compiles(starting=1, serving=1)
-    assert compiled == ["copy_pages_kernel"] * 2, "who listened before still does"
+    assert compiled == ["copy_pages_kernel"] * 2, "the listener that was set before is still called"
     line = said.getvalue()
     assert "kernel copy_pages_kernel was" in line
     assert "while serving" in line
