@@ -12,6 +12,7 @@ from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.layers.rotary import attention_scale, inverse_frequencies
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.rope_fields import read_rope
+from tandem_engine.verify.reference import cache_field
 from tandem_testing.dense_attention import DenseAttend
 from tandem_testing.tiny_checkpoints import TINY_MODELS, VOCAB_SIZE, write_tiny_checkpoint
 
@@ -97,10 +98,11 @@ def test_greedy_tokens_are_those_of_transformers_past_the_original_context(pair)
 
     ids = step = random_prompt(40, seed=4)
     attend, cache, start, produced = dense(pair.ours), DynamicCache(config=pair.theirs.config), 0, []
+    field = cache_field(pair.theirs)
     with torch.inference_mode():
         for _ in range(60):
             logits = extend(pair.ours, attend, [step], [start])[-1]
-            expected = pair.theirs(ids[None, start:], past_key_values=cache, use_cache=True).logits[0, -1]
+            expected = pair.theirs(ids[None, start:], use_cache=True, **{field: cache}).logits[0, -1]
             torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
             start, step = len(ids), logits.argmax(keepdim=True)
             ids = torch.cat((ids, step))

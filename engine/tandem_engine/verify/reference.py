@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 
 import numpy as np
 import torch
@@ -56,6 +57,7 @@ class TransformersReference:
         ).eval()
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(weights).to(computes)
+        self._cache_field = cache_field(self._model)
 
     @torch.inference_mode()
     def generate(
@@ -79,13 +81,13 @@ class TransformersReference:
         logprobs: list[float] = []
         inputs, cache = ids, None
         while len(logprobs) < max_tokens:
-            out = self._model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = self._model(input_ids=inputs, use_cache=True, logits_to_keep=1, **{self._cache_field: cache})
             raw = out.logits[:, -1].float()
             forced = None if budget is None else forced_token(budget, ids[0, len(prompt) :].tolist())
             chosen = _choose(ids, raw if matcher is None else _allowed(raw, matcher), processors)
             token = chosen if forced is None else forced
             logprobs.append(float(raw.log_softmax(dim=-1)[0, token]))
-            inputs, cache = torch.tensor([[token]]), out.past_key_values
+            inputs, cache = torch.tensor([[token]]), out[self._cache_field]
             ids = torch.cat((ids, inputs), dim=1)
             if token in eos_token_ids and not ignore_eos:
                 break
@@ -115,6 +117,11 @@ class TransformersReference:
         ids = torch.tensor([list(prompt)])
         logprobs = self._model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(dim=-1)
         return tuple(logprobs[:-1].gather(1, ids[0, 1:, None]).squeeze(1).tolist())
+
+
+def cache_field(model: torch.nn.Module) -> str:
+    """The name that the KV cache has among the arguments and outputs of `model`: transformers 5.24 renamed it."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 def _choose(ids: Tensor, logits: Tensor, processors: Sequence[Processor]) -> int:
