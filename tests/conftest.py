@@ -1,5 +1,5 @@
-"""What holds for every test: one compute thread per process, the same examples in every run and no bound on their time,
-ports of this worker's own, and signals as they were.
+"""What holds for every test: one compute thread per process, compiled modules that are kept, the same examples in every
+run and no bound on their time, ports of this worker's own, and signals as they were.
 
 Tests run side by side, each with engines of its own; OpenMP threads that spin for work they do not get turn
 milliseconds into minutes. Must happen before torch is imported anywhere; child processes inherit it.
@@ -7,6 +7,7 @@ milliseconds into minutes. Must happen before torch is imported anywhere; child 
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,8 +15,15 @@ from hypothesis import settings
 
 from tandem_services.common import ports
 from tandem_testing.inherited_signals import give_children_default_signals
+from tandem_testing.suite_scheduler import pytest_collection_modifyitems, pytest_xdist_make_scheduler
+
+__all__ = ["pytest_collection_modifyitems", "pytest_xdist_make_scheduler"]  # hooks of pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Hundreds of processes that tests start would each compile every module of the product.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # On a machine with much to do the first of two equal examples takes longer than any bound that would find anything. And
 # every run tries the same examples; `--hypothesis-profile searching` tries others each time.
