@@ -4,11 +4,14 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+WORKERS ?= 2
 CHAOS_ARGS ?=
 BENCH_ARGS ?=
 export TANDEM_VENV := $(VENV)
+# Modules are compiled once, not by each of the hundreds of processes that tests and commands start.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up test setup check format lint types imports unit test-kube gpu verify bench bench-peers chaos fuzz mutate console-shots clients images e2e docs clean
+.PHONY: help up test test-fast setup check format lint types imports unit test-kube gpu verify bench bench-peers chaos fuzz mutate console-shots clients images e2e docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -16,7 +19,11 @@ help: ## Show this list
 up: setup ## Start gateway, router, Redis, one prefill and one decode worker on the bundled model (ARGS="--decode 2 …")
 	@$(BIN)/tandem up $(ARGS)
 
-test: setup check unit ## Set up, run every check and every test
+test: setup lint imports ## Set up, run every check and every test
+	@$(MAKE) --no-print-directory -j2 types unit
+
+test-fast: setup ## Tests of one process without models and fleets, in two minutes: for every change
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(FAST) $(ARGS)
 
 setup: ## Install what is missing; a second run does nothing
 	@tools/setup.sh
@@ -34,7 +41,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 unit: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 test-kube: setup ## Tests against a real Kubernetes control plane and with Helm; builds both the first time (15 CPU minutes)
 	@tools/kube/setup.sh

@@ -52,25 +52,28 @@ fi
 
 step 2 "Virtual environment in $venv"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+# pip compiles modules one after the other, which is half of its work. At the end every core does.
+install=("$venv/bin/python" -m pip --disable-pip-version-check install --no-compile)
 
 step 3 "torch $torch_version ($flavour build)"
 have=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || true)
 if [ "$flavour" = cuda ]; then
-    case $have in "$torch_version" | "$torch_version"+cu*) echo "already there: $have" ;; *) "${pip[@]}" install "torch==$torch_version" ;; esac
+    case $have in "$torch_version" | "$torch_version"+cu*) echo "already there: $have" ;; *) "${install[@]}" "torch==$torch_version" ;; esac
 elif [ "$have" = "$torch_version+cpu" ]; then
     echo "already there: $have"
 else
     # A configured package index may carry the CPU build itself; the public one for it is the fallback.
-    "${pip[@]}" install "torch==$torch_version+cpu" 2>/dev/null ||
-        "${pip[@]}" install "torch==$torch_version" --index-url "$cpu_index" --extra-index-url https://pypi.org/simple
+    "${install[@]}" "torch==$torch_version+cpu" 2>/dev/null ||
+        "${install[@]}" "torch==$torch_version" --index-url "$cpu_index" --extra-index-url https://pypi.org/simple
 fi
 
 step 4 "Tandem and its dependencies"
-"${pip[@]}" install -e '.[dev]'
+"${install[@]}" -e '.[dev]'
 # xds-protos up to 1.85 has an old copy of this package's files; who is installed last wins (grpc/grpc#42926).
 "$venv/bin/python" -c 'from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope' 2>/dev/null ||
-    "${pip[@]}" install --force-reinstall --no-deps opentelemetry-proto
+    "${install[@]}" --force-reinstall --no-deps opentelemetry-proto
+# Among the files are templates and code for other versions of Python, which do not compile.
+"$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python3*/site-packages || true
 
 echo "$want" >"$stamp"
 printf '\nSet-up is complete.\n'

@@ -11,7 +11,7 @@ from tandem_testing.redis_server import REDIS_SERVER
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.xdist_group("system"),
+    pytest.mark.xdist_group("chaos"),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed"),
 ]

@@ -25,7 +25,7 @@ from tandem_testing.engine_processes import GRANT_S, HOLD_S, PATIENCE_S, Engine,
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
+pytestmark = pytest.mark.slow
 
 PROMPTS = [tuple(range(5, 25)), (40, 41, 42), tuple(i % 200 + 5 for i in range(300))]
 LEADER, NODE = "127.0.0.1", "127.0.0.2"

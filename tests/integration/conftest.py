@@ -48,28 +48,28 @@ def collector() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="session")
 def systems(request, tmp_path_factory, collector) -> Iterator[tuple[System, System]]:
-    """Two prefill and two decode workers, and one worker that does both; they start side by side."""
+    """Two prefill and two decode workers, and one worker that does both. That one starts first: it compiles the kernels
+    of a new checkout, which the others would each compile if they started at the same time."""
     if REDIS_SERVER is None:
         pytest.skip("redis-server is not installed")
     folder = tmp_path_factory.mktemp("systems")
-    fleet = System.launch(
-        folder / "fleet",
-        *("--prefill", "2", "--decode", "2", "--local-prefill-tokens", SHORT_REST),
-        *("--log-format", "json"),
-        # Only what a test sends as part of a sampled trace is traced.
-        *("--otlp-traces-endpoint", collector.url, "--otlp-traces-sample-ratio", "0"),
-        *ENGINE_FLAGS,
-        env={"OTEL_BSP_SCHEDULE_DELAY": "50"},
-    )
-    both = System.launch(folder / "both", "--prefill", "0", "--decode", "0", "--both", "1", *ENGINE_FLAGS)
-    request.config.stash[SYSTEMS] = [fleet, both]
+    both = System.start(folder / "both", "--prefill", "0", "--decode", "0", "--both", "1", *ENGINE_FLAGS)
+    request.config.stash[SYSTEMS] = started = [both]
     try:
-        fleet.wait_until_up()
-        both.wait_until_up()
+        fleet = System.start(
+            folder / "fleet",
+            *("--prefill", "2", "--decode", "2", "--local-prefill-tokens", SHORT_REST),
+            *("--log-format", "json"),
+            # Only what a test sends as part of a sampled trace is traced.
+            *("--otlp-traces-endpoint", collector.url, "--otlp-traces-sample-ratio", "0"),
+            *ENGINE_FLAGS,
+            env={"OTEL_BSP_SCHEDULE_DELAY": "50"},
+        )
+        started.append(fleet)
         yield fleet, both
     finally:
-        fleet.close()
-        both.close()
+        for system in started:
+            system.close()
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +84,19 @@ async def fleet(systems):
         await client.all_ready()
         await client.settled()
         yield client
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """A worker of xdist that has run the last test on the systems ends them: a dozen idle processes are not free."""
+    if hasattr(item.config, "workerinput") and _on_systems(item) and not _on_systems(nextitem):
+        for system in item.config.stash.get(SYSTEMS, []):
+            system.close()
+
+
+def _on_systems(item: pytest.Item | None) -> bool:
+    group = None if item is None else item.get_closest_marker("xdist_group")
+    return group is not None and group.args == ("system",)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -20,7 +20,7 @@ from tandem_testing.engine_processes import PATIENCE_S, Engine, hand_over, servi
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
+pytestmark = pytest.mark.slow
 
 PROMPTS = [tuple(range(5, 25)), (40, 41, 42), tuple(i % 200 + 5 for i in range(300))]
 

@@ -19,7 +19,7 @@ from tandem_testing.redis_server import RedisServer
 from tandem_testing.system import tandem_command
 from tandem_testing.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.xdist_group("system")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 WORKER = "w"
 """Of both fleets: what keeps them apart is their namespace alone."""

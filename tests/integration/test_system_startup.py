@@ -22,7 +22,6 @@ from tandem_testing.system_client import SystemClient
 from tandem_testing.waiting import wait_for
 
 pytestmark = [
-    pytest.mark.xdist_group("system"),
     pytest.mark.slow,
     pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed"),
 ]

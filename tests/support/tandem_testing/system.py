@@ -72,7 +72,7 @@ class System:
 
     @classmethod
     def launch(cls, run_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> "System":
-        """Only start the command. `wait_until_up` follows, so that two systems may start side by side."""
+        """Only start the command; `wait_until_up` follows."""
         mark = uuid.uuid4().hex
         run_dir.mkdir(parents=True, exist_ok=True)
         run_dir = run_dir.resolve()
