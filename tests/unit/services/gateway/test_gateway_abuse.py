@@ -12,7 +12,6 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from tandem_engine.ipc.channels import IpcContext
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.app import create_app
 from tandem_services.gateway.json_shape import MAX_JSON_DEPTH, MAX_JSON_PARTS, check_json_shape
@@ -70,9 +69,9 @@ def check_error(answer: httpx.Response) -> None:
 # Routes
 
 
-def test_every_route_is_listed_with_its_class(tokenizer):
+def test_every_route_is_listed_with_its_class(rack, tokenizer):
     config = config_of()
-    app = create_app(config, [fleet_of(config, FakeChooser([]), SessionShelf(), IpcContext(), tokenizer)])
+    app = create_app(config, [fleet_of(config, FakeChooser([]), SessionShelf(), rack.context, tokenizer)])
     found = set()
     for route in app.routes:
         assert isinstance(route, Route), route

@@ -5,7 +5,6 @@ import re
 import jsonschema_rs
 import pytest
 
-from tandem_engine.ipc.channels import IpcContext
 from tandem_services.gateway.app import create_app
 from tandem_services.gateway.openapi.document import Traits, openapi_document
 from tandem_services.gateway.openapi.operations import OPERATIONS
@@ -20,22 +19,22 @@ FREE = Traits(strict_fields=False, keys=False, metrics=True)
 GUARDED = Traits(strict_fields=True, keys=True, metrics=False)
 
 
-def build_app(tokenizer):
+def build_app(rack, tokenizer):
     config = config_of()
-    return create_app(config, [fleet_of(config, FakeChooser([]), SessionShelf(), IpcContext(), tokenizer)])
+    return create_app(config, [fleet_of(config, FakeChooser([]), SessionShelf(), rack.context, tokenizer)])
 
 
 def documented(document) -> set[tuple[str, str]]:
     return {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
 
 
-def test_every_route_is_described_and_nothing_else(tokenizer):
-    routes = build_app(tokenizer).routes
+def test_every_route_is_described_and_nothing_else(rack, tokenizer):
+    routes = build_app(rack, tokenizer).routes
     served = {(method, re.sub(r":path\}", "}", route.path)) for route in routes for method in route.methods - {"HEAD"}}
     assert documented(openapi_document(FREE)) == served
 
 
-def test_every_request_is_described_by_what_it_is_decoded_to(tokenizer, monkeypatch):
+def test_every_request_is_described_by_what_it_is_decoded_to(rack, tokenizer, monkeypatch):
     shapes = {OpenRequest, CloseRequest}  # whose decoders were made when their module was imported
     build = BodyDecoder.__init__
 
@@ -44,7 +43,7 @@ def test_every_request_is_described_by_what_it_is_decoded_to(tokenizer, monkeypa
         build(self, shape, **options)
 
     monkeypatch.setattr(BodyDecoder, "__init__", watched)
-    build_app(tokenizer)
+    build_app(rack, tokenizer)
     assert {operation.request for operation in OPERATIONS} - {None} == shapes
 
 
