@@ -2,6 +2,7 @@
 
     checks.py          names and runs the checks of a module; what tests import
     child.py           the process that they run in
+    server.py          forks it, with torch and Triton imported
     bfloat16.py        which the interpreter gets wrong
     scalars.py         which some versions of it get wrong
     ahead_of_time.py   machine code for a device that is not there, and what it takes of it

@@ -1,21 +1,27 @@
-"""Runs the checks of a module, each kind of them in one process, and gives each to the test that asks for it."""
+"""Runs the checks of a module, each kind of them in one process, and gives each to the test that asks for it.
+
+The processes are children of one `server` for each kind, so that torch and Triton are imported once.
+"""
 
 import ast
+import atexit
 import functools
 import importlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 
 INTERPRETED, COMPILED = "check_", "compile_"
-TIME_LIMIT_S = 840
-"""Of a process: less than a test has. The first one on a machine compiles everything, beside others that do."""
+TIME_LIMIT_S = 900
+"""Of the first test of a kind, which waits for all. On a new machine everything is compiled, beside others that do."""
 CACHE = Path.home() / ".cache" / "tandem-triton"
 """What was compiled, by source, options and version of Triton: a kernel is compiled again once it has changed."""
 
@@ -38,7 +44,7 @@ class KernelChecks:
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         """Of a test file: what one process checks stays in one process of pytest."""
-        return [pytest.mark.slow, pytest.mark.timeout(TIME_LIMIT_S + 60), pytest.mark.xdist_group(self.module)]
+        return [pytest.mark.slow, pytest.mark.timeout(TIME_LIMIT_S), pytest.mark.xdist_group(self.module)]
 
     def passes(self, check: str) -> None:
         """Fail as `check` has failed in its process."""
@@ -61,13 +67,51 @@ class KernelChecks:
 @functools.cache
 def _outcomes(module: str, prefix: str) -> tuple[dict[str, str | None], str]:
     """How each check ended, None if well, and what the process said besides."""
-    environment = {
-        "TRITON_CACHE_DIR": str(CACHE),
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-        "TRITON_INTERPRET": "1" if prefix == INTERPRETED else "0",
-    }
-    command = [sys.executable, "-m", "tandem_testing.triton_kernels.child", module, prefix]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line["check"]: line["failure"] for line in lines}, done.stderr
+    with NamedTemporaryFile("r") as out, NamedTemporaryFile("r", errors="replace") as said:
+        try:
+            _server(prefix).do(module, prefix, out.name, said.name)
+        except BaseException:
+            # It may still be at work, and would answer the next order with this one's end.
+            _server(prefix).kill()
+            _server.cache_clear()
+            raise
+        lines = [json.loads(line) for line in out if line.startswith("{")]
+        return {line["check"]: line["failure"] for line in lines}, said.read()
+
+
+@functools.cache
+def _server(prefix: str) -> "_Server":
+    server = _Server(prefix == INTERPRETED)
+    atexit.register(server.kill)
+    return server
+
+
+class _Server:
+    """A process of `server`, which ends with this one."""
+
+    def __init__(self, interprets: bool) -> None:
+        environment = {
+            "TRITON_CACHE_DIR": str(CACHE),
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+            "TRITON_INTERPRET": "1" if interprets else "0",
+        }
+        command = [sys.executable, "-m", "tandem_testing.triton_kernels.server"]
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def do(self, *order: str) -> None:
+        """Returns when the child has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "ended\n", "the process that checks kernels has ended"
+
+    def kill(self) -> None:
+        """With the child that is at work."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with self._process:
+            pass

@@ -16,7 +16,11 @@ from tandem_testing.triton_kernels.checks import INTERPRETED, KernelChecks
 
 
 def main() -> None:
-    name, prefix = sys.argv[1:]
+    run(*sys.argv[1:])
+
+
+def run(name: str, prefix: str) -> None:
+    """All checks of the module `name` whose names begin so."""
     arguments = ("cpu",) if prefix.startswith(INTERPRETED) else ()
     if arguments:
         bfloat16.install()

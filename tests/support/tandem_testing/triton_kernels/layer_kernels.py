@@ -20,6 +20,8 @@ from tandem_testing.triton_kernels.tensors import random_floats, units_apart
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 EPS = 1e-6
+EDGES = 64
+"""Size of heads for numbers between those of float8: the fewer tokens, the less the interpreter has to do."""
 POINTERS = {FLOAT32: "*fp32:16", BFLOAT16: "*bf16:16"}
 
 
@@ -85,8 +87,8 @@ def check_float8_has_the_bits_that_a_cpu_stores(device: str) -> None:
     scales = torch.tensor([[1.0, 0.37], [3.0, 2.0**-9]])
     for stored, dtype in product((torch.float8_e4m3fn, torch.float8_e5m2), (FLOAT32, BFLOAT16)):
         numbers = float8_edges(stored).to(dtype)
-        k, v = numbers.view(-1, 2, 8), numbers.flip(0).view(-1, 2, 8)
-        heads = Heads(tokens=len(k), query=1, kv=2, size=8, rotary=8, page=4)
+        k, v = numbers.view(-1, 2, EDGES), numbers.flip(0).view(-1, 2, EDGES)
+        heads = Heads(tokens=len(k), query=1, kv=2, size=EDGES, rotary=EDGES, page=4)
         slots, (q, cos, sin) = torch.arange(4, 4 + len(k)), unturned(heads, dtype)
         theirs, *ours = (pool_of(heads, stored, place) for place in ("cpu", device, device))
         for pool in (theirs, *ours):
@@ -106,14 +108,16 @@ def check_float8_has_the_bits_that_a_cpu_stores(device: str) -> None:
 
 
 def float8_edges(dtype: torch.dtype) -> Tensor:
-    """Whole tokens of 2 heads of 8 float32, see above."""
+    """Whole tokens of 2 heads of float32, see above. Infinities and NaN have heads without other numbers."""
     every = torch.arange(256).to(torch.uint8).view(dtype).float()
     codes = every[every.isfinite()].unique()
     middle = (codes[1:] + codes[:-1]) / 2
     beside = [torch.nextafter(middle, torch.full_like(middle, end)) for end in (1e9, -1e9)]
-    special = torch.tensor([1e6, -1e6, torch.inf, -torch.inf, torch.nan, 1e-30, -1e-30, 0.0, -0.0])
-    numbers = torch.cat((codes, middle, *beside, special))
-    return torch.cat((numbers, torch.zeros(-len(numbers) % 16)))
+    finite = torch.cat((codes, middle, *beside, torch.tensor([1e6, -1e6, 1e-30, -1e-30, 0.0, -0.0])))
+    others = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    heads = [torch.cat((numbers, torch.zeros(-len(numbers) % EDGES))) for numbers in (finite, others)]
+    numbers = torch.cat(heads)
+    return torch.cat((numbers, torch.zeros(-len(numbers) % (2 * EDGES))))
 
 
 def unturned(heads: Heads, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,46 @@
+"""Has torch and Triton imported, and forks a child for each order: a line with a module, a kind of checks, and files.
+
+The import takes two seconds of CPU, and there are a dozen modules of two kinds each. A server is for one kind: Triton
+reads TRITON_INTERPRET when it is imported.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch  # noqa: F401 - for the children
+import triton  # noqa: F401
+
+from tandem_testing.triton_kernels.child import run
+
+
+def main() -> None:
+    for order in sys.stdin:
+        if (child := os.fork()) == 0:
+            _obey(*json.loads(order))
+        os.waitpid(child, 0)
+        sys.stdout.write("ended\n")
+        sys.stdout.flush()
+
+
+def _obey(name: str, prefix: str, out: str, said: str) -> None:
+    """In the child: lines of JSON go to the file `out`, all else to `said`."""
+    for path, descriptor in ((out, 1), (said, 2)):
+        file = os.open(Path(path), os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, descriptor)
+    status = 1
+    try:
+        run(name, prefix)
+        status = 0
+    except BaseException:  # noqa: BLE001 - the tests whose checks did not run fail with it
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
