@@ -5,6 +5,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 WORKERS ?= 2
+# What starts no gateway, loads no model and compiles no kernel: thousands of tests of milliseconds.
+FAST := tests/test_layout.py tests/unit/operator \
+	$(addprefix tests/unit/engine/,disaggregation forward ipc memory messages parallel sampling scheduler) \
+	$(addprefix tests/unit/services/,cli common loadgen router router_server simulate worker) \
+	$(addprefix tests/unit/services/gateway/,access openapi queueing tool_parsers)
 CHAOS_ARGS ?=
 BENCH_ARGS ?=
 export TANDEM_VENV := $(VENV)
@@ -22,7 +27,7 @@ up: setup ## Start gateway, router, Redis, one prefill and one decode worker on 
 test: setup lint imports ## Set up, run every check and every test
 	@$(MAKE) --no-print-directory -j2 types unit
 
-test-fast: setup ## Tests of one process without models and fleets, in two minutes: for every change
+test-fast: setup ## What is tested in milliseconds, nearly half of all tests, in two minutes: for the inner loop
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(FAST) $(ARGS)
 
 setup: ## Install what is missing; a second run does nothing
