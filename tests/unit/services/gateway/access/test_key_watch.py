@@ -71,7 +71,9 @@ async def test_a_bad_file_keeps_the_former_keys_and_says_so_once(file, broken, c
     assert watched.names == ["a"]
     assert watched.stale == 1
     assert watched.registry.get_sample_value("tandem_gateway_api_key_reloads_total", {"outcome": "refused"}) == 1
-    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    errors = [
+        record for record in caplog.records if record.name.startswith("tandem") and record.levelno == logging.ERROR
+    ]
     assert len(errors) == 1
     assert "the former are kept" in errors[0].message
     replace(file, content("c"))
