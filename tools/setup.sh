@@ -72,8 +72,8 @@ step 4 "Tandem and its dependencies"
 # xds-protos up to 1.85 has an old copy of this package's files; who is installed last wins (grpc/grpc#42926).
 "$venv/bin/python" -c 'from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope' 2>/dev/null ||
     "${install[@]}" --force-reinstall --no-deps opentelemetry-proto
-# Among the files are templates and code for other versions of Python, which do not compile.
-"$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python3*/site-packages || true
+# Not what is hardly ever imported. Templates and code for other versions of Python among the rest do not compile.
+"$venv/bin/python" -m compileall -qq -j 0 -x 'site-packages/(transformers/models|.*/tests?)/' "$venv"/lib/python3*/site-packages || true
 
 echo "$want" >"$stamp"
 printf '\nSet-up is complete.\n'
