@@ -16,7 +16,7 @@ from tandem_testing.system_streams import assert_unharmed, run_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
-LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=150, spread=0.4), 16, rate=None, seed=11)
+LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=300, spread=0.4), 16, rate=None, seed=11)
 NOBODY_FOR_S = 2.0
 """How long there is no decode worker, at least."""
 
@@ -32,7 +32,8 @@ async def test_without_any_decode_worker_streams_wait_and_go_on_when_one_is_back
         loop.call_soon_threadsafe(killed.set)
 
     with fleet.system.no_restarts():
-        running = asyncio.create_task(run_with(fleet, LONG_ANSWERS, GREEDY, kill_both, speaking=2))
+        # What has not begun waits for `queue_s` alone, less than a restart may take.
+        running = asyncio.create_task(run_with(fleet, LONG_ANSWERS, GREEDY, kill_both, speaking=len(LONG_ANSWERS)))
         await killed.wait()
         given_up, _ = await asyncio.wait([running], timeout=NOBODY_FOR_S)
         assert not given_up

@@ -77,7 +77,8 @@ async def _busiest(client: SystemClient, among: Sequence[str], running: "asyncio
 async def assert_unharmed(answers: Sequence[Measurement], reference: Reference, sampling: Sampling) -> None:
     """All of them complete, without an error, and word for word those of `reference`."""
     expected = await reference.texts([answer.spec for answer in answers], sampling)
-    assert [answer.error for answer in answers] == [None] * len(answers)
+    errors = [answer.error for answer in answers if answer.error is not None]
+    assert not errors, f"{len(errors)} of {len(answers)} answers failed: {errors}"
     assert [answer.text for answer in answers] == expected
     assert all(answer.output_tokens == answer.spec.max_tokens for answer in answers)
 
