@@ -19,7 +19,7 @@ from tandem_engine.addresses import LOOPBACK
 from tandem_engine.config import KvCacheDtype, ModelImpl, Quantization, Role
 from tandem_engine.environment import read_environment, set_default
 from tandem_engine.errors import ConfigError, EngineError
-from tandem_engine.extras import full_disk, missing_extra
+from tandem_engine.extras import lacking
 from tandem_engine.flags import (
     add_accuracy_flags,
     add_device_flag,
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tandem-engine: error: {error}", file=sys.stderr)
         return 3
     except (ModuleNotFoundError, OSError) as error:
-        sentence = missing_extra(error) if isinstance(error, ModuleNotFoundError) else full_disk(error)
+        sentence = lacking(error)
         if sentence is None:
             raise
         print(f"tandem-engine: error: {sentence}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Modules that are installed with an extra of the distribution, and the sentence that names it.
+"""What a command can lack on a machine, and the sentence that says so: an extra of the distribution, or room on a disk.
 
 A command imports what it needs when it runs, so an installation without an extra fails at that import.
 """
@@ -13,6 +13,11 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "otel": ("opentelemetry",),
 }
 """Extra → top-level modules of its distributions, and of what those need (websocket: of kubernetes)."""
+
+
+def lacking(error: ModuleNotFoundError | OSError) -> str | None:
+    """A sentence for the user of a command; None for an error that needs its traceback."""
+    return missing_extra(error) if isinstance(error, ModuleNotFoundError) else full_disk(error)
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:

@@ -4,13 +4,15 @@ Operators of these tests authenticate as the chart's ServiceAccount with the cha
 never as the administrator: `control_plane.kubeconfig` is for what people do.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tandem_testing.control_plane import ABOUT, NOT_RUN, ControlPlane, control_plane, namespace
+from tandem_testing.kube_services import Services
 from tandem_testing.operator_account import OperatorAccount
+from tandem_testing.operator_process import OperatorProcess, operator
 from tandem_testing.skip_lines import at_one_place
 
 __all__ = ["control_plane", "namespace"]
@@ -28,6 +30,20 @@ def operator_kubeconfig(operator_account: OperatorAccount, namespace: str, tmp_p
     """Of the account, which has the chart's rights in the namespace of the test and nowhere else."""
     operator_account.admit(namespace)
     return operator_account.kubeconfig(tmp_path / "operator-kubeconfig")
+
+
+@pytest.fixture
+def services(control_plane: ControlPlane, namespace: str) -> Services:
+    """Those of the namespace of the test."""
+    return Services(control_plane, namespace)
+
+
+@pytest.fixture
+def running(operator_kubeconfig: Path, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
+    """An operator of that namespace."""
+    flags = ("--namespaces", namespace, "--no-leader-elect")
+    with operator(operator_kubeconfig, tmp_path / "operator.log", *flags) as one:
+        yield one
 
 
 @pytest.hookimpl(wrapper=True)

@@ -39,19 +39,6 @@ JUDGED_WITH_PODS = {"class that is not there"}
 """Deployments are accepted with it: their pods are refused, which `PodsFailing` says."""
 
 
-@pytest.fixture
-def services(control_plane, namespace):
-    return Services(control_plane, namespace)
-
-
-@pytest.fixture
-def running(operator_kubeconfig, namespace, tmp_path):
-    with operator(
-        operator_kubeconfig, tmp_path / "operator.log", "--namespaces", namespace, "--no-leader-elect"
-    ) as one:
-        yield one
-
-
 def generations(services: Services) -> dict[str, int]:
     return {name: one["metadata"]["generation"] for name, one in services.deployments().items()}
 

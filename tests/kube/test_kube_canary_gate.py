@@ -10,18 +10,12 @@ import pytest
 
 from tandem_testing.control_plane import KUBE, PATIENCE_S
 from tandem_testing.kube_answering import answering
-from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import operator
 from tandem_testing.waiting import wait_for
 
 pytestmark = KUBE
 
 OTHER_MODEL = {"model": {"path": "/opt/tandem/models/tandem-mini-eagle"}}
-
-
-@pytest.fixture
-def services(control_plane, namespace):
-    return Services(control_plane, namespace)
 
 
 @pytest.fixture

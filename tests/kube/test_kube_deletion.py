@@ -15,19 +15,6 @@ SLOW_GATEWAY = {"gateway": {"pod": {"annotations": {HOLD: "true"}}}}
 """Its pods take as long to end as a test lets them."""
 
 
-@pytest.fixture
-def services(control_plane, namespace):
-    return Services(control_plane, namespace)
-
-
-@pytest.fixture
-def running(operator_kubeconfig, namespace, tmp_path):
-    with operator(
-        operator_kubeconfig, tmp_path / "operator.log", "--namespaces", namespace, "--no-leader-elect"
-    ) as one:
-        yield one
-
-
 def end(services: Services) -> None:
     """The gateway pods have drained."""
     for pod in services.pods("gateway"):

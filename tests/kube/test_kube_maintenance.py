@@ -6,12 +6,8 @@ Under load, with containers: tests/e2e. Here: that never fewer pods are ready th
 import os
 import subprocess
 
-import pytest
-
 from tandem_testing.control_plane import HOME, KUBE, PATIENCE_S
 from tandem_testing.kube_availability import is_ready, watched
-from tandem_testing.kube_services import Services
-from tandem_testing.operator_process import operator
 from tandem_testing.waiting import wait_for
 
 pytestmark = KUBE
@@ -21,19 +17,6 @@ NOT_READY = "fake-kubelet/ready"
 DRAIN = ("drain", "--ignore-daemonsets", "--delete-emptydir-data")
 DRAINED_IN = "drained-in"
 """Label of the pods to drain, whose value is their namespace: what other tests have left on a node stays there."""
-
-
-@pytest.fixture
-def services(control_plane, namespace):
-    return Services(control_plane, namespace)
-
-
-@pytest.fixture
-def running(operator_kubeconfig, namespace, tmp_path):
-    with operator(
-        operator_kubeconfig, tmp_path / "operator.log", "--namespaces", namespace, "--no-leader-elect"
-    ) as one:
-        yield one
 
 
 def decode_pods(services):

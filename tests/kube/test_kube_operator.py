@@ -4,26 +4,11 @@ import pytest
 
 from tandem_operator.builders.worker import GRACE_AFTER_DRAIN_S, STAY_S
 from tandem_testing.control_plane import KUBE, PATIENCE_S
-from tandem_testing.kube_services import Services
-from tandem_testing.operator_process import operator
 from tandem_testing.waiting import wait_for
 
 pytestmark = KUBE
 
 OTHER_MODEL = {"model": {"path": "/opt/tandem/models/tandem-mini-eagle"}}
-
-
-@pytest.fixture
-def services(control_plane, namespace):
-    return Services(control_plane, namespace)
-
-
-@pytest.fixture
-def running(operator_kubeconfig, namespace, tmp_path):
-    with operator(
-        operator_kubeconfig, tmp_path / "operator.log", "--namespaces", namespace, "--no-leader-elect"
-    ) as one:
-        yield one
 
 
 def test_a_service_comes_up_stays_quiet_and_goes(services, running):

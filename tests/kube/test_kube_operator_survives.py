@@ -6,7 +6,6 @@ from contextlib import ExitStack
 import pytest
 
 from tandem_testing.control_plane import KUBE, PATIENCE_S
-from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import operator
 from tandem_testing.waiting import wait_for
 
@@ -14,11 +13,6 @@ pytestmark = KUBE
 
 OTHER_MODEL = {"model": {"path": "/opt/tandem/models/tandem-mini-eagle"}}
 LEASE = ("--lease-duration", "4", "--renew-deadline", "3", "--retry-period", "0.5")
-
-
-@pytest.fixture
-def services(control_plane, namespace):
-    return Services(control_plane, namespace)
 
 
 @pytest.fixture

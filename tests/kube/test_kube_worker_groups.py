@@ -21,11 +21,6 @@ TWO_PODS = {"tensorParallelSize": 2, "nodes": 2}
 
 
 @pytest.fixture
-def services(control_plane, namespace) -> Services:
-    return Services(control_plane, namespace)
-
-
-@pytest.fixture
 def sets(control_plane, namespace) -> Iterator[LeaderWorkerSets]:
     """With the API there; it goes with the test."""
     crd = yaml.safe_load(CRD.read_text())

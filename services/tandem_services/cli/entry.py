@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from tandem_engine.errors import ConfigError, EngineError
-from tandem_engine.extras import full_disk, missing_extra
+from tandem_engine.extras import lacking
 from tandem_services.common.errors import ServiceError
 from tandem_services.common.settings import read_settings
 
@@ -72,7 +72,7 @@ def run_command(build: Callable[[], argparse.ArgumentParser], argv: Sequence[str
         print(f"tandem: error: {error}", file=sys.stderr)
         return 3
     except (ModuleNotFoundError, OSError) as error:
-        sentence = missing_extra(error) if isinstance(error, ModuleNotFoundError) else full_disk(error)
+        sentence = lacking(error)
         if sentence is None:
             raise
         print(f"tandem: error: {sentence}", file=sys.stderr)

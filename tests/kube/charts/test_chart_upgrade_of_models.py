@@ -12,7 +12,6 @@ from tandem_testing.control_plane import CRD_FILE, KUBE, PATIENCE_S
 from tandem_testing.helm_library import NEEDS_HELM
 from tandem_testing.helm_releases import Release
 from tandem_testing.kube_availability import watched
-from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import operator
 from tandem_testing.waiting import wait_for
 
@@ -25,11 +24,6 @@ VALUES = {
     "decode": TWO,
     "gateway": TWO,
 }
-
-
-@pytest.fixture
-def services(control_plane, namespace):
-    return Services(control_plane, namespace)
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.extras import EXTRAS, full_disk, missing_extra
+from tandem_engine import cli
+from tandem_engine.extras import EXTRAS, lacking
 from tandem_services.cli import entry
 from tandem_testing.import_blocker import write_import_blocker
 
@@ -72,7 +73,20 @@ def test_table_of_extras_covers_every_distribution():
 
 
 def test_module_of_no_extra_is_not_explained():
-    assert missing_extra(ModuleNotFoundError("x", name="tandem_engine.nope")) is None
+    assert lacking(ModuleNotFoundError("x", name="tandem_engine.nope")) is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_of_an_engine_command_is_one_sentence(monkeypatch, capsys, number):
+    def run(*_, **__):
+        raise OSError(number, os.strerror(number), "/data/table.json")
+
+    monkeypatch.setattr("tandem_engine.verify.command.run_verify", run)
+    assert cli.main(["verify", "--model", "x"]) == 3
+    assert capsys.readouterr().err == (
+        "tandem-engine: error: no space left on the disk for /data/table.json: free some, or use a folder on another "
+        "disk\n"
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -87,7 +101,7 @@ def test_full_disk_is_one_sentence(monkeypatch, capsys, number):
 
 
 def test_other_os_errors_are_not_explained():
-    assert full_disk(OSError(errno.EACCES, "denied", "x")) is None
+    assert lacking(OSError(errno.EACCES, "denied", "x")) is None
 
 
 @pytest.mark.parametrize("module", ["tandem_services.cli.main", "rich", "tandem_services.cli.verify", "argparse"])

@@ -14,18 +14,12 @@ from tandem_services.router.quarantine_board import QuarantineBoard
 from tandem_services.router.registry import LeaseStatus, WorkerState
 from tandem_services.router.usage_board import UsageBoard
 from tandem_services.router.usage_windows import Ask, Refused, UsageLimits
-from tandem_testing.router_builders import HOUR_MS, LASTING, MODEL, PAGE, Fleet, chain_of, make_load, make_record
+from tandem_testing.router_builders import HOUR_MS, MODEL, PAGE, Fleet, chain_of, make_load, make_record
 
 BRIEF = {"LEASE_MS": 400, "FENCE_AFTER_MS": HOUR_MS, "SWEEP_EVERY_MS": 0}
 """A lease that a test can wait for, and nobody is fenced."""
 SHORT = {"LEASE_MS": 1_500, "FENCE_AFTER_MS": 3_000, "SWEEP_EVERY_MS": 0}
 """A fencing period that a test can wait for, and longer than any machine takes for a few calls."""
-
-
-@pytest.fixture
-async def fleet(server):
-    async with Fleet.of(server, **LASTING) as workers:
-        yield workers
 
 
 @pytest.fixture

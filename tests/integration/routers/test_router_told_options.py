@@ -7,9 +7,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.router.choice import TOLD_OPTIONS, Source
 from tandem_testing.router_builders import (
-    LASTING,
     PAGE,
-    Fleet,
     chain_of,
     make_load,
     make_query,
@@ -19,12 +17,6 @@ from tandem_testing.router_builders import (
 from tandem_testing.service_clock import ServiceClock
 
 PROMPT = tuple(range(20 * PAGE))
-
-
-@pytest.fixture
-async def fleet(server):
-    async with Fleet.of(server, **LASTING) as workers:
-        yield workers
 
 
 @pytest.fixture

@@ -9,9 +9,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.router.choice import NoWorkersError, Placement, Source
 from tandem_testing.router_builders import (
-    LASTING,
     PAGE,
-    Fleet,
     chain_of,
     make_link,
     make_load,
@@ -21,20 +19,6 @@ from tandem_testing.router_builders import (
 )
 
 PROMPT = tuple(range(20 * PAGE))
-
-
-@pytest.fixture
-async def fleet(server):
-    async with Fleet.of(server, **LASTING) as workers:
-        yield workers
-
-
-@pytest.fixture
-async def router(server):
-    gateway = patient_router(server)
-    await gateway.start()
-    yield gateway
-    await gateway.stop()
 
 
 query = partial(make_query, token_ids=PROMPT)

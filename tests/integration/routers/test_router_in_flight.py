@@ -37,20 +37,6 @@ def computing(choice: Choice) -> str:
     return (choice.prefill or choice.decode).worker_id
 
 
-@pytest.fixture
-async def fleet(server):
-    async with Fleet.of(server, **LASTING) as workers:
-        yield workers
-
-
-@pytest.fixture
-async def router(server):
-    gateway = patient_router(server)
-    await gateway.start()
-    yield gateway
-    await gateway.stop()
-
-
 async def test_equal_prompts_in_flight_meet_on_one_worker(fleet, router):
     await fleet.join(router, *WORKERS)
     choices = [await router.choose(query()) for _ in range(4)]

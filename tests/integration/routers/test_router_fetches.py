@@ -9,9 +9,7 @@ from tandem_engine.config import Role
 from tandem_services.router.choice import Source
 from tandem_services.router.registry import WorkerState
 from tandem_testing.router_builders import (
-    LASTING,
     PAGE,
-    Fleet,
     chain_of,
     make_link,
     make_load,
@@ -24,12 +22,6 @@ PROMPT = tuple(range(60 * PAGE))
 TURN = (*PROMPT, *range(PAGE))
 CHAIN = chain_of(PROMPT)
 BUSY = make_load(queue_tokens=100_000, prefill_rate=10_000)
-
-
-@pytest.fixture
-async def fleet(server):
-    async with Fleet.of(server, **LASTING) as workers:
-        yield workers
 
 
 @pytest.fixture

@@ -8,15 +8,9 @@ from tandem_engine.config import Role
 from tandem_services.router.choice import RouteQuery, Source
 from tandem_services.router.router import Router
 from tandem_services.router.tickets import new_ticket_id
-from tandem_testing.router_builders import LASTING, MODEL, PAGE, Fleet, make_record, patient_router
+from tandem_testing.router_builders import LASTING, MODEL, PAGE, make_record, patient_router
 
 QUERY = RouteQuery(request_id="r", model=MODEL, token_ids=tuple(range(20 * PAGE)), max_tokens=16)
-
-
-@pytest.fixture
-async def fleet(server):
-    async with Fleet.of(server, **LASTING) as workers:
-        yield workers
 
 
 @pytest.fixture
