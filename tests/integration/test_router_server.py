@@ -57,6 +57,19 @@ async def test_a_choice_names_workers_addresses_and_the_terms_of_its_price(live,
     assert (chosen["prompt_tokens"], chosen["has_room"], chosen["expires_in_s"]) == (len(PROMPT), True, 600.0)
 
 
+@pytest.mark.parametrize("parsed", [True, False])
+async def test_prompts_hold_control_tokens_as_in_gateways(server, fleet, tmp_path, parsed):
+    await fleet.beat(make_record("d", Role.BOTH, model=MODEL))
+    async with live_router(server, tmp_path, parse_special_tokens=parsed) as live:
+        text = "<|im_start|>hello"
+        chosen = await choose(live, prompt=text, return_token_ids=True)
+        tokenizer = live.server.api.reading.models[MODEL].prompts.tokenizer
+        assert chosen["token_ids"] == tokenizer.encode(text, parse_special_tokens=parsed)
+        assert tokenizer.encode(text, parse_special_tokens=parsed) != tokenizer.encode(
+            text, parse_special_tokens=not parsed
+        )
+
+
 async def test_a_prefix_to_fetch_names_its_source(live, fleet):
     busy = make_record("q", Role.PREFILL, model=MODEL, load=make_load(queue_tokens=100_000, prefill_rate=10_000))
     await fleet.beat(busy)

@@ -15,6 +15,10 @@ class GatewayLimits(Api, frozen=True, kw_only=True):
     """Requests that wait here for a worker with room; more are refused."""
     queue_timeout_seconds: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] | None = None
     """How long one waits before it is refused."""
+    max_body_memory_mib: Annotated[int, msgspec.Meta(ge=1, le=1_048_576)] | None = None
+    """MiB of request bodies in flight of all clients; more are refused."""
+    max_body_memory_per_client_mib: Annotated[int, msgspec.Meta(ge=1, le=1_048_576)] | None = None
+    """The same of each client: of a tenant where there are API keys, else of an address."""
 
 
 class ServicePort(Api, frozen=True, kw_only=True):
@@ -103,6 +107,8 @@ class Gateway(Api, frozen=True, kw_only=True):
     """Who is offered a request; one policy, or prefill=POLICY,decode=POLICY."""
     strict_fields: bool = False
     """Refuse requests with unknown fields."""
+    parse_special_tokens: bool = True
+    """Special tokens in text prompts become control tokens; false: they are plain text, of every request."""
     allowed_hosts: Annotated[
         list[Annotated[str, msgspec.Meta(pattern=r"^(\*|(\*\.)?[a-z0-9]([-.a-z0-9]*[a-z0-9])?)$", max_length=253)]],
         msgspec.Meta(max_length=64),

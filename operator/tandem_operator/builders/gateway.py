@@ -3,7 +3,7 @@
 import msgspec
 
 from tandem_engine.addresses import EVERY_ADDRESS
-from tandem_operator.api.gateway import RouteTimeouts
+from tandem_operator.api.gateway import GatewayLimits, RouteTimeouts
 from tandem_operator.api.model_service import ModelServiceSpec
 from tandem_operator.builders.containers import Manifest, container_port, from_pod
 from tandem_operator.builders.model_mount import ModelMount, model_mount
@@ -125,12 +125,22 @@ def _arguments(service: Served, mount: ModelMount) -> list[str]:
     words += ["--allowed-hosts", *allowed_hosts(service)]
     if spec.gateway.strict_fields:
         words.append("--strict-fields")
+    if not spec.gateway.parse_special_tokens:
+        words.append("--no-parse-special-tokens")
     words += traced(spec.observability)
-    limits = spec.gateway.limits
+    return [*words, *_limits(spec.gateway.limits)]
+
+
+def _limits(limits: GatewayLimits) -> list[str]:
+    words: list[str] = []
     if limits.max_waiting_requests is not None:
         words += ["--max-waiting-requests", str(limits.max_waiting_requests)]
     if limits.queue_timeout_seconds is not None:
         words += ["--queue-timeout", f"{limits.queue_timeout_seconds:g}"]
+    if limits.max_body_memory_mib is not None:
+        words += ["--max-body-memory", str(limits.max_body_memory_mib)]
+    if limits.max_body_memory_per_client_mib is not None:
+        words += ["--max-body-memory-per-client", str(limits.max_body_memory_per_client_mib)]
     return words
 
 

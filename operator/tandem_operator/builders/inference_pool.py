@@ -121,6 +121,8 @@ def _arguments(service: Served, mount: ModelMount) -> list[str]:
         words += ["--api-keys", KEYS_FOLDER]
     if spec.gateway.router_policy is not None:
         words += ["--router-policy", spec.gateway.router_policy]
+    if not spec.gateway.parse_special_tokens:
+        words.append("--no-parse-special-tokens")
     return words
 
 

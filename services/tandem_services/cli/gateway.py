@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from tandem_engine.addresses import LOOPBACK
 from tandem_engine.errors import ConfigError
-from tandem_engine.flags import host_address, non_negative_int, positive_int
+from tandem_engine.flags import host_address, non_negative_int
 from tandem_engine.private_files import keep_files_private
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
 from tandem_services.cli.shared_flags import (
     add_allowed_hosts,
     add_api_keys,
+    add_body_memory,
     add_console,
     add_deployment,
     add_local_prefill,
@@ -20,6 +21,7 @@ from tandem_services.cli.shared_flags import (
     add_output_parsers,
     add_queue,
     add_router_policy,
+    add_special_tokens,
     add_tracing,
     served_names,
     tracing_of,
@@ -102,14 +104,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="store_true",
         help="refuse requests with unknown fields, naming them (default: unknown fields are ignored)",
     )
-    parser.add_argument(
-        "--parse-special-tokens",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="special tokens in text prompts become control tokens, as in vLLM (default); with "
-        "--no-parse-special-tokens they are plain text, and a request or a key cannot change it. Messages of chats "
-        "never become control tokens",
-    )
+    add_special_tokens(parser)
     parser.add_argument(
         "--explain-candidates",
         type=non_negative_int,
@@ -126,21 +121,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="seconds that an unused conversation is known; as the workers' flag of this name (default 600)",
     )
     add_queue(parser)
-    parser.add_argument(
-        "--max-body-memory",
-        type=positive_int,
-        default=256,
-        metavar="MIB",
-        help="MiB of request bodies in flight of all clients; more are refused with 429 (default 256)",
-    )
-    parser.add_argument(
-        "--max-body-memory-per-client",
-        type=positive_int,
-        default=64,
-        metavar="MIB",
-        help="the same of each client: of a tenant where there are API keys, else of an address; raise it where all "
-        "clients come through one proxy (default 64)",
-    )
+    add_body_memory(parser)
     parser.add_argument(
         "--from-zero-timeout",
         type=positive_float,

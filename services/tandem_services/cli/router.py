@@ -10,7 +10,13 @@ from tandem_engine.flags import host_address
 from tandem_engine.private_files import keep_files_private
 from tandem_services.cli.bundled import model_folder
 from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
-from tandem_services.cli.shared_flags import add_allowed_hosts, add_deployment, add_local_prefill, add_router_policy
+from tandem_services.cli.shared_flags import (
+    add_allowed_hosts,
+    add_deployment,
+    add_local_prefill,
+    add_router_policy,
+    add_special_tokens,
+)
 from tandem_services.common.settings import read_settings
 
 if TYPE_CHECKING:
@@ -113,6 +119,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_local_prefill(parser)
     add_router_policy(parser)
+    add_special_tokens(parser)
     parser.set_defaults(run=run)
 
 
@@ -141,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
             tls_key=args.tls_key,
             local_prefill_tokens=args.local_prefill_tokens,
             policies=PolicyNames.parse(args.router_policy),
+            parse_special_tokens=args.parse_special_tokens,
             reservation_ttl_s=args.reservation_ttl,
             drain_notice_s=args.drain_notice,
             log_format=LogFormat(args.log_format),

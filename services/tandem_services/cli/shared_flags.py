@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem_engine.flags import non_negative_int
+from tandem_engine.flags import non_negative_int, positive_int
 from tandem_services.cli.numbers import fraction, positive_float
 from tandem_services.common.settings import read_settings
 from tandem_services.gateway.reasoning import REASONING_PARSERS
@@ -128,6 +128,43 @@ def add_queue(parser: argparse._ActionsContainer) -> None:
         metavar="S",
         help="seconds that a new choice waits for room before it is refused with 503; 9 s while no worker lives "
         "(default 60)",
+    )
+
+
+def add_body_memory(parser: argparse._ActionsContainer) -> None:
+    """Bounds of a gateway's `BodyBudget`."""
+    parser.add_argument(
+        "--max-body-memory",
+        type=positive_int,
+        default=256,
+        metavar="MIB",
+        help="MiB of request bodies in flight of all clients; more are refused with 429 (default 256)",
+    )
+    parser.add_argument(
+        "--max-body-memory-per-client",
+        type=positive_int,
+        default=64,
+        metavar="MIB",
+        help="the same of each client: of a tenant where there are API keys, else of an address; raise it where all "
+        "clients come through one proxy (default 64)",
+    )
+
+
+def body_memory_argv(args: argparse.Namespace) -> list[str]:
+    """Of `add_body_memory`."""
+    words = ["--max-body-memory", str(args.max_body_memory)]
+    return [*words, "--max-body-memory-per-client", str(args.max_body_memory_per_client)]
+
+
+def add_special_tokens(parser: argparse._ActionsContainer) -> None:
+    """What text prompts may hold. Gateways and routers of one deployment agree on it: equal ids have equal prefixes."""
+    parser.add_argument(
+        "--parse-special-tokens",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="special tokens in text prompts become control tokens, as in vLLM (default); with "
+        "--no-parse-special-tokens they are plain text, and a request or a key cannot change it. Messages of chats "
+        "never become control tokens",
     )
 
 

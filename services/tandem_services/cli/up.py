@@ -23,7 +23,7 @@ from tandem_services.cli.greeting import greeting
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.redis_process import CONFIG_FILE, python_command, require_redis, start_redis
 from tandem_services.cli.run_dir import prepare_run_dir
-from tandem_services.cli.shared_flags import served_names, tracing_argv, tracing_of
+from tandem_services.cli.shared_flags import body_memory_argv, served_names, tracing_argv, tracing_of
 from tandem_services.cli.up_flags import add_up_flags
 from tandem_services.common.errors import StartupError
 from tandem_services.common.listening import listen
@@ -194,6 +194,9 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: C
     gateway += ["--local-prefill-tokens", str(args.local_prefill_tokens), "--session-ttl", str(args.session_ttl)]
     gateway += ["--tool-call-parser", args.tool_call_parser, "--reasoning-parser", args.reasoning_parser]
     gateway += ["--router-policy", args.router_policy, "--router-exploration", str(args.router_exploration)]
+    gateway += body_memory_argv(args)
+    if not args.parse_special_tokens:
+        gateway.append("--no-parse-special-tokens")
     if args.allowed_hosts:
         gateway += ["--allowed-hosts", *args.allowed_hosts]
     if args.api_keys is not None:

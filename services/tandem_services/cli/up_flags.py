@@ -9,6 +9,7 @@ from tandem_services.cli.numbers import port_number, positive_float
 from tandem_services.cli.shared_flags import (
     add_allowed_hosts,
     add_api_keys,
+    add_body_memory,
     add_cluster,
     add_console,
     add_local_prefill,
@@ -17,6 +18,7 @@ from tandem_services.cli.shared_flags import (
     add_output_parsers,
     add_redis,
     add_router_policy,
+    add_special_tokens,
     add_tracing,
 )
 
@@ -62,6 +64,8 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
     )
     add_allowed_hosts(group, what="requests may be for")
     add_api_keys(group)
+    add_special_tokens(group)
+    add_body_memory(group)
     add_console(group)
 
 

@@ -53,6 +53,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_waiting_requests: Count | None = None
     queue_timeout: Seconds | None = None
     prefill_fallback: bool | None = None
+    parse_special_tokens: bool | None = None
 
 
 class ModelsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,6 +132,7 @@ def _config(entry: ModelEntry, defaults: ModelConfig, file: Path, where: str) ->
         "max_waiting": (entry.max_waiting_requests, int),
         "room_s": (entry.queue_timeout, float),
         "prefill_fallback": (entry.prefill_fallback, bool),
+        "parse_special_tokens": (entry.parse_special_tokens, bool),
     }
     fields = {name: read(value) for name, (value, read) in given.items() if value is not None}
     return replace(

@@ -46,6 +46,8 @@ class RouterServerConfig:
     """PEM files for the gRPC port; None: no TLS."""
     local_prefill_tokens: int = 2048
     policies: PolicyNames = field(default_factory=PolicyNames)
+    parse_special_tokens: bool = True
+    """Those in text prompts become control tokens; as in the gateways."""
     reservation_ttl_s: float = 600.0
     """A choice that is not released is forgotten after this long."""
     worker_wait_s: float = 1.0

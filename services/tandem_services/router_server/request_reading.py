@@ -82,7 +82,12 @@ class RequestReading:
                 reason="model_not_found",
             )
         if ask.prompt is not None:
-            ids, param = await reader.prompts.encode(ask.prompt, add_special_tokens=True), "prompt"
+            ids, param = (
+                await reader.prompts.encode(
+                    ask.prompt, add_special_tokens=True, parse_special_tokens=reader.prompts.parse_special_tokens
+                ),
+                "prompt",
+            )
         else:
             messages, param = template_messages(ask.messages), "messages"
             ids = await reader.prompts.encode_chat(

@@ -118,7 +118,17 @@ def build_router_server(
         worker_wait_s=config.worker_wait_s,
     )
     sessions_desk = SessionDesk(directory=sessions, ttl_s=SESSION_TTL_S, turn_s=SESSION_TTL_S)
-    readers = [_reader(model, tokenizers[model.path], router, tokenizing, sessions_desk) for model in config.models]
+    readers = [
+        _reader(
+            model,
+            tokenizers[model.path],
+            router,
+            tokenizing,
+            sessions_desk,
+            parse_special_tokens=config.parse_special_tokens,
+        )
+        for model in config.models
+    ]
     reading = RequestReading(models={name: reader for reader in readers for name in reader.model.names})
     api = RouterApi(
         desk=desk,
@@ -194,10 +204,13 @@ def _reader(
     router: Chooser,
     tokenizing: TokenizerThreads,
     sessions: SessionDesk,
+    *,
+    parse_special_tokens: bool,
 ) -> ModelReader:
     dialect = OutputDialect.of(tokenizer)
     model = ServedModel(names=config.names, tokenizer=tokenizer, dialect=dialect, workers=router.workers)
-    return ModelReader(model=model, prompts=PromptEncoder(model=model, threads=tokenizing), desk=sessions)
+    prompts = PromptEncoder(model=model, threads=tokenizing, parse_special_tokens=parse_special_tokens)
+    return ModelReader(model=model, prompts=prompts, desk=sessions)
 
 
 def _key_watch(config: RouterServerConfig, metrics: AccessMetrics) -> KeyWatch | None:

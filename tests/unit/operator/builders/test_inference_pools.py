@@ -54,3 +54,12 @@ def test_without_it_the_route_goes_to_the_service():
     objects = made()
     assert not {("InferencePool", "chat"), ("Deployment", "chat-router"), ("NetworkPolicy", "chat-router")} & {*objects}
     assert backend(objects) == {"name": "chat-gateway", "port": 80}
+
+
+def test_gateway_and_router_agree_on_special_tokens():
+    plain = "--no-parse-special-tokens"
+    for wanted in (True, False):
+        objects = made(inferencePool={}, parseSpecialTokens=wanted)
+        for name in ("chat-gateway", "chat-router"):
+            (container,) = objects["Deployment", name]["spec"]["template"]["spec"]["containers"]
+            assert (plain in container["args"]) is not wanted, name

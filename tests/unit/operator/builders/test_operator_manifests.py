@@ -303,6 +303,21 @@ def test_a_group_is_one_worker_and_its_pods_are_told_apart_by_the_controller():
         assert not selector.items() <= leader["metadata"]["labels"].items()
 
 
+def test_gateway_has_the_byte_budget_of_the_spec():
+    def words(limits: dict[str, int]) -> list[str]:
+        service = service_of({"model": {"path": "/m"}, "gateway": {"limits": limits}}, name="llama")
+        observed = Observed(now="2026-01-01T00:00:00Z")
+        plan = make_plan(service, observed, ModelServiceStatus(), 1, OperatorSettings())
+        deployments = {one["metadata"]["name"]: one for one in plan.apply if one["kind"] == "Deployment"}
+        (container,) = deployments["llama-gateway"]["spec"]["template"]["spec"]["containers"]
+        return list(container["args"])
+
+    assert not {"--max-body-memory", "--max-body-memory-per-client"} & {*words({})}
+    given = words({"maxBodyMemoryMib": 512, "maxBodyMemoryPerClientMib": 500})
+    parsed = build_parser().parse_args(["gateway", *given])
+    assert (parsed.max_body_memory, parsed.max_body_memory_per_client) == (512, 500)
+
+
 @pytest.mark.parametrize(
     ("gateway", "hosts"),
     [

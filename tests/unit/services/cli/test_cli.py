@@ -233,6 +233,28 @@ def test_the_greeting_names_the_console_where_the_gateway_serves_it(
     assert ("/console" in greeting_of(parsed, todo)) is greeted
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"--max-body-memory": "512", "--max-body-memory-per-client": "500"},
+        {"--no-parse-special-tokens": None},
+    ],
+)
+def test_up_passes_the_gateways_flags_on(given, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tandem_services.cli.up.require_redis", lambda _: None)
+    monkeypatch.setattr(Child, "start", lambda _: None)
+    flags = [word for pair in given.items() for word in pair if word is not None]
+    parsed = args("--port", "0", "--run-dir", str(tmp_path), "--redis-url", "redis://h", *flags)
+    supervisor = Supervisor()
+    start(parsed, plan(parsed), supervisor, Cores())
+    argv = next(child for child in supervisor.children if child.name == "gateway").argv
+    gateway = build_parser().parse_args(argv[argv.index("gateway") :])
+    alone = build_parser().parse_args([*GATEWAY, *flags])
+    for name in ("max_body_memory", "max_body_memory_per_client", "parse_special_tokens"):
+        assert getattr(gateway, name) == getattr(alone, name), name
+
+
 def test_keys_of_clients_reach_the_gateway_and_the_greeting(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tandem_services.cli.up.require_redis", lambda _: None)
     monkeypatch.setattr(Child, "start", lambda _: None)

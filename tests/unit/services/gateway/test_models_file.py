@@ -42,6 +42,7 @@ def test_what_an_entry_leaves_out_is_as_the_flags_say(write, tmp_path):
         "router_policy": "round_robin",
         "queue_timeout": 5,
         "prefill_fallback": False,
+        "parse_special_tokens": False,
         "curve_keys": "one.json",
     }
     llama, qwen = read_models(write(entry, {"model": "qwen", "cluster": "two"}), FLAGS)
@@ -49,6 +50,7 @@ def test_what_an_entry_leaves_out_is_as_the_flags_say(write, tmp_path):
     assert (llama.cluster, llama.tool_call_parser, llama.room_s) == ("one", "llama3_json", 5.0)
     assert (llama.prefill_fallback, llama.curve_keys) == (False, tmp_path / "one.json")
     assert llama.policies != FLAGS.policies
+    assert (llama.parse_special_tokens, qwen.parse_special_tokens) == (False, True)
     assert (qwen.names, qwen.cluster, qwen.curve_keys) == (("qwen",), "two", None)
     for model in (llama, qwen):
         assert (model.max_waiting, model.reasoning_parser, model.redis) == (7, "qwen3", FLAGS.redis)
