@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from tandem_engine.clock import Clock
-from tandem_services.common.errors import timed_out
+from tandem_services.common.errors import ApiError, timed_out
 from tandem_services.gateway.boundary import CLIENT_CLOSED_REQUEST, RequestIdentity, identity_of
 from tandem_services.gateway.closing import Closing
 from tandem_services.gateway.deadline import deadline_of
@@ -25,6 +25,9 @@ from tandem_services.gateway.metrics import GatewayMetrics
 from tandem_services.gateway.request_journal import RequestJournal
 
 T = TypeVar("T")
+
+MAX_REFUSAL_CHARACTERS = 200
+"""Of a record of a refused request."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,6 +103,18 @@ class Answering:
             identity.trace.finished(record)
             log_finished(record)
             self.journal.close(record)
+
+    def refused(self, identity: RequestIdentity, endpoint: str, status: int, error: ApiError | None) -> None:
+        """Keep a record of a request that was answered with an error, if it was not accepted.
+
+        It has the error's kind and field, and none of its words: these may quote the body.
+        """
+        record = new_record(identity, endpoint=endpoint, requested_model="", prompt_tokens=0, choices=0)
+        record.status, record.e2e_s = status, self.clock.now() - identity.arrived
+        if error is not None:
+            parts = filter(None, (error.kind, error.reason, error.param))
+            record.error = ": ".join(parts)[:MAX_REFUSAL_CHARACTERS]
+        self.journal.refuse(record)
 
 
 @asynccontextmanager

@@ -129,6 +129,7 @@ def boundary_of(gateway: Gateway) -> Middleware:
         traces=gateway.traces,
         hosts=gateway.hosts,
         bodies=gateway.bodies,
+        refused=gateway.answering.refused,
     )
 
 

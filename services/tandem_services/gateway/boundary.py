@@ -4,7 +4,7 @@
 2. identity    our own id, unique for the life of the fleet; the client's X-Request-Id is echoed when it
                sent a sane one, otherwise ours is its value
 3. last word   whatever a handler raises becomes an error response, or a log line when the client is gone
-4. counting    one metric per answer
+4. counting    one metric per answer; errors on the API's paths are noted for the console
 5. tracing     the trace that the client's headers name, or a new one, where tracing is on
 6. draining    answers close their connections, so that clients open the next one to another gateway
 """
@@ -15,7 +15,7 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -49,6 +49,7 @@ _SANE_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 _SANE_HOST = re.compile(rb"[\w.~%:\[\]-]{0,261}")
 """A name of at most 255 characters and a port."""
 _SCOPE_KEY = "tandem_request"
+_ERRORS = frozenset({*range(400, 600)} - {CLIENT_CLOSED_REQUEST})
 
 PROBE_PATHS = frozenset({"/live", "/ready", "/health"})
 """They say nothing of the deployment, and load balancers ask for them by any name."""
@@ -112,6 +113,10 @@ class AnswerMetrics(Protocol):
     def disconnected(self, *, model: str) -> None: ...
 
 
+Refused: TypeAlias = Callable[[RequestIdentity, str, int, ApiError | None], None]
+"""A POST to the path was answered with this status, and the error where one was raised."""
+
+
 class RequestBoundary:
     """ASGI middleware. `endpoints` are the paths that may become metric labels."""
 
@@ -126,6 +131,7 @@ class RequestBoundary:
         traces: Traces = pass_on,
         hosts: AllowedHosts,
         bodies: BodyBudget | None = None,
+        refused: Refused | None = None,
     ) -> None:
         self._app = app
         self._clock = clock
@@ -135,6 +141,7 @@ class RequestBoundary:
         self._traces = traces
         self._hosts = hosts
         self._bodies = bodies or BodyBudget()
+        self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -163,6 +170,8 @@ class RequestBoundary:
             endpoint = bounded_label(scope["path"], self._endpoints)
             self._metrics.answered(endpoint, answer.status, model=identity_of(scope).model)
             identity.trace.answered(answer.status)
+            if self._refused is not None and _is_refusal(scope, endpoint, answer.status):
+                self._refused(identity_of(scope), endpoint, answer.status, answer.refusal)
             for ended in identity_of(scope).on_end:
                 ended()
 
@@ -189,8 +198,14 @@ class RequestBoundary:
                 extra={"fields": about_request(identity.request_id, trace_id=identity.trace.trace_id)},
             )
             refusal = UNEXPECTED
+        answer.refusal = refusal
         if not answer.started:
             await send_error(answer.send, refusal, path=scope["path"], request_id=identity.public_id)
+
+
+def _is_refusal(scope: Scope, endpoint: str, status: int) -> bool:
+    """Of a request for work: paths that are none of the API's are strangers' words, and polls would fill the list."""
+    return scope["method"] == "POST" and endpoint == scope["path"] and status in _ERRORS
 
 
 class _Answer:
@@ -202,6 +217,7 @@ class _Answer:
         self._health = health
         self.started = False
         self.status = 500
+        self.refusal: ApiError | None = None
 
     def send(self, message: Message) -> Awaitable[None]:
         return self._send(self._begun(message) if message["type"] == "http.response.start" else message)

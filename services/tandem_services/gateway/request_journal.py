@@ -4,6 +4,9 @@ opened   the record is an object, which the running request fills
 closed   the journal keeps its MessagePack bytes instead: less than half the memory, and a size that is known
 dropped  the oldest record, when there are more than `capacity`; the oldest closed one, when all closed ones together
          have more than `max_bytes`
+
+Requests that were refused before they were accepted have `REFUSED_RECORDS` places for themselves: however many there
+are, they drop no accepted one.
 """
 
 import re
@@ -15,6 +18,8 @@ import msgspec
 from tandem_services.gateway.explain import RequestRecord
 
 JOURNAL_BYTES = 16 << 20
+REFUSED_RECORDS = 256
+"""Kept of requests that were refused, the newest."""
 ENTRY_BYTES = 512
 """What an entry takes beside its record: its ids, and its places in two dictionaries."""
 _ANSWER_PREFIX = re.compile(r"^(chatcmpl-|cmpl-|resp_|msg_)")
@@ -43,6 +48,7 @@ class RequestJournal:
         self._capacity = capacity
         self._max_bytes = max_bytes
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._refused: OrderedDict[str, _Entry] = OrderedDict()
         self.accepted_total = 0
         self.bytes = 0
         """Of closed records."""
@@ -67,6 +73,14 @@ class RequestJournal:
         while self.bytes > self._max_bytes:
             self._drop(next(request_id for request_id, each in self._entries.items() if each.size))
 
+    def refuse(self, record: RequestRecord) -> None:
+        """A request that was answered with an error. One that was accepted has a record, which has the error."""
+        if record.request_id in self._entries:
+            return
+        self._refused[record.request_id] = _Entry(record.tenant, record.client_request_id, _encode(record))
+        if len(self._refused) > REFUSED_RECORDS:
+            self._refused.popitem(last=False)
+
     def find(self, request_id: str, *, tenant: str = "") -> RequestRecord | None:
         """Of one tenant: by our id, by the id of the answer (`chatcmpl-…`, `cmpl-…`, `resp_…`, `msg_…`), or by the
         client's own.
@@ -74,6 +88,7 @@ class RequestJournal:
         Of several requests with the same client id, the newest.
         """
         entry = self._entry(request_id) or self._entries.get(self._aliases.get((tenant, request_id), ""))
+        entry = entry or self._refused_as(request_id, tenant)
         return entry.read() if entry is not None and entry.tenant == tenant else None
 
     def find_anybodys(self, request_id: str) -> RequestRecord | None:
@@ -81,7 +96,7 @@ class RequestJournal:
         entry = self._entry(request_id)
         if entry is None:
             ours = next((ours for (_, theirs), ours in self._aliases.items() if theirs == request_id), "")
-            entry = self._entries.get(ours)
+            entry = self._entries.get(ours) or self._refused_as(request_id, None)
         return None if entry is None else entry.read()
 
     @property
@@ -94,8 +109,24 @@ class RequestJournal:
         """Of all tenants, newest first."""
         return [entry.read() for entry in islice(reversed(self._entries.values()), number)]
 
+    def latest_refused(self, number: int) -> list[RequestRecord]:
+        """Of all tenants, newest first."""
+        return [entry.read() for entry in islice(reversed(self._refused.values()), number)]
+
     def _entry(self, request_id: str) -> _Entry | None:
-        return self._entries.get(_ANSWER_PREFIX.sub("", request_id))
+        ours = _ANSWER_PREFIX.sub("", request_id)
+        return self._entries.get(ours) or self._refused.get(ours)
+
+    def _refused_as(self, client_request_id: str, tenant: str | None) -> _Entry | None:
+        """The newest refused request that a client gave this id. `tenant` None: any."""
+        return next(
+            (
+                entry
+                for entry in reversed(self._refused.values())
+                if entry.client_request_id == client_request_id and tenant in (None, entry.tenant)
+            ),
+            None,
+        )
 
     def _drop(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)

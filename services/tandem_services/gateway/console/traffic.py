@@ -8,6 +8,8 @@ from tandem_services.gateway.request_journal import RequestJournal
 SAMPLES = 200
 """Requests that are looked at: enough for a 95th percentile, few enough to be summed up every second."""
 ROWS = 100
+REFUSED_ROWS = 40
+"""Of them, requests that were refused before they were accepted: a flood of these leaves room for others."""
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +37,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     status: int | None
     """None while it runs."""
+    error: str | None
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -63,8 +66,9 @@ def traffic(journal: RequestJournal) -> Traffic:
 
 
 def latest_requests(journal: RequestJournal) -> list[RequestRow]:
-    """Anybody's, newest first."""
-    return [_row(record) for record in journal.latest(ROWS)]
+    """Of all tenants, newest first, accepted or refused."""
+    records = [*journal.latest_refused(REFUSED_ROWS), *journal.latest(ROWS)]
+    return [_row(record) for record in sorted(records, key=lambda each: -each.created)[:ROWS]]
 
 
 def _row(record: RequestRecord) -> RequestRow:
@@ -78,6 +82,7 @@ def _row(record: RequestRecord) -> RequestRow:
         stream=record.stream,
         created=record.created,
         status=record.status,
+        error=record.error,
         prompt_tokens=record.prompt_tokens,
         cached_tokens=record.cached_tokens,
         output_tokens=record.output_tokens,

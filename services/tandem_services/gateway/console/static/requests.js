@@ -71,7 +71,7 @@ function requestRow(first) {
     setText(cells.status, statusText(row.status));
     setAttribute(cells.status, "data-state", statusTone(row.status));
     setText(cells.endpoint, endpointName(row.endpoint));
-    setAttribute(cells.endpoint, "title", row.tenant ? `${row.endpoint}, ${row.model}, of ${row.tenant}` : `${row.endpoint}, ${row.model}`);
+    setAttribute(cells.endpoint, "title", [row.endpoint, row.model, row.tenant && `of ${row.tenant}`].filter(Boolean).join(", "));
     setText(cells.prompt, format.count(row.prompt_tokens));
     setText(cells.cached, row.prompt_tokens && row.ttft_s != null ? format.percent(row.cached_tokens / row.prompt_tokens) : format.NONE);
     setText(cells.output, format.count(row.output_tokens));
@@ -84,7 +84,7 @@ function requestRow(first) {
 
 /** @param {any} row */
 function route(row) {
-  if (!row.decode) return format.NONE;
+  if (!row.decode) return row.error ?? format.NONE;
   const again = row.attempts > row.choices ? `, ${row.attempts} attempts` : "";
   return `${row.prefill ? `${format.workerOf(row.prefill)} → ` : ""}${format.workerOf(row.decode)}${again}`;
 }

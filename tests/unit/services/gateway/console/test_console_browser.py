@@ -322,3 +322,19 @@ async def test_key_dialog_opens_where_a_key_is_needed(see, tmp_path):
         await sight.watched.page.wait_for_selector("dialog[open]")
         await sight.says("This gateway asks for a key.", selector="#key-why")
         await sight.is_sound()
+
+
+@pytest.mark.parametrize("width", [1440, 768, 390])
+async def test_refused_requests_are_in_the_list(see, width):
+    async with see(member("w1"), viewport={"width": width, "height": 844}) as sight:
+        page = sight.watched.page
+        assert (await sight.live.chat(temperature=ATTACK)).status_code == 400
+        await sight.live.chat(max_tokens=1)
+        await sight.open("requests")
+        await sight.shows("BadRequestError: temperature")
+        assert await page.locator("tbody .state[data-state=trouble]").all_inner_texts() == ["400"]
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        await page.click("tbody tr:has-text('400') a")
+        await sight.says("BadRequestError: temperature", "400")
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        await sight.is_sound()

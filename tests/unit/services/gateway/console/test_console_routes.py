@@ -15,7 +15,9 @@ from tandem_services.gateway.composition import build_gateway
 from tandem_services.gateway.console.assets import read_assets
 from tandem_services.gateway.console.composition import console_of
 from tandem_services.gateway.console.fleet_document import ViewedFleet
+from tandem_services.gateway.console.traffic import REFUSED_ROWS
 from tandem_services.gateway.explain import RequestRecord
+from tandem_services.gateway.request_journal import REFUSED_RECORDS
 from tandem_testing.console_builders import ScriptedFleet, member
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
@@ -204,3 +206,66 @@ def test_no_script_makes_markup_of_text_or_asks_elsewhere(name):
     )
     assert re.findall(banned, code) == []
     assert text.startswith("// @ts-check\n")
+
+
+async def refused(both: Consoles, body: dict, **headers: str) -> httpx.Response:
+    answer = await both.api.post("/v1/chat/completions", json=body, headers=headers)
+    assert 400 <= answer.status_code < 500, answer.text
+    return answer
+
+
+async def listed(both: Consoles, **headers: str) -> list[dict]:
+    both.clock.advance(1.5)
+    rows = (await both.api.get("/console/data/requests", headers=headers)).json()
+    return [row for row in rows if row["request_id"] != "r1"]
+
+
+async def test_refused_requests_are_listed_without_their_words(tokenizer):
+    secret = "what the user wrote"
+    async with consoles(tokenizer) as both:
+        await refused(both, {"messages": [{"role": "user", "content": secret}], "temperature": "hot"})
+        await refused(both, {"messages": [{"role": secret, "content": ""}]})
+        await refused(both, {"model": secret, "messages": [{"role": "user", "content": secret}]})
+        await both.api.post("/v1/nowhere", json={})
+        await both.api.get("/v1/chat/completions")
+        rows = await listed(both)
+        assert [(row["status"], row["error"]) for row in rows] == [
+            (404, "NotFoundError: model_not_found: model"),
+            (400, "BadRequestError: messages[0].role"),
+            (400, "BadRequestError: temperature"),
+        ]
+        for row in rows:
+            page = await both.api.get(f"/console/data/requests/{row['request_id']}")
+            assert page.json()["choices"] == []
+            assert secret not in page.text + str(row)
+
+
+async def test_refused_requests_have_their_readers(tokenizer, keys):
+    bad = {"messages": "x"}
+    async with consoles(tokenizer, keys) as both:
+        stranger = await refused(both, bad)
+        anns = await refused(both, bad, **bearer("ann"), **{"x-request-id": "anns-own"})
+        assert (stranger.status_code, anns.status_code) == (401, 400)
+        assert (await both.api.get("/console/data/requests", headers=bearer("ann"))).status_code == 403
+        rows = await listed(both, **bearer("root"))
+        assert [(row["status"], row["tenant"]) for row in rows] == [(400, "ann"), (401, "")]
+        for name, key, found in (
+            ("anns-own", "ann", 200),
+            ("anns-own", "root", 404),
+            (rows[1]["request_id"], "ann", 404),
+        ):
+            own = await both.api.get(f"/v1/requests/{name}/explain", headers=bearer(key))
+            assert own.status_code == found, (name, key)
+        page = await both.api.get("/console/data/requests/anns-own", headers=bearer("root"))
+        assert page.json()["status"] == 400
+
+
+async def test_refused_requests_leave_room_for_others(tokenizer):
+    async with consoles(tokenizer) as both:
+        for _ in range(REFUSED_RECORDS + 5):
+            await refused(both, {})
+        both.clock.advance(1.5)
+        rows = (await both.api.get("/console/data/requests")).json()
+        assert [row["request_id"] for row in rows].count("r1") == 1
+        assert len(rows) == REFUSED_ROWS + 1
+        assert len(both.gateway.answering.journal.latest_refused(10_000)) == REFUSED_RECORDS
