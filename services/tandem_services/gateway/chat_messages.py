@@ -8,7 +8,8 @@ from tandem_engine.logs import quoted
 from tandem_engine.tokenizer.chat_template import ChatTemplate
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.limits import MAX_MESSAGES
-from tandem_services.gateway.openai_schemas import CalledTool, ChatMessage, ContentPart, TemplateVariables
+from tandem_services.gateway.nested_fields import check_no_fields
+from tandem_services.gateway.openai_schemas import ChatMessage, ContentPart, SentCall, TemplateVariables
 
 VARIABLES = "chat_template_kwargs"
 _RESERVED = frozenset(
@@ -21,6 +22,9 @@ _RESERVED = frozenset(
 """Variables of chat templates that clients set by other fields, or that are the checkpoint's."""
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates switch reasoning on and off."""
+_TEXT_PARTS = frozenset({"type", "text", "cache_control", "prompt_cache_breakpoint"})
+OTHER_CHAT_PARTS = tuple(name for name in ContentPart.__struct_fields__ if name not in _TEXT_PARTS)
+"""Fields of parts that are no text."""
 
 
 def template_messages(messages: list[ChatMessage] | None, *, continues: bool = False) -> list[dict[str, Any]]:
@@ -125,7 +129,7 @@ def _check_tool_fields(message: ChatMessage, param: str) -> None:
         raise bad_request(f"{param}.tool_calls is for assistant messages alone", f"{param}.tool_calls")
 
 
-def _call(call: CalledTool) -> dict[str, Any]:
+def _call(call: SentCall) -> dict[str, Any]:
     return {
         "id": call.id,
         "type": "function",
@@ -148,7 +152,8 @@ def _text(content: str | list[ContentPart] | None, param: str) -> str:
     if isinstance(content, str):
         return content
     for position, part in enumerate(content):
+        where = f"{param}[{position}]"
         if part.type != "text" or part.text is None:
-            where = f"{param}[{position}]"
             raise bad_request(f"{where}: only parts of type text with a text are supported", where)
+        check_no_fields(part, OTHER_CHAT_PARTS, where)
     return "\n".join(part.text or "" for part in content)

@@ -1,7 +1,7 @@
 """OpenAI's request bodies, as far as they are served. Those of responses are in `openai_answers`.
 
-Requests are decoded strictly: a wrong type is a 400 naming the field. Null means absent. Unknown fields
-are ignored, and of two equal keys the last one wins.
+Requests are decoded strictly: a wrong type is a 400 naming the field. Null means absent. Unknown fields of a body
+are ignored, those of objects within it refused (`nested_fields`), and of two equal keys the last one wins.
 """
 
 from typing import Any, Literal
@@ -9,19 +9,21 @@ from typing import Any, Literal
 import msgspec
 
 from tandem_engine.tokenizer.truncation import TruncationSide
+from tandem_services.gateway.nested_fields import Refused
 from tandem_services.gateway.prompt_shapes import PromptItem
 from tandem_services.gateway.session_turns import SessionParams
 from tandem_services.gateway.structured_output import GrammarFields, ResponseFormat
 from tandem_services.gateway.tools import Tool, ToolChoice
 
 
-class StreamOptions(msgspec.Struct, kw_only=True):
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """With vLLM's defaults."""
 
     include_usage: bool | msgspec.UnsetType | None = msgspec.UNSET
     """Options that do not have it ask for usage, `{}` too."""
     continuous_usage_stats: bool | None = None
     """Usage in every chunk; only with `include_usage`."""
+    include_obfuscation: Any = None
 
     @property
     def asks_for_usage(self) -> bool:
@@ -116,9 +118,21 @@ class GenerationFields(SharedFields, kw_only=True):
     verbosity: str | None = None
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
+class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: str
     text: str | None = None
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
+    # What parts of other types have. `chat_messages` refuses them with a sentence about the type.
+    image_url: Any = None
+    image_embeds: Any = None
+    input_audio: Any = None
+    audio_url: Any = None
+    video_url: Any = None
+    file: Any = None
+    refusal: Any = None
+    thinking: Any = None
+    uuid: Any = None
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -127,22 +141,41 @@ class CalledFunction(msgspec.Struct, kw_only=True):
 
 
 class CalledTool(msgspec.Struct, kw_only=True):
-    """A finished tool call, in answers and in the messages of later requests."""
+    """A finished tool call of an answer."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class ChatMessage(msgspec.Struct, kw_only=True):
+class SentFunction(CalledFunction, kw_only=True, forbid_unknown_fields=True):
+    parsed_arguments: Any = None
+
+
+class SentCall(CalledTool, kw_only=True, forbid_unknown_fields=True):
+    """A tool call in a message that a client sends back."""
+
+    function: SentFunction
+    index: Any = None
+    cache_control: Any = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: list[SentCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     """vLLM's newer name of the same."""
+    annotations: Any = None
+    cache_control: Any = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
+    audio: Refused = None
+    function_call: Refused = None
+    refusal: Refused = None
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

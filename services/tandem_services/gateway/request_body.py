@@ -23,6 +23,7 @@ from tandem_services.gateway.boundary import identity_of
 from tandem_services.gateway.disconnect import ClientGoneError
 from tandem_services.gateway.json_shape import check_json_shape
 from tandem_services.gateway.limits import BODY_TIMEOUT_S, PARSED_HERE_BYTES
+from tandem_services.gateway.nested_fields import nested_refusal
 from tandem_services.gateway.request_fields import Refusals
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class BodyDecoder(Generic[T]):
                 body.decode()
             request = self._decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise _wrong_shape(str(error), self._shape) from error
+            raise _wrong_shape(str(error), self._shape, body) from error
         except msgspec.DecodeError as error:
             raise _no_json(str(error), body) from error
         except UnicodeDecodeError as error:
@@ -166,9 +167,12 @@ def _no_json(detail: str, body: bytes) -> ApiError:
     return bad_request(f"request body is not valid JSON: {detail}")
 
 
-def _wrong_shape(detail: str, shape: type[msgspec.Struct]) -> ApiError:
+def _wrong_shape(detail: str, shape: type[msgspec.Struct], body: bytes) -> ApiError:
     """msgspec's "Expected `int | null`, got `str` - at `$.n`" as a sentence about `n`."""
     path = _AT_PATH.search(detail)
+    nested = nested_refusal(detail, "" if path is None else path[1], body)
+    if nested is not None:
+        return nested
     what = (detail[: path.start()] if path else detail).replace("`", "")
     what = what.replace(" | null", "").replace(" | ", " or ")
     what = quoted(what[:1].lower() + what[1:])

@@ -7,7 +7,7 @@
 
 `KNOWN_FIELDS` are the fields of OpenAI's, Anthropic's, vLLM's and SGLang's requests and Tandem's own. A field that only
 one route serves is thereby refused by the others, and never ignored. Fields that are not in it are unknown: a gateway
-ignores them, or refuses them with `--strict-fields`.
+ignores them, or refuses them with `--strict-fields`. Fields of the objects within a body: `nested_fields`.
 """
 
 from collections.abc import Mapping

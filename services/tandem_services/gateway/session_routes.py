@@ -10,7 +10,7 @@ A session belongs to a model, which has to be named where there are several.
 
 import secrets
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -23,6 +23,7 @@ from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.boundary import identity_of
 from tandem_services.gateway.limits import check_cache_salt
 from tandem_services.gateway.model_catalog import ModelCatalog
+from tandem_services.gateway.nested_fields import Refused
 from tandem_services.gateway.request_body import BodyDecoder, decode_body, read_body
 from tandem_services.gateway.session_turns import session_name
 from tandem_services.router.session_bindings import SessionName
@@ -30,18 +31,21 @@ from tandem_services.router.session_bindings import SessionName
 PATH = "/v1/sessions"
 
 
-class OpenRequest(msgspec.Struct, kw_only=True):
-    """SGLang also sends `capacity_of_str_len`, which says nothing here: pages are not set aside."""
-
+class OpenRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     session_id: str | None = None
     cache_salt: str | None = None
+    capacity_of_str_len: Any = None
+    rid: Any = None
+    streaming: Any = None
+    timeout: Refused = None
 
 
-class CloseRequest(msgspec.Struct, kw_only=True):
+class CloseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     session_id: str
     model: str | None = None
     cache_salt: str | None = None
+    rid: Any = None
 
 
 class OpenedSession(msgspec.Struct, kw_only=True):
@@ -57,7 +61,6 @@ class ClosedSession(msgspec.Struct, kw_only=True):
     deleted: Literal[True] = True
 
 
-# Never strict: SGLang's clients send what says nothing here.
 _OPEN = BodyDecoder(OpenRequest, strict=False)
 _CLOSE = BodyDecoder(CloseRequest, strict=False)
 

@@ -25,6 +25,7 @@ from tandem_engine.messages.requests import MAX_SESSION_BYTES, SessionRef
 from tandem_services.common.errors import ApiError, bad_request, conflict, not_found, unavailable
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.limits import MAX_TURN
+from tandem_services.gateway.nested_fields import Refused
 from tandem_services.gateway.token_sequence import Accepted
 from tandem_services.router.session_bindings import SessionBinding, SessionName
 
@@ -54,6 +55,10 @@ class SessionParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     id: str
     turn: int | None = None
     """Ours: turns before this one. 0 begins the session, or begins it anew; any other number must be right."""
+    rid: Refused = None
+    offset: Refused = None
+    replace: Refused = None
+    drop_previous_output: Refused = None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -19,23 +19,32 @@ from tandem_engine.errors import InvalidRequestError
 from tandem_engine.logs import quoted
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec, check_choices, check_depth
 from tandem_services.common.errors import ApiError, bad_request
+from tandem_services.gateway.nested_fields import Refused
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
-class NamedSchema(msgspec.Struct, kw_only=True):
+class NamedSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str
     schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
+class TagStructure(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One form of `structural_tag`."""
+
+    begin: str
+    schema: dict[str, Any]
+    end: str = ""
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
-    structures: list[dict[str, Any]] | None = None
+    structures: list[TagStructure] | None = None
     triggers: list[str] | None = None
-    format: Any = None
+    format: Refused = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ from tandem_engine.errors import InvalidRequestError
 from tandem_engine.logs import quoted
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_services.common.errors import bad_request
+from tandem_services.gateway.nested_fields import check_no_fields
 from tandem_services.gateway.structured_output import AskedGrammar
 from tandem_services.gateway.tool_parsers.call_array import CallArray
 from tandem_services.gateway.tool_parsers.parser import Schemas, ToolParser
@@ -33,34 +34,39 @@ MAX_TOOL_BYTES = 256 << 10
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
-class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Function(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a model may call."""
 
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    returns: dict[str, Any] | None = msgspec.field(name="return", default=None)
+    """transformers': the schema of what it returns, for chat templates."""
     strict: bool | None = None
+    cache_control: Any = None
 
 
-class Tool(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Tool(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     type: str | None = None
     function: Function | None = None
+    cache_control: Any = None
+    custom: Any = None
 
 
-class FunctionName(msgspec.Struct, kw_only=True):
+class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str
 
 
-class NamedTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
+class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
     function: FunctionName
 
 
-class ToolSelection(msgspec.Struct, kw_only=True):
+class ToolSelection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
 
 
-class AllowedTools(msgspec.Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
+class AllowedTools(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
     """OpenAI's: a choice of `mode` among some of the tools. The others are not shown to the model."""
 
     allowed_tools: ToolSelection
@@ -86,7 +92,7 @@ class ToolUse:
     @property
     def for_template(self) -> list[dict[str, Any]]:
         """As chat templates expect tools."""
-        return [{"type": "function", "function": _without_strict(function)} for function in self.functions]
+        return [{"type": "function", "function": _shown(function)} for function in self.functions]
 
     def parser(self, schemas: Schemas) -> ToolParser:
         return self.family.parser(schemas) if self.callable is None else CallArray()
@@ -222,6 +228,7 @@ def _functions(tools: Sequence[Tool]) -> tuple[Function, ...]:
 def _checked(tool: Tool, param: str) -> Function:
     if tool.type != "function":
         raise bad_request(f"{param}.type must be function, got {quoted(tool.type)}", f"{param}.type")
+    check_no_fields(tool, ("custom",), param)
     function = tool.function
     if function is None:
         raise bad_request(f"{param}.function is required", f"{param}.function")
@@ -233,6 +240,7 @@ def _checked(tool: Tool, param: str) -> Function:
     return function
 
 
-def _without_strict(function: Function) -> dict[str, Any]:
-    shown: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(function, strict=None))
+def _shown(function: Function) -> dict[str, Any]:
+    plain = msgspec.structs.replace(function, strict=None, cache_control=None)
+    shown: dict[str, Any] = msgspec.to_builtins(plain)
     return {**shown, "parameters": shown.get("parameters", {"type": "object", "properties": {}})}

@@ -11,6 +11,8 @@ from tandem_engine.logs import quoted
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.limits import MAX_MESSAGES
 from tandem_services.gateway.messages.schemas import (
+    OTHER_BLOCKS,
+    OTHER_TEXT_BLOCKS,
     Block,
     Choice,
     CustomTool,
@@ -19,17 +21,19 @@ from tandem_services.gateway.messages.schemas import (
     TextBlock,
     Thinking,
 )
+from tandem_services.gateway.nested_fields import check_no_fields
 from tandem_services.gateway.openai_schemas import (
-    CalledFunction,
-    CalledTool,
     ChatMessage,
     ChatRequest,
+    SentCall,
+    SentFunction,
     TemplateVariables,
     shared_fields,
 )
 from tandem_services.gateway.structured_output import NamedSchema, ResponseFormat
 from tandem_services.gateway.tools import Function, FunctionName, NamedTool, Tool, ToolChoice
 
+_BLOCKS = ("text", "thinking", "tool_use", "tool_result")
 _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -117,6 +121,7 @@ def _of_user(message: InputMessage, param: str) -> list[ChatMessage]:
     texts: list[str] = []
     for position, block in enumerate(message.content):
         where = f"{param}[{position}]"
+        _check_kind(block, where)
         match block.type:
             case "text":
                 texts.append(_required(block.text, f"{where}.text"))
@@ -136,9 +141,10 @@ def _of_assistant(message: InputMessage, param: str) -> list[ChatMessage]:
         return [ChatMessage(role="assistant", content=message.content)]
     thoughts: list[str] = []
     texts: list[str] = []
-    calls: list[CalledTool] = []
+    calls: list[SentCall] = []
     for position, block in enumerate(message.content):
         where = f"{param}[{position}]"
+        _check_kind(block, where)
         match block.type:
             case "text":
                 texts.append(_required(block.text, f"{where}.text"))
@@ -160,13 +166,13 @@ def _result(block: Block, param: str) -> ChatMessage:
     return ChatMessage(role="tool", content=content, tool_call_id=_required(block.tool_use_id, f"{param}.tool_use_id"))
 
 
-def _call(block: Block, param: str) -> CalledTool:
+def _call(block: Block, param: str) -> SentCall:
     if block.input is None:
         raise bad_request(f"{param}.input is required", f"{param}.input")
     arguments = msgspec.json.encode(block.input).decode()
-    return CalledTool(
+    return SentCall(
         id=_required(block.id, f"{param}.id"),
-        function=CalledFunction(name=_required(block.name, f"{param}.name"), arguments=arguments),
+        function=SentFunction(name=_required(block.name, f"{param}.name"), arguments=arguments),
     )
 
 
@@ -176,7 +182,14 @@ def _text(content: str | list[TextBlock], param: str) -> str:
     for position, block in enumerate(content):
         if block.type != "text":
             raise _unsupported(block.type, f"{param}[{position}]")
+        check_no_fields(block, OTHER_TEXT_BLOCKS, f"{param}[{position}]")
     return "\n".join(_required(block.text, f"{param}[{n}].text") for n, block in enumerate(content))
+
+
+def _check_kind(block: Block, param: str) -> None:
+    if block.type not in _BLOCKS:
+        raise _unsupported(block.type, param)
+    check_no_fields(block, OTHER_BLOCKS, param)
 
 
 def _required(value: str | None, param: str) -> str:

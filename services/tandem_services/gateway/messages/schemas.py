@@ -1,23 +1,32 @@
 """Bodies of `POST /v1/messages`, as far as they are served: Anthropic's Messages API, stateless as the original.
 
-What would change the answer and is not served is refused by name (`request_fields`); unknown fields are ignored.
+What would change the answer and is not served is refused by name (`request_fields`, `nested_fields`); unknown fields of
+the body are ignored.
 """
 
 from typing import Any, Literal
 
 import msgspec
 
+from tandem_services.gateway.nested_fields import Refused
 from tandem_services.gateway.openai_schemas import SharedFields, TemplateVariables
 
 
-class TextBlock(msgspec.Struct, kw_only=True):
+class TextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Of a system prompt or a tool's result."""
 
     type: str
     text: str | None = None
+    cache_control: Any = None
+    citations: Any = None
+    # What blocks of other types have. `conversation` refuses them with a sentence about the type.
+    source: Any = None
+    title: Any = None
+    context: Any = None
+    tool_name: Any = None
 
 
-class Block(msgspec.Struct, kw_only=True):
+class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Part of a message: text, thinking, tool_use or tool_result, by `type`."""
 
     type: str
@@ -29,14 +38,31 @@ class Block(msgspec.Struct, kw_only=True):
     tool_use_id: str | None = None
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
+    cache_control: Any = None
+    citations: Any = None
+    parsed_output: Any = None
+    signature: Any = None
+    caller: Any = None
+    toolset_name: Refused = None
+    # What blocks of other types have. `conversation` refuses them with a sentence about the type.
+    source: Any = None
+    title: Any = None
+    context: Any = None
+    data: Any = None
+    transformations: Any = None
 
 
-class InputMessage(msgspec.Struct, kw_only=True):
+OTHER_TEXT_BLOCKS = ("source", "title", "context", "tool_name")
+OTHER_BLOCKS = ("source", "title", "context", "data", "transformations")
+"""Fields of blocks of other types, such as images and documents, which the structs have to refuse them."""
+
+
+class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant"]
     content: str | list[Block]
 
 
-class CustomTool(msgspec.Struct, kw_only=True):
+class CustomTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A tool that the client runs. Others have a `type` of their own."""
 
     name: str | None = None
@@ -44,32 +70,38 @@ class CustomTool(msgspec.Struct, kw_only=True):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: Any = None
+    eager_input_streaming: Any = None
+    allowed_callers: Refused = None
+    defer_loading: Refused = None
+    input_examples: Refused = None
 
 
-class Choice(msgspec.Struct, kw_only=True):
+class Choice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(msgspec.Struct, kw_only=True):
+class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`budget_tokens` is a chat's `thinking_token_budget` where the model reasons, and nothing to any other."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
+    display: Any = None
 
 
-class OutputFormat(msgspec.Struct, kw_only=True):
+class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(msgspec.Struct, kw_only=True):
+class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: OutputFormat | None = None
     effort: str | None = None
 
 
-class Metadata(msgspec.Struct, kw_only=True):
+class Metadata(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user_id: str | None = None
 
 

@@ -5,9 +5,11 @@ from typing import Literal, cast
 from tandem_engine.logs import quoted
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.limits import MAX_MESSAGES
-from tandem_services.gateway.openai_schemas import CalledFunction, CalledTool, ChatMessage, ChatRequest, shared_fields
+from tandem_services.gateway.nested_fields import check_no_fields
+from tandem_services.gateway.openai_schemas import ChatMessage, ChatRequest, SentCall, SentFunction, shared_fields
 from tandem_services.gateway.responses.schemas import (
     INCLUDABLE,
+    OTHER_PARTS,
     AllowedFunctions,
     FunctionTool,
     InputItem,
@@ -117,10 +119,10 @@ class _Conversation:
         return last
 
 
-def _call(item: InputItem, param: str) -> CalledTool:
-    return CalledTool(
+def _call(item: InputItem, param: str) -> SentCall:
+    return SentCall(
         id=_required(item.call_id, f"{param}.call_id"),
-        function=CalledFunction(
+        function=SentFunction(
             name=_required(item.name, f"{param}.name"), arguments=_required(item.arguments, f"{param}.arguments")
         ),
     )
@@ -141,6 +143,7 @@ def _text(content: str | list[TextPart] | None, param: str) -> str:
         if part.type not in _TEXT_PARTS or part.text is None:
             where = f"{param}[{position}]"
             raise bad_request(f"{where}: only parts of text are supported, got {quoted(part.type)}", where)
+        check_no_fields(part, OTHER_PARTS, f"{param}[{position}]")
     return "\n".join(part.text or "" for part in content)
 
 

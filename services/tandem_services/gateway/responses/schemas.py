@@ -1,21 +1,40 @@
 """Bodies of `POST /v1/responses`, as far as they are served: a stateless subset of OpenAI's.
 
-What would change the answer and is not served is refused by name (`request_fields`); unknown fields are ignored.
+What would change the answer and is not served is refused by name (`request_fields`, `nested_fields`); unknown fields of
+the body are ignored.
 """
 
 from typing import Any, Literal
 
 import msgspec
 
+from tandem_services.gateway.nested_fields import Refused
 from tandem_services.gateway.openai_schemas import ReasoningEffort, SharedFields, TemplateVariables
 
 
-class TextPart(msgspec.Struct, kw_only=True):
+class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: str
     text: str | None = None
+    annotations: Any = None
+    logprobs: Any = None
+    parsed: Any = None
+    prompt_cache_breakpoint: Any = None
+    # What parts of other types have. `conversation` refuses them with a sentence about the type.
+    image_url: Any = None
+    detail: Any = None
+    file_id: Any = None
+    file_data: Any = None
+    file_url: Any = None
+    filename: Any = None
+    input_audio: Any = None
+    refusal: Any = None
 
 
-class InputItem(msgspec.Struct, kw_only=True):
+OTHER_PARTS = ("image_url", "detail", "file_id", "file_data", "file_url", "filename", "input_audio", "refusal")
+"""Fields of parts that are no text."""
+
+
+class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A message, a call of the model's, its output, or reasoning, by `type`."""
 
     type: str = "message"
@@ -25,9 +44,19 @@ class InputItem(msgspec.Struct, kw_only=True):
     name: str | None = None
     arguments: str | None = None
     output: str | list[TextPart] | None = None
+    id: Any = None
+    status: Any = None
+    summary: Any = None
+    phase: Any = None
+    caller: Any = None
+    created_by: Any = None
+    parsed_arguments: Any = None
+    encrypted_content: Refused = None
+    namespace: Refused = None
+    runs_async: Refused = msgspec.field(name="async", default=None)
 
 
-class FunctionTool(msgspec.Struct, kw_only=True):
+class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Chat's, without its inner object."""
 
     type: str
@@ -35,13 +64,18 @@ class FunctionTool(msgspec.Struct, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: Any = None
+    output_schema: Any = None
+    allowed_callers: Refused = None
+    defer_loading: Refused = None
+    runs_async: Refused = msgspec.field(name="async", default=None)
 
 
-class NamedFunction(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
+class NamedFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
     name: str
 
 
-class AllowedFunctions(msgspec.Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
+class AllowedFunctions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
     """Some of the tools, of which the model may call (`auto`) or must call one."""
 
     mode: Literal["auto", "required"]
@@ -51,7 +85,7 @@ class AllowedFunctions(msgspec.Struct, kw_only=True, tag_field="type", tag="allo
 ResponsesToolChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions
 
 
-class TextFormat(msgspec.Struct, kw_only=True):
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema: dict[str, Any] | None = None
@@ -59,15 +93,28 @@ class TextFormat(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class TextOptions(msgspec.Struct, kw_only=True):
+class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: TextFormat | None = None
+    verbosity: Any = None
 
 
-class ReasoningOptions(msgspec.Struct, kw_only=True):
+class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     effort: ReasoningEffort | None = None
     """For chat templates that have a place for it."""
     max_tokens: int | None = None
     """OpenRouter's: a chat's `thinking_token_budget`."""
+    summary: Any = None
+    generate_summary: Any = None
+    context: Refused = None
+    mode: Refused = None
+
+
+class ResponsesStreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What is in a stream is not for the client to choose: there is nothing to obfuscate or to leave out."""
+
+    include_obfuscation: Any = None
+    include_usage: Any = None
+    continuous_usage_stats: Any = None
 
 
 class ResponsesRequest(SharedFields, kw_only=True):
@@ -82,8 +129,7 @@ class ResponsesRequest(SharedFields, kw_only=True):
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    stream_options: Any = None
-    """What is in a stream is not for the client to choose: there is nothing to obfuscate or to leave out."""
+    stream_options: ResponsesStreamOptions | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     reasoning: ReasoningOptions | None = None

@@ -80,7 +80,7 @@ def _choice(spec: GrammarSpec, _: LLTokenizer) -> str:
     return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
 
 
-class Structure(msgspec.Struct, frozen=True):
+class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Text in a fixed frame."""
 
     begin: str
@@ -88,7 +88,7 @@ class Structure(msgspec.Struct, frozen=True):
     end: str = ""
 
 
-class StructuralTags(msgspec.Struct, frozen=True):
+class StructuralTags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The `structural_tag` response format of vLLM and SGLang."""
 
     structures: list[Structure]
