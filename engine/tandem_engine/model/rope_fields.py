@@ -107,10 +107,11 @@ def read_parameters(
 def longest_context(rope: RopeConfig, *, max_position: int) -> int:
     """Positions that the scaling makes usable.
 
-    `max_position_embeddings` of linear and dynamic checkpoints is the length before scaling, and YaRN names
-    its own; llama3 checkpoints state the length after scaling.
+    `max_position_embeddings` of linear checkpoints is the length before scaling, and YaRN names its own; llama3
+    checkpoints state the length after scaling. With dynamic scaling the context ends at `max_position_embeddings`:
+    beyond it a token's angles depend, in transformers, on the longest sequence of its call, which shared pages cannot.
     """
-    if rope.rope_type in ("linear", "dynamic"):
+    if rope.rope_type == "linear":
         return int(max_position * rope.factor)
     if rope.rope_type == "yarn" and rope.original_max_position is not None:
         return int(rope.original_max_position * rope.factor)

@@ -70,10 +70,7 @@ TINY_MODELS = {
     ),
     "llama-dynamic-rope": TinyModel(
         config_class="LlamaConfig",
-        fields={
-            "max_position_embeddings": 64,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
-        },
+        fields={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
     ),
     "qwen2": TinyModel(config_class="Qwen2Config", fields={"tie_word_embeddings": True}),
     "qwen2-yarn": TinyModel(

@@ -4,11 +4,9 @@ Whatever the scaling, cos and sin are a pure function of a token's own position,
 when the model is built. That is what makes pages sharable: a key is stored rotated, and must not depend on
 which prompt, chunk, batch or worker computed it.
 
-Dynamic NTK is the one scaling where this is a choice. transformers derives its base from the longest
-position of the *call*, so there a key depends on how the prompt was cut. Here the base is that of the
-token's own position: what transformers gives when it decodes token by token. Prompts within the original
-context agree exactly, and so does all that is generated from them beyond it; a prompt that is longer than
-the original context by itself is treated as if it had been fed one token at a time.
+Dynamic NTK is the one scaling where that ends: beyond the original context transformers derives its base from the
+longest position of the *call*, so that a key depends on how the prompt was cut. Such models have the original context
+here (`rope_fields.longest_context`), in which nothing is scaled.
 """
 
 import math
@@ -63,22 +61,20 @@ def rotary_table(
 ) -> RotaryTable:
     """Tabulate positions [0, positions)."""
     position = torch.arange(positions, dtype=torch.float32)
-    half = position[:, None] * inverse_frequencies(rope, head_dim=head_dim, positions=positions)
+    half = position[:, None] * inverse_frequencies(rope, head_dim=head_dim)
     scale = attention_scale(rope)
     cos, sin = half.cos() * scale, half.sin() * scale
     angles = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
     return RotaryTable(angles=angles.to(device=device, dtype=dtype))
 
 
-def inverse_frequencies(rope: RopeConfig, *, head_dim: int, positions: int) -> Tensor:
-    """Radians per position of each pair of dimensions: float32 [D/2], or [positions, D/2] when dynamic."""
+def inverse_frequencies(rope: RopeConfig, *, head_dim: int) -> Tensor:
+    """Radians per position of each pair of dimensions: float32 [D/2]."""
     match rope.rope_type:
-        case "default":
+        case "default" | "dynamic":
             return _plain(rope.theta, head_dim)
         case "linear":
             return _plain(rope.theta, head_dim) / rope.factor
-        case "dynamic":
-            return _dynamic(rope, head_dim, positions)
         case "llama3":
             return _llama3(rope, head_dim)
         case "yarn":
@@ -103,15 +99,6 @@ def _exponents(head_dim: int) -> Tensor:
 
 def _plain(theta: float, head_dim: int) -> Tensor:
     return torch.as_tensor(1.0 / (theta ** _exponents(head_dim)))
-
-
-def _dynamic(rope: RopeConfig, head_dim: int, positions: int) -> Tensor:
-    """NTK-aware base, stretched by how far a position lies beyond the original context."""
-    original = _original(rope)
-    length = torch.arange(1, positions + 1, dtype=torch.float64).clamp_(min=original)
-    stretch = (rope.factor * length / original - (rope.factor - 1)) ** (head_dim / (head_dim - 2))
-    base = (rope.theta * stretch).float()
-    return 1.0 / (base[:, None] ** _exponents(head_dim))
 
 
 def _llama3(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -161,10 +161,15 @@ def test_the_oldest_spelling_calls_the_kind_type(parse):
     assert parse(rope_scaling={"type": "linear", "factor": 2}).rope.rope_type == "linear"
 
 
+def test_dynamic_context_ends_where_scaling_begins(parse):
+    """Beyond it transformers' angles depend on the longest sequence of a call."""
+    assert parse(rope_scaling={"type": "dynamic", "factor": 2.0}).max_position == 64
+    assert parse(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}).max_position == 64
+
+
 def test_a_scaling_extends_the_context_as_its_kind_defines(parse):
     llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     assert parse(rope_scaling={"type": "linear", "factor": 2.5}).max_position == 160
-    assert parse(rope_scaling={"type": "dynamic", "factor": 2.0}).max_position == 128
     assert parse(rope_scaling={"type": "llama3", "factor": 8.0, **llama3}).max_position == 64
     assert parse(rope_scaling={"type": "yarn", "factor": 4.0}).max_position == 256
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
