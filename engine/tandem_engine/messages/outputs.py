@@ -103,6 +103,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """With the first output of the worker that computed the prompt, if it was told to fetch a prefix."""
     queue_s: float | None = None
     """Receipt to first scheduled step, with the first output."""
+    delay_s: float | None = None
+    """Of `queue_s`, what it waited for the scheduling delay; with the first output, where it did."""
     prefill_s: float | None = None
     """First scheduled step to first token, with the first output."""
     leaving: bool = False

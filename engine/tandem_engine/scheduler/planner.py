@@ -174,8 +174,10 @@ class Planner:
         answer = Admission.OK if admit else Admission.AFTER_RETRACTION
         if answer.ok and self._swapped_go_first():
             answer = Admission.SWAPPED_FIRST
-        if answer.ok and decodes and self.delay is not None and self.delay.holds(self.queues):
-            answer = Admission.DELAYED
+        if self.delay is not None:
+            held = answer.ok and bool(decodes) and self.delay.holds(self.queues)
+            self.delay.note(self.queues, held=held)
+            answer = Admission.DELAYED if held else answer
         chunked = self.queues.chunked
         if chunked is not None and chunked.to_finish is None:
             resumed = self._fit(adder.resume, chunked)

@@ -96,6 +96,10 @@ class Request:
     grammar: GrammarProgress | None = None
     """Set once the grammar it asked for is compiled, before its first token can be sampled."""
     first_scheduled_at: float | None = None
+    delayed_since: float | None = None
+    """When the last plan left it in the queue for the scheduling delay (`policy.delay`)."""
+    delayed_s: float = 0.0
+    """Time that it has waited for that."""
     first_token_at: float | None = None
     reported: bool = False
     """Its end is in the `EndedLog`."""

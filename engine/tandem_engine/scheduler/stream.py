@@ -73,6 +73,7 @@ class OutputStream:
             transfer=req.transfer if first else None,
             fetch=req.fetched if first else None,
             queue_s=_elapsed(req.arrived_at, req.first_scheduled_at) if first else None,
+            delay_s=(req.delayed_s or None) if first else None,
             prefill_s=_elapsed(req.first_scheduled_at, req.first_token_at) if first else None,
         )
 

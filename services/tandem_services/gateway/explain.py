@@ -92,6 +92,8 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
     fetch: FetchReport | None = None
     """What became of bringing a prefix to the worker that computed the prompt."""
     queue_s: float | None = None
+    delay_s: float | None = None
+    """Of `queue_s`, what the prompt waited for the scheduling delay (`--scheduler-delay-factor`); None: it did not."""
     prefill_s: float | None = None
     ttft_s: float | None = None
     """From accepting the request to the first token."""
@@ -120,7 +122,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
             if output.cached_tokens is not None and output.cache_hits is not None:
                 self.cache_hits = FoundTokens.of(output.cached_tokens, output.cache_hits)
         if self.queue_s is None:
-            self.queue_s = output.queue_s
+            self.queue_s, self.delay_s = output.queue_s, output.delay_s
         if self.prefill_s is None:
             self.prefill_s = output.prefill_s
         if self.fetch is None:
@@ -229,6 +231,7 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
         "finish_reason": [choice.finish_reason for choice in record.choices],
         "admission_s": first.admission_s,
         "queue_s": first.queue_s,
+        "delay_s": first.delay_s,
         "prefill_s": first.prefill_s,
         "ttft_s": first.ttft_s,
         "e2e_s": record.e2e_s,

@@ -79,6 +79,9 @@ class MockBehaviour:
     step_s: float = 0.0
     """Pause before each step."""
     cached_tokens: int = 4
+    queue_s: float = 0.001
+    delay_s: float | None = None
+    """Of that, for the scheduling delay."""
     cache_hits: CacheHits | None = None
     """Where they were; as workers of older releases it does not say."""
     hold_at: int | None = None
@@ -323,7 +326,8 @@ class MockEngine:
             cached_tokens=self.behaviour.cached_tokens if first else None,
             cache_hits=self.behaviour.cache_hits if first else None,
             transfer=transfer if first and receives else None,
-            queue_s=0.001 if first else None,
+            queue_s=self.behaviour.queue_s if first else None,
+            delay_s=self.behaviour.delay_s if first else None,
             prefill_s=0.002 if first and not receives else None,
         )
 

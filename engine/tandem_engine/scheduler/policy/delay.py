@@ -52,3 +52,11 @@ class PromptDelay:
             return False
         oldest = min(req.arrived_at for req in queues.waiting)
         return self.clock.now() - oldest <= self.factor * self.last_step_s
+
+    def note(self, queues: Queues, *, held: bool) -> None:
+        """The step leaves those that wait in the queue for the delay's sake, or not: their time of it is kept."""
+        now = self.clock.now()
+        for req in queues.waiting:
+            if req.delayed_since is not None:
+                req.delayed_s += now - req.delayed_since
+            req.delayed_since = now if held else None

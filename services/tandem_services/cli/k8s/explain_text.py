@@ -33,6 +33,7 @@ def _choice(choice: Record) -> Iterator[str]:
     phases = {
         "in the gateway's queue": choice["admission_s"],
         "in the worker's queue": choice["queue_s"],
+        "of it for the scheduling delay": choice.get("delay_s"),
         "prefill": choice["prefill_s"],
         "first token after": choice["ttft_s"],
     }

@@ -131,6 +131,7 @@ export function phases(record, choice) {
   if (choice.queue_s != null) {
     lanes.push(lane("Worker queue", "wait", at, at + choice.queue_s, "until its first step"));
     at += choice.queue_s;
+    if (choice.delay_s) lanes.push(lane("Scheduling delay", "wait", at - choice.delay_s, at, "of that, for prompts to compute together"));
   }
   if (choice.prefill_s != null) {
     lanes.push(lane("Prefill", "compute", at, at + choice.prefill_s, "first step to first token"));

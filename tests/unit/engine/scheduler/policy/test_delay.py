@@ -43,6 +43,23 @@ def test_delayed_prompts_are_computed_together(way):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
+def test_first_output_has_the_time_of_the_delay(way):
+    engine = after_a_prompt_of_one_second(scheduler_delay_factor=2.0, **way)
+    engine.add(make_message("first", [4, 5, 6], max_tokens=3))
+    for _ in range(4):
+        engine.step()
+        engine.clock.time += 0.6
+    engine.add(make_message("last", [7, 5, 6], max_tokens=3))
+    engine.step()
+    engine.clock.time += 0.25
+    engine.run()
+    delays = {rid: [output.delay_s for output in engine.received[rid].outputs] for rid in ("first", "last", "running")}
+    # It waited for the delay from its first plan to the one that admitted it.
+    assert delays["first"][0] == pytest.approx(2.4)
+    assert {*delays["first"][1:], *delays["last"], *delays["running"]} == {None}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_no_factor_admits_each_prompt_at_once(way):
     engine = after_a_prompt_of_one_second(**way)
     engine.add(make_message("late", [4, 5, 6], max_tokens=3))

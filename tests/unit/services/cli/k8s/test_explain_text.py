@@ -30,6 +30,10 @@ def record(**choice):
         ({"cache_hits": {"device": 64, "host": 0, "disk": 0, "fetched": 0}}, "64 of the prompt cached;"),
         ({"cache_hits": None}, "64 of the prompt cached;"),
         ({"cached_tokens": None}, "0 of the prompt cached;"),
+        (
+            {"queue_s": 0.5, "delay_s": 0.25},
+            "in the worker's queue 500 ms, of it for the scheduling delay 250 ms",
+        ),
     ],
 )
 def test_a_choice_says_where_cached_tokens_were(choice, told):

@@ -192,6 +192,17 @@ async def test_a_timeline_shows_what_workers_were_chosen_from(see):
         await sight.is_sound()
 
 
+async def test_timeline_shows_the_scheduling_delay(see):
+    delayed = MockBehaviour(token=hash_tokens(3, 250), eos=EOS, queue_s=0.5, delay_s=0.25)
+    async with see(member("w1"), behaviour=delayed) as sight:
+        done = (await sight.live.chat(max_tokens=1)).json()
+        record = (await sight.live.http.get(f"/v1/requests/{done['id']}/explain")).json()
+        assert (record["choices"][0]["queue_s"], record["choices"][0]["delay_s"]) == (0.5, 0.25)
+        await sight.open(f"request/{done['id']}")
+        await sight.says("Scheduling delay", "250 ms")
+        await sight.is_sound()
+
+
 async def test_a_timeline_shows_where_cached_tokens_were(see):
     found = MockBehaviour(
         token=hash_tokens(3, 250), eos=EOS, cached_tokens=64, cache_hits=CacheHits(host=16, fetched=8)
