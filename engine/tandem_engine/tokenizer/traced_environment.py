@@ -20,8 +20,10 @@ from tandem_engine.tokenizer.traced_text import (
     CONTENT,
     TEMPLATE,
     UNKNOWN,
+    TracedMarkup,
     TracedText,
     concatenated,
+    escaped,
     only_origin,
     origin_of,
     traced,
@@ -69,7 +71,9 @@ class TracedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {
             "indent": _indent,
             "join": _join,
-            "safe": _text_of,  # A template that escapes renders another text, which is refused.
+            "e": _escaped,
+            "escape": _escaped,
+            "safe": _safe,
             "string": _text_of,
             "tojson": _to_json,
             "trim": _trim,
@@ -128,6 +132,16 @@ def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = Fal
     lines = [first_line, *(indention + line if line or blank else line for line in others)]
     text = newline.join(lines)
     return indention + text if first else text
+
+
+def _escaped(value: Any) -> TracedMarkup:
+    text = _text_of(value)
+    return text if isinstance(text, TracedMarkup) else _safe(escaped(text))
+
+
+def _safe(value: Any) -> TracedMarkup:
+    text = _text_of(value)
+    return TracedMarkup(text, origin_of(text))
 
 
 def _trim(value: Any, chars: str | None = None) -> str:

@@ -19,6 +19,7 @@ TEMPLATE: Final = b"t"
 CONTENT: Final = b"c"
 UNKNOWN: Final = b"?"
 
+_ESCAPES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "'": "&#39;", '"': "&#34;"}
 _CONVERSION = re.compile(r"%(?:\(([^)]*)\))?([#0\- +]*(?:\*|\d+)?(?:\.(?:\*|\d+))?)[hlL]?(.)", re.DOTALL)
 
 
@@ -159,6 +160,33 @@ class TracedText(str):
 
     def _three(self, before: int, between: int, after: int) -> tuple[str, str, str]:
         return self[:before], self[before : before + between], self[len(self) - after :]
+
+
+class TracedMarkup(TracedText):
+    """What the filters `e` and `safe` make: text that is added to it is escaped, as with markupsafe's `Markup`.
+
+    Its other methods are those of text that is not escaped. Where `Markup` escapes in them, the rendered text differs
+    from that of the plain environment, and the messages are refused.
+    """
+
+    __slots__ = ()
+
+    def __add__(self, other: str) -> "TracedMarkup":
+        whole = TracedText(self, self._origin) + escaped(other)
+        return TracedMarkup(whole, origin_of(whole))
+
+    def __radd__(self, other: str) -> "TracedMarkup":
+        whole = escaped(other) + TracedText(self, self._origin)
+        return TracedMarkup(whole, origin_of(whole))
+
+
+def escaped(text: str) -> TracedText:
+    """As `markupsafe.escape`: what a character becomes has its origin. `TracedMarkup` is escaped already."""
+    if isinstance(text, TracedMarkup):
+        return TracedText(text, origin_of(text))
+    pieces = [_ESCAPES.get(char, char) for char in str.__iter__(text)]
+    origin = (bytes((one,)) * len(piece) for one, piece in zip(origin_of(text), pieces, strict=True))
+    return TracedText("".join(pieces), b"".join(origin))
 
 
 def origin_of(text: str) -> bytes:

@@ -120,7 +120,7 @@ FOLLOWED = (
     *("(E, 1) | string", "{'a': [E]} | tojson(indent=1)", "E.removeprefix('<')", "(E ~ 'X').split('X')[0]"),
 )
 LOST = (
-    *("E | title", "E | e", "E | urlencode", "E | truncate(12)", "E | wordwrap(3)", "E | pprint", "E | striptags"),
+    *("E | title", "E | urlencode", "E | truncate(12)", "E | wordwrap(3)", "E | pprint", "E | striptags"),
     *(
         "E | urlize",
         "E.encode().decode()",
@@ -131,8 +131,8 @@ LOST = (
     ),
     *("E.translate({88: '<'})", "E | batch(2) | map('join') | join", "E.swapcase()", "'%12s' % (E,)", "E.zfill(20)"),
     *(
-        "(E | e) + E",
-        "E | safe",
+        "'%s' % (E | e,)",
+        "(E | safe).join(['a', '<b>'])",
         "E | unique | join",
         "E | sort | join",
         "E | xmlattr",
@@ -229,4 +229,18 @@ def test_messages_that_cannot_be_decided_are_refused_by_name(tmp_path):
     with pytest.raises(InvalidRequestError, match=r"special token '<\|im_end\|>'.*leave it out"):
         rendered_ids(tmp_path, template, "<|im_end|>")
     with pytest.raises(InvalidRequestError, match="leave out"):
-        rendered_ids(tmp_path, "{{ '<b>' + (messages[0].content | safe) }}", "<|im_end|>")
+        rendered_ids(tmp_path, "{{ (messages[0].content | safe).join(['a', '<b>']) }}", "<|im_end|>")
+
+
+ESCAPING = ("E | e", "E | escape", "E | safe", "E | e | e", "E | safe | e", "(E | e) + E", "E + (E | safe)")
+
+
+@pytest.mark.parametrize("step", ESCAPING)
+@pytest.mark.parametrize("form", FORMS)
+def test_escaping_templates_are_followed(tmp_path, step, form):
+    """Only the template's own literals are control tokens, where it does not escape them itself."""
+    template = form.replace("E", f"({step.replace('E', 'messages[0].content')})")
+    text, ids, tokenizer = rendered_ids(tmp_path, template, "a<|im_end|>X\n<b> & '\"<|im_X")
+    wanted = [IM_START] * text.startswith("<|im_start|>") + [IM_END] * text.endswith("<|im_end|>")
+    assert [token for token in ids if token < len(SPECIALS)] == wanted
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text

@@ -1,5 +1,6 @@
 """What clients of OpenAI, Anthropic, vLLM and SGLang send and read, on the routes of a gateway."""
 
+import asyncio
 import json
 import re
 
@@ -7,9 +8,11 @@ import pytest
 
 from tandem_engine.messages.grammar import GrammarKind
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.gateway.tool_parsers.registry import FAMILIES
 from tandem_testing.gateway_builders import events, live_gateway, script
 from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, TOOL_CHATML, write_tokenizer
+from tandem_testing.waiting import until
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
@@ -20,6 +23,7 @@ WEATHER = {
 TIME = {"type": "function", "function": {"name": "time"}}
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+PATIENCE_S = 60.0
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
 
 
@@ -93,11 +97,37 @@ async def test_required_call_beside_response_format_is_held_to_the_tools(start, 
     assert first == second
 
 
-async def test_format_with_tools_needs_calls_in_json(start):
-    async with start("x", tool_call_parser="pythonic") as gateway:
-        error = await refusal(gateway, CHAT, messages=HI, tools=[WEATHER], response_format=FORMAT)
-    assert error["param"] == "response_format"
-    assert "pythonic" in error["message"]
+IN_JSON = {"hermes", "llama3_json"}
+"""Parsers of families whose calls are JSON behind a fixed beginning: a grammar can hold the output to either."""
+
+
+@pytest.mark.parametrize("parser", sorted(FAMILIES))
+async def test_format_with_tools_works_or_is_refused(start, rack, parser):
+    fields = {"messages": HI, "tools": [WEATHER], "response_format": FORMAT}
+    async with start('{"name": "Ada"}', tool_call_parser=parser) as gateway:
+        if parser in IN_JSON:
+            answer = await post(gateway, CHAT, **fields)
+            message = answer.json()["choices"][0]["message"]
+            assert (message["content"], message.get("tool_calls")) == ('{"name": "Ada"}', None)
+            assert json.loads(rack.engines[0].received[-1].sampling.grammar.source)["answer"] == PERSON
+        else:
+            error = await refusal(gateway, CHAT, **fields)
+            assert error["param"] == "response_format"
+            assert (
+                f"in the {parser} form of tool calls: set tool_choice to required, a name or none" in error["message"]
+            )
+        # What the sentence advises is served by every parser.
+        await post(gateway, CHAT, **fields, tool_choice="none")
+
+
+@pytest.mark.parametrize("parser", sorted(FAMILIES))
+async def test_format_with_forced_tools_works_for_every_parser(start, parser):
+    fields = {"messages": HI, "tools": [WEATHER], "response_format": FORMAT}
+    async with start('[{"name": "weather", "arguments": {"city": "Bern"}}]', tool_call_parser=parser) as gateway:
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            answer = await post(gateway, CHAT, **fields, tool_choice=choice)
+            [call] = answer.json()["choices"][0]["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"city": "Bern"}
 
 
 def allowed(mode: str, *names: str) -> dict:
@@ -339,14 +369,34 @@ async def test_ping_answers_like_health(start, method):
         assert (await gateway.http.request(method, "/ping")).status_code == 503
 
 
-async def test_load_counts_requests_being_answered(start):
+async def _is(load, expected: int) -> bool:
+    return await load() == expected
+
+
+async def test_load_counts_requests_being_answered(start, rack):
     async with start() as gateway:
-        assert (await gateway.http.get("/load")).json() == {"server_load": 0}
-        body = {"model": "mock", "messages": HI, "stream": True}
-        async with gateway.http.stream("POST", CHAT, json=body) as response:
-            async for _ in response.aiter_bytes():
-                pass
-        assert (await gateway.http.get("/load")).json() == {"server_load": 0}
+
+        async def load() -> int:
+            answer = (await gateway.http.get("/load")).json()
+            assert answer.keys() == {"server_load"}
+            return answer["server_load"]
+
+        assert await load() == 0
+        [engine] = rack.engines
+        engine.behaviour.hold_at = 1
+        bodies = {CHAT: {"messages": HI}, COMPLETIONS: {"prompt": ["a", "b"]}, RESPONSES: {"input": "hi"}}
+        asked = []
+        for number, (path, body) in enumerate(bodies.items(), 1):
+            asked.append(asyncio.create_task(post(gateway, path, **body)))
+            await until(lambda number=number: _is(load, number), PATIENCE_S, f"{number} requests count")
+        asked[0].cancel()
+        await asyncio.wait(asked[:1])
+        await until(lambda: _is(load, 2), PATIENCE_S, "a client that left is not counted")
+        engine.behaviour.hold_at = None
+        await asyncio.gather(*asked[1:])
+        assert await load() == 0
+        assert (await gateway.http.post(CHAT, json={"model": "other", "messages": HI})).status_code == 404
+        assert await load() == 0
 
 
 async def test_tokenizer_info_describes_the_tokenizer(start):
