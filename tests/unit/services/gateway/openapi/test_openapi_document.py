@@ -114,8 +114,13 @@ async def test_unknown_fields_are_refused_where_the_schema_is_closed(rack, token
         document = (await gateway.http.get("/openapi.json")).json()
         for operation in OPERATIONS:
             if operation.request is not None:
-                answer = await gateway.http.post(operation.path, json={"tokens": [5], "no_such_field": 1})
-                refused[operation.request.__name__] = "unknown fields: no_such_field" in answer.text
+                name = operation.request.__name__
+                needed = {"tokens": [5]} if name == "DetokenizeRequest" else {}
+                answer = await gateway.http.post(operation.path, json={**needed, "no_such_field": 1})
+                refused[name] = "no_such_field" in answer.text
     for name, is_refused in refused.items():
         assert (document["components"]["schemas"][name].get("additionalProperties") is False) == is_refused, name
-    assert any(refused.values()) == strict
+    # Bodies that are one object alone are closed without the flag.
+    closed = {"OpenRequest", "CloseRequest"}
+    assert ({name for name, is_refused in refused.items() if is_refused} == closed) != strict
+    assert all(refused[name] for name in closed & refused.keys())

@@ -50,7 +50,8 @@ ITEMS: dict[str, Any] = {
     "logprob_token_ids": lambda n: [5] * n,
     "stop_token_ids": lambda n: [5] * n,
     "messages": lambda n: [{"role": "user", "content": ""}] * n,
-    "tools": lambda n: [{"type": "function", "name": f"f{i}", "function": {"name": f"f{i}"}} for i in range(n)],
+    "tools": lambda n: [{"type": "function", "function": {"name": f"f{i}"}} for i in range(n)],
+    "tools of responses": lambda n: [{"type": "function", "name": f"f{i}"} for i in range(n)],
     "tools of messages": lambda n: [{"name": f"f{i}", "input_schema": {"type": "object"}} for i in range(n)],
 }
 
@@ -124,7 +125,8 @@ CASES = [(shape, field, bounds) for shape, fields in BOUNDS.items() for field, b
 )
 def test_a_bound_is_where_the_document_says(ask, shape, field, bounds):
     needed = {"logprobs": shape is ChatRequest or 1} if field == "logprob_token_ids" else WITH.get(field, {})
-    inside, beyond = edges(bounds, "tools of messages" if (shape, field) == (MessagesRequest, "tools") else field)
+    tools = {ResponsesRequest: "tools of responses", MessagesRequest: "tools of messages"}
+    inside, beyond = edges(bounds, tools.get(shape, field) if field == "tools" else field)
     for value in inside:
         if field in OUTPUT_TOKENS and value > 1:
             # More than there is room for, which is another matter.
