@@ -36,7 +36,7 @@ DIFFERS = {
     "prompt-logprobs": "`prompt_logprobs=-1` is always a 400",
     "hostile-keys": "the last one counts",
     "client-leaves-aborts": "closes its side of a connection",
-    "connections-bounded": "One more ends a connection on which nothing is answered",
+    "connections-bounded": "a further connection closes an idle one",
 }
 """Entries that are kept in another way than other servers keep them, and the words of docs/api.md that say so."""
 

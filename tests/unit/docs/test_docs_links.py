@@ -13,7 +13,8 @@ PAGES = sorted(
     if not SKIPPED & set(page.relative_to(ROOT).parts) and not page.relative_to(ROOT).parts[0].startswith(".")
 )
 _LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
-_CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
 def anchor_of(heading: str) -> str:
@@ -23,7 +24,7 @@ def anchor_of(heading: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    text = _CODE.sub("", page.read_text(encoding="utf-8"))
+    text = _FENCED.sub("", page.read_text(encoding="utf-8"))
     return {anchor_of(heading) for heading in re.findall(r"^#{1,6} (.+)$", text, re.MULTILINE)}
 
 
