@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 
-from tandem_engine import cli, engine
+from tandem_engine import cli
 from tandem_engine.clock import Clock
 from tandem_engine.disaggregation.nixl import transport as nixl_transport
 from tandem_engine.disaggregation.nixl.transport import NixlTransport
 from tandem_engine.disaggregation.peers import PeerChannels, PeerEvent, PeerInbound
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool, Push, TransportEvent
+from tandem_engine.engine import peer_side
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
 from tandem_engine.ipc.channels import IpcContext
@@ -130,9 +131,15 @@ def install(knobs: KnobReader) -> None:
         faulty.before(batch)
         return real_forward(runner, batch)
 
-    nixl_transport.NixlTransport = partial(FaultyTransport, knobs=knobs)  # type: ignore[assignment, misc]
-    engine.PeerChannels = partial(FaultyPeers, knobs=knobs)  # type: ignore[assignment, misc, attr-defined]
-    ModelRunner.forward = forward  # type: ignore[method-assign]
+    put_in_place_of(nixl_transport, "NixlTransport", partial(FaultyTransport, knobs=knobs))
+    put_in_place_of(peer_side, "PeerChannels", partial(FaultyPeers, knobs=knobs))
+    put_in_place_of(ModelRunner, "forward", forward)
+
+
+def put_in_place_of(owner: object, name: str, faulty: object) -> None:
+    """Raises `AttributeError` when `owner` has nothing of that name: an engine would go on without its faults."""
+    getattr(owner, name)
+    setattr(owner, name, faulty)
 
 
 def main(argv: list[str]) -> int:
