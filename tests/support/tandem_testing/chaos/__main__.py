@@ -24,7 +24,7 @@ from tandem_testing.redis_server import REDIS_SERVER
 
 EPILOG = """\
 examples:
-  make chaos                                       everything; on two cores ten minutes
+  make chaos                                       everything; on two cores twenty minutes
   make chaos CHAOS_ARGS=--quick                    what `make test` runs, a few minutes
   make chaos CHAOS_ARGS="--only 1,2,16"            three scenarios
   make chaos CHAOS_ARGS="--only 56 --minutes 60"   an hour of random faults
