@@ -44,7 +44,7 @@ ABOUT = pytest.StashKey[str]()
 """What the tests ran against, for the report: a pass on an old interface is none on a new one."""
 NODES = 3
 
-KUBE = [pytest.mark.kube, pytest.mark.xdist_group("kube")]
+KUBE = [pytest.mark.kube, pytest.mark.slow, pytest.mark.xdist_group("kube")]
 """Marks of every file of tests that needs the cluster: one worker runs them all, so that one cluster is started."""
 
 
