@@ -1,6 +1,5 @@
 """The operator against a real API server: a ModelService's life from `kubectl apply` to its deletion."""
 
-
 from tandem_operator.builders.worker import GRACE_AFTER_DRAIN_S, STAY_S
 from tandem_testing.control_plane import KUBE, PATIENCE_S
 from tandem_testing.waiting import wait_for
