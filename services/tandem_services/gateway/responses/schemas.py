@@ -54,6 +54,8 @@ class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     encrypted_content: Refused = None
     namespace: Refused = None
     runs_async: Refused = msgspec.field(name="async", default=None)
+    async_: Refused = None
+    """As OpenAI's client writes `async` of an answer that is sent back."""
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

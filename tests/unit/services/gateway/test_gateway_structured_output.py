@@ -93,7 +93,7 @@ BAD = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}}, "response_format"),
     ({"response_format": schema_format(schema=DEEP)}, "response_format"),
     ({"response_format": schema_format(schema={"enum": ["x" * 100] * 1000})}, "response_format"),
-    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format"),
+    ({"response_format": {"type": "structural_tag", "triggers": ["<"]}}, "response_format"),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
@@ -135,7 +135,8 @@ def rack():
     [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": schema_format(schema=True)}, "response_format.json_schema.schema"),
-        ({"structured_outputs": {"choices": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format"),
         ({"guided_choice": "a"}, "guided_choice"),
     ],
 )
