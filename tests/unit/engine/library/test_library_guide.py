@@ -1,4 +1,4 @@
-"""The examples of docs/library.md and the README run as they stand there."""
+"""Python examples of pages run as they are printed there."""
 
 import re
 import subprocess
@@ -10,14 +10,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[4]
 EXAMPLES = [
     (f"{page}-{number}", code)
-    for page in ("docs/library.md", "README.md")
+    for page in ("docs/library.md", "docs/cpu-kernels.md", "README.md")
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL))
     if "tandem_engine" in code
 ]
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 7
 
 
 @pytest.mark.parametrize("code", [code for _, code in EXAMPLES], ids=[name for name, _ in EXAMPLES])
