@@ -18,6 +18,8 @@ engine-cpu)
     ;;
 *) echo "install-dependencies.sh: there is no lock for '$1'" >&2 && exit 2 ;;
 esac
+# What a package requires with this Python alone is not in a lock that was written with another one.
+pip check
 
 site=$(echo /opt/tandem/venv/lib/python3*/site-packages)
 if [ -d "$site/envoy" ] && [ -d "$site/opentelemetry" ]; then

@@ -2,6 +2,8 @@
 
     .venv/bin/python docker/lock.py            resolves with pip, for Debian 12's Python 3.11; installs nothing
 
+pip decides by the Python that runs it what packages require. What they require with the images' Python alone is added.
+
 Versions are those of constraints.txt and, for the CUDA build of torch, constraints-cuda.txt. Hashes are those of the
 files that pip chooses for each architecture of Linux, so that a build takes these files or none: `pip install
 --require-hashes --no-deps` neither resolves nor trusts the index.
@@ -15,10 +17,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from packaging.markers import Marker
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pin import BUILD
 from requirements import requirements
@@ -27,6 +32,8 @@ HERE = Path(__file__).resolve().parent
 LOCKS = HERE / "locks"
 PYTHON = ("--implementation", "cp", "--python-version", "3.11", "--abi", "cp311", "--abi", "abi3", "--abi", "none")
 ARCHITECTURES = ("x86_64", "aarch64")
+IMAGES = {"python_version": "3.11", "python_full_version": "3.11.2"}
+"""Of Debian 12's Python, as requirements compare with them."""
 GLIBC = range(36, 4, -1)
 """Minor versions of glibc 2 that wheels may ask for: Debian 12 has 2.36."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -64,14 +71,23 @@ class Lock:
 
     def resolved(self, architecture: str) -> list[tuple[str, str]]:
         """(NAME==VERSION, SHA-256) of each file that pip would install. Raises `CalledProcessError`."""
+        wanted = self.wanted
+        while True:
+            found = self._found(architecture, wanted)
+            if not (lacking := _lacking([one["metadata"] for one in found])):
+                break
+            wanted += tuple(sorted(lacking))
+        return [(_pin(one["metadata"]), one["download_info"]["archive_info"]["hashes"]["sha256"]) for one in found]
+
+    def _found(self, architecture: str, wanted: tuple[str, ...]) -> list[dict[str, Any]]:
         try:
-            return self._resolved(architecture)
+            return self._report(architecture, wanted)
         except subprocess.CalledProcessError:
             if not self.index:
                 raise
-        return self._resolved(architecture, "--extra-index-url", self.index, "--retries", "0")
+        return self._report(architecture, wanted, "--extra-index-url", self.index, "--retries", "0")
 
-    def _resolved(self, architecture: str, *more: str) -> list[tuple[str, str]]:
+    def _report(self, architecture: str, wanted: tuple[str, ...], *more: str) -> list[dict[str, Any]]:
         platforms = [f"manylinux_2_{minor}_{architecture}" for minor in GLIBC]
         platforms += [f"manylinux2014_{architecture}", f"manylinux2010_{architecture}", f"linux_{architecture}"]
         with tempfile.TemporaryDirectory() as folder:
@@ -81,12 +97,28 @@ class Lock:
             command += [word for platform in platforms for word in ("--platform", platform)]
             command += more
             constraints = " ".join(str(HERE / name) for name in self.constraints)
-            subprocess.run([*command, *self.wanted], check=True, env={**os.environ, "PIP_CONSTRAINT": constraints})
-            found = json.loads(report.read_text(encoding="utf-8"))["install"]
-        return [(_pin(one["metadata"]), one["download_info"]["archive_info"]["hashes"]["sha256"]) for one in found]
+            subprocess.run([*command, *wanted], check=True, env={**os.environ, "PIP_CONSTRAINT": constraints})
+            found: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["install"]
+        return found
 
 
-def _pin(metadata: dict[str, str]) -> str:
+def _lacking(packages: Sequence[dict[str, Any]]) -> set[str]:
+    """What these packages require with the images' Python, and not with the one that runs here."""
+    names = {canonicalize_name(one["name"]) for one in packages}
+    lines = [Requirement(line) for one in packages for line in one.get("requires_dist", [])]
+    return {
+        f"{line.name}{line.specifier}"
+        for line in lines
+        if line.marker is not None and canonicalize_name(line.name) not in names and by_python(line.marker)
+    }
+
+
+def by_python(marker: Marker) -> bool:
+    """Whether a requirement holds with the images' Python alone."""
+    return marker.evaluate({"extra": "", **IMAGES}) and not marker.evaluate({"extra": ""})
+
+
+def _pin(metadata: dict[str, Any]) -> str:
     return f"{canonicalize_name(metadata['name'])}=={metadata['version']}"
 
 

@@ -21,6 +21,8 @@ EXTRAS = ["engine", "operator", "otel", "router"]
 """Of which an image has some."""
 BUILD = {"hatchling": "1.27.0"}
 """What builds our wheel, in an environment of its own."""
+BY_PYTHON = {"async-timeout": "5.0.1"}
+"""What packages require with the images' Python, Debian 12's 3.11.2, and not with that of each environment here."""
 HEADER = """\
 # Versions in Tandem's images. Written by docker/pin.py from an environment that passed the tests; do not edit.
 """
@@ -62,7 +64,7 @@ def _required(lines: Iterable[str], extras: Iterable[str]) -> Iterator[tuple[Req
 
 def main() -> int:
     """Exit status."""
-    found = {**pins(requirements(EXTRAS)), **BUILD}
+    found = {**pins(requirements(EXTRAS)), **BY_PYTHON, **BUILD}
     text = HEADER + "".join(f"{name}=={version}\n" for name, version in sorted(found.items()))
     if sys.argv[1:] == ["--check"]:
         return 0 if OUTPUT.read_text(encoding="utf-8") == text else 1

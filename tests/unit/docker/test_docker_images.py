@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,22 @@ def test_locks_have_all_that_the_project_requires(name: str, extras: list[str]):
     wanted = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     names = {canonicalize_name(Requirement(line).name) for line in wanted}
     assert names <= locked(name).keys(), "run docker/lock.py"
+
+
+DEBIAN_12 = {"python_version": "3.11", "python_full_version": "3.11.2"}
+"""Its Python, as requirements compare with it."""
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_locks_have_what_the_python_of_images_requires(name: str):
+    """redis requires async-timeout before 3.11.3: no container started, and no environment here had missed it."""
+    there = locked(name)
+    for package in distributions():
+        if canonicalize_name(package.name) not in there:
+            continue
+        for line in map(Requirement, package.requires or []):
+            if line.marker is not None and line.marker.evaluate({"extra": "", **DEBIAN_12}):
+                assert canonicalize_name(line.name) in there, f"{package.name} requires {line}"
 
 
 def test_only_workers_have_torch_each_in_the_build_for_its_device():
