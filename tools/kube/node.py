@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import node_daemons
 from kube_api import ApiError, Json, KubeApi
@@ -168,7 +169,7 @@ class Node:
         for group in ("apps/v1/deployments", "apps/v1/replicasets", "apps/v1/statefulsets"):
             for one in api.get(f"/apis/{group}")["items"]:
                 place = f"/apis/apps/v1/namespaces/{one['metadata']['namespace']}/{group.rpartition('/')[2]}"
-                api.delete(f"{place}/{one['metadata']['name']}", propagationPolicy="Background")
+                _delete(api, f"{place}/{one['metadata']['name']}", propagationPolicy="Background")
         deadline = time.monotonic() + DRAIN_S
         asked = set()
         while pods := api.get("/api/v1/pods")["items"]:
@@ -176,7 +177,7 @@ class Node:
                 meta = pod["metadata"]
                 if meta["uid"] not in asked:
                     path = f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
-                    api.delete(path, gracePeriodSeconds=1)
+                    _delete(api, path, gracePeriodSeconds=1)
                     asked.add(meta["uid"])
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{len(pods)} pods are left after {DRAIN_S:g} s")
@@ -206,6 +207,15 @@ class Node:
             if words[0].endswith("containerd-shim-runc-v2") and str(self.socket) in words:
                 found.append(int(path.parent.name))
         return found
+
+
+def _delete(api: KubeApi, path: str, **options: Any) -> None:
+    """Also what the garbage collector has deleted since it was listed."""
+    try:
+        api.delete(path, **options)
+    except ApiError as error:
+        if error.status != 404:
+            raise
 
 
 def main() -> int:
