@@ -318,7 +318,7 @@ def scenario(
     *,
     shape: Shape = STANDARD,
     quick: bool = False,
-    timeout_s: float = 300.0,
+    timeout_s: float = 900.0,
     why_not: Callable[[], str] = str,
 ) -> Callable[[Body], Scenario]:
     """Make a coroutine function the test of a promise. Families hold scenarios; `suite` collects them."""

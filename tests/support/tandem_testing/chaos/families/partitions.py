@@ -91,7 +91,7 @@ def gateways_of(fleet: Fleet) -> dict[str, list[str]]:
     return {"all gateways": names, f"{names[0]} alone": names[:1]}
 
 
-@scenario(60, shape=PROXIED, timeout_s=900.0)
+@scenario(60, shape=PROXIED)
 async def workers_lose_redis_and_gateways_keep_it(run: Run) -> None:
     """All of them, and two of the other sets."""
     all_workers, *others = workers_of(run.fleet).items()
@@ -99,13 +99,13 @@ async def workers_lose_redis_and_gateways_keep_it(run: Run) -> None:
         await partitioned(run, f"{name} without Redis", [run.fleet.redis_lines[user] for user in users], SILENT)
 
 
-@scenario(61, shape=PROXIED, timeout_s=900.0)
+@scenario(61, shape=PROXIED)
 async def gateways_lose_redis_and_workers_keep_it(run: Run) -> None:
     for name, users in gateways_of(run.fleet).items():
         await partitioned(run, f"{name} without Redis", [run.fleet.redis_lines[user] for user in users], SILENT)
 
 
-@scenario(62, shape=PROXIED, timeout_s=900.0)
+@scenario(62, shape=PROXIED)
 async def redis_is_reached_in_one_direction_only(run: Run) -> None:
     """Two variations of gateways, and two of workers."""
     for sets in (gateways_of(run.fleet), workers_of(run.fleet)):
@@ -115,7 +115,7 @@ async def redis_is_reached_in_one_direction_only(run: Run) -> None:
             await partitioned(run, f"{name} and Redis, {direction}", lines, ONE_WAY[direction])
 
 
-@scenario(63, shape=PROXIED, timeout_s=900.0)
+@scenario(63, shape=PROXIED)
 async def a_worker_is_reached_in_one_direction_only(run: Run) -> None:
     """One of each role, and gateways."""
     starts = starts_of(run)
@@ -149,7 +149,7 @@ async def until_given_up(run: Run, victim: Worker, what: str, weather: Weather) 
     await run.fleet.all_ready(SPEAK_TIMEOUT_S)
 
 
-@scenario(66, shape=PROXIED, timeout_s=900.0)
+@scenario(66, shape=PROXIED)
 async def peers_reach_each_other_in_one_direction_only(run: Run) -> None:
     starts = starts_of(run)
     for role in ("decode", "prefill"):
