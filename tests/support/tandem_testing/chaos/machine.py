@@ -20,6 +20,7 @@ Reports always show the measured seconds, the bare bound and what is allowed her
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections import deque
@@ -96,7 +97,8 @@ async def beside(worst: Worst) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # Ctrl-C ends it, too
+            process.kill()
         await process.wait()
         await reading
 

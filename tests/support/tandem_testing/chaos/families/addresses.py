@@ -4,6 +4,7 @@ Every worker has a network namespace of its own, and KV goes from one to the oth
 happens here: KV is cut off like everything else, and connections to what is gone are neither answered nor refused.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import count
@@ -51,7 +52,8 @@ async def incarnation_of(run: Run, worker: Worker) -> str:
 
 
 async def forgotten(run: Run, victim: Worker, incarnation: str, *, since: float) -> None:
-    """Nothing in Redis and at no other worker is left of an incarnation whose address has vanished at `since`."""
+    """Nothing in Redis and at no other worker is left of an incarnation whose address has vanished at `since`, apart
+    from pages of requests that are still under way."""
     left: dict[str, object] = {}
 
     async def nothing_left() -> bool:
@@ -60,11 +62,7 @@ async def forgotten(run: Run, victim: Worker, incarnation: str, *, since: float)
         for worker in run.fleet.workers:
             if worker is victim:
                 continue
-            report = await run.fleet.audit(worker) or {"idle": False, "private_pages": 1, "held_pages": 1}
             links = (await run.fleet.http.get(f"{worker.url}/links")).json()["links"]
-            left.update(
-                {f"{worker.id} {what}": report[what] for what in ("private_pages", "held_pages") if report[what]}
-            )
             left.update({f"{worker.id} link": link for link in links if link["peer"] == incarnation})
             if pages := await run.fleet.metric(worker.url, "tandem_worker_kv_pages_quarantined"):
                 left[f"{worker.id} quarantined"] = pages
@@ -74,6 +72,23 @@ async def forgotten(run: Run, victim: Worker, incarnation: str, *, since: float)
     took, allowed = run.now() - since, run.allowed(GONE_S)
     run.expect(took <= allowed, f"something was left of {victim.id} for {took:.1f} s, {allowed:.1f} s are allowed")
     run.notes.append(f"nothing was left of {victim.id} {took:.1f} s after its address had vanished")
+
+
+async def pages_are_free(run: Run, victim: Worker) -> None:
+    """Of all workers but `victim`, whose address has vanished. No request is under way any more."""
+    ended, used = run.now(), dict[str, object]()
+
+    async def none_used() -> bool:
+        used.clear()
+        for worker in run.fleet.workers:
+            report = await run.fleet.audit(worker) or {"private_pages": "no audit", "held_pages": "no audit"}
+            if worker is not victim and (report["private_pages"] or report["held_pages"]):
+                used[worker.id] = report
+        return not used
+
+    await until(none_used, READY_TIMEOUT_S, "all pages are free", used.copy)
+    took, allowed = run.now() - ended, run.allowed(GONE_S)
+    run.expect(took <= allowed, f"pages were in use for another {took:.1f} s, {allowed:.1f} s are allowed")
 
 
 async def comes_back(run: Run, victim: Worker, starts: int) -> None:
@@ -99,14 +114,17 @@ async def the_address_of_a_decode_worker_vanishes(run: Run) -> None:
         victims.append(await run.busiest_decode(load))
         place_of(victims[0]).unplug()
         gone_at = run.now()
+        watching.create_task(forgotten(run, victims[0], incarnations[victims[0].id], since=gone_at))
         # Some of these are sent where nobody is, and KV of some to there.
         load.send(run.asks(Kind.GREEDY, prompt_words=200, tokens=32, count=8, first=400))
 
-    answers = await run.under_fault(run.asks(Kind.GREEDY, Kind.SEEDED), fault, speaking=max(2, run.scale.streams // 3))
+    async with asyncio.TaskGroup() as watching:
+        speaking = max(2, run.scale.streams // 3)
+        answers = await run.under_fault(run.asks(Kind.GREEDY, Kind.SEEDED), fault, speaking=speaking)
     await run.sample("decode's address vanishes", answers, after=gone_at, of=lambda outcomes: "worker_lost" in outcomes)
     run.expect(await run.lost_attempts() > lost, "no stream was on the worker whose address vanished")
     (victim,) = victims
-    await forgotten(run, victim, incarnations[victim.id], since=gone_at)
+    await pages_are_free(run, victim)
     await comes_back(run, victim, starts[victim.id])
 
 
@@ -119,17 +137,18 @@ async def the_address_of_a_prefill_worker_vanishes_during_a_transfer(run: Run) -
     place = place_of(victim)
     place.slow_down(SLOW_LINE)
     carried = place.carried()
-    async with run.load() as load:
+    async with asyncio.TaskGroup() as watching, run.load() as load:
         asks = run.asks(Kind.PLAIN, tokens=24, prompt_words=LONG_PROMPT, count=max(6, run.scale.streams // 4))
         load.send(asks)
         await until(lambda: place.carried() - carried > UNDER_WAY, SPEAK_TIMEOUT_S, "KV is under way", place.carried)
         place.unplug()
         since = run.now()
+        watching.create_task(forgotten(run, victim, incarnation, since=since))
         # Requests give up their pages once they are told that it is gone. It might still write to them.
         await until(lambda: granted_pages_wait(run), GRANTED_TIMEOUT_S, "pages that it was granted wait for it")
         await run.judge(await load.gathered(), after=since)
     run.expect(await run.lost_attempts() > lost, "no request was on the worker whose address vanished")
-    await forgotten(run, victim, incarnation, since=since)
+    await pages_are_free(run, victim)
     for worker in others:
         run.expect(worker.part.starts == starts[worker.id], f"{worker.id} ended with its peer")
     await comes_back(run, victim, starts[victim.id])
