@@ -144,7 +144,7 @@ class Runner:
             run.expect(False, f"not over after {limit:g} s: something hangs")
         except Exception as error:  # noqa: BLE001  # the boundary of a scenario: the others still run
             while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]  # noqa: PLW2901  # the others were cancelled because of it
+                error = error.exceptions[0]
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(place.filename).name}:{place.lineno}"
             run.expect(False, f"{type(error).__name__}: {str(error)[:400]} ({where})")
