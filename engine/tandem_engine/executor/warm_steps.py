@@ -9,7 +9,7 @@ a step decides those, so this is a list of steps, not of kernels: each takes the
                      `executor.page_streams` warm their own)
 
 A new kernel, or a new kind of argument of one, needs a step here that launches it. Tests compare what requests of every
-kind launch with what these steps launch (`tandem_testing.triton_kernels.warm_engine`).
+kind launch with what these steps launch (the warm engine among the tests of kernels).
 """
 
 from collections.abc import Iterator, Sequence
