@@ -260,12 +260,36 @@ class Part:
     body: list[tuple[frozenset[str], str, str]]  # names bound, text, dump
     main: str
     needs: set[str]  # sources imported when the module loads
+    notes: list[str] = field(default_factory=list)  # comments of the whole file
 
 
 class Rewriter:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.tree, self.strings = plan, Tree(plan), Strings(plan)
         self.problems: list[str] = []
+        self._names: dict[tuple[str, ...], set[str]] = {}
+
+    def names_in(self, here: str | None, path: str) -> set[str]:
+        """Every name that occurs in any source of a target."""
+        if here is None:
+            sources = [path]
+        else:
+            sources = [s for s, t in self.plan.target.items() if s.endswith(".py") and dotted(t) == here]
+        key = tuple(sources)
+        if key not in self._names:
+            found: set[str] = set()
+            for source in sources:
+                for node in ast.walk(ast.parse((ROOT / source).read_text("utf-8"))):
+                    if isinstance(node, ast.Name):
+                        found.add(node.id)
+                    elif isinstance(node, ast.arg):
+                        found.add(node.arg)
+                    elif isinstance(node, DEFS):
+                        found.add(node.name)
+                    elif isinstance(node, ast.alias):
+                        found.add(node.asname or node.name)
+            self._names[key] = found
+        return self._names[key]
 
     # -- one import
 
@@ -291,7 +315,6 @@ class Rewriter:
         edits, scope = Edits.of(text), Globals(tree)
         here = None if targets is None else dotted(targets[""])
         own = dotted(path) if targets is not None else None
-        used_names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
         renamed: dict[str, str] = {}
 
         def rename(local: str, new: str) -> bool:
@@ -354,10 +377,13 @@ class Rewriter:
                     old = f"{node.module}.{a.name}"
                     self._attributes(scope, edits, local, old, here == f"{module}.{name}", path, here)
                     if here == f"{module}.{name}":
-                        if any(not isinstance(scope.parents.get(id(n)), ast.Attribute) for n in scope.uses[local]):
-                            before.append(f"{local} = sys.modules[__name__]")
-                            imports.append("import sys")
+                        for use in scope.uses[local]:
+                            if not isinstance(scope.parents.get(id(use)), ast.Attribute):
+                                edits.replace(*edits.node(use), "sys.modules[__name__]")
+                                imports.append("import sys")
                         continue
+                    if a.asname is None and at_top and name not in self.names_in(here, path) and rename(local, name):
+                        local = name
                     by.setdefault(module, []).append(name + (f" as {local}" if local != name else ""))
                     continue
                 if module == here:
@@ -399,6 +425,11 @@ class Rewriter:
                 elif not changed or not ours:
                     if raw != "\n".join(new):
                         pad = " " * node.col_offset
+                        notes = re.findall(r"#.*", raw)
+                        tail = edits.source[end : edits.source.index(b"\n", end)].decode().strip()
+                        if new and (notes or tail.startswith("#")):
+                            note = "  " + (notes[0] if notes else tail)
+                            new = [x + note for x in new[: None if notes else -1]] + ([] if notes else new[-1:])
                         if new:
                             edits.replace(start, end, ("\n" + pad).join(new))
                         else:
@@ -412,8 +443,7 @@ class Rewriter:
                                 edits.replace(edits.at(node.lineno, 0), edits.starts[node.end_lineno or node.lineno], "")
         self._free_text(text, edits)
         if targets is None:
-            return [Part(path, path, "", [], [], before, [(frozenset(), edits.text(0, len(edits.source) ), "")], "", set())]
-        del used_names
+            return [Part(path, path, "", [], [], before, [(frozenset(), late_imports(edits.text(0, len(edits.source))), "")], "", set())]
         return self._parts(path, targets, tree, edits, scope, spans, imports, typing_imports, before, needs, renamed)
 
     @staticmethod
@@ -471,7 +501,8 @@ class Rewriter:
         removed = {n for a, b in spans for n in range(a, b + 1)}
         parts: dict[str, Part] = {}
         for target in dict.fromkeys([targets[""], *targets.values()]):
-            parts[target] = Part(path, target, doc if target == targets[""] else "", list(imports), list(typing_imports), list(before) if target == targets[""] else [], [], "", set(needs))
+            mine = [x for x in imports if target == targets[""] or not x.startswith(f"from {dotted(target)} import ")]
+            parts[target] = Part(path, target, doc if target == targets[""] else "", mine, list(typing_imports), list(before) if target == targets[""] else [], [], "", set(needs))
         index = 0
         while index < len(body):
             node = body[index]
@@ -490,8 +521,7 @@ class Rewriter:
                 stray = [n for n in range(lead_start, end + 1) if n not in removed]
                 lines = [edits.source[edits.starts[n - 1] : edits.starts[n] - 1].decode() for n in stray]
                 lines = [] if type_checking(node) else [x for x in lines if x.strip()]
-                if lines:
-                    self.problems.append(f"{path}: {lines} between the imports")
+                parts[targets[""]].notes += lines
                 continue
             text = edits.text(edits.starts[lead_start - 1], min(edits.starts[end], len(edits.source))).strip("\n")
             names = frozenset(renamed.get(n, n) for n in bound([node]))
@@ -582,6 +612,24 @@ def conflicts(rewriter: Rewriter) -> list[str]:
     return lines
 
 
+def late_imports(text: str) -> str:
+    """Imports behind code, which say `noqa: E402`: one line for each module, for isort would lose what they say."""
+    line = re.compile(r"^from (\S+) import ([^(\n#]+?)  # noqa: E402\n", re.M)
+    names: dict[str, list[str]] = {}
+    for m in line.finditer(text):
+        names.setdefault(m[1], []).extend(x.strip() for x in m[2].split(","))
+    done: set[str] = set()
+
+    def once(m: re.Match[str]) -> str:
+        if m[1] in done:
+            return ""
+        done.add(m[1])
+        joined = ", ".join(sorted(dict.fromkeys(names[m[1]])))
+        return f"from {m[1]} import {joined}  # noqa: E402\n"
+
+    return line.sub(once, text)
+
+
 def bound_by_import(line: str) -> dict[str, tuple[str, str]]:
     found = {}
     for node in ast.parse(line).body:
@@ -625,7 +673,7 @@ def merge(target: str, parts: list[Part], plan: Plan) -> str:
             texts.append(text)
         bodies.append("\n\n".join(texts) if False else join(texts, part))
     before = sorted({x for p in parts for x in p.before})
-    chunks = [doc, "\n".join(imports)]
+    chunks = [doc, "\n".join(dict.fromkeys(x for p in parts for x in p.notes)), "\n".join(imports)]
     if typing_lines:
         chunks.append("if TYPE_CHECKING:\n" + "\n".join("    " + x.replace("\n", "\n    ") for x in typing_lines))
     chunks += ["\n".join(before), *[b.strip("\n") for b in bodies], *[p.main for p in parts if p.main]]
@@ -682,7 +730,7 @@ def apply() -> None:
             moved[old] = new
             continue
         targets = {"": new, **{name: to for (path, name), to in plan.splits.items() if path == old}}
-        if (ROOT / APPLIED).exists() and old == new:
+        if old == new and ((ROOT / APPLIED).exists() or old.endswith("_pb2.py")):
             continue
         for part in rewriter.rewrite(old, targets):
             by[part.target].append(part)
@@ -762,6 +810,35 @@ def finish() -> None:
     ruff = str(ROOT / ".venv/bin/ruff")
     subprocess.run([ruff, "check", "-q", "--select", "I,F401,F811", "--fix", "."], cwd=ROOT, check=False)
     subprocess.run([ruff, "format", "-q", "."], cwd=ROOT, check=True)
+    reflow(ruff)
+
+
+def reflow(ruff: str) -> None:
+    """Prose of docstrings and comments that a longer name made too wide: its last words go to the next line."""
+    for _ in range(12):
+        done = subprocess.run([ruff, "check", "--select", "E501", "--output-format", "concise", "."], cwd=ROOT, check=False, capture_output=True, text=True)
+        places = [m for m in map(re.compile(r"(.+?):(\d+):\d+: E501").match, done.stdout.splitlines()) if m]
+        if not places:
+            return
+        for m in reversed(places):
+            file, number = ROOT / m[1], int(m[2]) - 1
+            lines = file.read_text("utf-8").split("\n")
+            line = lines[number]
+            lead = re.match(r"\s*(?:# )?", line)
+            assert lead is not None
+            cut = line.rfind(" ", 0, 121)
+            rest = line[cut + 1 :]
+            code = "#" in line and not line.lstrip().startswith("#")
+            if cut <= len(lead[0]) or code:
+                continue
+            lines[number] = line[:cut]
+            after = lines[number + 1] if number + 1 < len(lines) else ""
+            follows = re.match(r"\s*(?:# )?", after)
+            if follows and follows[0] == lead[0] and after.strip() not in ("", '"""', "#") and not line.rstrip().endswith('"""'):
+                lines[number + 1] = lead[0] + rest + " " + after[len(lead[0]) :]
+            else:
+                lines.insert(number + 1, lead[0] + rest)
+            file.write_text("\n".join(lines), "utf-8")
 
 
 def main() -> int:

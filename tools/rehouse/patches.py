@@ -1,5 +1,6 @@
 """Small edits that no rule of `apply.py` makes: (file, old text, new text), each found once before or done already."""
 
+import ast
 import re
 import shutil
 from pathlib import Path
@@ -9,6 +10,150 @@ PATCHES: list[tuple[str, str, str]] = []
 
 def edit(path: str, old: str, new: str) -> None:
     PATCHES.append((path, old, new))
+
+
+def drop(path: str, text: str) -> None:
+    PATCHES.append((path, text, ""))
+
+
+CLI = "engine/tandem_engine/cli.py"
+drop(CLI, "verify   compare with transformers, token by token\nbench    offline throughput and latency against transformers\naccuracy what fewer bits of weights and KV cost, on a text\n")
+drop(CLI, "    _add_verify(commands)\n    _add_bench(commands)\n    _add_accuracy(commands)\n")
+FLAGS = "engine/tandem_engine/config/flags/__init__.py"
+drop(FLAGS, "from tandem_lab.cli.accuracy import accuracy_argv, add_accuracy_flags\n")
+drop(FLAGS, '    "accuracy_argv",\n    "add_accuracy_flags",\n')
+edit(FLAGS, """    compute, parallel, cache, host, scheduler, operation, speculative, transfer, grammar
+                one group of help each: its flags, and the part of `config` that they make
+    shared      flags that other commands have too
+    accuracy    the table of `tandem accuracy`
+    values      what flags take; argv: parsed flags as arguments again
+""", """    cache, scheduler
+                further groups of help: their flags, and the parts of `config` that they make
+    types       what flags take, flags that other commands have too, and parsed flags as arguments again
+""")
+LAB_MAIN = "lab/tandem_lab/__main__.py"
+edit(LAB_MAIN, "import argparse\n", '''"""`python -m tandem_lab`: the commands of the lab that compute, each in a process of its own.
+
+verify   compare with transformers, token by token
+bench    offline throughput and latency against transformers
+accuracy what fewer bits of weights and KV cost, on a text
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tandem_engine.base.environment import read_environment
+from tandem_engine.base.errors import ConfigError, EngineError
+from tandem_engine.base.extras import full_disk, missing_extra
+from tandem_engine.base.logs import LogFormat, configure_logging
+from tandem_engine.cli import exit_now
+''')
+edit(LAB_MAIN, '''def _add_verify(commands''', '''def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tandem_lab", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_verify(commands)
+    _add_bench(commands)
+    _add_accuracy(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    configure_logging(LogFormat.PLAIN, level=read_environment().level)
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        print(f"tandem: error: {error}", file=sys.stderr)
+        return 2
+    except EngineError as error:
+        print(f"tandem: error: {error}", file=sys.stderr)
+        return 3
+    except (ModuleNotFoundError, OSError) as error:
+        sentence = missing_extra(error) if isinstance(error, ModuleNotFoundError) else full_disk(error)
+        if sentence is None:
+            raise
+        print(f"tandem: error: {sentence}", file=sys.stderr)
+        return 3
+
+
+def _add_verify(commands''')
+APPENDED = {LAB_MAIN: '''
+
+if __name__ == "__main__":
+    exit_now(main())
+'''}
+for command in ("accuracy", "bench", "verify"):
+    edit(f"lab/tandem_lab/cli/{command}.py", '"tandem_engine.cli", "' + command, '"tandem_lab", "' + command)
+edit("lab/tandem_lab/accuracy.py", '.with_name("text.txt")', '.with_suffix(".txt")')
+MAIN = "services/tandem_services/cli/main.py"
+edit(MAIN, """`run` (imports what it needs).
+\"\"\"
+""", """`run` (imports what it needs). Those of `tandem_lab`, which compare and measure, are found where it is installed.
+\"\"\"
+""")
+edit(MAIN, "from importlib.metadata import version\n", "from importlib import import_module\nfrom importlib.metadata import version\nfrom importlib.util import find_spec\nfrom types import ModuleType\n")
+drop(MAIN, "from tandem_lab.cli import accuracy, bench, simulate, verify\n")
+edit(MAIN, "from tandem_services.cli.entry import TeachingParser, run_command", "from tandem_services.cli.entry import TeachingParser, run_command\nfrom tandem_services.common.errors import StartupError")
+edit(MAIN, "COMMANDS = (up, chat, bench, verify, accuracy, simulate, gateway, router, worker, ctl, k8s, quarantine, keys)\n", '''LAB = ("bench", "verify", "accuracy", "simulate")
+"""Commands of `tandem_lab`: an image that only serves has no lab."""
+COMMANDS: tuple[ModuleType | str, ...] = (up, chat, *LAB, gateway, router, worker, ctl, k8s, quarantine, keys)
+''')
+edit(MAIN, "        command.add_parser(commands)\n    return parser\n", '''        if isinstance(command, ModuleType):
+            command.add_parser(commands)
+        elif find_spec("tandem_lab") is None:
+            commands.add_parser(command, help="not installed: part of tandem_lab").set_defaults(run=_no_lab)
+        else:
+            import_module(f"tandem_lab.cli.{command}").add_parser(commands)
+    return parser
+
+
+def _no_lab(_: argparse.Namespace) -> int:
+    raise StartupError("tandem_lab is not installed here: pip install \'tandem[lab]\'")
+''')
+PROJECT = "pyproject.toml"
+edit(PROJECT, 'reference = [\n    # `tandem verify` and', 'lab = [\n    # `tandem verify` and')
+edit(PROJECT, "tandem[engine,operator,otel,reference,router]", "tandem[engine,lab,operator,otel,router]")
+edit(PROJECT, '"operator/tandem_operator"]', '"operator/tandem_operator", "lab/tandem_lab"]')
+edit(PROJECT, 'pythonpath = ["engine", "services", "operator", "tests/support"]', 'pythonpath = ["engine", "services", "operator", "lab", "tests/support"]')
+edit(PROJECT, 'src = ["engine", "services", "operator", "tests/support", "tools/kube"]', 'src = ["engine", "services", "operator", "lab", "tests/support", "tools/kube"]')
+edit(PROJECT, 'mypy_path = ["engine", "services", "operator", "tools/kube", "benchmarks", "tests/support"]', 'mypy_path = ["engine", "services", "operator", "lab", "tools/kube", "benchmarks", "tests/support"]')
+edit(PROJECT, 'packages = ["tandem_engine", "tandem_services", "tandem_operator", "gpu", "peers"]', 'packages = ["tandem_engine", "tandem_services", "tandem_operator", "tandem_lab", "gpu", "peers"]')
+edit(PROJECT, '"lab/tandem_lab/verify/**" = ["T20"]\n', '"lab/tandem_lab/**" = ["T20"]\n')
+drop(PROJECT, '"lab/tandem_lab/bench/**" = ["T20"]\n')
+drop(PROJECT, '"engine/tandem_engine/accuracy/**" = ["T20"]\n')
+edit("engine/tandem_engine/base/extras.py", '"reference": ("transformers",)', '"lab": ("transformers",)')
+
+for test in ("unit/engine/accuracy/test_accuracy_command", "unit/engine/bench/test_offline_bench", "numerics/test_bfloat16_bounds", "numerics/test_exactness_matrix"):
+    edit(f"tests/{test}.py", "from tandem_engine.cli import main\n", "from tandem_lab.__main__ import main\n")
+edit("tests/unit/services/cli/test_missing_extras.py", '("tandem_engine.cli:main", ["verify"', '("tandem_lab.__main__:main", ["verify"')
+edit("tests/unit/docker/test_docker_images.py", '{module.__name__.rpartition(".")[2] for module in COMMANDS}', '{getattr(command, "__name__", str(command)).rpartition(".")[2] for command in COMMANDS}')
+edit("docs/models.md", "`tandem[reference]`", "`tandem[lab]`")
+edit("engine/tandem_engine/model/checkpoint.py", "install tandem[reference]", "install tandem[lab]")
+DOCKER = "docker/Dockerfile"
+edit(DOCKER, "COPY operator/tandem_operator operator/tandem_operator\n", "COPY operator/tandem_operator operator/tandem_operator\nCOPY lab/tandem_lab lab/tandem_lab\n")
+edit(".dockerignore", "!engine/tandem_engine\n", "!engine/tandem_engine\n!lab/tandem_lab\n")
+edit("tests/test_address_layout.py", '"operator/tandem_operator")\nADDRESSES', '"operator/tandem_operator", "lab/tandem_lab")\nADDRESSES')
+edit("tests/test_layout.py", '    "operator": "tandem_operator",\n}', '    "operator": "tandem_operator",\n    "lab": "tandem_lab",\n}')
+edit("tests/chaos/test_chaos_harness.py", 'for part in ("engine", "services", "operator") for path', 'for part in ("engine", "services", "operator", "lab") for path')
+
+
+def revisions(text: str) -> str:
+    """Lists of modules that kernels are made of name each file once, and not the one that they stand in."""
+    text = text.replace(", made_of=[sys.modules[__name__]]", "")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "revision_of":
+            names = list(dict.fromkeys(ast.unparse(a) for a in node.args if ast.unparse(a) != "sys.modules[__name__]"))
+            names += [f"{k.arg}={ast.unparse(k.value)}" for k in node.keywords]
+            old = ast.get_source_segment(text, node)
+            assert old is not None
+            text = text.replace(old, f"revision_of({', '.join(names)})")
+    for found in re.findall(r"^PIECES = \((.*)\)$", text, re.M):
+        text = text.replace(found, ", ".join(dict.fromkeys(found.split(", "))))
+    text = re.sub(r"(revision_of\(.*\))  # fmt: skip", r"\1", text)
+    return text
 
 
 def apply(root: Path, here: Path) -> None:
@@ -28,6 +173,16 @@ def apply(root: Path, here: Path) -> None:
                 print(f"patch: {path} has no {old[:70]!r}")
             continue
         texts[path] = text.replace(old, new, 1)
+    for path, end in APPENDED.items():
+        if path in texts and end.strip() not in texts[path]:
+            texts[path] = texts[path].rstrip() + "\n" + end
+    for file in [*root.glob("engine/tandem_engine/kernels/cpu/*.py"), root / "engine/tandem_engine/disaggregation/digest_words.py"]:
+        name = str(file.relative_to(root))
+        if file.exists() and ("revision_of(" in file.read_text("utf-8") or "made_of" in file.read_text("utf-8")):
+            texts[name] = revisions(texts.get(name) or file.read_text("utf-8"))
+    marker = root / "lab/tandem_lab/py.typed"
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
     for path, text in texts.items():
         if (root / path).read_text("utf-8") != text:
             (root / path).write_text(text, "utf-8")
