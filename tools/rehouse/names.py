@@ -3,6 +3,7 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cached_property
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -49,14 +50,19 @@ class Globals:
     """`uses[name]`: nodes that mean the module's `name`; `shadowed[name]`: scopes around them bind these names."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.uses: dict[str, list[ast.AST]] = defaultdict(list)
+        self._tree = tree
         self.around: dict[int, frozenset[str]] = {}
-        self.parents: dict[int, ast.AST] = {}
-        for node in ast.walk(tree):
-            for child in ast.iter_child_nodes(node):
-                self.parents[id(child)] = node
-        for statement in tree.body:
+
+    @cached_property
+    def parents(self) -> dict[int, ast.AST]:
+        return {id(child): node for node in ast.walk(self._tree) for child in ast.iter_child_nodes(node)}
+
+    @cached_property
+    def uses(self) -> dict[str, list[ast.AST]]:
+        self._uses: dict[str, list[ast.AST]] = defaultdict(list)
+        for statement in self._tree.body:
             self._walk(statement, (), frozenset(), False)
+        return self._uses
 
     def _walk(self, node: ast.AST, functions: tuple[frozenset[str], ...], here: frozenset[str], annotation: bool) -> None:
         if isinstance(node, ast.Name):
@@ -130,7 +136,7 @@ class Globals:
             self._walk(child, functions, here, in_type)
 
     def _note(self, name: str, node: ast.AST, functions: tuple[frozenset[str], ...], here: frozenset[str]) -> None:
-        self.uses[name].append(node)
+        self._uses[name].append(node)
         self.around[id(node)] = frozenset().union(here, *functions)
 
 

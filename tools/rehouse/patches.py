@@ -139,6 +139,8 @@ edit("tests/test_address_layout.py", '"operator/tandem_operator")\nADDRESSES', '
 edit("tests/test_layout.py", '    "operator": "tandem_operator",\n}', '    "operator": "tandem_operator",\n    "lab": "tandem_lab",\n}')
 edit("tests/chaos/test_chaos_harness.py", 'for part in ("engine", "services", "operator") for path', 'for part in ("engine", "services", "operator", "lab") for path')
 
+edit("engine/tandem_engine/model/families.py", "the reading of those facts from its config.json, and has a file of its own under `families`.", "the reading of those facts from its config.json.")
+
 
 def revisions(text: str) -> str:
     """Lists of modules that kernels are made of name each file once, and not the one that they stand in."""
