@@ -1,3 +1,4 @@
+# ruff: noqa
 """Moves and merges modules as `moves.tsv` plans it, and rewrites every import, string and path that names one.
 
     python tools/rehouse/apply.py            apply to the working tree (a second run changes nothing)
@@ -17,8 +18,9 @@ import shutil
 import subprocess
 import sys
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -29,7 +31,24 @@ from names import DEFS, Globals, bound  # noqa: E402
 
 OURS = ("tandem_engine", "tandem_services", "tandem_operator")
 APPLIED = "engine/tandem_engine/base/errors.py"
-TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".ini", ".txt", ".tsv", ".json", ".lua", ".html", ".js", ".tpl", ".cfg", ""}
+TEXT = {
+    ".py",
+    ".md",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".sh",
+    ".ini",
+    ".txt",
+    ".tsv",
+    ".json",
+    ".lua",
+    ".html",
+    ".js",
+    ".tpl",
+    ".cfg",
+    "",
+}
 SKIP = ("tools/rehouse/", "models/", "tools/corpus/", "LICENSE", ".importlinter")
 
 
@@ -39,7 +58,9 @@ def table(name: str) -> list[dict[str, str]]:
 
 
 def tracked() -> list[str]:
-    out = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True)
+    out = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     return sorted(f for f in set(out.stdout.splitlines()) if (ROOT / f).is_file() and not (ROOT / f).is_symlink())
 
 
@@ -66,7 +87,9 @@ class Plan:
 def read_plan() -> Plan:
     plan = Plan()
     rows = table("moves.tsv")
-    news = {r["new"].split(";")[0] for r in rows} | {f"{parent}/__init__.py" for r in rows for parent in [r["new"].split(";")[0].rsplit("/", 1)[0]]}
+    news = {r["new"].split(";")[0] for r in rows} | {
+        f"{parent}/__init__.py" for r in rows for parent in [r["new"].split(";")[0].rsplit("/", 1)[0]]
+    }
     new_modules = {dotted(n) for n in news if n.endswith(".py")}
     applied = (ROOT / APPLIED).exists()
     for row in rows:
@@ -97,14 +120,16 @@ class Tree:
     """What modules define and import, of the tree before."""
 
     def to_lab(self, module: str, package: str) -> bool:
-        return self.plan.modules[module].startswith("tandem_lab") and not self.plan.modules[package].startswith("tandem_lab")
+        homes = (self.plan.modules.get(module, module), self.plan.modules.get(package, package))
+        return homes[0].startswith("tandem_lab") and not homes[1].startswith("tandem_lab")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.defined: dict[str, set[str]] = {}
         self.imported: dict[str, dict[str, tuple[str, str]]] = {}
         self.file: dict[str, str] = {}
-        for path in plan.target:
+        there = {r["new"].split(";")[0] for r in table("moves.tsv")} if (ROOT / APPLIED).exists() else set()
+        for path in sorted({*plan.target, *(t for t in there if (ROOT / t).exists())}):
             if not path.endswith(".py"):
                 continue
             tree = ast.parse((ROOT / path).read_text("utf-8"))
@@ -120,7 +145,11 @@ class Tree:
                     self.defined[module] |= bound([node])
 
     def is_module(self, module: str, name: str) -> bool:
-        return f"{module}.{name}" in self.file and name not in self.defined.get(module, ()) and name not in self.imported.get(module, ())
+        return (
+            f"{module}.{name}" in self.file
+            and name not in self.defined.get(module, ())
+            and name not in self.imported.get(module, ())
+        )
 
     def definer(self, module: str, name: str) -> tuple[str, str]:
         """Where `name` of `module` is defined, past modules that import it; packages that export it stay."""
@@ -191,15 +220,30 @@ class Strings:
         for short, old in seen.items():
             if old and "/" in short and old in plan.paths:
                 self.relative[short] = plan.paths[old].split("/", 2)[2]
-        self.path = re.compile(r"(?<![\w.-])(?:\.\./|\./)*(?:(?:engine|services|operator)/)?(?:" + "|".join(OURS) + r")(?:/[\w.*-]+)+/?")
+        self.path = re.compile(
+            r"(?<![\w.-])(?:\.\./|\./)*(?:(?:engine|services|operator)/)?(?:" + "|".join(OURS) + r")(?:/[\w.*-]+)+/?"
+        )
         self.short = re.compile(r"(?<![\w./-])[a-z_0-9]+(?:/[a-z_0-9]+)+\.py\b")
         self.ticked = re.compile(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)`")
         self.noted: set[str] = set()
+
+    @cached_property
+    def applied(self) -> bool:
+        return (ROOT / APPLIED).exists()
+
+    @staticmethod
+    def _is_file(module: str) -> bool:
+        root = {"tandem_engine": "engine", "tandem_services": "services", "tandem_operator": "operator"}.get(
+            module.split(".")[0], "lab"
+        )
+        return (ROOT / root / (module.replace(".", "/") + ".py")).exists()
 
     def _dotted(self, match: re.Match[str]) -> str:
         parts = match[0].split(".")
         for count in range(len(parts), 1, -1):
             module = ".".join(parts[:count])
+            if self.applied and self._is_file(".".join(parts[: count - 1])):
+                continue  # a name in a module that stands there now
             if module in self.plan.modules:
                 rest = parts[count:]
                 new = self.plan.modules[module]
@@ -216,7 +260,9 @@ class Strings:
         ours = next(i for i in (whole.find(o) for o in OURS) if i >= 0)
         head, tail = whole[:ours], whole[ours:].rstrip("/.")
         end = whole[ours + len(tail) :]
-        root = {"tandem_engine": "engine", "tandem_services": "services", "tandem_operator": "operator"}[tail.split("/")[0]]
+        root = {"tandem_engine": "engine", "tandem_services": "services", "tandem_operator": "operator"}[
+            tail.split("/")[0]
+        ]
         key = f"{root}/{tail}"
         new = self.plan.paths.get(key) or self.packages.get(key)
         if new is None and key.endswith("/**"):
@@ -295,7 +341,18 @@ class Rewriter:
 
     def resolve(self, module: str, name: str) -> tuple[str, str, str] | None:
         """("module" | "name", new module, new name) of `from module import name`; None where nothing is known."""
-        if self.tree.is_module(module, name) or (f"{module}.{name}" in self.plan.modules and name not in self.tree.defined.get(module, ()) and not self.plan.modules.get(module)):
+        if (
+            self.plan.modules.get(module, module) == module
+            and name in self.tree.defined.get(module, ())
+            and (module, name) not in self.plan.renames
+            and (self.tree.file[module], name) not in self.plan.splits
+        ):
+            return ("name", module, name) if module in self.plan.modules else None
+        if self.tree.is_module(module, name) or (
+            f"{module}.{name}" in self.plan.modules
+            and name not in self.tree.defined.get(module, ())
+            and not self.plan.modules.get(module)
+        ):
             new = self.plan.modules.get(f"{module}.{name}")
             if new is None:
                 return None
@@ -410,7 +467,11 @@ class Rewriter:
                     new = [self.strings.dotted.sub(self.strings._dotted, raw) if isinstance(node, ast.Import) else raw]
                     for a in node.names if id(node) in top else []:
                         wanted = self.plan.renames.get((own or "", a.asname or a.name))
-                        if wanted and (a.asname or a.name) not in self.tree.defined.get(own or "", ()) and rename(a.asname or a.name, wanted):
+                        if (
+                            wanted
+                            and (a.asname or a.name) not in self.tree.defined.get(own or "", ())
+                            and rename(a.asname or a.name, wanted)
+                        ):
                             new = [re.sub(rf"\b{a.name}\b(?! import)", f"{a.name} as {wanted}", raw)]
                 changed = not ours or self._same(node, new)
                 if targets is not None and (id(node) in top or id(node) in in_typing):
@@ -419,7 +480,9 @@ class Rewriter:
                     kept = [raw] if ours and changed else new
                     if tail.startswith("#") and kept:
                         kept[-1] += "  " + tail
-                    (typing_imports if id(node) in in_typing else imports).extend(["\n".join([*lead, x]) if i == 0 else x for i, x in enumerate(kept)])
+                    (typing_imports if id(node) in in_typing else imports).extend(
+                        ["\n".join([*lead, x]) if i == 0 else x for i, x in enumerate(kept)]
+                    )
                     if id(node) in top:
                         spans.append((node.lineno - len(lead), node.end_lineno or node.lineno))
                 elif not changed or not ours:
@@ -435,12 +498,16 @@ class Rewriter:
                         else:
                             alone = any(
                                 isinstance(block, list) and block == [node]
-                                for block in (getattr(scope.parents[id(node)], k, None) for k in ("body", "orelse", "finalbody"))
+                                for block in (
+                                    getattr(scope.parents[id(node)], k, None) for k in ("body", "orelse", "finalbody")
+                                )
                             )
                             if alone:
                                 edits.replace(start, end, "pass")
                             else:
-                                edits.replace(edits.at(node.lineno, 0), edits.starts[node.end_lineno or node.lineno], "")
+                                edits.replace(
+                                    edits.at(node.lineno, 0), edits.starts[node.end_lineno or node.lineno], ""
+                                )
         self._free_text(text, edits, tree)
         if path == "engine/tandem_engine/__init__.py":  # its table of homes: modules by their names below the package
             for node in ast.walk(tree):
@@ -449,14 +516,28 @@ class Rewriter:
                     if new_home:
                         edits.replace(*edits.node(node), f'"{new_home.removeprefix("tandem_engine.")}"')
         if targets is None:
-            return [Part(path, path, "", [], [], before, [(frozenset(), late_imports(edits.text(0, len(edits.source))), "")], "", set())]
+            return [
+                Part(
+                    path,
+                    path,
+                    "",
+                    [],
+                    [],
+                    before,
+                    [(frozenset(), late_imports(edits.text(0, len(edits.source))), "")],
+                    "",
+                    set(),
+                )
+            ]
         return self._parts(path, targets, tree, edits, scope, spans, imports, typing_imports, before, needs, renamed)
 
     @staticmethod
     def _same(node: ast.ImportFrom, new: list[str]) -> bool:
         return len(new) == 1 and ast.dump(ast.parse(new[0]).body[0]) == ast.dump(ast.parse(ast.unparse(node)).body[0])
 
-    def _attributes(self, scope: Globals, edits: Edits, local: str, old: str, itself: bool, path: str, here: str | None) -> None:
+    def _attributes(
+        self, scope: Globals, edits: Edits, local: str, old: str, itself: bool, path: str, here: str | None
+    ) -> None:
         """Uses `local.name` of a module that is imported whole."""
         for node in scope.uses[local]:
             parent = scope.parents.get(id(node))
@@ -507,7 +588,12 @@ class Rewriter:
         body = list(tree.body)
         doc = ""
         cursor = 1
-        if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) and isinstance(body[0].value.value, str):
+        if (
+            body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+            and isinstance(body[0].value.value, str)
+        ):
             doc = edits.text(*edits.node(body[0]))
             cursor = body[0].end_lineno + 1
             body = body[1:]
@@ -515,14 +601,28 @@ class Rewriter:
         parts: dict[str, Part] = {}
         for target in dict.fromkeys([targets[""], *targets.values()]):
             mine = [x for x in imports if target == targets[""] or not x.startswith(f"from {dotted(target)} import ")]
-            parts[target] = Part(path, target, doc if target == targets[""] else "", mine, list(typing_imports), list(before) if target == targets[""] else [], [], "", set(needs))
+            parts[target] = Part(
+                path,
+                target,
+                doc if target == targets[""] else "",
+                mine,
+                list(typing_imports),
+                list(before) if target == targets[""] else [],
+                [],
+                "",
+                set(needs),
+            )
         index = 0
         while index < len(body):
             node = body[index]
             last = node
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and index + 1 < len(body):
                 after = body[index + 1]
-                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+                if (
+                    isinstance(after, ast.Expr)
+                    and isinstance(after.value, ast.Constant)
+                    and isinstance(after.value.value, str)
+                ):
                     last = after
                     index += 1
             index += 1
@@ -530,7 +630,9 @@ class Rewriter:
             # A comment behind the statement ends its line; comments before the next belong to the next.
             lead_start = cursor
             cursor = end + 1
-            if isinstance(node, (ast.Import, ast.ImportFrom)) or (type_checking(node) and all(isinstance(m, (ast.Import, ast.ImportFrom)) for m in node.body)):
+            if isinstance(node, (ast.Import, ast.ImportFrom)) or (
+                type_checking(node) and all(isinstance(m, (ast.Import, ast.ImportFrom)) for m in node.body)
+            ):
                 stray = [n for n in range(lead_start, end + 1) if n not in removed]
                 lines = [edits.source[edits.starts[n - 1] : edits.starts[n] - 1].decode() for n in stray]
                 lines = [] if type_checking(node) else [x for x in lines if x.strip()]
@@ -544,7 +646,9 @@ class Rewriter:
                 parts[target].main = text
             else:
                 parts[target].body.append((names, text, ast.dump(node)))
-        tail = edits.text(edits.starts[cursor - 1] if cursor - 1 < len(edits.starts) else len(edits.source), len(edits.source)).strip("\n")
+        tail = edits.text(
+            edits.starts[cursor - 1] if cursor - 1 < len(edits.starts) else len(edits.source), len(edits.source)
+        ).strip("\n")
         if tail:
             self.problems.append(f"{path}: text after the last statement: {tail[:60]}")
         if len(parts) > 1:
@@ -592,13 +696,20 @@ def identities(rewriter: Rewriter, path: str) -> dict[str, tuple[str, ...]]:
                         found[a.asname or a.name] = ("def", *src)
         elif isinstance(node, ast.Import):
             for a in node.names:
-                found[a.asname or a.name] = ("import", a.name, "") if a.asname or "." not in a.name else ("import", a.name.split(".")[0], "")
+                found[a.asname or a.name] = (
+                    ("import", a.name, "") if a.asname or "." not in a.name else ("import", a.name.split(".")[0], "")
+                )
         elif type_checking(node):
             for m in node.body:
                 note(m)
         else:
             for n in bound([node]):
-                found[plan.renames.get((own, n), n)] = ("def", own, n, ast.dump(node) if isinstance(node, (ast.Assign, ast.AnnAssign, *DEFS)) else "")
+                found[plan.renames.get((own, n), n)] = (
+                    "def",
+                    own,
+                    n,
+                    ast.dump(node) if isinstance(node, (ast.Assign, ast.AnnAssign, *DEFS)) else "",
+                )
 
     for node in tree.body:
         note(node)
@@ -617,7 +728,12 @@ def conflicts(rewriter: Rewriter) -> list[str]:
             for name, what in identities(rewriter, source).items():
                 if name in seen and seen[name][0][:3] != what[:3]:
                     first, other = seen[name]
-                    if first[0] == what[0] == "def" and len(first) == len(what) == 4 and first[3] == what[3] and first[3].startswith(("Assign", "AnnAssign")):
+                    if (
+                        first[0] == what[0] == "def"
+                        and len(first) == len(what) == 4
+                        and first[3] == what[3]
+                        and first[3].startswith(("Assign", "AnnAssign"))
+                    ):
                         continue
                     same = " SAME" if first[3:] == what[3:] and first[3:] else ""
                     lines.append(f"{target}\t{name}\t{other} {first[:3]}\t{source} {what[:3]}{same}")
@@ -631,9 +747,12 @@ def late_imports(text: str) -> str:
     names: dict[str, list[str]] = {}
     for m in line.finditer(text):
         names.setdefault(m[1], []).extend(x.strip() for x in m[2].split(","))
+    counts = Counter(m[1] for m in line.finditer(text))
     done: set[str] = set()
 
     def once(m: re.Match[str]) -> str:
+        if counts[m[1]] == 1:
+            return m[0]
         if m[1] in done:
             return ""
         done.add(m[1])
@@ -658,7 +777,9 @@ def bound_by_import(line: str) -> dict[str, tuple[str, str]]:
 def merge(target: str, parts: list[Part], plan: Plan) -> str:
     """The text of one target."""
     parts = ordered(parts, plan)
-    first = next((p for p in parts if p.source in plan.primary and p.doc), None) or next((p for p in parts if p.doc), None)
+    first = next((p for p in parts if p.source in plan.primary and p.doc), None) or next(
+        (p for p in parts if p.doc), None
+    )
     docs = [p.doc for p in parts if p is not first and p.doc]
     doc = documented(first.doc if first else "", docs)
     imports = list(dict.fromkeys(x for p in parts for x in p.imports))
@@ -672,7 +793,10 @@ def merge(target: str, parts: list[Part], plan: Plan) -> str:
             typing_lines.append(line)
         elif keep:
             module = next(iter(names.values()))[0]
-            typing_lines.append(f"from {module} import " + ", ".join(names[n][1] + (f" as {n}" if n != names[n][1] else "") for n in keep))
+            typing_lines.append(
+                f"from {module} import "
+                + ", ".join(names[n][1] + (f" as {n}" if n != names[n][1] else "") for n in keep)
+            )
     if typing_lines and "TYPE_CHECKING" not in at_run:
         imports.append("from typing import TYPE_CHECKING")
     bodies, seen = [], {}
@@ -698,7 +822,13 @@ def join(texts: list[str], part: Part) -> str:
     out = ""
     for text in texts:
         simple = not text.lstrip().startswith(("def ", "class ", "async ", "@", "#"))
-        out += ("\n" if out and simple and "\n" not in text and not out.rstrip("\n").endswith('"""') else "\n\n" if out else "") + text
+        out += (
+            "\n"
+            if out and simple and "\n" not in text and not out.rstrip("\n").endswith('"""')
+            else "\n\n"
+            if out
+            else ""
+        ) + text
     return out
 
 
@@ -728,7 +858,9 @@ def ordered(parts: list[Part], plan: Plan) -> list[Part]:
                 visit(by[need], (*above, part.source))
         done.append(part)
 
-    for part in sorted(parts, key=lambda p: (plan.target.get(p.source) == p.target, p.source not in plan.primary, p.source)):
+    for part in sorted(
+        parts, key=lambda p: (plan.target.get(p.source) == p.target, p.source not in plan.primary, p.source)
+    ):
         visit(part, ())
     return done
 
@@ -783,7 +915,9 @@ def apply() -> None:
         if old != new:
             move(old, new)
     for target in by:
-        first = next((p.source for p in by[target] if p.source in plan.primary and plan.target.get(p.source) == target), None)
+        first = next(
+            (p.source for p in by[target] if p.source in plan.primary and plan.target.get(p.source) == target), None
+        )
         if first and first != target and not ((ROOT / target).exists() and target in plan.target):
             move(first, target)
     for old, new in plan.target.items():
@@ -823,15 +957,25 @@ def finish() -> None:
     patches.apply(ROOT, HERE)
     # Tools that find things by git find what is new.
     ruff = str(ROOT / ".venv/bin/ruff")
-    subprocess.run([ruff, "check", "-q", "--select", "I,F401,F811", "--fix", "."], cwd=ROOT, check=False)
-    subprocess.run([ruff, "format", "-q", "."], cwd=ROOT, check=True)
+    subprocess.run(
+        [ruff, "check", "-q", "--select", "I,F401,F811", "--fix", "--exclude", "tools/rehouse", "."],
+        cwd=ROOT,
+        check=False,
+    )
+    subprocess.run([ruff, "format", "-q", "--exclude", "tools/rehouse", "."], cwd=ROOT, check=True)
     reflow(ruff)
 
 
 def reflow(ruff: str) -> None:
     """Prose of docstrings and comments that a longer name made too wide: its last words go to the next line."""
     for _ in range(12):
-        done = subprocess.run([ruff, "check", "--select", "E501", "--output-format", "concise", "."], cwd=ROOT, check=False, capture_output=True, text=True)
+        done = subprocess.run(
+            [ruff, "check", "--select", "E501", "--output-format", "concise", "--exclude", "tools/rehouse", "."],
+            cwd=ROOT,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
         places = [m for m in map(re.compile(r"(.+?):(\d+):\d+: E501").match, done.stdout.splitlines()) if m]
         if not places:
             return
@@ -849,7 +993,12 @@ def reflow(ruff: str) -> None:
             lines[number] = line[:cut]
             after = lines[number + 1] if number + 1 < len(lines) else ""
             follows = re.match(r"\s*(?:# )?", after)
-            if follows and follows[0] == lead[0] and after.strip() not in ("", '"""', "#") and not line.rstrip().endswith('"""'):
+            if (
+                follows
+                and follows[0] == lead[0]
+                and after.strip() not in ("", '"""', "#")
+                and not line.rstrip().endswith('"""')
+            ):
                 lines[number + 1] = lead[0] + rest + " " + after[len(lead[0]) :]
             else:
                 lines.insert(number + 1, lead[0] + rest)

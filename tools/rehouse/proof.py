@@ -1,3 +1,4 @@
+# ruff: noqa
 """Proves that a tree is the one before, moved: `apply.py --check [--base REF]`."""
 
 import ast
@@ -42,7 +43,12 @@ def names_of(tree: ast.Module, rewriter: codemod.Rewriter | None, own: str) -> t
 
 def is_module(module: str) -> bool:
     package = module.split(".")[0]
-    root = {"tandem_engine": "engine", "tandem_services": "services", "tandem_operator": "operator", "tandem_lab": "lab"}.get(package)
+    root = {
+        "tandem_engine": "engine",
+        "tandem_services": "services",
+        "tandem_operator": "operator",
+        "tandem_lab": "lab",
+    }.get(package)
     if package == "tandem_testing":
         root = "tests/support"
     base = codemod.ROOT / (root or "") / module.replace(".", "/")
@@ -103,7 +109,9 @@ def moved_only(base: str) -> list[str]:
     here = codemod.ROOT
     bad: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "archive", base, "engine", "services", "operator"], cwd=here, check=True, capture_output=True)
+        archive = subprocess.run(
+            ["git", "archive", base, "engine", "services", "operator"], cwd=here, check=True, capture_output=True
+        )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         codemod.ROOT = Path(folder)
         plan = codemod.read_plan()
@@ -111,7 +119,9 @@ def moved_only(base: str) -> list[str]:
         before = {}
         for old, new in plan.target.items():
             if old.endswith(".py"):
-                before[old, new] = statements((Path(folder) / old).read_text("utf-8"), rewriter, codemod.dotted(old), rewriter.strings.fix)
+                before[old, new] = statements(
+                    (Path(folder) / old).read_text("utf-8"), rewriter, codemod.dotted(old), rewriter.strings.fix
+                )
         codemod.ROOT = here
     after: dict[str, Counter[str]] = {}
     for (old, new), found in before.items():
