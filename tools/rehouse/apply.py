@@ -1,4 +1,4 @@
-# ruff: noqa
+# ruff: noqa: ANN001, ANN201, ANN202, ARG001, ARG002, E501, N815, PLC0206, PLC0207, RET504, RUF021, RUF059, RUF100, SIM102, SIM114
 """Moves and merges modules as `moves.tsv` plans it, and rewrites every import, string and path that names one.
 
     python tools/rehouse/apply.py            apply to the working tree (a second run changes nothing)

@@ -1,4 +1,4 @@
-# ruff: noqa
+# ruff: noqa: ANN001, ANN201, ANN202, ARG001, ARG002, E501, N815, PLC0206, PLC0207, RET504, RUF021, RUF059, RUF100, SIM102, SIM114
 """What must not change when modules move, as files: `golden.py --out DIR` before and after, then `diff -r`.
 
 Run in the root of a checkout with PYTHONPATH on its packages.

@@ -1,4 +1,4 @@
-# ruff: noqa
+# ruff: noqa: ANN001, ANN201, ANN202, ARG001, ARG002, E501, N815, PLC0206, PLC0207, RET504, RUF021, RUF059, RUF100, SIM102, SIM114
 """Small edits that no rule of `apply.py` makes: (file, old text, new text), each found once before or done already."""
 
 import ast
