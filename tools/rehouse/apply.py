@@ -273,7 +273,7 @@ class Strings:
         first, rest = new.split("/", 1)
         if head.endswith(f"{root}/"):
             return head.removesuffix(f"{root}/") + new + end
-        return head + rest + end if first == root else whole
+        return head + (new if first == "tests" else rest) + end
 
     def fix(self, text: str) -> str:
         if "tandem_" in text:
@@ -509,6 +509,15 @@ class Rewriter:
                                     edits.at(node.lineno, 0), edits.starts[node.end_lineno or node.lineno], ""
                                 )
         self._free_text(text, edits, tree)
+        if path.endswith("/test_internal_waits.py"):  # names of constants by their modules below the package
+            short = {old.partition(".")[2]: new.partition(".")[2] for old, new in self.plan.modules.items()}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[a-z_0-9.]+\.[A-Z_0-9]+", node.value):
+                    module, _, name = node.value.rpartition(".")
+                    if short.get(module, module) != module:
+                        old_module = next(m for m in self.plan.modules if m.partition(".")[2] == module)
+                        name = self.plan.renames.get((old_module, name), name)
+                        edits.replace(*edits.node(node), f'"{short[module]}.{name}"')
         if path == "engine/tandem_engine/__init__.py":  # its table of homes: modules by their names below the package
             for node in ast.walk(tree):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
