@@ -8,6 +8,7 @@ import argparse
 import ast
 import importlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ MODULES = {
     if r["new"] != "-" and r["old"].endswith(".py")
 }
 RENAMES = {(dotted(r["old"]), r["name"]): r["new"] for r in table("renames.tsv")}
+REPEATS = int(os.environ.get("REPEATS", "3"))  # 0: without sets and times of imports
 AFTER = Path("engine/tandem_engine/base/errors.py").exists()
 
 
@@ -99,7 +101,7 @@ def imports() -> tuple[dict[str, list[str]], dict[str, float]]:
     sets, times = {}, {}
     for entry in ENTRIES:
         best = 1e9
-        for _ in range(3):
+        for _ in range(REPEATS):
             out = subprocess.run(
                 [sys.executable, "-W", "ignore", "-c", code.format(now(entry))],
                 check=True,
@@ -202,6 +204,8 @@ def main() -> None:
             sorted(str(p) for r in ROOTS for p in Path(r).rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc"))
         ),
     )
+    if not REPEATS:
+        return
     sets, times = imports()
     put("imports.json", sets)
     (out.parent / f"{out.name}-times.json").write_text(json.dumps(times, indent=1))
