@@ -13,6 +13,7 @@ import argparse
 import ast
 import csv
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -892,6 +893,10 @@ def apply() -> None:
         for target in list(by):  # what arrived since goes to what is there
             if target in plan.target or (ROOT / target).exists():
                 by[target] += rewriter.rewrite(target, {"": target})
+    listed = {r["old"] for r in table("moves.tsv")} | {r["new"].split(";")[0] for r in table("moves.tsv")}
+    for file in tracked():
+        if file.endswith(".py") and file.startswith(("engine/", "services/", "operator/")) and file not in listed and not file.endswith("__init__.py"):
+            print(f"not in moves.tsv, stays where it is: {file}")
     others = [f for f in tracked() if f not in plan.target and f not in plan.deleted and not f.startswith(SKIP)]
     texts: dict[str, str] = {}
     for other in others:
@@ -964,6 +969,14 @@ def finish() -> None:
     import patches
 
     patches.apply(ROOT, HERE)
+    page = ROOT / "tools/flags_page.py"
+    if page.exists():
+        folders = os.pathsep.join(str(ROOT / part) for part in ("engine", "services", "operator", "lab"))
+        done = subprocess.run([str(ROOT / ".venv/bin/python"), str(page)], cwd=ROOT, check=False, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": folders})
+        if done.returncode == 0:
+            (ROOT / "docs/flags.md").write_text(done.stdout, "utf-8")
+        else:
+            print("tools/flags_page.py:", done.stderr[-300:])
     # Tools that find things by git find what is new.
     ruff = str(ROOT / ".venv/bin/ruff")
     subprocess.run(
