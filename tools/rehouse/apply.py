@@ -513,7 +513,11 @@ class Rewriter:
         if path.endswith("/test_internal_waits.py"):  # names of constants by their modules below the package
             short = {old.partition(".")[2]: new.partition(".")[2] for old, new in self.plan.modules.items()}
             for node in ast.walk(tree):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[a-z_0-9.]+\.[A-Z_0-9]+", node.value):
+                if (
+                    isinstance(node, ast.Constant)
+                    and isinstance(node.value, str)
+                    and re.fullmatch(r"[a-z_0-9.]+\.[A-Z_0-9]+", node.value)
+                ):
                     module, _, name = node.value.rpartition(".")
                     if short.get(module, module) != module:
                         old_module = next(m for m in self.plan.modules if m.partition(".")[2] == module)
@@ -895,7 +899,12 @@ def apply() -> None:
                 by[target] += rewriter.rewrite(target, {"": target})
     listed = {r["old"] for r in table("moves.tsv")} | {r["new"].split(";")[0] for r in table("moves.tsv")}
     for file in tracked():
-        if file.endswith(".py") and file.startswith(("engine/", "services/", "operator/")) and file not in listed and not file.endswith("__init__.py"):
+        if (
+            file.endswith(".py")
+            and file.startswith(("engine/", "services/", "operator/"))
+            and file not in listed
+            and not file.endswith("__init__.py")
+        ):
             print(f"not in moves.tsv, stays where it is: {file}")
     others = [f for f in tracked() if f not in plan.target and f not in plan.deleted and not f.startswith(SKIP)]
     texts: dict[str, str] = {}
@@ -969,14 +978,6 @@ def finish() -> None:
     import patches
 
     patches.apply(ROOT, HERE)
-    page = ROOT / "tools/flags_page.py"
-    if page.exists():
-        folders = os.pathsep.join(str(ROOT / part) for part in ("engine", "services", "operator", "lab"))
-        done = subprocess.run([str(ROOT / ".venv/bin/python"), str(page)], cwd=ROOT, check=False, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": folders})
-        if done.returncode == 0:
-            (ROOT / "docs/flags.md").write_text(done.stdout, "utf-8")
-        else:
-            print("tools/flags_page.py:", done.stderr[-300:])
     # Tools that find things by git find what is new.
     ruff = str(ROOT / ".venv/bin/ruff")
     subprocess.run(
@@ -986,6 +987,21 @@ def finish() -> None:
     )
     subprocess.run([ruff, "format", "-q", "--exclude", "tools/rehouse", "."], cwd=ROOT, check=True)
     reflow(ruff)
+    page = ROOT / "tools/flags_page.py"
+    if page.exists():
+        folders = os.pathsep.join(str(ROOT / part) for part in ("engine", "services", "operator", "lab"))
+        done = subprocess.run(
+            [str(ROOT / ".venv/bin/python"), str(page)],
+            cwd=ROOT,
+            check=False,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": folders},
+        )
+        if done.returncode == 0:
+            (ROOT / "docs/flags.md").write_text(done.stdout, "utf-8")
+        else:
+            print("tools/flags_page.py:", done.stderr[-300:])
 
 
 def reflow(ruff: str) -> None:
