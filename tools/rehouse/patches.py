@@ -228,6 +228,13 @@ edit(
     "the reading of those facts from its config.json.",
 )
 
+for dtype in ("cuda      float32", "cuda --dtype bfloat16"):
+    edit(
+        "docs/gpu.md",
+        f"tandem-engine verify --model PATH --device {dtype}",
+        f"tandem verify --model PATH --device {dtype}",
+    )
+
 
 def revisions(text: str) -> str:
     """Lists of modules that kernels are made of name each file once, and not the one that they stand in."""
