@@ -235,6 +235,14 @@ for dtype in ("cuda      float32", "cuda --dtype bfloat16"):
         f"tandem verify --model PATH --device {dtype}",
     )
 
+EXTRAS_TEST = "tests/unit/services/cli/test_missing_extras.py"
+edit(EXTRAS_TEST, "from tandem_engine import cli\n", "from tandem_lab import __main__ as cli\n")
+edit(
+    EXTRAS_TEST,
+    '"tandem-engine: error: no space left on the disk for /data/table.json',
+    '"tandem: error: no space left on the disk for /data/table.json',
+)
+
 
 def revisions(text: str) -> str:
     """Lists of modules that kernels are made of name each file once, and not the one that they stand in."""
