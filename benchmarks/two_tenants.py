@@ -1,0 +1,168 @@
+"""Time to first token of a small tenant while a large one sends requests with many choices, on a real system.
+
+    python benchmarks/two_tenants.py [--seconds 20] [--rate 2] [--cases n,prompts] [--up "--prefill 1 --decode 1"]
+                                     [--out r.json]
+
+`tandem up` serves the bundled model with real workers, Redis and a key for each tenant. The small tenant streams
+`--rate` short chats a second. In each case the large one keeps eight connections busy, each of which sends its next
+request when the last one has ended:
+
+    n            completions with n = 128
+    best_of      completions with best_of = 20
+    prompts      completions of 128 prompts each
+    long_prompt  completions of prompts close to the context length
+    long_output  completions of long outputs
+
+A case runs between two phases of the small tenant alone, so that both are measured on the machine of that moment. The
+result is the ratio of the small tenant's TTFT in the case to its TTFT alone, at p50 and p99; both should stay below 2.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
+
+import httpx  # noqa: E402
+
+from tandem_testing.key_files import key_of, write_keys  # noqa: E402
+from tandem_testing.system import System  # noqa: E402
+
+SMALL, LARGE = "small", "large"
+CONNECTIONS = 8
+SETTLE_S = 2.0
+WORDS = "river fox boat stone bridge apple morning winter village baker garden island".split()
+
+Body = dict[str, Any]
+
+
+def words(random: Random, number: int) -> str:
+    """Different for every request, so that no prefix cache has it."""
+    return " ".join(random.choice(WORDS) for _ in range(number))
+
+
+def completion(prompt: str | list[str], **fields: Any) -> Body:
+    return {"model": "tandem-mini", "prompt": prompt, "ignore_eos": True, **fields}
+
+
+CASES: dict[str, Callable[[Random], Body]] = {
+    "n": lambda random: completion(words(random, 20), n=128, max_tokens=32),
+    "best_of": lambda random: completion(words(random, 20), best_of=20, max_tokens=64),
+    "prompts": lambda random: completion([words(random, 20) for _ in range(128)], max_tokens=32),
+    "long_prompt": lambda random: completion(words(random, 1500), max_tokens=8),
+    "long_output": lambda random: completion(words(random, 20), max_tokens=1000),
+}
+
+
+def headers(tenant: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key_of(tenant)}"}
+
+
+async def first_token_s(client: httpx.AsyncClient, random: Random) -> float:
+    """Seconds from the request to its first event with text. Raises for any status but 200."""
+    message = {"role": "user", "content": words(random, 10)}
+    body = {"model": "tandem-mini", "messages": [message], "max_tokens": 8, "stream": True, "ignore_eos": True}
+    started = time.perf_counter()
+    first = None
+    async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers(SMALL)) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if (
+                first is None
+                and line.startswith("data: {")
+                and json.loads(line[6:])["choices"][0]["delta"].get("content")
+            ):
+                first = time.perf_counter() - started
+    assert first is not None, "a stream without text"
+    return first
+
+
+async def small_tenant(client: httpx.AsyncClient, rate: float, seconds: float, random: Random) -> list[float]:
+    """Open loop: requests start at their times, regardless of earlier ones."""
+    tasks = []
+    for _ in range(round(rate * seconds)):
+        tasks.append(asyncio.create_task(first_token_s(client, random)))
+        await asyncio.sleep(1 / rate)
+    return list(await asyncio.gather(*tasks))
+
+
+async def large_tenant(
+    client: httpx.AsyncClient, make: Callable[[Random], Body], random: Random, done: list[int]
+) -> None:
+    while True:
+        response = await client.post("/v1/completions", json=make(random), headers=headers(LARGE))
+        if response.status_code == 200:
+            done.append(response.json()["usage"]["completion_tokens"])
+        elif response.status_code in (429, 503):
+            await asyncio.sleep(0.2)
+        else:
+            response.raise_for_status()
+
+
+def percentile_ms(seconds: list[float], share: float) -> float:
+    return round(sorted(seconds)[int(share * (len(seconds) - 1))] * 1000, 1)
+
+
+async def run_case(url: str, name: str, options: argparse.Namespace) -> dict[str, object]:
+    random = Random(name)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=300.0, limits=limits) as client:
+        alone = await small_tenant(client, options.rate, options.seconds / 2, random)
+        done: list[int] = []
+        load = [asyncio.create_task(large_tenant(client, CASES[name], random, done)) for _ in range(CONNECTIONS)]
+        await asyncio.sleep(SETTLE_S)
+        crowded = await small_tenant(client, options.rate, options.seconds, random)
+        for task in load:
+            task.cancel()
+        await asyncio.gather(*load, return_exceptions=True)
+        await asyncio.sleep(SETTLE_S)
+        alone += await small_tenant(client, options.rate, options.seconds / 2, random)
+    result: dict[str, object] = {"large_requests": len(done), "large_tokens": sum(done)}
+    for label, share in (("p50", 0.5), ("p99", 0.99)):
+        base, with_load = percentile_ms(alone, share), percentile_ms(crowded, share)
+        result |= {f"alone_{label}_ms": base, f"{label}_ms": with_load, f"{label}_ratio": round(with_load / base, 2)}
+    print(name, result, file=sys.stderr, flush=True)
+    return result
+
+
+async def run_cases(url: str, options: argparse.Namespace) -> dict[str, dict[str, object]]:
+    async with httpx.AsyncClient(base_url=url, timeout=300.0) as client:
+        for _ in range(5):  # compiles nothing in the first figure
+            await first_token_s(client, Random(0))
+    return {name: await run_case(url, name, options) for name in options.cases.split(",")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each phase (default: 20)")
+    parser.add_argument("--rate", type=float, default=2.0, help="chats per second of the small tenant (default: 2)")
+    parser.add_argument("--cases", default=",".join(CASES), help="cases to run (default: all)")
+    parser.add_argument("--up", default="--prefill 1 --decode 1", help="flags of tandem up")
+    parser.add_argument("--out", type=Path, help="file for the result")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        keys = write_keys(Path(folder), **{SMALL: {}, LARGE: {}})
+        system = System.start(Path(folder) / "run", "--api-keys", str(keys), *shlex.split(options.up))
+        try:
+            cases = asyncio.run(run_cases(system.url, options))
+        finally:
+            system.close()
+    shown = {"seconds": options.seconds, "rate": options.rate, "up": options.up}
+    text = json.dumps({"cores": os.cpu_count(), "options": shown, "cases": cases}, indent=2)
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
