@@ -186,3 +186,10 @@ def test_json_with_too_many_values_is_refused(monkeypatch):
     check_json_shape(rb'{"prompt": ",,,,,,,,,,,\",,,,,,,,,,\\", "a": "\\,,,"}')
     with pytest.raises(ApiError, match="more than 10 values"):
         check_json_shape(b'{"prompt": [1,1,1,1,1,1,1,1,1,1,1,1]}')
+
+
+def test_json_with_too_many_strings_is_refused_before_its_values():
+    """To count values, strings are taken out by one call of C: millions of them stopped other threads."""
+    message = b'{"role":"user","content":"hi"}'
+    with pytest.raises(ApiError, match="strings, lists and objects"):
+        check_json_shape(b'{"messages":[' + b",".join([message] * 1_050_000) + b"]}")
