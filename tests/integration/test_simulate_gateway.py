@@ -4,6 +4,7 @@ import asyncio
 import json
 import selectors
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 
 import msgspec
@@ -17,6 +18,7 @@ from tandem_services.gateway.queueing.admission import Admission
 from tandem_services.gateway.queueing.fair_queue import FairQueue
 from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
 from tandem_services.gateway.queueing.shared_counters import SharedCounters
+from tandem_services.gateway.shared_route import SharedRoute
 from tandem_services.router.choice import (
     Choice,
     NoWorkersError,
@@ -99,15 +101,15 @@ class Places:
         self.taken -= 1
 
 
-Story = list[tuple[float, str, int]]
-"""When, what, and of which request."""
+Story = list[tuple[float, str, int, int]]
+"""When, what, of which request, and of which choice of it; 0 for a refusal, which is of all."""
 
 
-def crowd(seed: int) -> list[SimulatedRequest]:
-    """Two tenants, one of which asks for much at times, and several priorities."""
+def crowd(seed: int, choices: int) -> list[SimulatedRequest]:
+    """Two tenants, one of which asks for much at times, several priorities, and some requests of several choices."""
     random, at, rows = Random(seed), 0.0, []
     for number in range(120):
-        at += random.expovariate(6.0 if number % 40 < 25 else 0.8)
+        at += random.expovariate(6.0 if number % 40 < 25 else 0.8) * (1 + choices) / 2
         prompt = random.randint(1, 4 * TRACE_BLOCK)
         rows.append(
             TraceRow(
@@ -117,6 +119,7 @@ def crowd(seed: int) -> list[SimulatedRequest]:
                 blocks=tuple(range(-(-prompt // TRACE_BLOCK))),
                 tenant=random.choice(("busy", "busy", "busy", "calm")),
                 priority=random.choice((0, 0, 0, 1)),
+                choices=random.choice((1, 1, 1, choices)),
             )
         )
     return simulated_requests(rows, limit=None, speed=1.0)
@@ -129,6 +132,7 @@ def service_s(request: SimulatedRequest) -> float:
 async def in_a_gateway(requests: list[SimulatedRequest], loop: VirtualLoop) -> tuple[Story, QueueNotes]:
     """The product's `Admission`, on an event loop."""
     places, notes, counters, story = Places(loop), QueueNotes(), VirtualCounters(), []
+    running: list[asyncio.Task[None]] = []
     binding = LateBinding(
         chooser=places,
         clock=loop,
@@ -141,24 +145,38 @@ async def in_a_gateway(requests: list[SimulatedRequest], loop: VirtualLoop) -> t
 
     async def client(request: SimulatedRequest) -> None:
         await asyncio.sleep(request.at)
-        query = RouteQuery(request_id=str(request.number), model="m", token_ids=())
+        route = SharedRoute() if request.choices > 1 else None
+        tasks = [asyncio.create_task(one(request, number, route)) for number in range(request.choices)]
         try:
-            choice = await admission.admit(
-                lambda: places.choose(query),
-                tenant=request.tenant,
-                priority=request.priority,
-                prompt_tokens=request.prompt_tokens,
-            )
+            # As `Generator` does: the first choice that fails ends those that wait.
+            for task in asyncio.as_completed(tasks):
+                await task
         except ApiError:
-            story.append((loop.now(), "refused", request.number))
-            return
-        story.append((loop.now(), "admitted", request.number))
+            story.append((loop.now(), "refused", request.number, 0))
+            for task in tasks:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def one(request: SimulatedRequest, number: int, route: SharedRoute | None) -> None:
+        query = RouteQuery(request_id=f"{request.number}-{number}", model="m", token_ids=())
+        alone = partial(places.choose, query)
+        choice = await admission.admit(
+            alone if route is None else partial(route.choose, places, query, places.choose, alone),
+            tenant=request.tenant,
+            priority=request.priority,
+            prompt_tokens=request.prompt_tokens,
+        )
+        story.append((loop.now(), "admitted", request.number, number))
+        running.append(asyncio.create_task(served(request, choice)))
+
+    async def served(request: SimulatedRequest, choice: Choice) -> None:
         await asyncio.sleep(service_s(request))
         await places.release(choice)
         binding.charge_output(request.tenant, request.output_tokens)
         admission.freed()
 
     await asyncio.gather(*(client(request) for request in requests))
+    await asyncio.gather(*running)
     await admission.close()
     assert places.taken == 0
     return story, notes
@@ -171,14 +189,14 @@ async def in_the_simulator(requests: list[SimulatedRequest], redis: RedisAddress
     gateway = Gateway(places, Fleet(FleetShape(both=1, cache_blocks=99, block_tokens=TRACE_BLOCK), simulated), SHAPE)
 
     def client(request: SimulatedRequest) -> Client:
-        async def admitted(choice: Choice) -> None:
-            story.append((events.now(), "admitted", request.number))
+        async def admitted(number: int, choice: Choice) -> None:
+            story.append((events.now(), "admitted", request.number, number))
             events.after(service_s(request), lambda: gateway.ended(request, choice))
 
-        return Client(admitted=admitted, refused=lambda: story.append((events.now(), "refused", request.number)))
+        return Client(admitted=admitted, refused=lambda _: story.append((events.now(), "refused", request.number, 0)))
 
     for request in requests:
-        events.at(request.at, lambda request=request: gateway.arrive(request, client(request)))
+        events.at(request.at, lambda request=request: gateway.arrive(request, client(request), range(request.choices)))
     try:
         await events.run()
     finally:
@@ -187,9 +205,10 @@ async def in_the_simulator(requests: list[SimulatedRequest], redis: RedisAddress
     return story, gateway.notes
 
 
+@pytest.mark.parametrize("choices", [1, 5])
 @pytest.mark.parametrize("seed", range(5))
-def test_who_is_admitted_and_refused_and_when_is_as_in_a_gateway(server, seed):
-    requests = crowd(seed)
+def test_who_is_admitted_and_refused_and_when_is_as_in_a_gateway(server, seed, choices):
+    requests = crowd(seed, choices)
     loop = VirtualLoop()
     try:
         story, notes = loop.run_until_complete(in_a_gateway(requests, loop))
@@ -281,6 +300,21 @@ async def test_a_full_queue_refuses_and_the_report_says_why(server):
     assert late.refusals == {"no_room": late.refused}
     assert late.refused > 0
     assert late.gateway_wait_ms.max < 5200
+
+
+async def test_choices_are_served_each_and_reported_as_one_request(server):
+    """Each takes a seat and a place; what the report counts as a request has all of them."""
+    rows = [replace(row(0.0, 0, 4, "flood"), choices=100), *(row(n * 0.2, 900, 2, "calm") for n in range(5))]
+    report = await replayed(server, simulation(rows))
+    flood, calm = report.tenants["flood"], report.tenants["calm"]
+    assert (flood.requests, flood.prompt_tokens, flood.output_tokens) == (1, 4 * TRACE_BLOCK, 500)
+    assert (calm.requests, calm.output_tokens) == (5, 25)
+    assert sum(report.placements.values()) == 105
+    small = simulation(rows, seats=2)
+    full = await replayed(server, replace(small, shape=replace(small.shape, max_sequences=8)))
+    assert full.tenants["flood"].refused == 1
+    assert full.requests + full.refused == 6
+    assert full.refusals["full"] > 50, "a request that is refused has many choices that are"
 
 
 async def test_equal_seeds_give_equal_reports_with_several_gateways(server):

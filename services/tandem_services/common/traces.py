@@ -4,7 +4,7 @@ Neither has text. Mooncake names the blocks of a prompt, `TRACE_BLOCK` tokens ea
 a shared prefix; Azure has lengths alone, so its prompts share nothing.
 
     Mooncake  {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [block, …]}, and where
-              somebody has added them "tenant": name and "priority": number
+              somebody has added them "tenant": name, "priority": number and "n": choices
     Azure     TIMESTAMP,ContextTokens,GeneratedTokens
 """
 
@@ -25,6 +25,9 @@ TRACE_BLOCK = 512
 MAX_TOKENS = 1 << 24
 """Longest prompt or output of a line that is believed."""
 
+MAX_CHOICES = 128
+"""Of one request: as many as a gateway takes."""
+
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 _Length = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
@@ -43,6 +46,8 @@ class TraceRow:
     tenant: str = ""
     """Who sent it; empty: the trace does not say."""
     priority: int = 0
+    choices: int = 1
+    """Answers to the one prompt, each of `output_tokens`."""
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -52,6 +57,7 @@ class _MooncakeLine(msgspec.Struct):
     hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)], ...]
     tenant: Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")] = ""
     priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
 
 
 def read_trace(path: Path) -> Iterator[TraceRow]:
@@ -92,6 +98,7 @@ def _mooncake(path: Path) -> Iterator[TraceRow]:
                 blocks=row.hash_ids,
                 tenant=row.tenant,
                 priority=row.priority,
+                choices=row.n,
             )
 
 

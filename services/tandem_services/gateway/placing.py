@@ -9,7 +9,7 @@ a move           who takes over from a worker that leaves; with no place to go t
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -27,9 +27,7 @@ from tandem_services.gateway.queueing.admission import Admission
 from tandem_services.gateway.retry_budget import RetryBudget
 from tandem_services.gateway.route_ticket import RouteTicket
 from tandem_services.gateway.session_turns import session_lost
-from tandem_services.gateway.shared_route import SharedRoute
 from tandem_services.router.choice import Choice, NoWorkersError, Placement, RouteQuery
-from tandem_services.router.scoring import has_to_wait
 
 logger = logging.getLogger(__name__)
 
@@ -135,35 +133,14 @@ class Placing:
     async def _admitted(self, request: ChoiceRequest, query: RouteQuery) -> Choice:
         """For the first attempt; beside the other choices of its prompt, if there are any."""
         alone = partial(self._choose_suitable, query, request.ticket)
+        route = request.route
+        beside = None if route is None else partial(route.choose, self.chooser, query, self._choose_suitable, alone)
         return await self.admission.admit(
-            alone if request.route is None else partial(self._choose_beside, query, request.route, alone),
+            alone if beside is None else beside,
             tenant=request.caller.tenant,
             priority=request.priority,
             prompt_tokens=len(query.token_ids),
         )
-
-    async def _choose_beside(
-        self, query: RouteQuery, route: SharedRoute, alone: Callable[[], Awaitable[Choice]]
-    ) -> Choice:
-        """Where the other choices of the prompt are, as long as there is room; else by `alone`."""
-        async with route.asking:
-            choice = await self._choose_among(query, route.workers) if route.workers else None
-            if choice is None:
-                choice = await alone()
-            route.note(choice)
-            return choice
-
-    async def _choose_among(self, query: RouteQuery, workers: frozenset[str]) -> Choice | None:
-        """None where they have no room."""
-        others = frozenset(worker.incarnation for worker in self.chooser.workers()) - workers
-        try:
-            choice = await self._choose_suitable(replace(query, exclude=query.exclude | others))
-        except NoWorkersError:
-            return None
-        if has_to_wait(choice.terms):
-            await self.chooser.release(choice)
-            return None
-        return choice
 
     def _query(self, request: ChoiceRequest, progress: Progress) -> RouteQuery:
         return RouteQuery(

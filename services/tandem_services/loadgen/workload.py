@@ -75,11 +75,16 @@ def trace_workload(path: Path, count: int, *, scale: float, speed: float) -> lis
     """The first `count` requests of a Mooncake (.jsonl) or Azure (.csv) trace.
 
     `scale` divides lengths (64 suits a small CPU model), `speed` divides the times between arrivals.
-    Raises `ConfigError` naming the file and line that cannot be read.
+    Raises `ConfigError` naming the file and line that cannot be read, or the request with several choices.
     """
     chosen = list(islice(read_trace(path), count))
     if not chosen:
         raise ConfigError(f"--trace {path}: no requests in it")
+    for number, row in enumerate(chosen, 1):
+        if row.choices > 1:
+            raise ConfigError(
+                f"--trace {path}: request {number} has n = {row.choices}, must be 1 here: one choice is sent"
+            )
     start = chosen[0].at
     return [
         RequestSpec(

@@ -1,6 +1,7 @@
 """A gateway's queue in simulated time: the product's own `LateBinding`, told by events what in a gateway time tells it.
 
-arrive   a request that fits no worker is refused; the queue asks the router for the others, or gives them a seat
+arrive   each choice of a request, as in a gateway. One that fits no worker is refused; the queue asks the router for
+         the others, or gives them a seat. The first choice that is refused ends those of its request that wait
 turn     as long as somebody waits: at once after each admission and when a request of this gateway has ended, else each
          `poll_s`
 sync     of several gateways: what tenants have had is added up in Redis, as often as gateways do it
@@ -8,8 +9,9 @@ refresh  the view of the fleet, once a heartbeat, each gateway at a moment of it
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from tandem_services.common.errors import ApiError
@@ -17,6 +19,8 @@ from tandem_services.gateway.limits import check_context
 from tandem_services.gateway.queueing.fair_queue import FairQueue
 from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
 from tandem_services.gateway.queueing.shared_counters import SYNC_S, SharedCounters
+from tandem_services.gateway.queueing.visitor import Visitor
+from tandem_services.gateway.shared_route import SharedRoute
 from tandem_services.router.choice import Choice, RouteQuery, WorkerView
 from tandem_services.router.config import RouterCounters
 from tandem_services.router.keys import HEARTBEAT_S
@@ -92,10 +96,12 @@ class QueueNotes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Client:
-    """Who is told what became of a request; once, and after the queue is done with it."""
+    """Who is told what became of a request, after the queue is done with it."""
 
-    admitted: Callable[[Choice], Awaitable[None]]
-    refused: Callable[[], None]
+    admitted: Callable[[int, Choice], Awaitable[None]]
+    """The choice of this number has workers."""
+    refused: Callable[[int], None]
+    """So many of its choices get none; called once."""
 
 
 class Gateway:
@@ -129,31 +135,55 @@ class Gateway:
         if self.binding.counters.board is not None:
             self._events.after(SYNC_S + after_s, self._sync)
 
-    async def arrive(self, request: SimulatedRequest, client: Client) -> None:
-        """Raises whatever the router raises but `NoWorkersError`."""
+    async def arrive(self, request: SimulatedRequest, client: Client, numbers: Sequence[int]) -> None:
+        """Choices of `request`, by their numbers. Raises whatever the router raises but `NoWorkersError`."""
+        try:
+            self._check(request)
+        except ApiError:
+            client.refused(len(numbers))
+            return
+        visit = _Visit(self, client)
+        route = SharedRoute() if len(numbers) > 1 else None
+        for number in numbers:
+            await self._arrive(request, visit, number, route)
+        if visit.refusals:
+            # As in a gateway: all have come before one of them ends the request.
+            visit.end()
+        elif visit.waiting and not self._taking_turns:
+            self._plan_turn(0.0)
 
-        async def ask() -> Choice:
+    async def _arrive(self, request: SimulatedRequest, visit: "_Visit", number: int, route: SharedRoute | None) -> None:
+        query = partial(self._query, request, number)
+
+        async def ask(query: RouteQuery) -> Choice:
             await self._fleet.redis.follow()
-            return await self.chooser.choose(self._query(request))
+            return await self.chooser.choose(query)
 
-        answer = _Answer(self, client)
+        async def alone() -> Choice:
+            return await ask(query())
+
+        async def beside() -> Choice:
+            return await alone() if route is None else await route.choose(self.chooser, query(), ask, alone)
+
+        answer = _Answer(visit, number)
         visitor = self.binding.visitor(
-            ask,
+            beside,
             answer,
             tenant=request.tenant,
             priority=request.priority,
             prompt_tokens=request.prompt_tokens,
         )
+        answer.visitor = visitor
+        visit.waiting.append(visitor)
         try:
-            self._check(request)
             choice = await self.binding.arrive(visitor)
         except ApiError:
-            client.refused()
+            visit.waiting.remove(visitor)
+            visit.refusals += 1
             return
         if choice is not None:
-            await client.admitted(choice)
-        elif not self._taking_turns:
-            self._plan_turn(0.0)
+            visit.waiting.remove(visitor)
+            await visit.client.admitted(number, choice)
 
     async def ended(self, request: SimulatedRequest, choice: Choice) -> None:
         """Its last token is out."""
@@ -176,9 +206,13 @@ class Gateway:
             self.notes.refused(TOO_LONG)
             raise
 
-    def _query(self, request: SimulatedRequest) -> RouteQuery:
+    def _query(self, request: SimulatedRequest, number: int) -> RouteQuery:
         """The same as the last time for who is asked for again: all that wait would take memory, one takes none."""
         request_id = f"request-{request.number}"
+        query = self._query_of(request, request_id)
+        return replace(query, request_id=f"{request_id}-{number}") if request.choices > 1 else query
+
+    def _query_of(self, request: SimulatedRequest, request_id: str) -> RouteQuery:
         if self._asked is None or self._asked.request_id != request_id:
             self._asked = RouteQuery(
                 request_id=request_id,
@@ -220,27 +254,51 @@ class Gateway:
         self._events.after(SYNC_S, self._sync)
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """Of one request in the queue. Clients of a trace never leave."""
+@dataclass(slots=True)
+class _Visit:
+    """Choices of one request, from their arrival on. Clients of a trace never leave."""
 
     gateway: Gateway
     client: Client
+    waiting: list[Visitor] = field(default_factory=list)
+    refusals: int = 0
+
+    def end(self) -> None:
+        """One was refused: none waits any more. Those that run go on to their end."""
+        left, self.waiting = self.waiting, []
+        for visitor in left:
+            self.gateway.binding.leave(visitor)
+        self.client.refused(self.refusals + len(left))
+
+
+@dataclass(slots=True)
+class _Answer:
+    """Of one choice in the queue."""
+
+    visit: _Visit
+    number: int
+    visitor: Visitor | None = None
 
     def done(self) -> bool:
-        return False
+        return self.visitor not in self.visit.waiting
 
     def set_result(self, result: Choice, /) -> None:
-        self.gateway.after(lambda: self.client.admitted(result))
+        assert self.visitor is not None
+        self.visit.waiting.remove(self.visitor)
+        self.visit.gateway.after(lambda: self.visit.client.admitted(self.number, result))
 
     def set_exception(self, exception: BaseException, /) -> None:
-        self.gateway.after(lambda: self._failed(exception))
+        assert self.visitor is not None
+        self.visit.waiting.remove(self.visitor)
+        self.visit.refusals += 1
+        if self.visit.refusals == 1 or not isinstance(exception, ApiError):
+            self.visit.gateway.after(lambda: self._failed(exception))
 
     def _failed(self, exception: BaseException) -> None:
         """Raises what is no refusal: it ends the run."""
         if not isinstance(exception, ApiError):
             raise exception
-        self.client.refused()
+        self.visit.end()
 
 
 def held_at(gateways: Iterable[Gateway]) -> Held:

@@ -1,7 +1,8 @@
 """One run: every request of a trace through the product's queue and router to modelled workers, in simulated time.
 
 Life of a request
-    1. arrives at a gateway, whose queue keeps it until a worker has room, or refuses it (`gateway`)
+    1. arrives at a gateway, whose queue keeps it until a worker has room, or refuses it (`gateway`); each of its
+       choices by itself, and so are the next steps
     2. `Router.choose` decides in Redis, with this moment's index, reports and reservations. Who computes the prompt may
        have to fetch a prefix of it first
     3. alone: one worker computes the prompt and decodes
@@ -39,7 +40,15 @@ class Served:
 
     request: SimulatedRequest
     first: float = 0.0
+    """Of any of its choices."""
     last: float = 0.0
+    """Of all of them."""
+    mean_gap_s: float = 0.0
+    """Between two tokens of a choice, the slowest one's; 0 where there is only one token."""
+    left: int = 1
+    """Choices that have not ended."""
+    refused: bool = False
+    """One of its choices was."""
 
     @property
     def ttft_s(self) -> float:
@@ -49,10 +58,18 @@ class Served:
     def e2e_s(self) -> float:
         return self.last - self.request.at
 
+
+@dataclass(kw_only=True, slots=True)
+class _Part:
+    """One choice of a request."""
+
+    whole: Served
+    number: int
+    first: float = 0.0
+
     @property
-    def mean_gap_s(self) -> float:
-        """Between two of its tokens; 0 where there is only one."""
-        return (self.last - self.first) / max(1, self.request.output_tokens - 1)
+    def request(self) -> SimulatedRequest:
+        return self.whole.request
 
 
 @dataclass(kw_only=True, slots=True)
@@ -193,27 +210,30 @@ class Replay:
         self._plan_arrival(position + 1)
         request = self._requests[position]
         if self._scaling is not None:
-            self._scaling.seen.counters.asked(request.prompt_tokens)
-        await self._enter(Served(request=request))
+            for _ in range(request.choices):
+                self._scaling.seen.counters.asked(request.prompt_tokens)
+        await self._enter(Served(request=request, left=request.choices), range(request.choices))
 
-    async def _enter(self, served: Served) -> None:
+    async def _enter(self, served: Served, numbers: Sequence[int]) -> None:
+        """Choices of a request, by their numbers."""
         client = Client(
-            admitted=lambda choice: self._send(served, choice), refused=lambda: self._refused(served.request)
+            admitted=lambda number, choice: self._send(_Part(whole=served, number=number), choice),
+            refused=lambda count: self._refused(served, count),
         )
-        await self._gateway(served.request).arrive(served.request, client)
+        await self._gateway(served.request).arrive(served.request, client, numbers)
 
     def _gateway(self, request: SimulatedRequest) -> Gateway:
         return self._gateways[request.gateway % len(self._gateways)]
 
-    def _refused(self, request: SimulatedRequest) -> None:
-        self.outcome.refused.append(request)
-        self._ended()
+    def _refused(self, served: Served, count: int) -> None:
+        served.refused = True
+        self._ended(served, count)
 
-    async def _send(self, served: Served, choice: Choice) -> None:
+    async def _send(self, served: _Part, choice: Choice) -> None:
         if not self._there(choice):
             # Chosen from a view that is a heartbeat old: the attempt fails, and there is another one.
             await self._gateway(served.request).chooser.release(choice)
-            self._events.after(HEARTBEAT_S, lambda: self._enter(served))
+            self._events.after(HEARTBEAT_S, lambda: self._enter(served.whole, (served.number,)))
             return
         if self._scaling is not None:
             self._scaling.seen.counters.admitted(choice.matched_tokens)
@@ -228,11 +248,11 @@ class Replay:
         named = (choice.decode, choice.prefill, None if choice.fetch is None else choice.fetch.source)
         return all(worker is None or worker.incarnation in self._fleet.workers for worker in named)
 
-    def _alone(self, served: Served, choice: Choice) -> Job:
+    def _alone(self, served: _Part, choice: Choice) -> Job:
         job = self._job(served, choice, on_prompt=lambda: self._first(served, choice, job))
         return job
 
-    def _handed_over(self, served: Served, choice: Choice, prefill: ModelledWorker, decode: ModelledWorker) -> Job:
+    def _handed_over(self, served: _Part, choice: Choice, prefill: ModelledWorker, decode: ModelledWorker) -> Job:
         """The decode worker's job; it sets off the prefill worker's once it has room."""
         began = 0.0
 
@@ -262,7 +282,7 @@ class Replay:
 
     def _job(
         self,
-        served: Served,
+        served: _Part,
         choice: Choice,
         *,
         on_prompt: Callable[[], None],
@@ -288,10 +308,12 @@ class Replay:
         blocks = fetch.tokens // fetch.source.page_size
         return WantedPrefix(holder=holder, blocks=blocks, within_s=fetch.within_s)
 
-    def _first(self, served: Served, choice: Choice, computed: Job) -> None:
-        served.first = self._events.now()
-        if self._scaling is not None:
-            self._scaling.seen.counters.began(served.ttft_s)
+    def _first(self, served: _Part, choice: Choice, computed: Job) -> None:
+        whole, served.first = served.whole, self._events.now()
+        if not whole.first:
+            whole.first = served.first
+            if self._scaling is not None:
+                self._scaling.seen.counters.began(whole.ttft_s)
         self._gateway(served.request).binding.correct_prompt(
             served.request.tenant,
             served.request.prompt_tokens,
@@ -299,15 +321,25 @@ class Replay:
             cached=computed.matched * self._block,
         )
 
-    async def _last(self, served: Served, choice: Choice) -> None:
-        served.last = self._events.now()
-        self.outcome.served.append(served)
-        if self._scaling is not None:
-            self._scaling.seen.counters.ended(served.e2e_s)
+    async def _last(self, served: _Part, choice: Choice) -> None:
+        whole = served.whole
+        whole.last = self._events.now()
+        gap = (whole.last - served.first) / max(1, served.request.output_tokens - 1)
+        whole.mean_gap_s = max(whole.mean_gap_s, gap)
         await self._gateway(served.request).ended(served.request, choice)
-        self._ended()
+        self._ended(whole, 1)
 
-    def _ended(self) -> None:
+    def _ended(self, served: Served, count: int) -> None:
+        """So many of its choices have."""
+        served.left -= count
+        if served.left:
+            return
+        if served.refused:
+            self.outcome.refused.append(served.request)
+        else:
+            self.outcome.served.append(served)
+            if self._scaling is not None:
+                self._scaling.seen.counters.ended(served.e2e_s)
         self._left -= 1
         self._on_served()
         if self._left == 0:

@@ -44,7 +44,7 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     refused: int
     refusals: dict[str, int]
-    """Those that were refused, by reason."""
+    """Choices that were refused, by reason; those that left the queue with them are not counted."""
     gateway_wait_ms: Percentiles | None
     """In a gateway's queue, of those that got a worker."""
     block_hit_rate: float
@@ -113,7 +113,7 @@ def policy_report(outcome: Outcome, *, pooled: float, slo: Slo | None) -> Policy
         itl_ms=weighted_percentiles(gaps),
         e2e_ms=percentiles([served.e2e_s for served in outcome.served]),
         goodput_requests_per_s=None if slo is None else len(good) / seconds,
-        output_tokens_per_s=sum(served.request.output_tokens for served in outcome.served) / seconds,
+        output_tokens_per_s=sum(served.request.total_output_tokens for served in outcome.served) / seconds,
         simulated_s=outcome.seconds,
         balance=Balance(
             outstanding=_ratio(outcome.outstanding_most, outcome.outstanding_mean),
@@ -136,7 +136,7 @@ def _by_tenant(outcome: Outcome) -> dict[str, TenantReport]:
             requests=len(found),
             refused=refused[name],
             prompt_tokens=sum(each.request.prompt_tokens for each in found),
-            output_tokens=sum(each.request.output_tokens for each in found),
+            output_tokens=sum(each.request.total_output_tokens for each in found),
             ttft_ms=percentiles([each.ttft_s for each in found]),
             e2e_ms=percentiles([each.e2e_s for each in found]),
         )

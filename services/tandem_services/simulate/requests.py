@@ -31,8 +31,15 @@ class SimulatedRequest:
     tenant: Tenant = UNKNOWN
     priority: int = 0
     cache_salt: str = ""
+    choices: int = 1
+    """Each of `output_tokens`."""
     gateway: int = 0
     """Which one it is sent to, of as many as there are: modulo their number."""
+
+    @property
+    def total_output_tokens(self) -> int:
+        """Of all choices."""
+        return self.output_tokens * self.choices
 
     def token_ids(self) -> tuple[int, ...]:
         return tuple(_tokens(self.blocks)[: self.prompt_tokens])
@@ -66,6 +73,7 @@ def simulated_requests(
             tenant=whose.tenant,
             priority=whose.priority,
             cache_salt=whose.cache_salt,
+            choices=row.choices,
             gateway=homes.setdefault(whose.tenant.name, len(homes)) if apart else number,
         )
         for number, (row, whose) in enumerate(zip(ordered, admitted, strict=True))

@@ -53,10 +53,10 @@ class Simulation:
         )
 
     def limits(self) -> TraceLimits:
-        chains = [request.chain for request in self.requests]
+        chains = [request.chain for request in self.requests for _ in range(request.choices)]
         capacity = self.shape.cache_blocks * self.shape.computing
         return TraceLimits(
-            requests=len(chains),
+            requests=len(self.requests),
             blocks=sum(len(chain) for chain in chains),
             distinct_blocks=distinct_blocks(self.requests),
             cache_blocks=capacity,

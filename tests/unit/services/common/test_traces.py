@@ -5,7 +5,8 @@ import json
 import pytest
 
 from tandem_engine.errors import ConfigError
-from tandem_services.common.traces import read_trace
+from tandem_services.common.traces import MAX_CHOICES, read_trace
+from tandem_services.gateway import limits
 
 GOOD = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -41,6 +42,9 @@ def test_azure_prompts_share_no_block_and_have_as_many_as_they_need(tmp_path):
         ({"hash_ids": [3, -4]}, "hash_ids"),
         ({"tenant": "no name"}, "tenant"),
         ({"priority": 1001}, "priority"),
+        ({"n": 0}, "$.n"),
+        ({"n": MAX_CHOICES + 1}, "$.n"),
+        ({"n": "two"}, "$.n"),
     ],
 )
 def test_a_bad_mooncake_line_is_named_with_its_number_and_field(tmp_path, change, reason):
@@ -54,6 +58,13 @@ def test_a_mooncake_line_may_name_a_tenant_and_a_priority(tmp_path):
     lines = [GOOD, GOOD | {"tenant": "search", "priority": -5}]
     rows = list(read_trace(write(tmp_path, "t.jsonl", "".join(json.dumps(line) + "\n" for line in lines))))
     assert [(row.tenant, row.priority) for row in rows] == [("", 0), ("search", -5)]
+
+
+def test_a_mooncake_line_may_have_as_many_choices_as_gateways_take(tmp_path):
+    assert MAX_CHOICES == limits.MAX_CHOICES
+    lines = [GOOD, GOOD | {"n": MAX_CHOICES}]
+    rows = list(read_trace(write(tmp_path, "t.jsonl", "".join(json.dumps(line) + "\n" for line in lines))))
+    assert [row.choices for row in rows] == [1, MAX_CHOICES]
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"timestamp": 1}', '"text"'])

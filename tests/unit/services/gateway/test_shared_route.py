@@ -2,12 +2,21 @@
 
 import asyncio
 
+import pytest
+
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.waiting import until
 
 TOKENS = 5
+
+SEVERAL = pytest.mark.parametrize(
+    "several",
+    [("n", lambda count: count), ("best_of", lambda count: count), ("prompt", lambda count: ["hi"] * count)],
+    ids=["n", "best_of", "prompts"],
+)
+"""A field of a completion that gives it so many choices."""
 
 
 class Running:
@@ -71,15 +80,36 @@ async def test_choices_beside_each_other_while_there_is_room(rack, tokenizer):
         assert all(query.exclude == {rack.engines[1].view.incarnation} for query in further)
 
 
-async def test_choices_count_each_against_the_limits_of_their_tenant(rack, tokenizer, tmp_path):
+@SEVERAL
+async def test_choices_count_each_against_the_limits_of_their_tenant(rack, tokenizer, tmp_path, several):
+    name, value = several
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
     keys = write_keys(tmp_path, minute={"requests_per_minute": 5}, once={"concurrency": 5})
     async with live_gateway(rack.context, tokenizer, rack.engines, api_keys=keys) as live:
 
         async def ask(tenant: str, n: int) -> int:
-            body = {"model": "mock", "prompt": "hi", "max_tokens": 1, "n": n}
+            body = {"model": "mock", "prompt": "hi", "max_tokens": 1, name: value(n)}
             return (await live.http.post("/v1/completions", json=body, headers=bearer(tenant))).status_code
 
         assert [await ask("minute", 4), await ask("minute", 2), await ask("once", 6)] == [200, 429, 429]
         # Places are given back by what was refused, and by what has ended.
         assert [await ask("once", 5), await ask("once", 5)] == [200, 200]
+
+
+@SEVERAL
+async def test_choices_take_a_seat_each(rack, tokenizer, several):
+    """Two places and six seats: eight choices wait for their turn, of nine one has no seat, and the request fails."""
+    name, value = several
+    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), step_s=0.01))
+    async with live_gateway(rack.context, tokenizer, rack.engines, max_waiting=6) as live:
+        live.chooser.room = 2
+
+        async def ask(count: int) -> int:
+            body = {"model": "mock", "prompt": "hi", "max_tokens": 20, name: value(count)}
+            return (await live.http.post("/v1/completions", json=body)).status_code
+
+        assert await ask(8) == 200
+        await until(lambda: live.chooser.open == 0, 60, "every reservation is given back")
+        assert await ask(9) == 503
+        await until(lambda: live.chooser.open == 0, 60, "those that were admitted are aborted")
+        assert await ask(8) == 200, "the seats of those that waited are free"

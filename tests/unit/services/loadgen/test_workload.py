@@ -69,6 +69,14 @@ def test_a_file_that_is_no_trace_is_a_clear_error(tmp_path, text) -> None:
         trace_workload(path, 10, scale=1, speed=1)
 
 
+def test_a_request_with_several_choices_is_a_clear_error(tmp_path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1], "n": 2}'
+    path.write_text(line)
+    with pytest.raises(ConfigError, match=r"trace\.jsonl: request 1 has n = 2"):
+        trace_workload(path, 10, scale=1, speed=1)
+
+
 def test_a_missing_trace_is_a_clear_error(tmp_path) -> None:
     with pytest.raises(ConfigError, match="absent.jsonl"):
         trace_workload(tmp_path / "absent.jsonl", 10, scale=1, speed=1)

@@ -24,7 +24,7 @@ def served(first: float, last: float, tokens: int = 11) -> Served:
     request = SimulatedRequest(
         number=0, at=1.0, prompt_tokens=5, output_tokens=tokens, blocks=(1,), chain=(), session="s"
     )
-    return Served(request=request, first=first, last=last)
+    return Served(request=request, first=first, last=last, mean_gap_s=(last - first) / max(1, tokens - 1))
 
 
 def report_of(hit_rate: float) -> PolicyReport:
