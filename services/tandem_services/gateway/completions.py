@@ -132,6 +132,10 @@ async def _choice(
     # Around a turn that continues a text there is nothing to add, such as BOS.
     begins = turn is None or turn.begins
     truncation = asked_truncation(request, prompts.context_length, max_tokens=wanted or 0)
+    context_length = prompts.context_length() - (0 if turn is None else turn.history)
+    if truncation is None and not isinstance(prompt, str):
+        # Before a look at each of millions of ids.
+        check_context(len(prompt), wanted or 0, context_length, "prompt")
     input_ids = await _encode(
         request,
         prompts,
@@ -141,7 +145,6 @@ async def _choice(
         truncation=truncation,
         parse_special_tokens=parse_special_tokens,
     )
-    context_length = prompts.context_length() - (0 if turn is None else turn.history)
     check_context(len(input_ids), wanted or 0, context_length, "prompt")
     vocab_size = prompts.tokenizer.vocab_size
     sampling = middle_sampling(request, sampling, prompts.tokenizer)
