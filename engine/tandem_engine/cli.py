@@ -50,14 +50,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("serve", help="run one engine process", allow_abbrev=False)
-    parser.add_argument("--model", required=True, metavar="PATH", help="checkpoint folder")
+    parser.add_argument("--model", required=True, metavar="PATH", help="checkpoint directory")
     parser.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
     parser.add_argument("--worker-id", required=True, metavar="ID", help="stable name of the worker")
     parser.add_argument("--incarnation", required=True, metavar="ID@N", help="this process of that worker")
     parser.add_argument("--request-port", type=non_negative_int, default=0, metavar="PORT", help="0 picks a free one")
     parser.add_argument("--peer-port", type=non_negative_int, default=0, metavar="PORT", help="0 picks a free one")
     _add_process_flags(parser)
-    parser.add_argument("--report-ended", action="store_true", help="tell the worker service about traced requests")
+    parser.add_argument(
+        "--report-ended", action="store_true", help="report traced requests to the worker service when they finish"
+    )
     add_engine_flags(parser)
     parser.set_defaults(run=_serve)
 
@@ -99,7 +101,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _add_follow(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("follow", help="ranks of a further machine of one engine", allow_abbrev=False)
-    parser.add_argument("--model", required=True, metavar="PATH", help="checkpoint folder")
+    parser.add_argument("--model", required=True, metavar="PATH", help="checkpoint directory")
     parser.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
     _add_process_flags(parser)
     add_engine_flags(parser)

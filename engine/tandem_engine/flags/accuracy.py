@@ -21,15 +21,15 @@ def add_accuracy_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="what is predicted (default: a text that comes along)"
     )
-    parser.add_argument("--tokens", type=positive_int, default=4096, metavar="N", help="of it, at most (default 4096)")
+    parser.add_argument("--tokens", type=positive_int, default=4096, metavar="N", help="of it, at most (default: 4096)")
     parser.add_argument(
-        "--window", type=positive_int, default=512, metavar="N", help="tokens that are seen together (default 512)"
+        "--window", type=positive_int, default=512, metavar="N", help="tokens that are seen together (default: 512)"
     )
     parser.add_argument(
         "--baseline-dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="weights and KV of --model that all others are compared with (default float32)",
+        help="weights and KV of --model that all others are compared with (default: float32)",
     )
     parser.add_argument(
         "--dtype",
@@ -44,14 +44,14 @@ def add_accuracy_flags(parser: argparse.ArgumentParser) -> None:
         choices=[kind.value for kind in Quantization],
         default=[Quantization.AUTO.value],
         help="how projections are held, with each dtype: auto (as the checkpoint has them, where the device can), "
-        "dequantize, int8 (default auto)",
+        "dequantize, int8 (default: auto)",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         nargs="+",
         choices=[kind.value for kind in KvCacheDtype],
         default=[KvCacheDtype.AUTO.value, KvCacheDtype.FP8_E4M3.value, KvCacheDtype.FP8_E5M2.value],
-        help="of KV pages, with each dtype of weights (default auto fp8_e4m3 fp8_e5m2; auto is that of the weights)",
+        help="of KV pages, with each dtype of weights (default: auto fp8_e4m3 fp8_e5m2; auto is that of the weights)",
     )
     add_device_flag(parser)
     parser.add_argument(

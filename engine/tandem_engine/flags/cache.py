@@ -17,14 +17,14 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=cache.page_size,
         metavar="N",
-        help=f"tokens per KV page (default {cache.page_size})",
+        help=f"tokens per KV page (default: {cache.page_size})",
     )
     add_kv_cache_dtype_flag(group)
     group.add_argument(
         "--kv-cache-gib",
         type=positive_float,
         metavar="GIB",
-        help=f"memory for KV pages, of each rank (default {cache.kv_bytes / GIB:g})",
+        help=f"memory for KV pages, of each rank (default: {cache.kv_bytes / GIB:g})",
     )
     group.add_argument(
         "--num-pages",
@@ -43,7 +43,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         "divides it among its workers",
     )
     _add_session_flags(group)
-    group.add_argument("--disable-radix-cache", action="store_true", help="do not keep prefixes for reuse")
+    group.add_argument("--disable-radix-cache", action="store_true", help="disable the prefix cache")
 
 
 def _add_session_flags(group: argparse._ArgumentGroup) -> None:
@@ -54,21 +54,21 @@ def _add_session_flags(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=0.0,
         metavar="GIB",
-        help="KV that conversations may keep between their turns (default a quarter of the pages)",
+        help="KV in GiB that sessions may keep between their turns (default: a quarter of the pages)",
     )
     group.add_argument(
         "--session-ttl",
         type=float,
         default=scheduler.session_ttl,
         metavar="S",
-        help=f"seconds that an unused conversation is kept (default {scheduler.session_ttl:g})",
+        help=f"seconds that an idle session is kept (default: {scheduler.session_ttl:g})",
     )
     group.add_argument(
         "--max-sessions",
         type=positive_int,
         default=scheduler.max_sessions,
         metavar="N",
-        help=f"conversations kept at a time (default {scheduler.max_sessions})",
+        help=f"sessions kept at a time (default: {scheduler.max_sessions})",
     )
 
 

@@ -19,14 +19,14 @@ def add_compute_flags(parser: argparse.ArgumentParser) -> None:
         "--load-format",
         choices=[kind.value for kind in LoadFormat],
         default=LoadFormat.AUTO.value,
-        help="where weights come from. auto: the model's safetensors files; dummy: random numbers, to measure the "
-        "speed and memory of a model from its config.json alone (default auto)",
+        help="source of the weights. auto: the model's safetensors files; dummy: random numbers, to measure the speed "
+        "and memory of a model from its config.json alone (default: auto)",
     )
     group.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="weights, and KV unless --kv-cache-dtype says otherwise (default: the checkpoint's; bfloat16 on a GPU)",
+        help="weights, and KV unless --kv-cache-dtype differs (default: the checkpoint's; bfloat16 on a GPU)",
     )
     _add_quantization_flag(group)
     add_device_flag(group)
@@ -43,7 +43,7 @@ def add_compute_flags(parser: argparse.ArgumentParser) -> None:
         default=AUTO_AFFINITY,
         metavar="CPUS",
         help="cores that the threads that compute stay on, such as 0-3,8; none: wherever the system puts them; auto: "
-        "cores of its own for each worker of a `tandem up` of several, where there are enough, else as none (default "
+        "cores of its own for each worker of a `tandem up` of several, where there are enough, else as none (default: "
         "auto)",
     )
 
@@ -53,9 +53,9 @@ def _add_quantization_flag(group: argparse._ArgumentGroup) -> None:
         "--quantization",
         choices=[kind.value for kind in Quantization],
         default=Quantization.AUTO.value,
-        help="how projections are held. auto: as a quantized checkpoint stores them where the device has a kernel for "
-        "it (a GPU), else in --dtype; dequantize: in --dtype; int8: rounded to eight bits with a scale for each "
-        "output, which saves memory and its bandwidth on a CPU too, and changes outputs a little (default auto)",
+        help="format of the projections' weights. auto: as a quantized checkpoint stores them where the device has a "
+        "kernel for it (a GPU), else --dtype; dequantize: --dtype; int8: eight bits with a scale per output, which "
+        "saves memory and bandwidth, on a CPU too, and changes outputs slightly (default: auto)",
     )
 
 
@@ -74,9 +74,9 @@ def _add_graph_flags(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="N",
-        help="rows of each graph (default 1, 2, 4, 8, then every 8th to 64, 16th to 256)",
+        help="rows of each CUDA graph (default: 1, 2, 4, 8, then every 8th to 64, 16th to 256)",
     )
-    group.add_argument("--disable-cuda-graph", action="store_true", help="queue every operation of every step")
+    group.add_argument("--disable-cuda-graph", action="store_true", help="run decode steps without CUDA graphs")
 
 
 def graph_config(args: argparse.Namespace) -> GraphConfig:

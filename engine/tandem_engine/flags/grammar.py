@@ -13,21 +13,23 @@ def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
         "--grammar-backend",
         choices=("llguidance", "none"),
         default=grammar.backend,
-        help="what holds outputs to a JSON schema, regex or grammar; none refuses such requests (default llguidance)",
+        help="backend that constrains outputs to a JSON schema, regex or grammar; none rejects such requests (default: "
+        "llguidance)",
     )
     group.add_argument(
         "--grammar-compile-timeout",
         type=float,
         default=grammar.compile_timeout,
         metavar="S",
-        help=f"CPU seconds one grammar may take to compile before it is refused (default {grammar.compile_timeout:g})",
+        help="CPU seconds that one grammar may take to compile before it is rejected (default: "
+        f"{grammar.compile_timeout:g})",
     )
     group.add_argument(
         "--grammar-cache-size",
         type=positive_int,
         default=grammar.cache_size,
         metavar="N",
-        help=f"compiled grammars kept for later requests (default {grammar.cache_size})",
+        help=f"compiled grammars kept for later requests (default: {grammar.cache_size})",
     )
 
 

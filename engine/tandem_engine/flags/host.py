@@ -20,7 +20,7 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=host.ratio,
         metavar="R",
-        help=f"host memory for them, as a multiple of the KV pool (default {host.ratio:g})",
+        help=f"host memory for them, as a multiple of the KV pool (default: {host.ratio:g})",
     )
     group.add_argument(
         "--hicache-size",
@@ -34,21 +34,22 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
         choices=[policy.value for policy in WritePolicy],
         default=host.write_policy.value,
         help="when a prefix is copied to host memory: as soon as it is cached, once it was used a second time, or "
-        f"when the pool evicts it (default {host.write_policy.value})",
+        f"when the pool evicts it (default: {host.write_policy.value})",
     )
     group.add_argument(
         "--hicache-storage-dir",
         default=host.storage_dir,
         metavar="DIR",
-        help="also keep prefixes in files here; they survive a restart. Needs --tensor-parallel-size 1 "
-        "(default: nowhere)",
+        help="directory for the disk tier, whose prefixes survive a restart. Needs --tensor-parallel-size 1 (default: "
+        "no disk tier)",
     )
     group.add_argument(
         "--hicache-storage-size",
         type=float,
         default=host.storage_bytes / GIB,
         metavar="GIB",
-        help=f"bytes of those files; the least recently used go first (default {host.storage_bytes / GIB:g})",
+        help="size of the disk tier in GiB; the least recently used blocks are evicted first (default: "
+        f"{host.storage_bytes / GIB:g})",
     )
     group.add_argument(
         "--hicache-storage-prefetch-timeout",
@@ -56,14 +57,14 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
         default=host.prefetch_timeout,
         metavar="S",
         help="seconds that a request waits at most for its prefix to be read from files; what has not come by then "
-        f"is computed (default {host.prefetch_timeout:g})",
+        f"is computed (default: {host.prefetch_timeout:g})",
     )
     group.add_argument(
         "--swap-space",
         type=float,
         default=0.0,
         metavar="GIB",
-        help="host memory kept for the KV of requests that have to give way (default 0: they are recomputed)",
+        help="host memory in GiB for the KV of retracted requests (default: 0, which recomputes them)",
     )
 
 

@@ -14,14 +14,14 @@ def add_operation_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         default=scheduler.watchdog_timeout,
         metavar="S",
-        help="seconds after which a step that has not come back counts as hung: stacks, queues and pages are written "
-        f"down and the worker falls silent, so that it is restarted (default {scheduler.watchdog_timeout:g})",
+        help="seconds after which a step counts as hung: the worker writes stacks, queues and pages, then stops its "
+        f"heartbeats and fails its health check, so that it is restarted (default: {scheduler.watchdog_timeout:g})",
     )
     group.add_argument(
         "--crash-dump-folder",
         default="",
         metavar="DIR",
-        help="where the state of a hang is written, one file per engine (default: to its log)",
+        help="directory for the state of a hung engine, one file per engine (default: the engine's log)",
     )
     group.add_argument(
         "--torch-profiler-dir",

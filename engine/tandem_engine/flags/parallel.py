@@ -17,7 +17,7 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
         default=parallel.tp_size,
         metavar="N",
         help="processes that share the model: each holds a part of every layer and of the KV. "
-        "N must divide the attention heads and the intermediate size; workers with different N exchange KV (default 1)",
+        "N must divide the attention heads and the intermediate size; workers of different N exchange KV (default: 1)",
     )
     group.add_argument(
         "--nnodes",
@@ -25,27 +25,27 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
         default=parallel.nnodes,
         metavar="N",
         help="machines that these processes run on, as many on each. Start the same `tandem worker` on all of them, "
-        "with its own --node-rank and --host (default 1)",
+        "with its own --node-rank and --host (default: 1)",
     )
     group.add_argument(
         "--node-rank",
         type=non_negative_int,
         default=parallel.node_rank,
         metavar="R",
-        help="which of the machines this is. 0 is the worker; the others only compute for it (default 0)",
+        help="rank of this machine. Node 0 is the worker; the others only compute for it (default: 0)",
     )
     group.add_argument(
         "--dist-init-addr",
         default=parallel.dist_init_addr,
         metavar="HOST:PORT",
-        help="where machine 0 awaits the others; it listens on that port of its --host",
+        help="address at which node 0 accepts the other nodes; it listens on that port of its --host",
     )
     group.add_argument(
         "--dist-init-timeout",
         type=float,
         default=parallel.init_timeout,
         metavar="S",
-        help=f"seconds that machines wait for each other at start (default {parallel.init_timeout:g})",
+        help=f"seconds that machines wait for each other at start (default: {parallel.init_timeout:g})",
     )
     group.add_argument(
         "--dist-timeout",
@@ -53,7 +53,7 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
         default=parallel.timeout,
         metavar="S",
         help="seconds that these processes wait for each other, at start and within a step, before the engine "
-        f"gives up (default {parallel.timeout:g})",
+        f"gives up (default: {parallel.timeout:g})",
     )
 
 

@@ -27,8 +27,10 @@ def add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduler")
     _add_admission_flags(group, scheduler)
     _add_policy_flags(group, scheduler)
-    group.add_argument("--disable-mixed-chunk", action="store_true", help="never decode in a step that prefills")
-    group.add_argument("--disable-overlap-schedule", action="store_true", help="schedule only when no step computes")
+    group.add_argument("--disable-mixed-chunk", action="store_true", help="never mix prefill and decode in one step")
+    group.add_argument(
+        "--disable-overlap-schedule", action="store_true", help="plan a step only after the previous one has completed"
+    )
     group.add_argument(
         "--audit-every-step", action="store_true", help="check page conservation after every step (slow)"
     )
@@ -36,8 +38,8 @@ def add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
         "--preemption-mode",
         choices=[mode.value for mode in PreemptionMode],
         default=scheduler.preemption_mode.value,
-        help="what becomes of the KV of a request that has to give way: recompute it, swap it to host memory, or "
-        "whichever is predicted to be cheaper (default auto; swapping needs --swap-space)",
+        help="treatment of a retracted request's KV: recompute it, swap it to host memory, or auto, the one predicted "
+        "to be cheaper; swap needs --swap-space (default: auto)",
     )
     group.add_argument("--force-retract-every", type=non_negative_int, default=0, help=argparse.SUPPRESS)
     group.add_argument("--force-fault-every", type=non_negative_int, default=0, help=argparse.SUPPRESS)
@@ -59,14 +61,14 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
         type=positive_int,
         default=scheduler.max_running_requests,
         metavar="N",
-        help=f"sequences decoded together (default {scheduler.max_running_requests})",
+        help=f"maximum number of sequences in one decode batch (default: {scheduler.max_running_requests})",
     )
     group.add_argument(
         "--max-queued-requests",
         type=positive_int,
         default=scheduler.max_queued_requests,
         metavar="N",
-        help=f"waiting requests before new ones are refused (default {scheduler.max_queued_requests})",
+        help=f"waiting requests at most; further ones are rejected (default: {scheduler.max_queued_requests})",
     )
     group.add_argument(
         "--max-tokens-per-step",
@@ -82,14 +84,14 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
         type=positive_int,
         default=scheduler.max_prefill_tokens,
         metavar="N",
-        help=f"prompt tokens computed in one step (default {scheduler.max_prefill_tokens})",
+        help=f"prompt tokens computed in one step (default: {scheduler.max_prefill_tokens})",
     )
     group.add_argument(
         "--chunked-prefill-size",
         type=positive_int,
         default=scheduler.chunked_prefill_size,
         metavar="N",
-        help=f"prompt tokens of one request in one step (default {scheduler.chunked_prefill_size})",
+        help=f"prompt tokens of one request in one step (default: {scheduler.chunked_prefill_size})",
     )
     group.add_argument(
         "--long-prefill-token-threshold",
@@ -97,7 +99,7 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
         default=scheduler.long_prefill_token_threshold,
         metavar="N",
         help="while others decode, compute only N tokens per step of a prompt that has more left, so that their "
-        "tokens keep coming (default 0: the chunk size alone bounds it)",
+        "tokens keep coming (default: 0: the chunk size alone bounds it)",
     )
 
 
@@ -108,7 +110,7 @@ def _add_policy_flags(group: argparse._ArgumentGroup, scheduler: SchedulerConfig
         "--scheduling-policy",
         choices=[policy.value for policy in SchedulePolicy],
         default=scheduler.schedule_policy.value,
-        help="which waiting request goes next: first come (fcfs), longest cached prefix (lpm), most requests with "
+        help="order of waiting requests: first come (fcfs), longest cached prefix (lpm), most requests with "
         "the same cached prefix (dfs-weight), greatest priority (priority), fewest steps left (srf); default "
         f"{scheduler.schedule_policy.value}",
     )
@@ -118,7 +120,7 @@ def _add_policy_flags(group: argparse._ArgumentGroup, scheduler: SchedulerConfig
         default=scheduler.policy_ageing_seconds,
         metavar="S",
         help="a request that has waited S seconds goes first, whatever the policy; under priority it gains one "
-        f"level every S seconds instead (default {scheduler.policy_ageing_seconds:g})",
+        f"level every S seconds instead (default: {scheduler.policy_ageing_seconds:g})",
     )
     group.add_argument(
         "--priority-preemption-threshold",
@@ -126,8 +128,8 @@ def _add_policy_flags(group: argparse._ArgumentGroup, scheduler: SchedulerConfig
         type=positive_int,
         default=scheduler.priority_preemption_threshold,
         metavar="N",
-        help="under priority, a waiting request may put back a running one whose priority is lower by N or more "
-        f"(default {scheduler.priority_preemption_threshold})",
+        help="with the policy priority, a waiting request preempts a running one whose priority is lower by N or more "
+        f"(default: {scheduler.priority_preemption_threshold})",
     )
     group.add_argument(
         "--scheduler-delay-factor",
@@ -135,14 +137,14 @@ def _add_policy_flags(group: argparse._ArgumentGroup, scheduler: SchedulerConfig
         default=scheduler.scheduler_delay_factor,
         metavar="X",
         help="while others decode, new prompts wait until the oldest has waited X times as long as the last step with "
-        "prompts took, so that more are computed together (default 0: they do not wait)",
+        "prompts took, so that more are computed together (default: 0: they do not wait)",
     )
     group.add_argument(
         "--watermark",
         type=float,
         default=scheduler.watermark,
         metavar="X",
-        help=f"share of KV pages that new requests leave free for running ones to grow (default {scheduler.watermark})",
+        help=f"share of KV pages that new requests leave free for running ones (default: {scheduler.watermark})",
     )
 
 

@@ -11,9 +11,9 @@ def add_model_impl_flag(parser: argparse._ActionsContainer) -> None:
         "--model-impl",
         choices=[impl.value for impl in ModelImpl],
         default=ModelImpl.AUTO.value,
-        help="who computes the model. tandem: fast, for llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2 and "
+        help="model implementation. tandem: fast, for llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2 and "
         "gemma3_text; transformers: slower, for any causal model whose attention goes through transformers' "
-        "attention interface; auto: tandem where it knows the architecture (default auto)",
+        "attention interface; auto: tandem where it supports the architecture (default: auto)",
     )
 
 
@@ -25,7 +25,7 @@ def add_device_flag(parser: argparse._ActionsContainer) -> None:
         default="cpu",
         metavar="{cpu,cuda,cuda:N}",
         help="where the model runs: cuda is the first GPU that the process sees; with several ranks each has one, from "
-        "the one named upwards (default cpu)",
+        "the one named upwards (default: cpu)",
     )
 
 
@@ -43,5 +43,5 @@ def add_kv_cache_dtype_flag(parser: argparse._ActionsContainer) -> None:
         choices=[kind.value for kind in KvCacheDtype],
         default=KvCacheDtype.AUTO.value,
         help="dtype of KV pages; fp8, the same as fp8_e4m3, holds twice the tokens of bfloat16 and uses the scales of "
-        "checkpoints that have some (default auto: the model's)",
+        "checkpoints that have some (default: auto: the model's)",
     )

@@ -14,48 +14,50 @@ def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speculative-algorithm",
         choices=[algorithm.value for algorithm in SpecAlgorithm],
-        help="who guesses: NGRAM repeats what followed the same words before (best where outputs quote their "
-        "input); DRAFT asks a smaller model; EAGLE a head trained on this model's hidden states (default: nobody)",
+        help="source of draft tokens. NGRAM: what followed the same tokens earlier (best where outputs quote their "
+        "input); DRAFT: a smaller model; EAGLE: a head trained on this model's hidden states (default: no "
+        "speculative decoding)",
     )
     group.add_argument(
         "--speculative-draft-model-path",
         "--speculative-draft-model",
         default=spec.draft_model_path,
         metavar="PATH",
-        help="checkpoint folder for DRAFT, a model with the same tokenizer, or for EAGLE, a head",
+        help="checkpoint directory of the draft model (DRAFT, with the same tokenizer) or of the head (EAGLE)",
     )
     group.add_argument(
         "--speculative-num-draft-tokens",
         type=positive_int,
         default=spec.num_draft_tokens,
         metavar="N",
-        help=f"guesses per request and step at most (default {spec.num_draft_tokens}); fewer where few are right",
+        help="maximum number of draft tokens per request and step; fewer while few are accepted (default: "
+        f"{spec.num_draft_tokens})",
     )
     group.add_argument(
         "--ngram-prompt-lookup-min",
         type=positive_int,
         default=spec.prompt_lookup_min,
         metavar="N",
-        help=f"tokens that must repeat before NGRAM guesses (default {spec.prompt_lookup_min})",
+        help=f"tokens that must repeat before NGRAM drafts (default: {spec.prompt_lookup_min})",
     )
     group.add_argument(
         "--ngram-prompt-lookup-max",
         type=positive_int,
         default=spec.prompt_lookup_max,
         metavar="N",
-        help=f"tokens by which NGRAM picks the best of several repetitions (default {spec.prompt_lookup_max})",
+        help=f"tokens at most by which NGRAM chooses among matches (default: {spec.prompt_lookup_max})",
     )
     group.add_argument(
         "--speculative-disable-by-batch-size",
         type=non_negative_int,
         default=spec.disable_by_batch_size,
         metavar="N",
-        help="no guesses in steps with more running requests than this; 0 is no bound (default 0)",
+        help="disable drafts in steps with more than N running requests; 0 never disables them (default: 0)",
     )
     group.add_argument(
         "--speculative-disable-adaptive",
         action="store_true",
-        help="always guess the greatest number, however few are right",
+        help="always draft the maximum number of tokens, even if few are accepted",
     )
 
 

@@ -14,7 +14,7 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         "--transport",
         choices=("nixl", "none"),
         default=disagg.transport,
-        help="none serves alone, without NIXL (default nixl)",
+        help="KV transport; none runs the worker without peers and without NIXL (default: nixl)",
     )
     group.add_argument(
         "--peer-group",
@@ -28,14 +28,14 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=disagg.grant_timeout,
         metavar="S",
-        help=f"seconds decode waits for a silent prefill worker (default {disagg.grant_timeout:g})",
+        help=f"seconds decode waits for a silent prefill worker (default: {disagg.grant_timeout:g})",
     )
     group.add_argument(
         "--hold-timeout",
         type=float,
         default=disagg.hold_timeout,
         metavar="S",
-        help=f"seconds prefill keeps finished pages for a silent decode worker (default {disagg.hold_timeout:g})",
+        help=f"seconds prefill keeps finished pages for a silent decode worker (default: {disagg.hold_timeout:g})",
     )
 
     group.add_argument(
@@ -44,15 +44,15 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         default=disagg.prefix_fetch_timeout,
         metavar="S",
         help="seconds a prompt waits at most for a prefix that another worker has cached, where the gateway has found "
-        f"that cheaper than to compute it (default {disagg.prefix_fetch_timeout:g})",
+        f"that cheaper than to compute it (default: {disagg.prefix_fetch_timeout:g})",
     )
     group.add_argument(
         "--kv-digest",
         choices=tuple(DigestKind),
         default=disagg.kv_digest,
-        help="proof that decode asks of pages it is sent: sampled sees missed, torn, stale and foreign pages at about "
-        "2%% of a long transfer's time; full covers every byte, flipped bits too, at about the transfer's time again "
-        f"(default {disagg.kv_digest})",
+        help="digest that decode requires of received pages. sampled: detects missed, torn, stale, foreign pages, at "
+        "about 2%% of a long transfer's time; full: covers every byte, also flipped bits, at about the transfer's "
+        f"time again (default: {disagg.kv_digest})",
     )
     group.add_argument(
         "--kv-push-layers",
@@ -67,7 +67,7 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         choices=("any", *(each.value for each in LinkTransport if each is not LinkTransport.UNKNOWN)),
         default="any",
         help="warn, in the log, statistics and registry, about links to peers that are known to be carried by "
-        "something slower; order: tcp, rdma, shm, cuda_ipc (default any)",
+        "something slower; order: tcp, rdma, shm, cuda_ipc (default: any)",
     )
     group.add_argument(
         "--link-probe-mib",
@@ -75,7 +75,7 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         default=disagg.link_probe_mib,
         metavar="MIB",
         help="largest write when the link to a peer is measured, at its start and every ten minutes without traffic; "
-        f"0 measures only what requests move (default {disagg.link_probe_mib})",
+        f"0 measures only what requests move (default: {disagg.link_probe_mib})",
     )
 
 

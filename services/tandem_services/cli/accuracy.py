@@ -27,7 +27,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "likeliest. Nothing is downloaded; the engine's own steps compute.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
+    parser.add_argument("--model", metavar="PATH", help="checkpoint directory (default: the bundled model)")
     add_accuracy_flags(parser)
     parser.set_defaults(run=run)
 

@@ -52,32 +52,38 @@ def _add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "percentiles, throughput and goodput.",
         epilog=SERVE_EXAMPLES,
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default http://127.0.0.1:8000)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default: http://127.0.0.1:8000)")
     parser.add_argument("--model", metavar="NAME", help="model name (default: the first one served)")
     add_api_key(parser)
     load = parser.add_argument_group("load")
-    load.add_argument("--num-prompts", type=positive_int, default=64, metavar="N", help="requests (default 64)")
+    load.add_argument("--num-prompts", type=positive_int, default=64, metavar="N", help="requests (default: 64)")
     pace = load.add_mutually_exclusive_group()
-    pace.add_argument("--concurrency", type=positive_int, default=8, metavar="N", help="requests in flight (default 8)")
+    pace.add_argument(
+        "--concurrency", type=positive_int, default=8, metavar="N", help="requests in flight (default: 8)"
+    )
     pace.add_argument("--request-rate", type=positive_float, metavar="R", help="Poisson arrivals per second instead")
-    load.add_argument("--input-len", type=positive_int, default=128, metavar="N", help="words per prompt (default 128)")
-    load.add_argument("--output-len", type=positive_int, default=64, metavar="N", help="max_tokens (default 64)")
     load.add_argument(
-        "--spread", type=fraction, default=0.0, metavar="S", help="lengths uniform in [(1-S)n, n] (default 0)"
+        "--input-len", type=positive_int, default=128, metavar="N", help="words per prompt (default: 128)"
+    )
+    load.add_argument("--output-len", type=positive_int, default=64, metavar="N", help="max_tokens (default: 64)")
+    load.add_argument(
+        "--spread", type=fraction, default=0.0, metavar="S", help="lengths uniform in [(1-S)n, n] (default: 0)"
     )
     load.add_argument("--shared-prefix", type=non_negative_int, default=0, metavar="N", help="words all prompts share")
     load.add_argument("--trace", type=Path, metavar="FILE", help="lengths and times from a Mooncake or Azure trace")
     load.add_argument(
-        "--trace-scale", type=positive_float, default=1.0, metavar="F", help="divide trace lengths (default 1)"
+        "--trace-scale", type=positive_float, default=1.0, metavar="F", help="divide trace lengths (default: 1)"
     )
     load.add_argument(
-        "--trace-speed", type=positive_float, default=1.0, metavar="F", help="divide trace gaps (default 1)"
+        "--trace-speed", type=positive_float, default=1.0, metavar="F", help="divide trace gaps (default: 1)"
     )
-    load.add_argument("--ignore-eos", action="store_true", help="generate output-len tokens whatever the model says")
     load.add_argument(
-        "--temperature", type=non_negative_float, default=0.0, help="0 is greedy and can be checked (default 0)"
+        "--ignore-eos", action="store_true", help="generate output-len tokens and ignore the end-of-sequence token"
     )
-    load.add_argument("--seed", type=int, default=0, help="of prompts, arrivals and sampling (default 0)")
+    load.add_argument(
+        "--temperature", type=non_negative_float, default=0.0, help="0 is greedy and can be checked (default: 0)"
+    )
+    load.add_argument("--seed", type=int, default=0, help="of prompts, arrivals and sampling (default: 0)")
     report = parser.add_argument_group("check and report")
     report.add_argument("--no-check", action="store_true", help="do not compare texts with a reference run")
     report.add_argument(
@@ -96,19 +102,19 @@ def _add_offline(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "in turn, and print both with their ratio.",
         epilog=OFFLINE_EXAMPLES,
     )
-    parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
-    parser.add_argument("--num-prompts", type=positive_int, default=64, metavar="N", help="requests (default 64)")
+    parser.add_argument("--model", metavar="PATH", help="checkpoint directory (default: the bundled model)")
+    parser.add_argument("--num-prompts", type=positive_int, default=64, metavar="N", help="requests (default: 64)")
     parser.add_argument(
-        "--input-len", type=positive_int, default=256, metavar="N", help="longest prompt, tokens (default 256)"
+        "--input-len", type=positive_int, default=256, metavar="N", help="longest prompt, tokens (default: 256)"
     )
     parser.add_argument(
-        "--output-len", type=positive_int, default=96, metavar="N", help="longest output, tokens (default 96)"
+        "--output-len", type=positive_int, default=96, metavar="N", help="longest output, tokens (default: 96)"
     )
     parser.add_argument(
-        "--rounds", type=positive_int, default=3, metavar="N", help="repetitions; medians count (default 3)"
+        "--rounds", type=positive_int, default=3, metavar="N", help="repetitions; medians count (default: 3)"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="both sides (default float32)"
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="both sides (default: float32)"
     )
     parser.add_argument(
         "--threads",

@@ -33,7 +33,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Hold a conversation; after each answer show tokens, cached tokens, speed and workers.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default http://127.0.0.1:8000)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default: http://127.0.0.1:8000)")
     add_conversation(parser)
     parser.set_defaults(run=run)
 
@@ -43,7 +43,7 @@ def add_conversation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="model name (default: the first one served)")
     add_api_key(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--temperature", type=non_negative_float, default=0.0, help="0 is greedy (default 0)")
+    parser.add_argument("--temperature", type=non_negative_float, default=0.0, help="0 is greedy (default: 0)")
     parser.add_argument(
         "--max-tokens", type=positive_int, metavar="N", help="longest answer (default: what the context leaves)"
     )

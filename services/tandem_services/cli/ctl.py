@@ -53,7 +53,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "ctl",
         help="operate a running worker: abort, pause, flush, reload, change role, profile",
-        description="Send one order to one running worker and print its answer as JSON.",
+        description="Send one command to one running worker and print its response as JSON.",
         epilog=EXAMPLES,
     )
     parser.add_argument("worker", metavar="HOST:PORT", help="health port of the worker, or --admin-port of a gateway")
@@ -61,7 +61,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--curve-keys",
         type=Path,
         metavar="FILE",
-        help="key file of the deployment, which gives the token that orders need (default: that of the process at this "
+        help="key file of the deployment, from which the token for commands is derived (default: that of the process at this "
         "address, where it runs on this machine for this user; else TANDEM_CURVE_KEYS)",
     )
     orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
@@ -79,10 +79,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     orders.add_parser("resume", help="go on after a pause")
     reload = orders.add_parser("reload", help="replace the weights by others of the same architecture")
-    reload.add_argument("path", nargs="?", metavar="PATH", help="folder on the worker's disk (default: what it serves)")
+    reload.add_argument(
+        "path", nargs="?", metavar="PATH", help="directory on the worker's disk (default: what it serves)"
+    )
     profile = orders.add_parser("profile", help="trace steps; the worker needs --torch-profiler-dir")
-    profile.add_argument("--steps", type=positive_int, default=20, metavar="N", help="steps to trace (default 20)")
-    profile.add_argument("--seconds", type=positive_float, default=10.0, metavar="S", help="at most (default 10)")
+    profile.add_argument("--steps", type=positive_int, default=20, metavar="N", help="steps to trace (default: 20)")
+    profile.add_argument("--seconds", type=positive_float, default=10.0, metavar="S", help="at most (default: 10)")
     orders.add_parser("stop-profile", help="end a trace early")
     role = orders.add_parser("role", help="serve in another role, without a restart; running requests go on")
     role.add_argument("role", choices=[role.value for role in Role], help="what routers use the worker for")

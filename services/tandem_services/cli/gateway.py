@@ -60,23 +60,23 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--host",
         type=host_address,
         default=LOOPBACK,
-        help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default %(default)s)",
+        help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default: %(default)s)",
     )
     add_allowed_hosts(parser, what="requests may be for")
-    parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default 8000)")
+    parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: 8000)")
     parser.add_argument(
         "--drain-notice",
         type=non_negative_float,
         default=1.0,
         metavar="S",
-        help="on SIGTERM /ready is false for S seconds before the port closes (default 1)",
+        help="on SIGTERM /ready is false for S seconds before the port closes (default: 1)",
     )
     parser.add_argument(
         "--drain-timeout",
         type=positive_float,
         default=120.0,
         metavar="S",
-        help="then running requests have this long to finish; keep a pod's grace period above both (default 120)",
+        help="then running requests have this long to finish; keep a pod's grace period above both (default: 120)",
     )
     add_deployment(parser)
     add_tracing(parser)
@@ -93,7 +93,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=host_address,
         default=LOOPBACK,
         metavar="HOST",
-        help="address of that port (default %(default)s)",
+        help="address of that port (default: %(default)s)",
     )
     add_console(parser)
     add_local_prefill(parser)
@@ -102,7 +102,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--strict-fields",
         action="store_true",
-        help="refuse requests with unknown fields, naming them (default: unknown fields are ignored)",
+        help="reject requests with unknown fields, naming them (default: unknown fields are ignored)",
     )
     add_special_tokens(parser)
     parser.add_argument(
@@ -111,14 +111,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=100,
         metavar="N",
         help="explain shows what a choice was made from, with prices, for up to N routing decisions per second and "
-        "model; 0: never (default 100)",
+        "model; 0: never (default: 100)",
     )
     parser.add_argument(
         "--session-ttl",
         type=positive_float,
         default=600.0,
         metavar="S",
-        help="seconds that an unused conversation is known; as the workers' flag of this name (default 600)",
+        help="seconds that an unused conversation is known; as the workers' flag of this name (default: 600)",
     )
     add_queue(parser)
     add_body_memory(parser)

@@ -60,7 +60,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     create.add_argument("--admin", action="store_true", help="it may use administrators' routes")
     orders.add_parser("hash", help="read a key from stdin and print its digest")
     check = orders.add_parser("check", help="list the tenants of a key file; exit status 1 when it is no good")
-    check.add_argument("path", type=Path, metavar="PATH", help="file, or folder of .json files")
+    check.add_argument("path", type=Path, metavar="PATH", help="file, or directory of .json files")
     parser.set_defaults(run=run)
 
 

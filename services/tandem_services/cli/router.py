@@ -61,23 +61,23 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--model",
         action="append",
         metavar="[NAME[,ALIAS]=]PATH",
-        help="checkpoint folder whose tokenizer reads prompts, and the names clients use (default: the folder's); may "
+        help="checkpoint directory with the tokenizer, and the names clients use (default: the directory's); may "
         "be given several times (default: the bundled model). Token ids are taken for any model",
     )
     parser.add_argument(
         "--host",
         type=host_address,
         default=LOOPBACK,
-        help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default %(default)s)",
+        help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default: %(default)s)",
     )
     add_allowed_hosts(parser, what="requests may be for")
-    parser.add_argument("--port", type=port_number, default=8100, help="port of the HTTP API (default 8100)")
+    parser.add_argument("--port", type=port_number, default=8100, help="port of the HTTP API (default: 8100)")
     parser.add_argument(
         "--grpc-port",
         type=port_number,
         default=9002,
         metavar="PORT",
-        help="port of the gRPC API and of external processing (default 9002)",
+        help="port of the gRPC API and of external processing (default: 9002)",
     )
     add_deployment(parser)
     parser.add_argument(
@@ -99,7 +99,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=Path,
         metavar="FILE",
         help="file with a token that front ends must send as Authorization: Bearer TOKEN; followed while it changes. "
-        "External processing and health need none (default: everybody may ask)",
+        "External processing and health need none (default: no token needed)",
     )
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate of the gRPC port, PEM")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, PEM (default: no TLS)")
@@ -108,14 +108,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=positive_float,
         default=600.0,
         metavar="S",
-        help="a choice that nobody releases is forgotten after S seconds (default 600)",
+        help="seconds after which a reservation that was not released expires (default: 600)",
     )
     parser.add_argument(
         "--drain-notice",
         type=non_negative_float,
         default=1.0,
         metavar="S",
-        help="on SIGTERM /ready is false for S seconds before the ports close (default 1)",
+        help="on SIGTERM /ready is false for S seconds before the ports close (default: 1)",
     )
     add_local_prefill(parser)
     add_router_policy(parser)

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 def add_model(parser: argparse._ActionsContainer) -> None:
     """--model and the names it is served under."""
-    parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
+    parser.add_argument("--model", metavar="PATH", help="checkpoint directory (default: the bundled model)")
     parser.add_argument(
         "--served-model-name",
         nargs="+",
         metavar="NAME",
-        help="name clients use (default: the folder's); those behind it are aliases, which only gateways need",
+        help="name clients use (default: the directory's); those behind it are aliases, which only gateways need",
     )
 
 
@@ -37,13 +37,13 @@ def add_output_parsers(parser: argparse._ActionsContainer) -> None:
         "--tool-call-parser",
         choices=TOOL_CALL_PARSERS,
         default="auto",
-        help="form in which the model writes tool calls (default auto: by its chat template)",
+        help="form in which the model writes tool calls (default: auto: by its chat template)",
     )
     parser.add_argument(
         "--reasoning-parser",
         choices=REASONING_PARSERS,
         default="auto",
-        help="form in which the model marks its reasoning (default auto: by its chat template)",
+        help="form in which the model marks its reasoning (default: auto: by its chat template)",
     )
 
 
@@ -81,7 +81,7 @@ def add_redis(parser: argparse._ActionsContainer, *, required: bool) -> None:
         default=settings.redis_url,
         metavar="URL",
         help="redis://[user@]host:port/db, rediss:// for TLS (TANDEM_REDIS_URL)"
-        + ("" if required else "; default: start a Redis of its own"),
+        + ("" if required else "; default: start a private Redis"),
     )
     parser.add_argument(
         "--redis-password-file",
@@ -97,7 +97,7 @@ def add_cluster(parser: argparse._ActionsContainer) -> None:
         "--cluster",
         default=read_settings().cluster,
         metavar="NAME",
-        help="separates deployments in one Redis (TANDEM_CLUSTER; default default)",
+        help="separates deployments in one Redis (TANDEM_CLUSTER; default: default)",
     )
 
 
@@ -108,7 +108,7 @@ def add_local_prefill(parser: argparse._ActionsContainer) -> None:
         default=2048,
         metavar="N",
         help="a decode worker computes up to N tokens of a prompt itself where that is predicted to be faster than a "
-        "prefill worker and a transfer; 0: only when no prefill worker lives (default 2048)",
+        "prefill worker and a transfer; 0: only when no prefill worker lives (default: 2048)",
     )
 
 
@@ -119,15 +119,15 @@ def add_queue(parser: argparse._ActionsContainer) -> None:
         type=non_negative_int,
         default=1024,
         metavar="N",
-        help="up to N new choices wait here for a worker with room; more are refused with 429 or 503 (default 1024)",
+        help="up to N new choices wait here for a worker with room; more are rejected with 429 or 503 (default: 1024)",
     )
     parser.add_argument(
         "--queue-timeout",
         type=positive_float,
         default=60.0,
         metavar="S",
-        help="seconds that a new choice waits for room before it is refused with 503; 9 s while no worker lives "
-        "(default 60)",
+        help="seconds that a new choice waits for room before it is rejected with 503; 9 s while no worker lives "
+        "(default: 60)",
     )
 
 
@@ -138,7 +138,7 @@ def add_body_memory(parser: argparse._ActionsContainer) -> None:
         type=positive_int,
         default=256,
         metavar="MIB",
-        help="MiB of request bodies in flight of all clients; more are refused with 429 (default 256)",
+        help="MiB of request bodies in flight of all clients; more are rejected with 429 (default: 256)",
     )
     parser.add_argument(
         "--max-body-memory-per-client",
@@ -146,7 +146,7 @@ def add_body_memory(parser: argparse._ActionsContainer) -> None:
         default=64,
         metavar="MIB",
         help="the same of each client: of a tenant where there are API keys, else of an address; raise it where all "
-        "clients come through one proxy (default 64)",
+        "clients come through one proxy (default: 64)",
     )
 
 
@@ -174,9 +174,9 @@ def add_router_policy(parser: argparse._ActionsContainer) -> None:
         type=_router_policy,
         default="locality",
         metavar="POLICY",
-        help="who is offered a request: locality (cached prefixes and load in predicted seconds), round_robin, "
+        help="policy that chooses workers: locality (cached prefixes and load in predicted seconds), round_robin, "
         "least_loaded, power_of_two or session (by the request's session_id, prompt_cache_key or user); one for all, "
-        "or prefill=POLICY,decode=POLICY (default locality)",
+        "or prefill=POLICY,decode=POLICY (default: locality)",
     )
     parser.add_argument(
         "--router-exploration",
@@ -186,7 +186,7 @@ def add_router_policy(parser: argparse._ActionsContainer) -> None:
         default=0.0,
         metavar="SHARE",
         help="send this share of requests to workers at random, so that the rates of those that are never the cheapest "
-        "stay known (default 0; without SHARE 0.01)",
+        "stay known (default: 0; without SHARE 0.01)",
     )
 
 
@@ -203,8 +203,8 @@ def add_tracing(parser: argparse._ActionsContainer) -> None:
         "--otlp-traces-sample-ratio",
         type=fraction,
         metavar="F",
-        help="share of the traces begun here, 0 to 1; a client's own trace is sampled as it says "
-        "(OTEL_TRACES_SAMPLER; default all)",
+        help="share of the traces begun here, 0 to 1; traces begun by a client keep the client's sampling decision "
+        "(OTEL_TRACES_SAMPLER; default: all)",
     )
 
 
@@ -239,8 +239,8 @@ def add_api_keys(parser: argparse._ActionsContainer) -> None:
         "--api-keys",
         type=Path,
         metavar="PATH",
-        help="key file, or folder of a mounted Secret: who may use it, and how much (docs/limits.md); followed "
-        "while it changes (default: everybody may)",
+        help="key file, or directory of a mounted Secret, with the tenants' keys and limits (docs/limits.md); followed "
+        "while it changes (default: no key needed)",
     )
 
 

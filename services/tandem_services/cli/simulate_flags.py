@@ -27,22 +27,22 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         default=1.0,
         metavar="F",
-        help="divide the gaps between arrivals (default 1)",
+        help="divide the gaps between arrivals (default: 1)",
     )
     load.add_argument(
         "--policy",
         action="append",
         metavar="LIST",
         help="policies to compare, separated by commas: locality, round_robin, least_loaded, power_of_two, session; or "
-        "prefill=POLICY,decode=POLICY as one; may be repeated (default locality,round_robin,least_loaded,power_of_two)",
+        "prefill=POLICY,decode=POLICY as one; repeatable (default: locality,round_robin,least_loaded,power_of_two)",
     )
-    load.add_argument("--seed", type=int, default=0, help="of every random choice (default 0)")
+    load.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
     workers = parser.add_argument_group("workers")
     workers.add_argument(
-        "--workers", default="8", metavar="N", help="N that do both, or prefill=N,decode=N[,both=N] (default 8)"
+        "--workers", default="8", metavar="N", help="N that do both, or prefill=N,decode=N[,both=N] (default: 8)"
     )
     cache = workers.add_mutually_exclusive_group()
     cache.add_argument(
@@ -50,36 +50,36 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
         type=fraction,
         default=0.1,
         metavar="F",
-        help="KV of all workers that compute prompts together, by the trace's distinct blocks (default 0.1)",
+        help="KV of all workers that compute prompts together, by the trace's distinct blocks (default: 0.1)",
     )
     cache.add_argument("--cache-blocks", type=positive_int, metavar="N", help="KV of each worker in 512-token blocks")
     workers.add_argument(
-        "--prefill-rate", type=positive_float, default=10_000.0, metavar="R", help="prompt tokens/s (default 10000)"
+        "--prefill-rate", type=positive_float, default=10_000.0, metavar="R", help="prompt tokens/s (default: 10000)"
     )
     workers.add_argument(
         "--decode-step-ms",
         default="1:10,64:30,256:80",
         metavar="N:MS,…",
-        help="step time by sequences, linear in between (default 1:10,64:30,256:80)",
+        help="step time by sequences, linear in between (default: 1:10,64:30,256:80)",
     )
     workers.add_argument(
         "--chunked-prefill-size",
         type=positive_int,
         default=2048,
         metavar="N",
-        help="prompt tokens per step (default 2048)",
+        help="prompt tokens per step (default: 2048)",
     )
     workers.add_argument(
-        "--max-running-requests", type=positive_int, default=256, metavar="N", help="rows of each worker (default 256)"
+        "--max-running-requests", type=positive_int, default=256, metavar="N", help="rows of each worker (default: 256)"
     )
     workers.add_argument(
-        "--context-length", type=positive_int, default=131_072, metavar="N", help="longest sequence (default 131072)"
+        "--context-length", type=positive_int, default=131_072, metavar="N", help="longest sequence (default: 131072)"
     )
     workers.add_argument(
-        "--token-kib", type=positive_float, default=128.0, metavar="KIB", help="KV of one token (default 128)"
+        "--token-kib", type=positive_float, default=128.0, metavar="KIB", help="KV of one token (default: 128)"
     )
     workers.add_argument(
-        "--transfer-gb-per-s", type=positive_float, default=10.0, metavar="GB", help="of each link (default 10)"
+        "--transfer-gb-per-s", type=positive_float, default=10.0, metavar="GB", help="of each link (default: 10)"
     )
     add_local_prefill(workers)
 
@@ -87,7 +87,7 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
 def _add_gateways(parser: argparse.ArgumentParser) -> None:
     gateways = parser.add_argument_group("gateways", "their queue is the product's; flags as of tandem gateway")
     gateways.add_argument(
-        "--gateways", type=positive_int, default=1, metavar="N", help="that get requests in turn (default 1)"
+        "--gateways", type=positive_int, default=1, metavar="N", help="that get requests in turn (default: 1)"
     )
     gateways.add_argument(
         "--tenants-apart",
@@ -100,7 +100,7 @@ def _add_gateways(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         default=10.0,
         metavar="S",
-        help="seconds that a new choice waits for a worker while none can take it (default 10)",
+        help="seconds that a new choice waits for a worker while none can take it (default: 10)",
     )
     gateways.add_argument(
         "--api-keys",
@@ -120,20 +120,20 @@ def _add_scaling(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=",".join(SCALERS),
         metavar="LIST",
-        help="internal (the operator's law), hpa (each role in proportion to its metric), static (as it begins); "
+        help="internal (the operator's controller), hpa (each role in proportion to its metric), static (as it begins); "
         f"default {','.join(SCALERS)}. Needs an --slo-* bound",
     )
     scaling.add_argument(
-        "--max-workers", type=positive_int, default=16, metavar="N", help="of each role at most (default 16)"
+        "--max-workers", type=positive_int, default=16, metavar="N", help="of each role at most (default: 16)"
     )
     scaling.add_argument(
-        "--worker-start-s", type=positive_float, default=60.0, metavar="S", help="until a new one serves (default 60)"
+        "--worker-start-s", type=positive_float, default=60.0, metavar="S", help="until a new one serves (default: 60)"
     )
     scaling.add_argument(
-        "--scale-period-s", type=positive_float, default=5.0, metavar="S", help="between decisions (default 5)"
+        "--scale-period-s", type=positive_float, default=5.0, metavar="S", help="between decisions (default: 5)"
     )
     scaling.add_argument(
-        "--target-queue-s", type=positive_float, default=1.0, metavar="S", help="what may wait so long (default 1)"
+        "--target-queue-s", type=positive_float, default=1.0, metavar="S", help="what may wait so long (default: 1)"
     )
     scaling.add_argument(
         "--gpu-budget", type=positive_int, metavar="N", help="workers of both roles together (default: no bound)"

@@ -48,7 +48,7 @@ def _add_workers(group: argparse._ArgumentGroup) -> None:
         ("both", 0, "workers that do both"),
     ):
         group.add_argument(
-            f"--{name}", type=non_negative_int, default=default, metavar="N", help=f"{what} (default {default})"
+            f"--{name}", type=non_negative_int, default=default, metavar="N", help=f"{what} (default: {default})"
         )
 
 
@@ -57,10 +57,10 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
         "--host",
         type=host_address,
         default=LOOPBACK,
-        help="address of the API; workers use the loopback address of its family (default %(default)s)",
+        help="address of the API; workers use the loopback address of its family (default: %(default)s)",
     )
     group.add_argument(
-        "--port", type=port_number, default=8000, help="port of the API; 0 picks a free one (default 8000)"
+        "--port", type=port_number, default=8000, help="port of the API; 0 picks a free one (default: 8000)"
     )
     add_allowed_hosts(group, what="requests may be for")
     add_api_keys(group)
@@ -70,11 +70,11 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_start(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--run-dir", type=Path, metavar="DIR", help="keys and logs (default .tandem/PORT)")
+    group.add_argument("--run-dir", type=Path, metavar="DIR", help="keys and logs (default: .tandem/PORT)")
     group.add_argument(
         "--ready-timeout",
         type=positive_float,
         default=120.0,
         metavar="S",
-        help="give up starting after this (default 120)",
+        help="give up starting after this (default: 120)",
     )

@@ -37,14 +37,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "difference, and 4 if a path did not do what it is named after (the other paths run).",
         epilog=EXAMPLES,
     )
-    parser.add_argument("--model", metavar="PATH", help="checkpoint folder (default: the bundled model)")
+    parser.add_argument("--model", metavar="PATH", help="checkpoint directory (default: the bundled model)")
     add_model_impl_flag(parser)
     add_device_flag(parser)
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="that Tandem computes in (default %(default)s)",
+        help="that Tandem computes in (default: %(default)s)",
     )
     add_kv_cache_dtype_flag(parser)
     parser.add_argument("--quick", action="store_true", help="fewer prompts and paths")
@@ -61,7 +61,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--host",
         type=host_address,
         default=LOOPBACK,
-        help="loopback address for engines that exchange KV; ::1 for IPv6 (default %(default)s)",
+        help="loopback address for engines that exchange KV; ::1 for IPv6 (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)

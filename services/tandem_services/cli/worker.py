@@ -42,7 +42,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--role",
         choices=[role.value for role in Role],
         default=Role.BOTH.value,
-        help="what routers use it for (default both)",
+        help="what routers use it for (default: both)",
     )
     settings = read_settings()
     parser.add_argument(
@@ -55,7 +55,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--host",
         type=host_address,
         default=settings.host or LOOPBACK,
-        help="IPv4 or IPv6 address that gateways and peers reach (TANDEM_HOST; default 127.0.0.1)",
+        help="IPv4 or IPv6 address that gateways and peers reach (TANDEM_HOST; default: 127.0.0.1)",
     )
     for name, whom in (("request", "gateways"), ("peer", "other workers")):
         parser.add_argument(
@@ -70,7 +70,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=port_number,
         default=0,
         metavar="PORT",
-        help="/live /ready /metrics, and operators' orders; 0 picks a free one",
+        help="port of /live, /ready, /metrics and commands; 0 picks a free one",
     )
     parser.add_argument(
         "--health-host",
@@ -78,13 +78,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=settings.health_host or LOOPBACK,
         metavar="HOST",
         help="address of that port; 0.0.0.0 (IPv4) or :: (IPv6 and IPv4) where probes and Prometheus come from "
-        "elsewhere (TANDEM_HEALTH_HOST; default 127.0.0.1)",
+        "elsewhere (TANDEM_HEALTH_HOST; default: 127.0.0.1)",
     )
     parser.add_argument(
         "--allow-remote-orders",
         action="store_true",
-        help="take operators' orders (drain, role, pause, reload …) without a token from whoever reaches the port; "
-        "without it orders need the token that `tandem ctl` reads or derives from --curve-keys",
+        help="accept commands (drain, role, pause, reload …) without a token from any client of the port; "
+        "by default commands need the token that `tandem ctl` reads or derives from --curve-keys",
     )
     add_allowed_hosts(parser, what="orders may be sent to")
     parser.add_argument(
@@ -92,15 +92,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=non_negative_float,
         default=0.0,
         metavar="S",
-        help="/ready waits up to S seconds for the links to the peers that are there to be tested; requests come "
-        "meanwhile (default 0: it does not wait)",
+        help="seconds that /ready waits at most for tests of the links to present peers; requests are accepted during "
+        "the wait (default: 0, no wait)",
     )
     parser.add_argument(
         "--standby",
         action="store_true",
         default=settings.standby,
         help="take only requests that name this worker, such as a canary, until `tandem ctl … offer`, or until others "
-        "of its --peer-group are offered, or nobody else has served the model for a minute (TANDEM_STANDBY)",
+        "of its --peer-group are offered, or no other worker has served the model for a minute (TANDEM_STANDBY)",
     )
     parser.add_argument(
         "--drain-timeout",
@@ -108,7 +108,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=25.0,
         metavar="S",
         help="after SIGTERM running requests have this long to move to other workers or to finish; what is left then "
-        "is computed again elsewhere. Keep it some seconds below the pod's grace period (default %(default)g)",
+        "is computed again elsewhere. Keep it some seconds below the pod's grace period (default: %(default)g)",
     )
     add_deployment(parser)
     add_tracing(parser)

@@ -60,7 +60,7 @@ def build_plugin_parser() -> argparse.ArgumentParser:
     return parser
 
 
-DESCRIPTION = "Look at ModelServices and their workers on Kubernetes, and give them orders."
+DESCRIPTION = "Inspect and control ModelServices and their workers on Kubernetes."
 
 
 def _add_commands(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     status.add_argument(
         "--no-figures",
         action="store_true",
-        help="do not ask the pods: only what the API server knows (no port-forward)",
+        help="omit what only the pods report, and show what the API server has (no port-forward)",
     )
     roles = _command(
         commands, "roles", "workers with the role that they were made for and the one that they have", _roles
@@ -101,7 +101,7 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     explain.add_argument(
         "request_id", metavar="REQUEST_ID", help="of the answer (`id`), of X-Request-Id, or the client's own"
     )
-    explain.add_argument("--service", metavar="NAME", help="ask its gateways alone (default: all of the namespace)")
+    explain.add_argument("--service", metavar="NAME", help="query only its gateways (default: all of the namespace)")
     explain.add_argument("-o", "--output", choices=("json",), metavar="FORMAT", help="json: as the gateway has it")
     add_api_key(explain)
     decisions = _command(commands, "decisions", "the autoscaler's last ten decisions, with reasons", _decisions)
@@ -146,7 +146,7 @@ def _all_namespaces(parser: argparse.ArgumentParser) -> None:
 def _watch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-w", "--watch", action="store_true", help="show it again and again, until Ctrl-C")
     parser.add_argument(
-        "--every", type=positive_float, default=2.0, metavar="S", help="with --watch: seconds between (default 2)"
+        "--every", type=positive_float, default=2.0, metavar="S", help="with --watch: seconds between (default: 2)"
     )
 
 
