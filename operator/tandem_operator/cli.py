@@ -32,13 +32,13 @@ def parser() -> argparse.ArgumentParser:
     """Flags and what they mean."""
     root = argparse.ArgumentParser(
         prog="tandem-operator",
-        description="Serves ModelServices of a Kubernetes cluster.",
+        description="Reconcile the ModelServices of a Kubernetes cluster.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _scope(root.add_argument_group("what it looks after"))
-    _privileges(root.add_argument_group("what resources may ask for"))
-    _images(root.add_argument_group("images that resources do not name"))
+    _scope(root.add_argument_group("scope"))
+    _privileges(root.add_argument_group("privileges of ModelServices"))
+    _images(root.add_argument_group("default images"))
     _election(root.add_argument_group("leader election"))
     _process(root.add_argument_group("process"))
     return root
@@ -50,21 +50,21 @@ def _scope(group: argparse._ArgumentGroup) -> None:
         type=_names,
         default=(),
         metavar="A,B",
-        help="namespaces whose ModelServices it serves (default: all)",
+        help="namespaces whose ModelServices are reconciled (default: all)",
     )
     group.add_argument(
         "--operator-namespace",
         default=own_namespace(),
         metavar="NAME",
-        help="its own namespace: where its lease is, and from where workers take orders (default: $POD_NAMESPACE, else "
+        help="namespace of the operator: its lease is there, and workers accept its commands (default: $POD_NAMESPACE, else "
         "tandem-system)",
     )
     group.add_argument(
         "--canary",
         choices=("on", "off"),
         default="on",
-        help="whether a request has to go through a new pair, and through the gateway, before they count as ready. "
-        "off: ready pods are enough; for clusters whose pods the operator cannot reach (default: on)",
+        help="require a test request through each new pair and the gateway before they count as ready. off: require "
+        "only ready pods, for clusters whose pods the operator cannot reach (default: on)",
     )
 
 
@@ -74,27 +74,29 @@ def _privileges(group: argparse._ArgumentGroup) -> None:
         type=_allowed,
         default=frozenset(),
         metavar="A,B",
-        help="what their pods may ask for beyond the Pod Security Standard restricted: service-accounts, host-paths, "
-        "privileged; and objects that the cluster's role edit does not let people make: routes (HTTPRoutes and "
-        "InferencePools), monitors (PodMonitors). Who may write a ModelService has it then (default: nothing)",
+        help="privileges beyond the Pod Security Standard restricted: service-accounts, host-paths, "
+        "privileged; and objects that the ClusterRole edit cannot create: routes (HTTPRoutes and "
+        "InferencePools), monitors (PodMonitors). Every author of a ModelService gets them (default: nothing)",
     )
 
 
 def _images(group: argparse._ArgumentGroup) -> None:
     defaults = OperatorSettings()
     group.add_argument(
-        "--engine-image", default=defaults.engine_image, metavar="IMAGE", help="workers on CPUs (%(default)s)"
+        "--engine-image", default=defaults.engine_image, metavar="IMAGE", help="workers on CPUs (default: %(default)s)"
     )
     group.add_argument(
         "--cuda-engine-image",
         default=defaults.cuda_engine_image,
         metavar="IMAGE",
-        help="workers on NVIDIA GPUs (%(default)s)",
+        help="workers on NVIDIA GPUs (default: %(default)s)",
     )
     group.add_argument(
-        "--services-image", default=defaults.services_image, metavar="IMAGE", help="gateways (%(default)s)"
+        "--services-image", default=defaults.services_image, metavar="IMAGE", help="gateways (default: %(default)s)"
     )
-    group.add_argument("--redis-image", default=defaults.redis_image, metavar="IMAGE", help="Redis (%(default)s)")
+    group.add_argument(
+        "--redis-image", default=defaults.redis_image, metavar="IMAGE", help="Redis (default: %(default)s)"
+    )
 
 
 def _election(group: argparse._ArgumentGroup) -> None:
@@ -103,29 +105,31 @@ def _election(group: argparse._ArgumentGroup) -> None:
         "--leader-elect",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="act only while holding the lease; --no-leader-elect where there is only one (default: on)",
+        help="act only while holding the lease; --no-leader-elect for a single operator (default: on)",
     )
-    group.add_argument("--lease-name", default=defaults.name, metavar="NAME", help="(%(default)s)")
+    group.add_argument(
+        "--lease-name", default=defaults.name, metavar="NAME", help="name of the lease (default: %(default)s)"
+    )
     group.add_argument(
         "--lease-duration",
         type=float,
         default=defaults.duration_s,
         metavar="SECONDS",
-        help="a leader that is silent for so long has lost (%(default)g)",
+        help="seconds without renewal after which the lease expires (default: %(default)g)",
     )
     group.add_argument(
         "--renew-deadline",
         type=float,
         default=defaults.renew_deadline_s,
         metavar="SECONDS",
-        help="a leader that could not renew for so long stops acting (%(default)g)",
+        help="seconds without renewal after which the leader stops acting (default: %(default)g)",
     )
     group.add_argument(
         "--retry-period",
         type=float,
         default=defaults.retry_s,
         metavar="SECONDS",
-        help="time between two attempts (%(default)g)",
+        help="seconds between attempts to acquire or renew the lease (default: %(default)g)",
     )
 
 
@@ -136,15 +140,29 @@ def _process(group: argparse._ArgumentGroup) -> None:
         type=_positive,
         default=defaults.workers,
         metavar="N",
-        help="services looked at at the same time (%(default)s)",
+        help="ModelServices reconciled concurrently (default: %(default)s)",
     )
     group.add_argument(
-        "--http-host", default=defaults.http_host, metavar="HOST", help="of /metrics and probes (%(default)s)"
+        "--http-host",
+        default=defaults.http_host,
+        metavar="HOST",
+        help="address of /metrics and probes (default: %(default)s)",
     )
-    group.add_argument("--http-port", type=int, default=defaults.http_port, metavar="PORT", help="0: any (%(default)s)")
-    group.add_argument("--log-format", choices=("json", "plain"), default="json", help="(%(default)s)")
     group.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)"
+        "--http-port",
+        type=int,
+        default=defaults.http_port,
+        metavar="PORT",
+        help="port of /metrics and probes; 0 picks a free one (default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-format", choices=("json", "plain"), default="json", help="format of log lines (default: %(default)s)"
+    )
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="lowest level of log lines (default: %(default)s)",
     )
 
 

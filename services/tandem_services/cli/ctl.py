@@ -61,7 +61,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--curve-keys",
         type=Path,
         metavar="FILE",
-        help="key file of the deployment, from which the token for commands is derived (default: that of the process at this "
+        help="key file of the deployment, source of the token for commands (default: that of the process at this "
         "address, where it runs on this machine for this user; else TANDEM_CURVE_KEYS)",
     )
     orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
@@ -69,15 +69,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     which = abort.add_mutually_exclusive_group(required=True)
     which.add_argument("rid", nargs="?", metavar="RID", help="exact id of the request, as the worker's log has it")
     which.add_argument("--all", action="store_true", help="every request")
-    orders.add_parser("flush-cache", help="empty the prefix cache; refused while requests hold KV")
-    pause = orders.add_parser("pause", help="compute nothing until resume; the router sends nothing meanwhile")
+    orders.add_parser("flush-cache", help="empty the prefix cache; rejected while requests hold KV")
+    pause = orders.add_parser("pause", help="run no steps until resume; the router sends no requests")
     pause.add_argument(
         "--mode",
         choices=("in_place", "retract", "abort"),
         default="in_place",
-        help="running requests keep their KV (default), give it back and are computed again, or end",
+        help="running requests keep their KV, are retracted and recomputed, or are aborted (default: in_place)",
     )
-    orders.add_parser("resume", help="go on after a pause")
+    orders.add_parser("resume", help="run steps again after a pause")
     reload = orders.add_parser("reload", help="replace the weights by others of the same architecture")
     reload.add_argument(
         "path", nargs="?", metavar="PATH", help="directory on the worker's disk (default: what it serves)"
@@ -86,14 +86,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     profile.add_argument("--steps", type=positive_int, default=20, metavar="N", help="steps to trace (default: 20)")
     profile.add_argument("--seconds", type=positive_float, default=10.0, metavar="S", help="at most (default: 10)")
     orders.add_parser("stop-profile", help="end a trace early")
-    role = orders.add_parser("role", help="serve in another role, without a restart; running requests go on")
-    role.add_argument("role", choices=[role.value for role in Role], help="what routers use the worker for")
-    orders.add_parser("drain", help="take no new requests, move running ones to other workers, exit 0")
+    role = orders.add_parser("role", help="serve in another role, without a restart; running requests continue")
+    role.add_argument("role", choices=[role.value for role in Role], help="new role of the worker")
+    orders.add_parser("drain", help="accept no new requests, migrate or finish running ones, exit 0")
     orders.add_parser("offer", help="end the standby of a worker that was started with --standby")
-    links = orders.add_parser("links", help="how fast the links to its peers are, by what, and what is wrong")
-    links.add_argument("--json", action="store_true", help="as the worker answers it, instead of a table")
-    orders.add_parser("token", help="print the token that orders need, for Authorization: Bearer of other clients")
-    orders.add_parser("audit", help="count the pages and name what is wrong with them")
+    links = orders.add_parser("links", help="transport, bandwidth, latency and errors of the links to peers")
+    links.add_argument("--json", action="store_true", help="print the worker's JSON instead of a table")
+    orders.add_parser("token", help="print the token for commands, for Authorization: Bearer of other clients")
+    orders.add_parser("audit", help="check page conservation and report errors")
     parser.set_defaults(run=run)
 
 

@@ -24,7 +24,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "quarantine",
         help="list or clear requests that are refused because they kill workers",
-        description="List or clear the requests that the gateways of a deployment reject because two workers crashed on them.",
+        description="List or clear requests that the gateways of a deployment reject: two workers crashed on them.",
         epilog=EXAMPLES,
     )
     add_redis(parser, required=True)

@@ -120,7 +120,7 @@ def _add_scaling(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=",".join(SCALERS),
         metavar="LIST",
-        help="internal (the operator's controller), hpa (each role in proportion to its metric), static (as it begins); "
+        help="internal (the operator's controller), hpa (each role in proportion to its metric), static (constant); "
         f"default {','.join(SCALERS)}. Needs an --slo-* bound",
     )
     scaling.add_argument(

@@ -42,7 +42,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--role",
         choices=[role.value for role in Role],
         default=Role.BOTH.value,
-        help="what routers use it for (default: both)",
+        help="role in routing (default: both)",
     )
     settings = read_settings()
     parser.add_argument(

@@ -37,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     prog = "tandem k8s"
     parser = commands.add_parser(
         "k8s",
-        help="look at deployments on Kubernetes, and give orders (also `kubectl tandem`)",
+        help="inspect and control deployments on Kubernetes (also `kubectl tandem`)",
         description=DESCRIPTION,
         epilog=EXAMPLES.format(prog=prog),
     )
@@ -88,7 +88,7 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     _watch(roles)
     flip = _command(commands, "flip", "use a running worker in another role; its requests move or finish", _flip)
     _pod(flip)
-    flip.add_argument("role", choices=ROLES, help="what routers use it for from now on, until it restarts")
+    flip.add_argument("role", choices=ROLES, help="new role, until the worker restarts")
     queue = _command(commands, "queue", "what waits in gateways and on workers", _queue)
     _name(queue, optional=True)
     _watch(queue)
@@ -96,13 +96,13 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
         commands, "drain", "evict one pod: what runs on it moves or finishes; another one takes its place", _drain
     )
     _pod(drain)
-    drain.add_argument("--no-wait", action="store_true", help="do not wait until it is gone")
+    drain.add_argument("--no-wait", action="store_true", help="return before the pod is deleted")
     explain = _command(commands, "explain", "where a request ran, why there, and what else there was", _explain)
     explain.add_argument(
-        "request_id", metavar="REQUEST_ID", help="of the answer (`id`), of X-Request-Id, or the client's own"
+        "request_id", metavar="REQUEST_ID", help="`id` of the response, X-Request-Id, or the client's request id"
     )
     explain.add_argument("--service", metavar="NAME", help="query only its gateways (default: all of the namespace)")
-    explain.add_argument("-o", "--output", choices=("json",), metavar="FORMAT", help="json: as the gateway has it")
+    explain.add_argument("-o", "--output", choices=("json",), metavar="FORMAT", help="json: the gateway's JSON")
     add_api_key(explain)
     decisions = _command(commands, "decisions", "the autoscaler's last ten decisions, with reasons", _decisions)
     _name(decisions, optional=True)
@@ -123,9 +123,11 @@ def _command(
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: KUBECONFIG, then ~/.kube/config")
+    cluster.add_argument(
+        "--kubeconfig", type=Path, metavar="FILE", help="kubeconfig file (default: KUBECONFIG, then ~/.kube/config)"
+    )
     cluster.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: its current one)")
-    cluster.add_argument("-n", "--namespace", metavar="NAME", help="default: the context's")
+    cluster.add_argument("-n", "--namespace", metavar="NAME", help="namespace (default: the context's)")
     parser.set_defaults(run=run)
     return parser
 
@@ -136,17 +138,21 @@ def _name(parser: argparse.ArgumentParser, *, optional: bool) -> None:
 
 
 def _pod(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pod", metavar="POD", help="one of a ModelService; `status` names them")
+    parser.add_argument("pod", metavar="POD", help="worker pod of a ModelService, as listed by `status`")
 
 
 def _all_namespaces(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-A", "--all-namespaces", action="store_true", help="of all namespaces")
+    parser.add_argument("-A", "--all-namespaces", action="store_true", help="all namespaces")
 
 
 def _watch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-w", "--watch", action="store_true", help="show it again and again, until Ctrl-C")
+    parser.add_argument("-w", "--watch", action="store_true", help="refresh until Ctrl-C")
     parser.add_argument(
-        "--every", type=positive_float, default=2.0, metavar="S", help="with --watch: seconds between (default: 2)"
+        "--every",
+        type=positive_float,
+        default=2.0,
+        metavar="S",
+        help="seconds between refreshes of --watch (default: 2)",
     )
 
 
