@@ -56,7 +56,8 @@ def _scope(group: argparse._ArgumentGroup) -> None:
         "--operator-namespace",
         default=own_namespace(),
         metavar="NAME",
-        help="namespace of the operator: its lease is there, and workers accept its commands (default: $POD_NAMESPACE, else "
+        help="namespace of the operator and its lease; workers accept commands from it (default: $POD_NAMESPACE, "
+        "else "
         "tandem-system)",
     )
     group.add_argument(

@@ -18,25 +18,25 @@ def add_accuracy_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="further checkpoints of the same vocabulary, such as a quantized one",
     )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="text to predict (default: a bundled text)")
     parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="what is predicted (default: a text that comes along)"
+        "--tokens", type=positive_int, default=4096, metavar="N", help="tokens of the text at most (default: 4096)"
     )
-    parser.add_argument("--tokens", type=positive_int, default=4096, metavar="N", help="of it, at most (default: 4096)")
     parser.add_argument(
-        "--window", type=positive_int, default=512, metavar="N", help="tokens that are seen together (default: 512)"
+        "--window", type=positive_int, default=512, metavar="N", help="tokens of one context window (default: 512)"
     )
     parser.add_argument(
         "--baseline-dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="weights and KV of --model that all others are compared with (default: float32)",
+        help="dtype of weights and KV of the baseline, --model (default: float32)",
     )
     parser.add_argument(
         "--dtype",
         nargs="+",
         choices=("float32", "bfloat16"),
         default=["float32", "bfloat16"],
-        help="of weights (default: both)",
+        help="dtypes of weights to measure (default: both)",
     )
     parser.add_argument(
         "--quantization",
@@ -55,7 +55,7 @@ def add_accuracy_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_device_flag(parser)
     parser.add_argument(
-        "--threads", type=non_negative_int, default=0, metavar="N", help="of a CPU; 0 is torch's choice"
+        "--threads", type=non_negative_int, default=0, metavar="N", help="CPU threads; 0 uses torch's default"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 

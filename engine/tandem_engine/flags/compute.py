@@ -36,7 +36,7 @@ def add_compute_flags(parser: argparse.ArgumentParser) -> None:
         type=non_negative_int,
         default=0,
         metavar="N",
-        help="CPU threads of one engine, shared by its ranks; 0 leaves torch's choice",
+        help="CPU threads of one engine, shared by its ranks; 0 uses torch's default",
     )
     group.add_argument(
         "--cpu-affinity",

@@ -14,8 +14,8 @@ def add_operation_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         default=scheduler.watchdog_timeout,
         metavar="S",
-        help="seconds after which a step counts as hung: the worker writes stacks, queues and pages, then stops its "
-        f"heartbeats and fails its health check, so that it is restarted (default: {scheduler.watchdog_timeout:g})",
+        help="seconds after which a step counts as hung: the worker writes stacks, queues and pages, then stops "
+        f"reporting, so that it is restarted (default: {scheduler.watchdog_timeout:g})",
     )
     group.add_argument(
         "--crash-dump-folder",

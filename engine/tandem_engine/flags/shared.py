@@ -24,7 +24,7 @@ def add_device_flag(parser: argparse._ActionsContainer) -> None:
         type=device_name,
         default="cpu",
         metavar="{cpu,cuda,cuda:N}",
-        help="where the model runs: cuda is the first GPU that the process sees; with several ranks each has one, from "
+        help="device of the model: cuda is the first visible GPU; with several ranks each has one, from "
         "the one named upwards (default: cpu)",
     )
 
@@ -43,5 +43,5 @@ def add_kv_cache_dtype_flag(parser: argparse._ActionsContainer) -> None:
         choices=[kind.value for kind in KvCacheDtype],
         default=KvCacheDtype.AUTO.value,
         help="dtype of KV pages; fp8, the same as fp8_e4m3, holds twice the tokens of bfloat16 and uses the scales of "
-        "checkpoints that have some (default: auto: the model's)",
+        "checkpoints that have some; auto: the model's (default: auto)",
     )

@@ -30,7 +30,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "chat",
         help="talk to a running server in the terminal",
-        description="Hold a conversation; after each answer show tokens, cached tokens, speed and workers.",
+        description="Chat with a served model; after each response print tokens, cached tokens, speed and workers.",
         epilog=EXAMPLES,
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default: http://127.0.0.1:8000)")
@@ -45,7 +45,7 @@ def add_conversation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--temperature", type=non_negative_float, default=0.0, help="0 is greedy (default: 0)")
     parser.add_argument(
-        "--max-tokens", type=positive_int, metavar="N", help="longest answer (default: what the context leaves)"
+        "--max-tokens", type=positive_int, metavar="N", help="maximum output tokens (default: what the context leaves)"
     )
     parser.add_argument("--seed", type=int, help="makes sampling repeatable")
 

@@ -45,7 +45,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="run the OpenAI-compatible HTTP gateway",
         description="Serve /v1/models, /v1/completions, /v1/chat/completions, /v1/responses and more; tokenise, "
         "route by cached prefixes "
-        "and load, stream, and carry requests over to other workers when one dies.",
+        "and load, stream, and resume requests on other workers when one fails.",
         epilog=EXAMPLES,
     )
     add_model(parser)
@@ -69,7 +69,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=non_negative_float,
         default=1.0,
         metavar="S",
-        help="on SIGTERM /ready is false for S seconds before the port closes (default: 1)",
+        help="seconds that /ready is false after SIGTERM before the port closes (default: 1)",
     )
     parser.add_argument(
         "--drain-timeout",
@@ -110,7 +110,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=non_negative_int,
         default=100,
         metavar="N",
-        help="explain shows what a choice was made from, with prices, for up to N routing decisions per second and "
+        help="record candidates and prices, which explain shows, for up to N routing decisions per second and "
         "model; 0: never (default: 100)",
     )
     parser.add_argument(

@@ -115,7 +115,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=non_negative_float,
         default=1.0,
         metavar="S",
-        help="on SIGTERM /ready is false for S seconds before the ports close (default: 1)",
+        help="seconds that /ready is false after SIGTERM before the ports close (default: 1)",
     )
     add_local_prefill(parser)
     add_router_policy(parser)

@@ -37,13 +37,13 @@ def add_output_parsers(parser: argparse._ActionsContainer) -> None:
         "--tool-call-parser",
         choices=TOOL_CALL_PARSERS,
         default="auto",
-        help="form in which the model writes tool calls (default: auto: by its chat template)",
+        help="format of the model's tool calls; auto: by its chat template (default: auto)",
     )
     parser.add_argument(
         "--reasoning-parser",
         choices=REASONING_PARSERS,
         default="auto",
-        help="form in which the model marks its reasoning (default: auto: by its chat template)",
+        help="format of the model's reasoning; auto: by its chat template (default: auto)",
     )
 
 
@@ -68,7 +68,10 @@ def add_curve_keys(parser: argparse._ActionsContainer, without: str) -> None:
 
 def add_log_format(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--log-format", choices=("plain", "json"), default="plain", help="log lines for people or for machines"
+        "--log-format",
+        choices=("plain", "json"),
+        default="plain",
+        help="format of log lines, json for machines (default: plain)",
     )
 
 
@@ -88,7 +91,7 @@ def add_redis(parser: argparse._ActionsContainer, *, required: bool) -> None:
         type=Path,
         default=settings.redis_password_file,
         metavar="FILE",
-        help="file with its password, which should not be on a command line (TANDEM_REDIS_PASSWORD_FILE)",
+        help="file with the Redis password (TANDEM_REDIS_PASSWORD_FILE)",
     )
 
 
@@ -119,14 +122,14 @@ def add_queue(parser: argparse._ActionsContainer) -> None:
         type=non_negative_int,
         default=1024,
         metavar="N",
-        help="up to N new choices wait here for a worker with room; more are rejected with 429 or 503 (default: 1024)",
+        help="up to N new choices wait for a worker with capacity; more are rejected with 429 or 503 (default: 1024)",
     )
     parser.add_argument(
         "--queue-timeout",
         type=positive_float,
         default=60.0,
         metavar="S",
-        help="seconds that a new choice waits for room before it is rejected with 503; 9 s while no worker lives "
+        help="seconds that a new choice waits for capacity before it is rejected with 503; 9 s while no worker lives "
         "(default: 60)",
     )
 

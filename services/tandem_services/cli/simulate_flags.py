@@ -36,7 +36,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="policies to compare, separated by commas: locality, round_robin, least_loaded, power_of_two, session; or "
         "prefill=POLICY,decode=POLICY as one; repeatable (default: locality,round_robin,least_loaded,power_of_two)",
     )
-    load.add_argument("--seed", type=int, default=0, help="of every random choice (default: 0)")
+    load.add_argument("--seed", type=int, default=0, help="seed of every random choice (default: 0)")
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:

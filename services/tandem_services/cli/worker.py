@@ -34,7 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "worker",
         help="run one prefill, decode or both worker",
         description="Load a checkpoint, register in Redis and serve requests that gateways send. The engine runs in a "
-        "child process; this one registers it, sends heartbeats, publishes KV events and answers health checks.",
+        "child process; this one registers it, sends heartbeats, publishes KV events and serves health checks.",
         epilog=EXAMPLES,
     )
     add_model(parser)
