@@ -43,7 +43,7 @@ def add_compute_flags(parser: argparse.ArgumentParser) -> None:
         default=AUTO_AFFINITY,
         metavar="CPUS",
         help="cores that the threads that compute stay on, such as 0-3,8; none: wherever the system puts them; auto: "
-        "cores of its own for each worker of a `tandem up` of several, where there are enough, else as none (default: "
+        "separate cores for each worker of a `tandem up` of several, where there are enough, else as none (default: "
         "auto)",
     )
 
