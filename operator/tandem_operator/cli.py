@@ -18,11 +18,11 @@ both roles by queue depth, and says in each status what it waits for. See `kubec
 
   tandem-operator                                   in a pod: all namespaces, credentials of its service account
   KUBECONFIG=~/.kube/config tandem-operator --no-leader-elect --log-format plain
-                                                    on a laptop, against the cluster that the kubeconfig names
-  tandem-operator --namespaces chat,search          two namespaces alone; a Role in each is enough then
+                                                    on a laptop, against the cluster of the kubeconfig
+  tandem-operator --namespaces chat,search          only two namespaces; a Role in each is sufficient
 
-Two replicas: one leads and acts, the other stands by with everything in memory and takes over when the leader resigns
-(at once) or is silent (--lease-duration). Nobody's requests depend on either.
+Two replicas: the leader acts. The other has the same caches and takes over when the leader releases the lease (at once)
+or stops renewing it (--lease-duration). Requests of clients depend on neither.
 
 Exit status: 0 after SIGTERM, 1 when a part of it failed (start it again), 2 for a wrong flag.
 """

@@ -111,8 +111,8 @@ def _add_policy_flags(group: argparse._ArgumentGroup, scheduler: SchedulerConfig
         choices=[policy.value for policy in SchedulePolicy],
         default=scheduler.schedule_policy.value,
         help="order of waiting requests: first come (fcfs), longest cached prefix (lpm), most requests with "
-        "the same cached prefix (dfs-weight), greatest priority (priority), fewest steps left (srf); default "
-        f"{scheduler.schedule_policy.value}",
+        "the same cached prefix (dfs-weight), greatest priority (priority), fewest steps left (srf) "
+        f"(default: {scheduler.schedule_policy.value})",
     )
     group.add_argument(
         "--policy-ageing-seconds",

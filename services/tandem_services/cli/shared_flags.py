@@ -91,7 +91,8 @@ def add_redis(parser: argparse._ActionsContainer, *, required: bool) -> None:
         type=Path,
         default=settings.redis_password_file,
         metavar="FILE",
-        help="file with the Redis password (TANDEM_REDIS_PASSWORD_FILE)",
+        help="file with the Redis password, which a command line would show to other users of the machine "
+        "(TANDEM_REDIS_PASSWORD_FILE)",
     )
 
 
