@@ -45,7 +45,8 @@ def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=spec.prompt_lookup_max,
         metavar="N",
-        help=f"longest repetition, in tokens, that NGRAM compares to choose among matches (default: {spec.prompt_lookup_max})",
+        help="longest repetition, in tokens, that NGRAM compares to choose among matches "
+        f"(default: {spec.prompt_lookup_max})",
     )
     group.add_argument(
         "--speculative-disable-by-batch-size",
