@@ -154,7 +154,7 @@ def matches(path: Path, names_only: bool = False) -> Iterator[Match]:
                     yield Match(path, number, found.group(), instead, text.strip())
     if path.name.startswith("test_"):
         for node in ast.walk(ast.parse("\n".join(lines))):
-            name = getattr(node, "name", "")
+            name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
             if name.startswith("test_") and len(name.removeprefix("test_")) > MAX_TEST_NAME:
                 yield Match(path, node.lineno, name, f"at most {MAX_TEST_NAME} characters", name)
 
