@@ -1,5 +1,7 @@
 """The operator against a real API server: a ModelService's life from `kubectl apply` to its deletion."""
 
+from itertools import pairwise
+
 from tandem_operator.builders.worker import GRACE_AFTER_DRAIN_S, STAY_S
 from tandem_testing.control_plane import KUBE, PATIENCE_S
 from tandem_testing.waiting import wait_for
@@ -189,8 +191,11 @@ def test_without_figures_the_autoscaler_holds_and_says_so(services, running):
     services.apply(autoscaling=scaling, prefill=bounds, decode=bounds)
     services.wait_condition("AutoscalingActive", "False", "MetricsUnavailable")
     services.wait_ready()
-    (decision,) = services.get()["status"]["decisions"]
-    assert decision["action"] == "hold"
+    decisions = services.get()["status"]["decisions"]
+    assert {decision["action"] for decision in decisions} == {"hold"}
+    # Each reason once: pods may become ready one after the other, and another one is then named.
+    reasons = [decision["reason"] for decision in decisions]
+    assert all(first != second for first, second in pairwise(reasons))
     assert services.cluster.get(services.pool_path("decode"))["spec"]["replicas"] == 1
     services.wait_event("Warning", "ScalingHeld")
 

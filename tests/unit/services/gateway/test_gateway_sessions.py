@@ -218,7 +218,7 @@ async def test_a_session_that_fills_the_context_is_refused(two):
         ({"session_params": {"id": "x" * 300}}, "session_params.id"),
         ({"session_params": {}}, "session_params.id"),
         ({"session_params": {"id": "s", "turn": -1}}, "session_params.turn"),
-        ({"session_params": {"id": "s", "rid": "r"}}, "session_params"),
+        ({"session_params": {"id": "s", "rid": "r"}}, "session_params.rid"),
         ({"session_params": "s"}, "session_params"),
         ({"session_params": {"id": "s", "turn": 0}, "n": 2}, "n"),
         ({"session_params": {"id": "s", "turn": 0}, "best_of": 2}, "n"),

@@ -89,7 +89,7 @@ def agent(monkeypatch) -> list[Agent]:
 
     monkeypatch.setattr(torch.cuda, "set_device", use)
     monkeypatch.setattr(nixl_transport, "NixlAgent", make)
-    monkeypatch.setattr(digest, "_on_device", by_kernels)
+    monkeypatch.setattr(digest, "digesters_on_device", by_kernels)
     return made
 
 
