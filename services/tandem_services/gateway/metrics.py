@@ -62,20 +62,20 @@ class GatewayMetrics:
         )
         self._placements = families.counter(
             "tandem_gateway_placements",
-            "Attempts of finished requests by who computed the prompt: pair, alone, local because that was predicted "
-            "to be faster, degraded because no prefill worker could",
+            "Attempts of finished requests by the workers that computed the prompt: pair, alone, local because it was "
+            "predicted to be faster, degraded because no prefill worker could",
             [MODEL, "placement"],
         )
         self._routes = families.counter(
             "tandem_gateway_route_decisions",
-            "Attempts of finished requests by who chose the workers (redis, local: without Redis, session, "
+            "Attempts of finished requests by the source of the route decision (redis, local: without Redis, session, "
             "router: a stand-alone one) and what spoke for them: their session, a prefix that they are to fetch, one "
             "that they have cached, or load alone",
             [MODEL, "source", "reason"],
         )
         self._resumptions = families.counter(
             "tandem_gateway_resumptions",
-            "Attempts of finished requests that went on after tokens of the attempt before, by how that one ended",
+            "Attempts of finished requests that continued after tokens of an earlier one, by the outcome of that one",
             [MODEL, "cause"],
         )
         self.choices = total("choices", "Choices of requests that began")
@@ -102,7 +102,9 @@ class GatewayMetrics:
         self.quarantined = families.gauge(
             "tandem_gateway_quarantined_requests", "Digests of requests that are refused", [MODEL]
         ).labels(model_name=model)
-        self.convictions = total("requests_quarantined", "Requests convicted here of killing workers")
+        self.convictions = total(
+            "requests_quarantined", "Requests that this gateway quarantined because workers died of them"
+        )
         self.quarantine_refusals = total("quarantine_refusals", "Requests refused because they are quarantined")
         self.workers_answering_again = total(
             "workers_answering_again", "Workers that answered after their connection was lost: the network had failed"

@@ -24,7 +24,7 @@ class ModelsFileMetrics:
     def __init__(self, families: MetricFamilies, *, served: int) -> None:
         self._served = families.gauge("tandem_gateway_models", "Model services that are served")
         self._stale = families.gauge(
-            "tandem_gateway_models_file_stale", "1 while the models file is no good and what it said before is served"
+            "tandem_gateway_models_file_stale", "1 while the models file is invalid and the previous models are served"
         )
         self._reloads = families.counter(
             "tandem_gateway_models_file_reloads", "Changes of the models file, by outcome", ["outcome"]

@@ -23,19 +23,20 @@ class RouterMetrics:
         )
         self._choices = Counter(
             "tandem_router_choices_total",
-            "Choices made, by who asked (http, grpc, ext_proc), who decided (redis, local) and placement",
+            "Route decisions by interface (http, grpc, ext_proc), source (redis, local) and placement",
             ["interface", "source", "placement"],
             registry=registry,
         )
         self._refusals = Counter(
             "tandem_router_refusals_total",
-            "Requests without a choice, by who asked and status: 400 bad input, 429 no room or too many, 503 no worker",
+            "Requests without a route decision, by interface and status: 400 bad input, 429 no capacity or too many, "
+            "503 no worker",
             ["interface", "code"],
             registry=registry,
         )
         self.choice_seconds = Histogram(
             "tandem_router_choice_seconds",
-            "From a request to its choice, tokenising included",
+            "From a request to its route decision, tokenization included",
             buckets=CHOICE_SECONDS,
             registry=registry,
         )
