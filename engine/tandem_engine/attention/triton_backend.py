@@ -20,7 +20,13 @@ from torch import Tensor
 from tandem_engine.attention.backend import TurningPlan
 from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.forward.forward_batch import ForwardBatch
-from tandem_engine.kernels.decode_attention import DecodeTiling, Partials, decode_attention, decode_tiling
+from tandem_engine.kernels.decode_attention import (
+    DecodeTiling,
+    Partials,
+    decode_attention,
+    decode_block_m,
+    decode_tiling,
+)
 from tandem_engine.kernels.device import facts_of
 from tandem_engine.kernels.extend_attention import ExtendTiling, extend_attention, extend_tiling
 from tandem_engine.kernels.head_turn import HeadTurn
@@ -38,7 +44,7 @@ class PagedAttention:
     splitting: Splitting
     decode: DecodeTiling
     extend: ExtendTiling
-    programs: int
+    multiprocessors: int
 
     @property
     def device(self) -> torch.device:
@@ -51,7 +57,7 @@ class PagedAttention:
         k_scale, v_scale = scales or (None, None)
         decode_attention(
             q, keys, values, out, rows, work, partials, scale=spec.scale, soft_cap=spec.soft_cap,
-            k_scale=k_scale, v_scale=v_scale, tiling=self.decode, programs=self.programs,
+            k_scale=k_scale, v_scale=v_scale, tiling=self.decode, multiprocessors=self.multiprocessors,
         )  # fmt: skip
         if work.has_tiles:
             extend_attention(
@@ -172,15 +178,22 @@ class TritonBackend:
         dtype = dtype or pool.data.dtype
         itemsize = max(dtype.itemsize, pool.data.dtype.itemsize)
         extend = extend_tiling(head_dim, itemsize, facts.shared_bytes)
+        splitting = splitting_of(
+            num_heads=num_heads, kv_heads=kv_heads, max_queries=max_queries, block_m=extend.block_m
+        )
         self._attention = PagedAttention(
             pool=pool,
             specs=tuple(specs),
-            splitting=splitting_of(
-                num_heads=num_heads, kv_heads=kv_heads, max_queries=max_queries, block_m=extend.block_m
+            splitting=splitting,
+            decode=decode_tiling(
+                head_dim,
+                dtype.itemsize,
+                facts.shared_bytes,
+                pool_itemsize=pool.data.dtype.itemsize,
+                block_m=decode_block_m(splitting),
             ),
-            decode=decode_tiling(head_dim, itemsize, facts.shared_bytes),
             extend=extend,
-            programs=facts.programs,
+            multiprocessors=facts.multiprocessors,
         )
         self._num_heads, self._dtype = num_heads, dtype
         self._graph_partials: Partials | None = None

@@ -6,8 +6,8 @@
     total  = total · 2^(m − m') + Σ w
     acc    = acc · 2^(m − m') + w·v                a row's result is acc / total, once all blocks have been
 
-Products run on tensor cores in the dtype of q; scores, weights and sums are float32. float32 inputs are multiplied as
-such, not as TF32. K and V of another dtype (float8) are converted to q's as they are read.
+Products run on tensor cores in the dtype of q (`operand`); scores, weights and sums are float32. float32 inputs are
+multiplied as such, not as TF32. K and V of another dtype (float8) are converted to q's as they are read.
 
 K and V lie in pages of PAGE_SIZE tokens, [page, kv_head, slot, HEAD_DIM] with a stride between pages; a head of a page
 is dense. Token t of a sequence is in slot t % PAGE_SIZE of page table[t // PAGE_SIZE]. Tokens outside [low, high) are
@@ -35,19 +35,46 @@ def factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
 
 
 @triton.jit
+def page_ids(table, block, last, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of tokens [block, block + BLOCK_N), as `attend_block` takes them: one number if they share a page.
+
+    A loop loads them for the next block at the end of its body. Then the address of K and V depends on no load of the
+    same iteration, and the compiler keeps several blocks in flight; otherwise it has a single buffer, which is filled,
+    awaited and read in turn. `last` is the place of the sequence's last page in the table: nothing behind it is read.
+    """
+    token = block if PAGE_SIZE % BLOCK_N == 0 else block + tl.arange(0, BLOCK_N)
+    return tl.load(table + tl.minimum(token // PAGE_SIZE, last))
+
+
+@triton.jit
+def operand(q, keys):
+    """`q` in the dtype in which it is multiplied with what `keys` points to.
+
+    Float8 becomes float16 by one instruction for two numbers, but bfloat16 only by way of float32. bfloat16 of at most
+    65504 is float16 without a rounding above 2^-14; larger numbers are cut off there.
+    """
+    return _as_float16(q) if keys.dtype.element_ty.is_fp8() and q.dtype == tl.bfloat16 else q
+
+
+@triton.jit
+def _as_float16(q):
+    return tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
 def attend_block(
     q,
     highest,
     total,
     acc,
     block,
+    page,
     first,
     end,
     low,
     high,
     keys,
     values,
-    table,
     page_stride,
     scale,
     cap,
@@ -61,23 +88,19 @@ def attend_block(
 ):
     """Let rows of q [M, BLOCK_D] see tokens [block, block + BLOCK_N). Returns highest [M], total [M], acc [M, BLOCK_D].
 
+    page         its pages: of `page_ids`
     first, end   [M] row m sees tokens in [first[m], end[m]); `first` counts with WINDOWED alone
     low, high    no row sees a token outside of them
     keys, values of one head of page 0
-    table        the sequence's pages
     MASKED       false if all rows see all tokens of the block
     """
     token = block + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
-    if MASKED:
-        live = (token >= low) & (token < high)
-        page = tl.load(table + token // PAGE_SIZE, mask=live, other=0)
-    else:
-        page = tl.load(table + token // PAGE_SIZE)
     at = page.to(tl.int64) * page_stride + (token % PAGE_SIZE) * HEAD_DIM
     k_at = keys + at[None, :] + column[:, None]
     v_at = values + at[:, None] + column[None, :]
     if MASKED:
+        live = (token >= low) & (token < high)
         k = tl.load(k_at, mask=live[None, :] & (column < HEAD_DIM)[:, None], other=0.0)
         v = tl.load(v_at, mask=live[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
     elif BLOCK_D != HEAD_DIM:

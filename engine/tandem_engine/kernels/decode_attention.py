@@ -14,9 +14,9 @@ keeps a whole device busy. Two kernels:
     partial          [items, KV_HEADS, ROWS, HEAD_DIM] float32, with partial_stats [items, KV_HEADS, ROWS, 2] (m, total)
                      where ROWS = MAX_QUERIES · GROUP
 
-The grid is a few programs per multiprocessor, each of which takes every so-many-th item: it depends on no length, so
-that a CUDA graph holds for any batch, and short rows cost nothing. How many programs there are changes who computes,
-never what. The order of sums follows from the row alone.
+The grid is the programs that the device runs at once, each of which takes every so-many-th item: it depends on no
+length, so that a CUDA graph holds for any batch, and short rows cost nothing. The number of programs does not change
+results: the order of sums follows from the row alone.
 
 Source: Dao et al., Flash-Decoding for long-context inference, 2023; Hong et al., FlashDecoding++, 2023.
 """
@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_engine.kernels.attention_block import FEWEST, attend_block, check_layout, factors
+from tandem_engine.kernels.attention_block import FEWEST, attend_block, check_layout, factors, operand, page_ids
 from tandem_engine.kernels.work_list import Bounds, Rows, Splitting, WorkList, visible_splits
 
 COMBINED_AT_ONCE = tl.constexpr(32)
@@ -91,6 +91,7 @@ def split_kernel(
         query_head = (head * GROUP + m % GROUP)[:, None]
         live = (m < q_len * GROUP)[:, None] & dims
         tile = tl.load(q + token * token_stride + query_head * HEAD_DIM + column[None, :], mask=live, other=0.0)
+        tile = operand(tile, keys)
         end = tl.where(m < q_len * GROUP, seq_len - q_len + m // GROUP + 1, 0)
 
         factor = scale
@@ -101,12 +102,15 @@ def split_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         of_head = head * (PAGE_SIZE * HEAD_DIM)
         table = page_table + row.to(tl.int64) * table_stride
+        last = (high - 1) // PAGE_SIZE
+        page = page_ids(table, low // BLOCK_N * BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         for block in range(low // BLOCK_N * BLOCK_N, high, BLOCK_N):
             highest, total, acc = attend_block(
-                tile, highest, total, acc, block, end - window, end, low, high,
-                keys + of_head, values + of_head, table, page_stride, factor, cap,
+                tile, highest, total, acc, block, page, end - window, end, low, high,
+                keys + of_head, values + of_head, page_stride, factor, cap,
                 True, WINDOWED, CAPPED, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
             )  # fmt: skip
+            page = page_ids(table, block + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         if v_scale is not None:
             acc = acc * tl.load(v_scale + head)
         if splits == 1:
@@ -178,19 +182,46 @@ class DecodeTiling:
     """Keys of a block, and how programs run."""
 
     block_n: int
-    num_warps: int
     num_stages: int
-    """Blocks of K and V in shared memory: one that is computed with while the others arrive."""
+    """One more than the blocks of K and V that shared memory holds."""
+    resident: int
+    """Programs that a multiprocessor runs at once."""
+    most_registers: int | None = None
+    """Of a thread; None leaves the number to the assembler."""
+    num_warps: int = 4
 
 
-def decode_tiling(head_dim: int, itemsize: int, shared_bytes: int) -> DecodeTiling:
-    """For numbers of `itemsize` bytes in the pool's widest use, on a device with so much shared memory for a block.
+def decode_tiling(head_dim: int, itemsize: int, shared_bytes: int, *, pool_itemsize: int, block_m: int) -> DecodeTiling:
+    """How rows are computed on a device with `shared_bytes` of shared memory for a block.
 
-    A stage has 32 KiB of K and V; two programs on a multiprocessor keep enough of them in flight for its bandwidth.
+    A multiprocessor has to have some 26 KiB of K and V in flight at any moment for the bandwidth of a Hopper card:
+    three programs of two blocks have several times that. float32 is multiplied without tensor cores, from registers
+    that a second block would not leave enough of.
+
+    Args:
+        itemsize: bytes of a number of the queries.
+        pool_itemsize: bytes of a number of the pool.
+        block_m: rows of a tile (`decode_block_m`).
     """
-    row_bytes = triton.next_power_of_2(head_dim) * itemsize
-    block_n = max(16, min(64, (16 << 10) // row_bytes))
-    return DecodeTiling(block_n=block_n, num_warps=4, num_stages=3 if shared_bytes >= 200 << 10 else 2)
+    wide, small = head_dim > 128, shared_bytes < 160 << 10
+    registers = None
+    if itemsize > 2:
+        block_n, stages, most = 16, 2, 4
+    elif pool_itemsize == 1:
+        block_n, stages, most, registers = 16 if wide else 32, 4, 3, 160
+    elif wide:
+        block_n, stages, most = 16 if small else 32, 3, 2
+    else:
+        block_n, stages, most = 32 if small else 64, 3, 3
+    width = triton.next_power_of_2(head_dim)
+    blocks = (stages - 1) * 2 * block_n * width * pool_itemsize
+    tile = block_m * width * 3
+    return DecodeTiling(
+        block_n=block_n,
+        num_stages=stages,
+        resident=max(1, min(most, shared_bytes // (blocks + tile))),
+        most_registers=registers,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +252,7 @@ def decode_attention(
     scale: float,
     soft_cap: float | None,
     tiling: DecodeTiling,
-    programs: int,
+    multiprocessors: int,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
@@ -231,7 +262,7 @@ def decode_attention(
         q: [T, heads, head_dim], tokens any distance apart.
         keys, values: [pages, kv_heads, page_size, head_dim] of one layer, dense but for the first dimension.
         out: [T, heads, head_dim], dense.
-        programs: how many to launch, at most.
+        multiprocessors: of the device: as many programs are launched as they run at once.
         k_scale, v_scale: float32 [kv_heads], what numbers of a pool in float8 are multiplied with; None is 1.
     """
     check_layout(q, keys, values, out)
@@ -240,12 +271,13 @@ def decode_attention(
     constants = decode_constants(splitting, kv_heads, head_dim, windowed=work.window is not None)
     scale, cap = factors(scale, soft_cap)
     window = work.window or 0
-    split_kernel[(min(programs, len(work.items) * kv_heads),)](
+    split_kernel[(min(multiprocessors * tiling.resident, len(work.items) * kv_heads),)](
         q, keys, values, out, rows.page_table, rows.extend_lens, rows.seq_lens, work.starts, work.items, work.totals,
         partials.acc, partials.stats, k_scale, v_scale, scale, cap, window,
         q.stride(0), keys.stride(0), rows.page_table.stride(0),
         PAGE_SIZE=page_size, CAPPED=soft_cap is not None, BLOCK_N=tiling.block_n,
-        BLOCK_M=decode_block_m(splitting), **constants, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        BLOCK_M=decode_block_m(splitting), **constants,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.most_registers,
     )  # fmt: skip
     combine_kernel[(len(work.starts), splitting.max_queries * q.shape[1])](
         partials.acc, partials.stats, out, rows.extend_lens, rows.seq_lens, work.starts, work.first_items, window,

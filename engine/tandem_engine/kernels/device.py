@@ -5,10 +5,6 @@ from dataclasses import dataclass
 import torch
 import triton
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
-"""Of a kernel whose programs take one piece of work after the other: more than run at once, so that one that has ended
-is followed by one that waits."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFacts:
@@ -17,10 +13,6 @@ class DeviceFacts:
     multiprocessors: int
     shared_bytes: int
     """Shared memory that a block may have."""
-
-    @property
-    def programs(self) -> int:
-        return PROGRAMS_PER_MULTIPROCESSOR * self.multiprocessors
 
 
 INTERPRETER = DeviceFacts(multiprocessors=2, shared_bytes=163 << 10)

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_engine.kernels.attention_block import FEWEST, attend_block, check_layout, factors
+from tandem_engine.kernels.attention_block import FEWEST, attend_block, check_layout, factors, operand, page_ids
 from tandem_engine.kernels.work_list import Rows, WorkList
 
 
@@ -78,6 +78,7 @@ def extend_kernel(
         query_head = (head * GROUP + m % GROUP)[:, None]
         live = (query < q_len)[:, None] & (column < HEAD_DIM)[None, :]
         tile = tl.load(q + token * token_stride + query_head * HEAD_DIM + column[None, :], mask=live, other=0.0)
+        tile = operand(tile, keys)
         # Rows behind the last query see as much as any, so that they are masked nowhere; they are not stored.
         end = prefix + query + 1
         oldest = prefix + first_m // GROUP + 1
@@ -98,25 +99,31 @@ def extend_kernel(
         k_head = keys + head * (PAGE_SIZE * HEAD_DIM)
         v_head = values + head * (PAGE_SIZE * HEAD_DIM)
         table = page_table + row.to(tl.int64) * table_stride
+        # Each loop begins at the block where the one before ended, so `page` passes from one to the next.
+        last = (high - 1) // PAGE_SIZE
+        page = page_ids(table, low // BLOCK_N * BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         if WINDOWED:
             for block in range(low // BLOCK_N * BLOCK_N, tl.minimum(full, high), BLOCK_N):
                 highest, total, acc = attend_block(
-                    tile, highest, total, acc, block, end - window, end, low, high,
-                    k_head, v_head, table, page_stride, factor, cap,
+                    tile, highest, total, acc, block, page, end - window, end, low, high,
+                    k_head, v_head, page_stride, factor, cap,
                     True, True, CAPPED, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
+                page = page_ids(table, block + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         for block in range(full, masked, BLOCK_N):
             highest, total, acc = attend_block(
-                tile, highest, total, acc, block, end, end, low, high,
-                k_head, v_head, table, page_stride, factor, cap,
+                tile, highest, total, acc, block, page, end, end, low, high,
+                k_head, v_head, page_stride, factor, cap,
                 False, False, CAPPED, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
             )  # fmt: skip
+            page = page_ids(table, block + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         for block in range(masked, high, BLOCK_N):
             highest, total, acc = attend_block(
-                tile, highest, total, acc, block, end - window, end, low, high,
-                k_head, v_head, table, page_stride, factor, cap,
+                tile, highest, total, acc, block, page, end - window, end, low, high,
+                k_head, v_head, page_stride, factor, cap,
                 True, WINDOWED, CAPPED, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
             )  # fmt: skip
+            page = page_ids(table, block + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         if v_scale is not None:
             acc = acc * tl.load(v_scale + head)
         place = out + (token * (KV_HEADS * GROUP) + query_head) * HEAD_DIM + column[None, :]

@@ -7,9 +7,10 @@ Triton wants at launch.
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ SHARED_LIMIT = {AMPERE: 163 << 10, HOPPER: 227 << 10}
 """Bytes of shared memory that a block may have (CUDA C++ Programming Guide, compute capabilities)."""
 REGISTER_FILE = 64 << 10
 """Registers of a multiprocessor."""
+SHARED_OF_ALL, SHARED_RESERVED = {AMPERE: 164 << 10, HOPPER: 228 << 10}, 1 << 10
+"""Bytes of shared memory of a multiprocessor, and of them what each block takes for itself."""
+MOST_WARPS = 64
+"""Of a multiprocessor."""
+_BUFFER = re.compile(r"ttg\.local_alloc\s*:\s*\(\)\s*->\s*!ttg\.memdesc<(?P<count>\d+)x\d+x\d+x")
+_WAIT = re.compile(r"ttg\.async_wait .*\{num = (?P<count>\d+)")
+_OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][A-Z0-9]*)", re.MULTILINE)
 _RESOURCES = re.compile(r"Function (?P<name>\S+):\s+REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
 
 
@@ -43,6 +51,32 @@ class Compiled:
     shared_bytes: int
     """Of a block."""
     ptx: str
+    ttgir: str
+    cubin: bytes = field(repr=False)
+
+    def assert_pipelined(self, *, buffers: int) -> None:
+        """K and V have so many buffers each, and with several of them the loop waits for an older block than the last.
+
+        A single buffer is filled, awaited and read in turn.
+        """
+        found = [int(each["count"]) for each in _BUFFER.finditer(self.ttgir)]
+        assert len(found) >= 2, f"{self.what} does not read K and V into shared memory ahead"
+        assert min(found) >= buffers, f"{self.what} has {found} buffers of K and V, not {buffers}"
+        waits = [int(each["count"]) for each in _WAIT.finditer(self.ttgir)]
+        assert buffers == 1 or max(waits) > 0, f"{self.what} waits for each block as soon as it has asked for it"
+
+    def resident(self) -> int:
+        """Blocks that a multiprocessor runs at once."""
+        registers = -(-self.registers // 8) * 8 * 32 * self.num_warps
+        shared = self.shared_bytes + SHARED_RESERVED
+        return min(SHARED_OF_ALL[self.arch] // shared, REGISTER_FILE // registers, MOST_WARPS // self.num_warps)
+
+    def instructions(self) -> "Counter[str]":
+        """How often each opcode is in the machine code, without modifiers."""
+        with _as_file(self.cubin) as path:
+            command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(path)]
+            listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return Counter(found["opcode"] for found in _OPCODE.finditer(listing))
 
     def assert_fits(self) -> None:
         """It launches on its device and nothing spills."""
@@ -65,6 +99,7 @@ def compile_kernel(
     arch: int,
     num_warps: int = 4,
     num_stages: int = 3,
+    maxnreg: int | None = None,
     enable_fp_fusion: bool = True,
 ) -> Compiled:
     """Compile `kernel`, a function under `triton.jit`, for a device of compute capability arch / 10.
@@ -86,6 +121,7 @@ def compile_kernel(
         attrs={place: [["tt.divisibility", 16]] for place in aligned},
     )
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
+    options |= {"maxnreg": maxnreg} if maxnreg else {}
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     assert f".target sm_{arch}" in built.asm["ptx"]
     registers, stack = _resources(built.asm["cubin"], built.name)
@@ -97,6 +133,8 @@ def compile_kernel(
         stack_bytes=stack,
         shared_bytes=built.metadata.shared,
         ptx=built.asm["ptx"],
+        ttgir=built.asm["ttgir"],
+        cubin=built.asm["cubin"],
     )
 
 
@@ -170,12 +208,18 @@ class _AbsentDevice:
 
 def _resources(cubin: bytes, name: str) -> tuple[int, int]:
     """Registers and bytes of stack of a thread of the kernel `name`."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
+    with _as_file(cubin) as path:
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for found in _RESOURCES.finditer(listing):
         if found["name"] == name:
             return int(found["registers"]), int(found["stack"])
     raise AssertionError(f"cuobjdump does not list {name}:\n{listing}")
+
+
+@contextmanager
+def _as_file(cubin: bytes) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        yield path

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.attention.torch_ref import attend_dense
-from tandem_engine.kernels.decode_attention import Partials, decode_attention, decode_tiling
+from tandem_engine.kernels.decode_attention import Partials, decode_attention, decode_block_m, decode_tiling
 from tandem_engine.kernels.device import facts_of
 from tandem_engine.kernels.extend_attention import extend_attention, extend_tiling
 from tandem_engine.kernels.work_list import Bounds, Rows, Splitting, WorkList, splitting_of
@@ -123,7 +123,7 @@ class Case:
         *,
         max_queries: int = 1,
         splitting: Splitting | None = None,
-        programs: int = 8,
+        multiprocessors: int = 3,
         scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """What the kernels make of it: both, each its rows."""
@@ -143,8 +143,14 @@ class Case:
         what = (self.q, self.keys, self.values, out, self.rows, work)
         k_scale, v_scale = scales or (None, None)
         how = {"scale": spec.scale, "soft_cap": spec.soft_cap, "k_scale": k_scale, "v_scale": v_scale}
-        tiling = decode_tiling(heads.head_dim, itemsize, shared)
-        decode_attention(*what, partials, **how, tiling=tiling, programs=programs)
+        tiling = decode_tiling(
+            heads.head_dim,
+            itemsize,
+            shared,
+            pool_itemsize=self.keys.dtype.itemsize,
+            block_m=decode_block_m(splitting),
+        )
+        decode_attention(*what, partials, **how, tiling=tiling, multiprocessors=multiprocessors)
         extend_attention(*what, **how, tiling=extend)
         return out
 

@@ -64,7 +64,7 @@ def check_company_and_programs_change_no_bit(device: str) -> None:
     for spec in (heads.spec(), heads.spec(window=40)):
         case = Case.make(heads, DECODES[2:5], device)
         together = case.attend(spec, splitting=FINE)
-        assert torch.equal(case.attend(spec, splitting=FINE, programs=3), together)
+        assert torch.equal(case.attend(spec, splitting=FINE, multiprocessors=1), together)
         for row in range(len(case.lens)):
             assert torch.equal(case.only(row).attend(spec, splitting=FINE), together[row : row + 1]), case.lens[row]
 
@@ -146,9 +146,16 @@ def decode_fits(
 ) -> None:
     """Both kernels fit the device, and the first of them reads pages while it computes."""
     itemsize = 4 if kind == "fp32" else 2
+    pool_itemsize = 1 if pool_kind else itemsize
     splitting = splitting_of(num_heads=heads, kv_heads=kv_heads, max_queries=max_queries, block_m=128)
     constants = decode_constants(splitting, kv_heads, head_dim, windowed=windowed)
-    tiling = decode_tiling(head_dim, itemsize, SHARED_LIMIT[arch])
+    tiling = decode_tiling(
+        head_dim,
+        itemsize,
+        SHARED_LIMIT[arch],
+        pool_itemsize=pool_itemsize,
+        block_m=decode_block_m(splitting),
+    )
     scale = "*fp32:16" if pool_kind else None
     scales = {"k_scale": scale, "v_scale": scale}
     lens = {"extend_lens": "*i32", "seq_lens": "*i32", "starts": "*i32:16"}
@@ -178,7 +185,11 @@ def decode_fits(
         arch=arch,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        maxnreg=tiling.most_registers,
     )
     split.assert_fits()
-    assert "cp.async" in split.ptx, f"{split.what} waits for each block of K and V"
+    split.assert_pipelined(buffers=tiling.num_stages - 1)
+    assert split.resident() >= tiling.resident, f"{split.what}: {split.resident()} run at once, not {tiling.resident}"
+    if pool_kind:
+        assert "F2F" not in split.instructions(), f"{split.what} converts numbers one by one"
     compile_kernel(combine_kernel, {**lens, **partials, "first_items": "*i32:16"}, constants, arch=arch).assert_fits()

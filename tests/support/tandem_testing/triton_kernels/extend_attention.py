@@ -143,4 +143,4 @@ def extend_fits(
         num_stages=tiling.num_stages,
     )
     compiled.assert_fits()
-    assert "cp.async" in compiled.ptx, f"{compiled.what} waits for each block of K and V"
+    compiled.assert_pipelined(buffers=tiling.num_stages - 1)
