@@ -134,6 +134,8 @@ class DecodeGraph:
     """[rows] int64, as are the next two: where the graph reads them."""
     positions: Tensor
     token_rows: Tensor
+    captured: ForwardBatch
+    """The step that was captured. The graph reads its tensors, so they live as long: freed memory gets other tensors."""
     plan: GraphPlan
     graph: Captured
     computed: Computed
@@ -222,6 +224,7 @@ def capture_decode(capturer: GraphCapturer, decoding: Decoding, rows: int) -> De
         input_ids=input_ids,
         positions=positions,
         token_rows=token_rows,
+        captured=decodes,
         plan=plan,
         graph=graph,
         computed=computed,

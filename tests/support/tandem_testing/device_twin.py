@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
+from types import NoneType
 from typing import Any
 
 import torch
@@ -328,13 +329,13 @@ class Operations(TorchDispatchMode):
         return ATEN.copy_.default(target, source)
 
 
-def reachable(owner: object) -> Iterator[Tensor]:
-    """Every tensor that `owner` holds, however deep."""
+def reachable(owner: object, *, but: type = NoneType) -> Iterator[Tensor]:
+    """Every tensor that `owner` holds, however deep, but for what an object of the type `but` alone holds."""
     seen: set[int] = set()
     waiting = [owner]
     while waiting:
         item = waiting.pop()
-        if id(item) in seen or isinstance(item, str | int | float | bytes | type | torch.dtype | torch.device):
+        if id(item) in seen or isinstance(item, but | str | int | float | bytes | type | torch.dtype | torch.device):
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
