@@ -135,7 +135,8 @@ class DecodeGraph:
     positions: Tensor
     token_rows: Tensor
     captured: ForwardBatch
-    """The step that was captured. The graph reads its tensors, so they live as long: freed memory gets other tensors."""
+    """The step that was captured. The graph reads its tensors, so they live as long as it does: memory that is freed
+    is given to other tensors."""
     plan: GraphPlan
     graph: Captured
     computed: Computed

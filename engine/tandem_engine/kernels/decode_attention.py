@@ -208,7 +208,7 @@ def decode_tiling(head_dim: int, itemsize: int, shared_bytes: int, *, pool_items
     if itemsize > 2:
         block_n, stages, most = 16, 2, 4
     elif pool_itemsize == 1:
-        block_n, stages, most, registers = 16 if wide else 32, 4, 3, 160
+        block_n, stages, most, registers = 32 if wide else 64, 3, 3, 168
     elif wide:
         block_n, stages, most = 16 if small else 32, 3, 2
     else:
