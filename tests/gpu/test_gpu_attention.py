@@ -38,7 +38,7 @@ def test_decodes_of_real_models(shape, dtype, page_size):
 
     heads = Heads(**shape, page_size=page_size, dtype=dtype)
     lens = [(1, seq_len) for seq_len in (1, 777, 4096, 4097, 32_768, *range(1000, 1064))]
-    Case.make(heads, lens, "cuda").check(heads.spec(), programs=4 * 132)
+    Case.make(heads, lens, "cuda").check(heads.spec(), multiprocessors=132)
 
 
 @MODELS

@@ -1,5 +1,6 @@
 """The engine on a real GPU: exactness, graphs, no waiting, memory, and two roles on one card."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -166,6 +167,25 @@ def test_paths_agree_over_pages_of_float8(model, kind):
 
 def test_outputs_are_the_same_with_graphs_and_without(model):
     assert outputs(model, config_of(model)) == outputs(model, config_of(model, graphs=GraphConfig(enabled=False)))
+
+
+def test_graphs_of_a_closed_engine_are_not_freed_while_others_are_captured(model):
+    """They are garbage in cycles, and with these thresholds any allocation could collect it."""
+    expected = outputs(model, config_of(model))
+    gc.disable()
+    for _ in range(3):
+        cycle: list[object] = [torch.cuda.CUDAGraph()]
+        cycle.append(cycle)
+        with torch.cuda.graph(cycle[0]):
+            torch.zeros(1, device=DEVICE)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    gc.enable()
+    try:
+        del cycle
+        assert outputs(model, config_of(model)) == expected
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_two_runs_give_the_same_to_the_bit(model):

@@ -14,10 +14,12 @@ of its own, and neither has a draft network that catches up with a token or two:
 Steps that do not fit, prompts above all, run as they are queued.
 """
 
+import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol, TypeVar
@@ -87,15 +89,33 @@ class CudaGraphCapturer:
                 run()
         self._streams.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads, NIXL's for one, may talk to the device meanwhile.
-        with torch.cuda.graph(
+        capturing = torch.cuda.graph(
             graph,
             pool=self._pool,
             stream=self._streams.stream(StreamName.FORWARD),
+            # Other threads, NIXL's for one, may talk to the device meanwhile.
             capture_error_mode="thread_local",
-        ):
+        )
+        with no_garbage_collection(), capturing:
             outputs = run()
         return graph, outputs
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """No garbage is collected within; what there is, is collected before.
+
+    Graphs of an engine that is gone are garbage in cycles. A capture fails when one of them is freed while it runs:
+    CUDA permits no release of a graph then.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

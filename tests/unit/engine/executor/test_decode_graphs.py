@@ -1,5 +1,7 @@
 """Graphs of decodes: which one runs, what it reads, and what padding does."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from tandem_engine.config import GraphConfig, ModelImpl, MoeConfig
 from tandem_engine.errors import ConfigError
-from tandem_engine.executor.graphs import can_capture, graph_sizes, measure_graphs
+from tandem_engine.executor.graphs import can_capture, graph_sizes, measure_graphs, no_garbage_collection
 from tandem_engine.executor.streams import StreamName
 from tandem_engine.forward.step_inputs import as_decodes
 from tandem_engine.names import DUMMY_PAGE
@@ -107,6 +109,22 @@ def test_a_graph_reads_only_what_lives_as_long_as_it():
     lasting = {tensor.untyped_storage()._cdata for tensor in reachable(both.streams, but=Tape)}
     for tape in both.platform.capturer.tapes:
         assert tape.inputs() <= lasting
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_before_a_capture_and_not_within(enabled):
+    (gc.enable if enabled else gc.disable)()
+    cycle: list[object] = [Tape(None)]
+    cycle.append(cycle)
+    gone = weakref.ref(cycle[0])
+    del cycle
+    try:
+        with no_garbage_collection():
+            assert gone() is None
+            assert not gc.isenabled()
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
 
 
 @torch.inference_mode()
