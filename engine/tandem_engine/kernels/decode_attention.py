@@ -281,7 +281,7 @@ def decode_attention(
     )  # fmt: skip
     combine_kernel[(len(work.starts), splitting.max_queries * q.shape[1])](
         partials.acc, partials.stats, out, rows.extend_lens, rows.seq_lens, work.starts, work.first_items, window,
-        **constants,
+        **constants, num_warps=combine_warps(constants),
     )  # fmt: skip
 
 
@@ -297,6 +297,11 @@ def decode_constants(splitting: Splitting, kv_heads: int, head_dim: int, *, wind
         "MAX_SPLITS": splitting.max_splits,
         "BLOCK_D": max(FEWEST, triton.next_power_of_2(head_dim)),
     }
+
+
+def combine_warps(constants: dict[str, int | bool]) -> int:
+    """Of `combine_kernel`. Its programs are many and small: with 4 warps each they take twice as long (H200)."""
+    return max(1, constants["BLOCK_D"] // 128)
 
 
 def decode_block_m(splitting: Splitting) -> int:

@@ -9,8 +9,11 @@ Which way a row goes, and how it is split, follow from the row alone: so does it
 multiples of their length, so a token falls into the same split whether it is seen by one query or by several:
 
     split length = MIN_SPLIT · ⌈visible tokens / (MIN_SPLIT · (MAX_SPLITS − 1))⌉
+                   WHOLE · MIN_SPLIT for that many tokens or fewer
 
-which makes at most MAX_SPLITS of them, wherever a window begins.
+which makes at most MAX_SPLITS of them, wherever a window begins. A short row is whole, since a second split costs
+more than it saves: partial results, and a launch that has something to combine (256 rows of 540 tokens on an H200: 153
+us instead of 197).
 """
 
 from dataclasses import dataclass
@@ -23,6 +26,9 @@ from torch import Tensor
 
 LEAST_WIDTH = 1024
 """So many rows take one kernel, however few they are."""
+WHOLE = 4
+"""A row of at most so many shortest splits is one split."""
+_WHOLE = tl.constexpr(WHOLE)
 MOST_ROWS = 64
 """Of a tile of decode, whose registers also hold as many rows of results."""
 
@@ -34,6 +40,7 @@ def visible_splits(q_len, seq_len, window, WINDOWED: tl.constexpr, MIN_SPLIT: tl
     if WINDOWED:
         low = tl.maximum(seq_len - q_len + 1 - window, 0)
     length = MIN_SPLIT * tl.maximum(tl.cdiv(seq_len - low, MIN_SPLIT * (MAX_SPLITS - 1)), 1)
+    length = tl.where(seq_len - low <= _WHOLE * MIN_SPLIT, _WHOLE * MIN_SPLIT, length)
     return low, length, tl.cdiv(seq_len, length) - low // length
 
 

@@ -4,6 +4,7 @@ import torch
 
 from tandem_engine.kernels.decode_attention import (
     combine_kernel,
+    combine_warps,
     decode_block_m,
     decode_constants,
     decode_tiling,
@@ -192,4 +193,10 @@ def decode_fits(
     assert split.resident() >= tiling.resident, f"{split.what}: {split.resident()} run at once, not {tiling.resident}"
     if pool_kind:
         assert "F2F" not in split.instructions(), f"{split.what} converts numbers one by one"
-    compile_kernel(combine_kernel, {**lens, **partials, "first_items": "*i32:16"}, constants, arch=arch).assert_fits()
+    compile_kernel(
+        combine_kernel,
+        {**lens, **partials, "first_items": "*i32:16"},
+        constants,
+        arch=arch,
+        num_warps=combine_warps(constants),
+    ).assert_fits()

@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem_engine.kernels.work_list import Bounds, Rows, Splitting, WorkList, list_constants, list_kernel
+from tandem_engine.kernels.work_list import WHOLE, Bounds, Rows, Splitting, WorkList, list_constants, list_kernel
 from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, compile_kernel
 
 SPLITTING = Splitting(group=3, max_queries=2, min_split=16, max_splits=4, block_m=16)
@@ -23,6 +23,8 @@ def splits(row: tuple[int, int], window: int | None) -> int:
     queries, tokens = row
     low = 0 if window is None else max(0, tokens - queries + 1 - window)
     length = SPLITTING.min_split * max(1, -(-(tokens - low) // (SPLITTING.min_split * (SPLITTING.max_splits - 1))))
+    if tokens - low <= WHOLE * SPLITTING.min_split:
+        length = WHOLE * SPLITTING.min_split
     return len({token // length for token in range(low, tokens)})
 
 

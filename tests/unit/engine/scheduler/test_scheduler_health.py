@@ -2,6 +2,7 @@
 
 import pytest
 
+from tandem_engine.memory.conservation import ConservationReport
 from tandem_testing.scheduler_builders import make_engine, make_message
 
 
@@ -22,6 +23,27 @@ def test_an_idle_engine_is_audited_once():
     engine.run()
     engine.step(5)
     assert engine.scheduler.stats().audit_failures_total == 1
+
+
+def test_audits_of_an_idle_engine_take_a_thousandth_of_its_time():
+    engine, now = make_engine(audit_every_step=False), [0.0]
+    health = engine.scheduler._parts.health
+    health.clock = lambda: now[0]
+    audited = []
+
+    def report(_: object, found: ConservationReport) -> None:
+        assert not found.problems
+        audited.append(now[0])
+        now[0] += 0.01
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(health), "_report", report)
+        for began in (1.0, 2.0, 10.9, 11.1):
+            now[0] = began
+            health.after_turn(idle=False)
+            health.after_turn(idle=True)
+            health.after_turn(idle=True)
+    assert audited == [1.0, 11.1]
 
 
 def test_tests_can_have_every_step_audited():
