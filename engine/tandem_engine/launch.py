@@ -4,21 +4,26 @@ checks that need no other process ─▶ other nodes come ─▶ other ranks sta
 ranks end ◀─ the engine closes, which tells them ◀────────────────────────────┘
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 
-from tandem_engine.config import EngineConfig
+from tandem_engine.config import EngineConfig, device_defaults, with_device_defaults
 from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.errors import ConfigError
+from tandem_engine.executor.memory_meter import meter_for
 from tandem_engine.kernels.compiles import COMPILED
 from tandem_engine.kernels.dispatch import by_triton
 from tandem_engine.loaded_model import load, require_loadable
+from tandem_engine.parallel.devices import require_device
 from tandem_engine.parallel.nodes.access import NodeAccess
 from tandem_engine.parallel.nodes.gathering import Gathered, gathered_nodes
 from tandem_engine.parallel.rank_processes import other_ranks
 from tandem_engine.scheduler.stream import Sink
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -45,12 +50,25 @@ def launched_engine(
             no `nodes`.
         RankLostError: a rank could not start, or ended while the engine was in use.
     """
+    config = for_its_device(config)
     with ExitStack() as stack:
         gathered = _gathered(config, nodes, self_test=self_test, stack=stack) if config.parallel.tp_size > 1 else None
         parallel = stack.enter_context(other_ranks(config, self_test=self_test, gathered=gathered))
         watch_compiler(config)
         loaded = load(config, progress=progress, parallel=parallel)
         yield stack.enter_context(Engine.build(loaded, loaded.config, sink=sink, port=port))
+
+
+def for_its_device(config: EngineConfig) -> EngineConfig:
+    """`config` with the defaults of its GPU, which one line of the log lists. Raises `ConfigError` without that GPU."""
+    if config.device == "cpu" or not config.left_open:
+        return config
+    require_device(config.device, ranks=config.parallel.local_size)
+    meter = meter_for(config.device)
+    logger.info(
+        "defaults for %s of %.0f GiB: %s", config.device, meter.total() / (1 << 30), device_defaults(meter.total())
+    )
+    return with_device_defaults(config, meter.total())
 
 
 def watch_compiler(config: EngineConfig) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tandem_engine.config import DEFAULT_CONTEXT, EngineConfig, ModelConfig
+from tandem_engine.config import EngineConfig, ModelConfig
 from tandem_engine.errors import ConfigError
 from tandem_engine.executor.memory_meter import meter_for
 from tandem_engine.freed import give_back
@@ -134,4 +134,4 @@ def _context_length(config: EngineConfig, facts: ModelConfig) -> int:
         )
     if config.context_length == 1:
         raise ConfigError("--context-length must be at least 2, a token of prompt and one of output, got 1")
-    return config.context_length or default_context(facts, DEFAULT_CONTEXT)
+    return config.context_length or default_context(facts, config.default_context)

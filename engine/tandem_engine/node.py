@@ -19,6 +19,7 @@ from tandem_engine.config import EngineConfig
 from tandem_engine.errors import EngineError
 from tandem_engine.ipc.channels import IpcContext, PairChannel
 from tandem_engine.ipc.parent import die_with_parent
+from tandem_engine.launch import for_its_device
 from tandem_engine.loaded_model import require_loadable
 from tandem_engine.messages.control import EngineFailed, EngineToWorker, NodeReport, Shutdown, WorkerToEngine
 from tandem_engine.parallel.nodes.access import NodeAccess
@@ -69,6 +70,7 @@ def follow(config: NodeConfig) -> int:
 
 def _follow(config: NodeConfig, control: "PairChannel[WorkerToEngine, EngineToWorker] | None") -> None:
     facts = require_loadable(config.engine)
+    engine = for_its_device(config.engine)
     leaving = threading.Event()
     _on_signals(leaving)
 
@@ -80,9 +82,9 @@ def _follow(config: NodeConfig, control: "PairChannel[WorkerToEngine, EngineToWo
             leaving.set()
 
     Follower(
-        config=config.engine,
+        config=engine,
         access=NodeAccess(host=config.host, curve_keys=config.curve_keys),
-        settings=settings_of(config.engine, facts.fingerprint),
+        settings=settings_of(engine, facts.fingerprint),
         report=report,
         leaving=leaving,
     ).follow()

@@ -7,11 +7,13 @@
     parallel     ranks and machines of one engine
     speculative, grammar, graphs, operation
     engine       all of them, and what must fit together
+    device_defaults   what a GPU changes of what no flag gave
 
 Nothing below reads the environment or argv.
 """
 
 from tandem_engine.config.cache import CacheConfig, KvCacheDtype
+from tandem_engine.config.device_defaults import OPEN_SETTINGS, DeviceDefaults, device_defaults, with_device_defaults
 from tandem_engine.config.engine import DEFAULT_CONTEXT, DEVICES, EngineConfig, LoadFormat, Quantization
 from tandem_engine.config.grammar import GrammarConfig
 from tandem_engine.config.graphs import GraphConfig
@@ -27,8 +29,10 @@ __all__ = [
     "DEFAULT_CONTEXT",
     "DEVICES",
     "MAX_DRAFT_TOKENS",
+    "OPEN_SETTINGS",
     "Activation",
     "CacheConfig",
+    "DeviceDefaults",
     "DisaggConfig",
     "EngineConfig",
     "GrammarConfig",
@@ -51,4 +55,6 @@ __all__ = [
     "SpecAlgorithm",
     "SpecConfig",
     "WritePolicy",
+    "device_defaults",
+    "with_device_defaults",
 ]

@@ -57,7 +57,10 @@ class EngineConfig:
     cpus: tuple[int, ...] = ()
     """Cores that the threads of forwards stay on; empty leaves them where the process may be."""
     context_length: int = 0
-    """Longest prompt + output of one request; 0 takes the model's, at most `DEFAULT_CONTEXT`."""
+    """Longest prompt + output of one request; 0 takes the model's, at most `default_context`."""
+    default_context: int = DEFAULT_CONTEXT
+    left_open: tuple[str, ...] = ()
+    """Settings that no flag gave: `device_defaults` may choose them."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     disagg: DisaggConfig = field(default_factory=DisaggConfig)

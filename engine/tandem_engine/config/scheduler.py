@@ -44,6 +44,8 @@ class SchedulerConfig:
     """Token budget that running requests, one token each, and prompts share; 0 is the sum of their own limits."""
     max_prefill_tokens: int = 2048
     """Token budget of the EXTEND part of one step."""
+    mixed_prefill_tokens: int = 0
+    """The same while others decode, whose next tokens wait for it; 0 is `max_prefill_tokens`."""
     chunked_prefill_size: int = 512
     """Longest run of prompt tokens one request may compute in one step."""
     long_prefill_token_threshold: int = 0
@@ -106,6 +108,8 @@ class SchedulerConfig:
         ):
             if count < 1:
                 raise ConfigError(f"{flag} must be at least 1, got {count}")
+        if self.mixed_prefill_tokens < 0:
+            raise ConfigError(f"--mixed-prefill-tokens must be at least 0, got {self.mixed_prefill_tokens}")
         if self.long_prefill_token_threshold < 0:
             raise ConfigError(
                 f"--long-prefill-token-threshold must be at least 0, got {self.long_prefill_token_threshold}"
@@ -133,7 +137,10 @@ class SchedulerConfig:
     def prefill_budget(self, *, decodes: int) -> int:
         """Prompt tokens that fit in a step beside `decodes` tokens of running requests: always at least one."""
         whole = self.max_tokens_per_step or self.max_prefill_tokens + self.max_running_requests
-        return min(self.max_prefill_tokens, max(1, whole - decodes))
+        most = self.max_prefill_tokens
+        if decodes and self.mixed_prefill_tokens:
+            most = min(most, self.mixed_prefill_tokens)
+        return min(most, max(1, whole - decodes))
 
     def chunk_limit(self, *, decodes: int) -> int:
         """Longest run of prompt tokens of one request in a step that `decodes` running requests take part in."""

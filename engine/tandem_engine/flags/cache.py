@@ -15,9 +15,8 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         "--page-size",
         "--block-size",
         type=positive_int,
-        default=cache.page_size,
         metavar="N",
-        help=f"tokens per KV page (default: {cache.page_size})",
+        help=f"tokens per KV page (default: {cache.page_size}; 64 on a GPU)",
     )
     add_kv_cache_dtype_flag(group)
     group.add_argument(
@@ -74,7 +73,7 @@ def _add_session_flags(group: argparse._ArgumentGroup) -> None:
 
 def cache_config(args: argparse.Namespace) -> CacheConfig:
     return CacheConfig(
-        page_size=args.page_size,
+        page_size=args.page_size or CacheConfig().page_size,
         dtype=KvCacheDtype(args.kv_cache_dtype),
         num_pages=args.num_pages,
         kv_cache_bytes=int((args.kv_cache_gib or 0) * GIB),

@@ -2,7 +2,7 @@
 
 import argparse
 
-from tandem_engine.config import EngineConfig, LoadFormat, ModelImpl, Quantization
+from tandem_engine.config import OPEN_SETTINGS, EngineConfig, LoadFormat, ModelImpl, Quantization
 from tandem_engine.flags.argv import given_again
 from tandem_engine.flags.cache import add_cache_flags, cache_config
 from tandem_engine.flags.compute import add_compute_flags, cpus_of, graph_config
@@ -43,6 +43,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         threads=args.threads,
         cpus=cpus_of(args.cpu_affinity),
         context_length=args.context_length,
+        left_open=tuple(name for name in OPEN_SETTINGS if getattr(args, name) is None),
         cache=cache_config(args),
         scheduler=scheduler_config(args),
         disagg=transfer_config(args),

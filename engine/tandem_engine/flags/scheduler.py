@@ -12,6 +12,7 @@ _SCHEDULER_FLAGS = (
     "session_ttl",
     "max_tokens_per_step",
     "max_prefill_tokens",
+    "mixed_prefill_tokens",
     "chunked_prefill_size",
     "long_prefill_token_threshold",
     "policy_ageing_seconds",
@@ -53,15 +54,15 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
         type=non_negative_int,
         default=0,
         metavar="N",
-        help="longest prompt + output (default: the model's, at most 4096)",
+        help="longest prompt + output (default: the model's, at most 4096; on a GPU at most 8192 to 32768, by its memory)",
     )
     group.add_argument(
         "--max-running-requests",
         "--max-num-seqs",
         type=positive_int,
-        default=scheduler.max_running_requests,
         metavar="N",
-        help=f"maximum number of sequences in one decode batch (default: {scheduler.max_running_requests})",
+        help="maximum number of sequences in one decode batch "
+        f"(default: {scheduler.max_running_requests}; 128 to 512 on a GPU, by its memory)",
     )
     group.add_argument(
         "--max-queued-requests",
@@ -82,16 +83,23 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
     group.add_argument(
         "--max-prefill-tokens",
         type=positive_int,
-        default=scheduler.max_prefill_tokens,
         metavar="N",
-        help=f"prompt tokens computed in one step (default: {scheduler.max_prefill_tokens})",
+        help="prompt tokens computed in one step "
+        f"(default: {scheduler.max_prefill_tokens}; 2048 to 16384 on a GPU, by its memory)",
+    )
+    group.add_argument(
+        "--mixed-prefill-tokens",
+        type=non_negative_int,
+        metavar="N",
+        help="prompt tokens computed in a step in which other requests decode, whose next tokens wait for it "
+        "(default: 0, which is --max-prefill-tokens; 512 to 2048 on a GPU, by its memory)",
     )
     group.add_argument(
         "--chunked-prefill-size",
         type=positive_int,
-        default=scheduler.chunked_prefill_size,
         metavar="N",
-        help=f"prompt tokens of one request in one step (default: {scheduler.chunked_prefill_size})",
+        help="prompt tokens of one request in one step "
+        f"(default: {scheduler.chunked_prefill_size}; 2048 to 8192 on a GPU, by its memory)",
     )
     group.add_argument(
         "--long-prefill-token-threshold",
@@ -158,5 +166,5 @@ def scheduler_config(args: argparse.Namespace) -> SchedulerConfig:
         schedule_policy=SchedulePolicy(args.schedule_policy),
         force_fault_every=args.force_fault_every,
         watchdog_timeout=args.watchdog_timeout,
-        **{name: getattr(args, name) for name in _SCHEDULER_FLAGS},
+        **{name: value for name in _SCHEDULER_FLAGS if (value := getattr(args, name)) is not None},
     )

@@ -6,6 +6,7 @@ from dataclasses import fields
 import pytest
 
 from tandem_engine.config import (
+    OPEN_SETTINGS,
     CacheConfig,
     DisaggConfig,
     EngineConfig,
@@ -41,7 +42,7 @@ def parse(*argv: str) -> argparse.Namespace:
 
 
 def test_no_flags_give_the_defaults_of_the_config() -> None:
-    assert engine_config(parse()) == EngineConfig(model_path="model")
+    assert engine_config(parse()) == EngineConfig(model_path="model", left_open=OPEN_SETTINGS)
 
 
 def test_flags_survive_the_way_to_a_child_process() -> None:
@@ -77,6 +78,7 @@ def test_every_scheduler_setting_has_a_flag_or_is_internal_on_purpose() -> None:
             ("max_sessions", "3"),
             ("session_ttl", "3"),
             ("max_prefill_tokens", "3"),
+            ("mixed_prefill_tokens", "3"),
             ("scheduler_delay_factor", "0.5"),
             ("chunked_prefill_size", "3"),
             ("force_retract_every", "3"),
