@@ -54,7 +54,8 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
         type=non_negative_int,
         default=0,
         metavar="N",
-        help="longest prompt + output (default: the model's, at most 4096; on a GPU at most 8192 to 32768, by its memory)",
+        help="longest prompt + output "
+        "(default: the model's, at most 4096; on a GPU at most 8192 to 32768, by its memory)",
     )
     group.add_argument(
         "--max-running-requests",
