@@ -20,7 +20,11 @@ def add_accuracy_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text", type=Path, metavar="FILE", help="text to predict (default: a bundled text)")
     parser.add_argument(
-        "--tokens", type=positive_int, default=4096, metavar="N", help="tokens of the text at most (default: 4096)"
+        "--tokens",
+        type=positive_int,
+        default=4096,
+        metavar="N",
+        help="maximum number of tokens of the text (default: 4096)",
     )
     parser.add_argument(
         "--window", type=positive_int, default=512, metavar="N", help="tokens of one context window (default: 512)"
@@ -43,15 +47,16 @@ def add_accuracy_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=[kind.value for kind in Quantization],
         default=[Quantization.AUTO.value],
-        help="how projections are held, with each dtype: auto (as the checkpoint has them, where the device can), "
-        "dequantize, int8 (default: auto)",
+        help="formats of the projections' weights to measure with each dtype: auto (as in the checkpoint, if the "
+        "device supports it), dequantize, int8 (default: auto)",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         nargs="+",
         choices=[kind.value for kind in KvCacheDtype],
         default=[KvCacheDtype.AUTO.value, KvCacheDtype.FP8_E4M3.value, KvCacheDtype.FP8_E5M2.value],
-        help="of KV pages, with each dtype of weights (default: auto fp8_e4m3 fp8_e5m2; auto is that of the weights)",
+        help="dtypes of KV pages to measure with each dtype of weights; auto is that of the weights (default: auto "
+        "fp8_e4m3 fp8_e5m2)",
     )
     add_device_flag(parser)
     parser.add_argument(

@@ -23,23 +23,23 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-gib",
         type=positive_float,
         metavar="GIB",
-        help=f"memory for KV pages, of each rank (default: {cache.kv_bytes / GIB:g})",
+        help=f"memory for KV pages of each rank, in GiB (default: {cache.kv_bytes / GIB:g})",
     )
     group.add_argument(
         "--num-pages",
         type=non_negative_int,
         default=0,
         metavar="N",
-        help="number of KV pages, instead of a size",
+        help="number of KV pages, instead of --kv-cache-gib",
     )
     group.add_argument(
         "--mem-fraction-static",
         "--gpu-memory-utilization",
         type=positive_float,
         metavar="SHARE",
-        help="share of the memory of the device (on a CPU: of what this process may have) for this engine in all; a "
-        "step at its largest is run at start, and what it and the weights leave becomes KV pages. `tandem up` "
-        "divides it among its workers",
+        help="share of the device's memory for this engine (on a CPU: of the memory available to the process). The "
+        "engine runs its largest step at start; the rest, without this step and the weights, becomes KV pages. "
+        "`tandem up` divides the share among its workers (default: --kv-cache-gib or --num-pages applies)",
     )
     _add_session_flags(group)
     group.add_argument("--disable-radix-cache", action="store_true", help="disable the prefix cache")

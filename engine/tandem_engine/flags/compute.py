@@ -42,9 +42,8 @@ def add_compute_flags(parser: argparse.ArgumentParser) -> None:
         "--cpu-affinity",
         default=AUTO_AFFINITY,
         metavar="CPUS",
-        help="cores that the threads that compute stay on, such as 0-3,8; none: wherever the system puts them; auto: "
-        "separate cores for each worker of a `tandem up` of several, where there are enough, else as none (default: "
-        "auto)",
+        help="cores to which compute threads are bound, such as 0-3,8; none: not bound; auto: separate cores for each "
+        "worker of a `tandem up` with several, if there are enough, else as none (default: auto)",
     )
 
 
@@ -65,8 +64,8 @@ def _add_graph_flags(group: argparse._ArgumentGroup) -> None:
         type=positive_int,
         default=0,
         metavar="N",
-        help="rows of the largest decode step that a GPU replays as a graph; a draft counts as a row (default: what "
-        "--max-running-requests can need, at most 256)",
+        help="rows of the largest decode step that a GPU replays as a graph; a draft counts as a row (default: "
+        "enough for --max-running-requests, at most 256)",
     )
     group.add_argument(
         "--cuda-graph-bs",

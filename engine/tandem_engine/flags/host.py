@@ -12,36 +12,37 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-hierarchical-cache",
         action="store_true",
-        help="keep prefixes in host memory that the KV pool has no room for, and copy them back when a request "
-        "begins with them",
+        help="keep cached prefixes in host memory when the KV pool evicts them, and copy them back for requests "
+        "that start with them",
     )
     group.add_argument(
         "--hicache-ratio",
         type=float,
         default=host.ratio,
         metavar="R",
-        help=f"host memory for them, as a multiple of the KV pool (default: {host.ratio:g})",
+        help=f"size of the host tier as a multiple of the KV pool (default: {host.ratio:g})",
     )
     group.add_argument(
         "--hicache-size",
         type=float,
         default=0.0,
         metavar="GIB",
-        help="host memory for them in GiB; overrides --hicache-ratio",
+        help="size of the host tier in GiB; overrides --hicache-ratio",
     )
     group.add_argument(
         "--hicache-write-policy",
         choices=[policy.value for policy in WritePolicy],
         default=host.write_policy.value,
-        help="when a prefix is copied to host memory: as soon as it is cached, once it was used a second time, or "
-        f"when the pool evicts it (default: {host.write_policy.value})",
+        help="time at which a prefix is copied to host memory. write_through: as soon as it is cached; "
+        "write_through_selective: at its second use; write_back: when the pool evicts it (default: "
+        f"{host.write_policy.value})",
     )
     group.add_argument(
         "--hicache-storage-dir",
         default=host.storage_dir,
         metavar="DIR",
-        help="directory for the disk tier, whose prefixes survive a restart. Needs --tensor-parallel-size 1 (default: "
-        "no disk tier)",
+        help="directory of the disk tier, whose prefixes survive a restart. Requires --tensor-parallel-size 1 "
+        "(default: no disk tier)",
     )
     group.add_argument(
         "--hicache-storage-size",
@@ -56,8 +57,8 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=host.prefetch_timeout,
         metavar="S",
-        help="seconds that a request waits at most for its prefix to be read from files; what has not come by then "
-        f"is computed (default: {host.prefetch_timeout:g})",
+        help="maximum wait of a request for its prefix to be read from files, in seconds; the rest is computed "
+        f"(default: {host.prefetch_timeout:g})",
     )
     group.add_argument(
         "--swap-space",

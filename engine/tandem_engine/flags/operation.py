@@ -14,8 +14,8 @@ def add_operation_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         default=scheduler.watchdog_timeout,
         metavar="S",
-        help="seconds after which a step counts as hung: the worker writes stacks, queues and pages, then stops "
-        f"reporting, so that it is restarted (default: {scheduler.watchdog_timeout:g})",
+        help="seconds after which a step counts as hung. The engine then writes stacks, queues and pages, and stops "
+        f"responding, so that it is restarted (default: {scheduler.watchdog_timeout:g})",
     )
     group.add_argument(
         "--crash-dump-folder",
@@ -27,7 +27,7 @@ def add_operation_flags(parser: argparse.ArgumentParser) -> None:
         "--torch-profiler-dir",
         default="",
         metavar="DIR",
-        help="allow traces of running steps on demand (`tandem ctl profile`), written here as Chrome traces",
+        help="directory for Chrome traces of `tandem ctl profile` (default: profiling is disabled)",
     )
 
 

@@ -24,8 +24,8 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=parallel.nnodes,
         metavar="N",
-        help="machines that these processes run on, as many on each. Start the same `tandem worker` on all of them, "
-        "with its own --node-rank and --host (default: 1)",
+        help="number of machines, each with the same number of ranks. Start the same `tandem worker` on all of them, "
+        "each with a different --node-rank and --host (default: 1)",
     )
     group.add_argument(
         "--node-rank",
@@ -45,15 +45,15 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=parallel.init_timeout,
         metavar="S",
-        help=f"seconds that machines wait for each other at start (default: {parallel.init_timeout:g})",
+        help=f"timeout of connections between machines at start, in seconds (default: {parallel.init_timeout:g})",
     )
     group.add_argument(
         "--dist-timeout",
         type=float,
         default=parallel.timeout,
         metavar="S",
-        help="seconds that these processes wait for each other, at start and within a step, before the engine "
-        f"gives up (default: {parallel.timeout:g})",
+        help="timeout of waits between ranks, at start and within a step, in seconds; after it the engine ends "
+        f"(default: {parallel.timeout:g})",
     )
 
 

@@ -70,7 +70,7 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
         type=positive_int,
         default=scheduler.max_queued_requests,
         metavar="N",
-        help=f"waiting requests at most; further ones are rejected (default: {scheduler.max_queued_requests})",
+        help=f"maximum number of waiting requests; more are rejected (default: {scheduler.max_queued_requests})",
     )
     group.add_argument(
         "--max-tokens-per-step",
@@ -78,28 +78,29 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
         type=non_negative_int,
         default=scheduler.max_tokens_per_step,
         metavar="N",
-        help="tokens computed in one step: one for each running request, the rest for prompts; must be above "
-        "--max-running-requests, so that neither starves (default: --max-prefill-tokens + --max-running-requests)",
+        help="maximum number of tokens in one step: one for each running request, the rest for prompts. Must be above "
+        "--max-running-requests, so that prompts make progress (default: --max-prefill-tokens + "
+        "--max-running-requests)",
     )
     group.add_argument(
         "--max-prefill-tokens",
         type=positive_int,
         metavar="N",
-        help="prompt tokens computed in one step "
+        help="maximum number of prompt tokens in one step "
         f"(default: {scheduler.max_prefill_tokens}; 2048 to 16384 on a GPU, by its memory)",
     )
     group.add_argument(
         "--mixed-prefill-tokens",
         type=non_negative_int,
         metavar="N",
-        help="prompt tokens computed in a step in which other requests decode, whose next tokens wait for it "
+        help="maximum number of prompt tokens in a step in which other requests decode, whose next tokens wait for it "
         "(default: 0, which is --max-prefill-tokens; 512 to 2048 on a GPU, by its memory)",
     )
     group.add_argument(
         "--chunked-prefill-size",
         type=positive_int,
         metavar="N",
-        help="prompt tokens of one request in one step "
+        help="maximum number of prompt tokens of one request in one step "
         f"(default: {scheduler.chunked_prefill_size}; 2048 to 8192 on a GPU, by its memory)",
     )
     group.add_argument(
@@ -107,8 +108,8 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
         type=non_negative_int,
         default=scheduler.long_prefill_token_threshold,
         metavar="N",
-        help="while others decode, compute only N tokens per step of a prompt that has more left, so that their "
-        "tokens keep coming (default: 0: the chunk size alone bounds it)",
+        help="maximum number of tokens per step of a longer prompt while other requests decode, which limits their "
+        "inter-token latency (default: 0: only the chunk size limits it)",
     )
 
 
@@ -128,8 +129,8 @@ def _add_policy_flags(group: argparse._ArgumentGroup, scheduler: SchedulerConfig
         type=float,
         default=scheduler.policy_ageing_seconds,
         metavar="S",
-        help="a request that has waited S seconds goes first, whatever the policy; under priority it gains one "
-        f"level every S seconds instead (default: {scheduler.policy_ageing_seconds:g})",
+        help="after a wait of S seconds a request is admitted first under every policy except priority, where it "
+        f"gains one level per S seconds (default: {scheduler.policy_ageing_seconds:g})",
     )
     group.add_argument(
         "--priority-preemption-threshold",
@@ -137,7 +138,7 @@ def _add_policy_flags(group: argparse._ArgumentGroup, scheduler: SchedulerConfig
         type=positive_int,
         default=scheduler.priority_preemption_threshold,
         metavar="N",
-        help="with the policy priority, a waiting request preempts a running one whose priority is lower by N or more "
+        help="under the policy priority, a waiting request preempts a running one if its priority is at least N higher "
         f"(default: {scheduler.priority_preemption_threshold})",
     )
     group.add_argument(
@@ -145,8 +146,8 @@ def _add_policy_flags(group: argparse._ArgumentGroup, scheduler: SchedulerConfig
         type=float,
         default=scheduler.scheduler_delay_factor,
         metavar="X",
-        help="while others decode, new prompts wait until the oldest has waited X times as long as the last step with "
-        "prompts took, so that more are computed together (default: 0: they do not wait)",
+        help="while other requests decode, delay new prompts until the oldest has waited X times the duration of the "
+        "last step with prompts, so that more are computed together (default: 0: no delay)",
     )
     group.add_argument(
         "--watermark",

@@ -24,8 +24,8 @@ def add_device_flag(parser: argparse._ActionsContainer) -> None:
         type=device_name,
         default="cpu",
         metavar="{cpu,cuda,cuda:N}",
-        help="device of the model: cuda is the first visible GPU; with several ranks each has one, from "
-        "the one named upwards (default: cpu)",
+        help="device of the model: cuda is the first visible GPU; several ranks use consecutive GPUs, "
+        "starting with this one (default: cpu)",
     )
 
 
@@ -43,5 +43,5 @@ def add_kv_cache_dtype_flag(parser: argparse._ActionsContainer) -> None:
         choices=[kind.value for kind in KvCacheDtype],
         default=KvCacheDtype.AUTO.value,
         help="dtype of KV pages; fp8, the same as fp8_e4m3, holds twice the tokens of bfloat16 and uses the scales of "
-        "checkpoints that have some; auto: the model's (default: auto)",
+        "the checkpoint, if it has any; auto: the model's dtype (default: auto)",
     )

@@ -38,14 +38,14 @@ def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=spec.prompt_lookup_min,
         metavar="N",
-        help=f"tokens that must repeat before NGRAM drafts (default: {spec.prompt_lookup_min})",
+        help=f"minimum number of repeated tokens for NGRAM to draft (default: {spec.prompt_lookup_min})",
     )
     group.add_argument(
         "--ngram-prompt-lookup-max",
         type=positive_int,
         default=spec.prompt_lookup_max,
         metavar="N",
-        help="longest repetition, in tokens, that NGRAM compares to choose among matches "
+        help="longest repetition, in tokens, that NGRAM compares to select among matches "
         f"(default: {spec.prompt_lookup_max})",
     )
     group.add_argument(

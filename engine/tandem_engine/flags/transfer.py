@@ -20,22 +20,24 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         "--peer-group",
         default=disagg.peer_group,
         metavar="NAME",
-        help="exchange KV only with workers of the same group, beyond those of equal weights and layout; for two "
-        "releases side by side (default: all are of one group)",
+        help="exchange KV only with workers of the same group, in addition to equal weights and layout; separates "
+        "two releases (default: one group for all workers)",
     )
     group.add_argument(
         "--grant-timeout",
         type=float,
         default=disagg.grant_timeout,
         metavar="S",
-        help=f"seconds decode waits for a silent prefill worker (default: {disagg.grant_timeout:g})",
+        help="timeout of a decode worker for an unresponsive prefill worker, in seconds (default: "
+        f"{disagg.grant_timeout:g})",
     )
     group.add_argument(
         "--hold-timeout",
         type=float,
         default=disagg.hold_timeout,
         metavar="S",
-        help=f"seconds prefill keeps finished pages for a silent decode worker (default: {disagg.hold_timeout:g})",
+        help="seconds a prefill worker keeps computed pages for an unresponsive decode worker (default: "
+        f"{disagg.hold_timeout:g})",
     )
 
     group.add_argument(
@@ -43,39 +45,39 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=disagg.prefix_fetch_timeout,
         metavar="S",
-        help="seconds a prompt waits at most for a prefix that another worker has cached, where the gateway has found "
-        f"that cheaper than to compute it (default: {disagg.prefix_fetch_timeout:g})",
+        help="timeout of a prefix fetch, in seconds; then the prompt is computed. The gateway requests a fetch if it "
+        f"is predicted to be faster than computing the prefix (default: {disagg.prefix_fetch_timeout:g})",
     )
     group.add_argument(
         "--kv-digest",
         choices=tuple(DigestKind),
         default=disagg.kv_digest,
-        help="digest that decode requires of received pages. sampled: detects missed, torn, stale, foreign pages, at "
-        "about 2%% of a long transfer's time; full: covers every byte, also flipped bits, at about the transfer's "
-        f"time again (default: {disagg.kv_digest})",
+        help="digest that a decode worker requires of received pages. sampled: detects missed, torn, stale and foreign "
+        "pages, takes about 2%% of a long transfer's time; full: covers every byte and detects flipped bits, takes "
+        f"about as long as the transfer (default: {disagg.kv_digest})",
     )
     group.add_argument(
         "--kv-push-layers",
         type=non_negative_int,
         default=disagg.kv_push_layers,
         metavar="N",
-        help="prefill sends pages N layers at a time while later layers compute; 0 waits for the end of each chunk "
-        "(default: as many as make 2 MiB; a chunk with less waits for its end and goes in one shot)",
+        help="number of layers that a prefill worker sends at a time while later layers compute; 0: send complete "
+        "chunks (default: as many as make 2 MiB; a chunk with less KV is sent when it is complete)",
     )
     group.add_argument(
         "--expect-transport",
         choices=("any", *(each.value for each in LinkTransport if each is not LinkTransport.UNKNOWN)),
         default="any",
-        help="warn, in the log, statistics and registry, about links to peers that are known to be carried by "
-        "something slower; order: tcp, rdma, shm, cuda_ipc (default: any)",
+        help="report links to peers that use a slower transport, in the log, statistics and registry. From slow to "
+        "fast: tcp, rdma, shm, cuda_ipc (default: any, which reports none)",
     )
     group.add_argument(
         "--link-probe-mib",
         type=non_negative_int,
         default=disagg.link_probe_mib,
         metavar="MIB",
-        help="largest write when the link to a peer is measured, at its start and every ten minutes without traffic; "
-        f"0 measures only what requests move (default: {disagg.link_probe_mib})",
+        help="largest write of a link test in MiB. The link to a peer is tested when it is set up, and after ten "
+        f"minutes without traffic; 0: measure only transfers of requests (default: {disagg.link_probe_mib})",
     )
 
 

@@ -22,12 +22,12 @@ examples:
   tandem bench serve --num-prompts 64 --concurrency 16
   tandem bench serve --request-rate 4 --slo-ttft-ms 200 --slo-itl-ms 50
   tandem bench serve --trace conversation_trace.jsonl --trace-scale 64 --trace-speed 10
-  tandem bench serve --reference-url http://127.0.0.1:8001     text must equal that server's
+  tandem bench serve --reference-url http://127.0.0.1:8001     compare texts with that server
 
-With temperature 0 every stream is compared with the text that the reference gave for the same prompt; a difference,
-like a failed request, makes the exit status 1. References of the same server are asked under a cache_salt of their own,
-so that they leave no prompt of the run in a prefix cache. It is a test of float32 servers: in bfloat16 the rounding of
-a batch depends on its size, on every engine, and near ties fall either way.
+With temperature 0 every stream is compared with the reference text of the same prompt. A difference or a failed
+request sets the exit status to 1. Reference requests to the same server use a separate cache_salt, so they leave no
+prompt of the run in a prefix cache. The comparison requires float32 servers: in bfloat16 the rounding of a batch
+depends on its size, on every engine, and near ties may differ.
 """
 
 OFFLINE_EXAMPLES = """\
@@ -47,7 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = kinds.add_parser(
         "serve",
-        help="load an OpenAI-compatible server and check what it answers",
+        help="measure an OpenAI-compatible server under load and check its responses",
         description="Send streamed completions at a fixed concurrency or rate and report TTFT, ITL and E2E "
         "percentiles, throughput and goodput.",
         epilog=SERVE_EXAMPLES,
@@ -61,7 +61,9 @@ def _add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     pace.add_argument(
         "--concurrency", type=positive_int, default=8, metavar="N", help="requests in flight (default: 8)"
     )
-    pace.add_argument("--request-rate", type=positive_float, metavar="R", help="Poisson arrivals per second instead")
+    pace.add_argument(
+        "--request-rate", type=positive_float, metavar="R", help="Poisson arrivals per second, instead of --concurrency"
+    )
     load.add_argument(
         "--input-len", type=positive_int, default=128, metavar="N", help="words per prompt (default: 128)"
     )
@@ -69,26 +71,33 @@ def _add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     load.add_argument(
         "--spread", type=fraction, default=0.0, metavar="S", help="lengths uniform in [(1-S)n, n] (default: 0)"
     )
-    load.add_argument("--shared-prefix", type=non_negative_int, default=0, metavar="N", help="words all prompts share")
+    load.add_argument(
+        "--shared-prefix", type=non_negative_int, default=0, metavar="N", help="number of words that all prompts share"
+    )
     load.add_argument("--trace", type=Path, metavar="FILE", help="lengths and times from a Mooncake or Azure trace")
     load.add_argument(
-        "--trace-scale", type=positive_float, default=1.0, metavar="F", help="divide trace lengths (default: 1)"
+        "--trace-scale",
+        type=positive_float,
+        default=1.0,
+        metavar="F",
+        help="divisor of the trace's lengths (default: 1)",
     )
     load.add_argument(
-        "--trace-speed", type=positive_float, default=1.0, metavar="F", help="divide trace gaps (default: 1)"
+        "--trace-speed", type=positive_float, default=1.0, metavar="F", help="divisor of the trace's gaps (default: 1)"
     )
     load.add_argument(
         "--ignore-eos", action="store_true", help="generate output-len tokens and ignore the end-of-sequence token"
     )
     load.add_argument(
-        "--temperature", type=non_negative_float, default=0.0, help="0 is greedy and can be checked (default: 0)"
+        "--temperature",
+        type=non_negative_float,
+        default=0.0,
+        help="sampling temperature; 0 is greedy, and texts are checked (default: 0)",
     )
-    load.add_argument("--seed", type=int, default=0, help="of prompts, arrivals and sampling (default: 0)")
+    load.add_argument("--seed", type=int, default=0, help="seed of prompts, arrivals and sampling (default: 0)")
     report = parser.add_argument_group("check and report")
     report.add_argument("--no-check", action="store_true", help="do not compare texts with a reference run")
-    report.add_argument(
-        "--reference-url", metavar="URL", help="take reference texts from this server (default: the same)"
-    )
+    report.add_argument("--reference-url", metavar="URL", help="server of the reference texts (default: --url)")
     add_slo(report)
     report.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run_serve)
@@ -111,19 +120,19 @@ def _add_offline(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--output-len", type=positive_int, default=96, metavar="N", help="longest output, tokens (default: 96)"
     )
     parser.add_argument(
-        "--rounds", type=positive_int, default=3, metavar="N", help="repetitions; medians count (default: 3)"
+        "--rounds", type=positive_int, default=3, metavar="N", help="repetitions; the result is the median (default: 3)"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="both sides (default: float32)"
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of both sides (default: float32)"
     )
     parser.add_argument(
         "--threads",
         type=non_negative_int,
         default=0,
         metavar="N",
-        help="CPU threads of both sides; 0 is torch's choice",
+        help="CPU threads of both sides; 0 uses torch's default",
     )
-    parser.add_argument("--skip-reference", action="store_true", help="measure Tandem only")
+    parser.add_argument("--skip-reference", action="store_true", help="measure only Tandem")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run_offline)
 

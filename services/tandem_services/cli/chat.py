@@ -29,7 +29,7 @@ Reasoning is shown dim, on terminals alone.
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "chat",
-        help="talk to a running server in the terminal",
+        help="chat with a running server in the terminal",
         description="Chat with a served model; after each response print tokens, cached tokens, speed and workers.",
         epilog=EXAMPLES,
     )

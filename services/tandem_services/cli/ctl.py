@@ -61,13 +61,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--curve-keys",
         type=Path,
         metavar="FILE",
-        help="key file of the deployment, source of the token for commands (default: that of the process at this "
-        "address, where it runs on this machine for this user; else TANDEM_CURVE_KEYS)",
+        help="key file of the deployment, from which the token for commands is derived (default: the token of the "
+        "process at this address, if it runs on this machine as this user; else TANDEM_CURVE_KEYS)",
     )
     orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
     abort = orders.add_parser("abort", help="end one request, or all")
     which = abort.add_mutually_exclusive_group(required=True)
-    which.add_argument("rid", nargs="?", metavar="RID", help="exact id of the request, as the worker's log has it")
+    which.add_argument("rid", nargs="?", metavar="RID", help="exact id of the request, as in the worker's log")
     which.add_argument("--all", action="store_true", help="every request")
     orders.add_parser("flush-cache", help="empty the prefix cache; rejected while requests hold KV")
     pause = orders.add_parser("pause", help="run no steps until resume; the router sends no requests")
@@ -78,9 +78,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="running requests keep their KV, are retracted and recomputed, or are aborted (default: in_place)",
     )
     orders.add_parser("resume", help="run steps again after a pause")
-    reload = orders.add_parser("reload", help="replace the weights by others of the same architecture")
+    reload = orders.add_parser("reload", help="replace the weights with others of the same architecture")
     reload.add_argument(
-        "path", nargs="?", metavar="PATH", help="directory on the worker's disk (default: what it serves)"
+        "path", nargs="?", metavar="PATH", help="directory on the worker's disk (default: the current one)"
     )
     profile = orders.add_parser("profile", help="trace steps; the worker needs --torch-profiler-dir")
     profile.add_argument("--steps", type=positive_int, default=20, metavar="N", help="steps to trace (default: 20)")

@@ -43,9 +43,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "gateway",
         help="run the OpenAI-compatible HTTP gateway",
-        description="Serve /v1/models, /v1/completions, /v1/chat/completions, /v1/responses and more; tokenise, "
-        "route by cached prefixes "
-        "and load, stream, and resume requests on other workers when one fails.",
+        description="Serve /v1/models, /v1/completions, /v1/chat/completions, /v1/responses and more: tokenize, "
+        "route by cached prefixes and load, stream, and resume requests on other workers when one fails.",
         epilog=EXAMPLES,
     )
     add_model(parser)
@@ -53,8 +52,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--models",
         type=Path,
         metavar="FILE",
-        help="JSON or TOML file of several model services, instead of --model; followed while it changes; what its "
-        "entries leave out is as the other flags say (docs/multi-model.md)",
+        help="JSON or TOML file of several model services, instead of --model. Changes are applied while the gateway "
+        "runs; other flags are defaults of its entries (docs/multi-model.md)",
     )
     parser.add_argument(
         "--host",
@@ -76,7 +75,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=positive_float,
         default=120.0,
         metavar="S",
-        help="then running requests have this long to finish; keep a pod's grace period above both (default: 120)",
+        help="seconds that running requests then have to finish; keep a pod's grace period above the sum of both "
+        "(default: 120)",
     )
     add_deployment(parser)
     add_tracing(parser)
@@ -85,15 +85,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--admin-port",
         type=port_number,
         metavar="PORT",
-        help="port of /metrics, /console, /drain and /requests/ID/explain; the first two are then not on the API's "
-        "(default: none)",
+        help="port of /metrics, /console, /drain and /requests/ID/explain; /metrics and /console are then not on the "
+        "API's port (default: none)",
     )
     parser.add_argument(
         "--admin-host",
         type=host_address,
         default=LOOPBACK,
         metavar="HOST",
-        help="address of that port (default: %(default)s)",
+        help="address of --admin-port (default: %(default)s)",
     )
     add_console(parser)
     add_local_prefill(parser)
@@ -102,7 +102,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--strict-fields",
         action="store_true",
-        help="reject requests with unknown fields, naming them (default: unknown fields are ignored)",
+        help="reject requests with unknown fields, by name (default: unknown fields are ignored)",
     )
     add_special_tokens(parser)
     parser.add_argument(
@@ -110,15 +110,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=non_negative_int,
         default=100,
         metavar="N",
-        help="record candidates and prices, which explain shows, for up to N routing decisions per second and "
-        "model; 0: never (default: 100)",
+        help="maximum number of route decisions per second and model whose candidates and prices are recorded for "
+        "explain; 0: none (default: 100)",
     )
     parser.add_argument(
         "--session-ttl",
         type=positive_float,
         default=600.0,
         metavar="S",
-        help="seconds that an unused conversation is known; as the workers' flag of this name (default: 600)",
+        help="seconds that an idle session is kept, as the workers' flag of this name (default: 600)",
     )
     add_queue(parser)
     add_body_memory(parser)
@@ -126,15 +126,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--from-zero-timeout",
         type=positive_float,
         metavar="S",
-        help="the fleet may be scaled to zero: be ready without any worker, and let new choices wait S seconds for "
-        "the first one, --max-waiting-requests of them (default: not ready, and 9 s)",
+        help="for fleets that scale to zero: be ready without workers, and let up to --max-waiting-requests new "
+        "choices wait S seconds for the first worker (default: not ready, and 9 s)",
     )
     parser.add_argument(
         "--prefill-fallback",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="let decode workers compute prompts when no prefill worker lives (default); otherwise such requests wait "
-        "and then get 503",
+        help="let decode workers compute prompts if no prefill worker is available (default); otherwise such requests "
+        "wait, then get 503",
     )
     parser.set_defaults(run=run)
 

@@ -32,17 +32,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "keys",
         help="create, hash and check API keys",
-        description="Make API keys for `tandem gateway --api-keys`, and check a key file.",
+        description="Create API keys for `tandem gateway --api-keys`, and check a key file.",
         epilog=EXAMPLES,
     )
     orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
-    create = orders.add_parser("create", help="make a key: it goes to stderr, its entry to --file or stdout")
+    create = orders.add_parser(
+        "create", help="create a key: the key is written to stderr, its entry to --file or stdout"
+    )
     create.add_argument("name", metavar="NAME", help="name of the tenant in logs, metrics and Redis")
     create.add_argument(
         "--file",
         type=Path,
         metavar="FILE",
-        help="key file that gets the entry; created if absent (default: the entry goes to stdout)",
+        help="key file for the entry; created if missing (default: stdout)",
     )
     for limit, what in (
         ("requests-per-minute", "POST requests"),
@@ -59,7 +61,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     create.add_argument("--admin", action="store_true", help="allow the administrators' routes")
     orders.add_parser("hash", help="read a key from stdin and print its digest")
-    check = orders.add_parser("check", help="list the tenants of a key file; exit status 1 when it is no good")
+    check = orders.add_parser("check", help="list the tenants of a key file; exit status 1 if it is invalid")
     check.add_argument("path", type=Path, metavar="PATH", help="file, or directory of .json files")
     parser.set_defaults(run=run)
 

@@ -23,18 +23,20 @@ Gateways follow within a second.
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "quarantine",
-        help="list or clear requests that are refused because they kill workers",
+        help="list or clear requests that are rejected because workers crashed on them",
         description="List or clear requests that the gateways of a deployment reject: two workers crashed on them.",
         epilog=EXAMPLES,
     )
     add_redis(parser, required=True)
     add_cluster(parser)
-    add_curve_keys(parser, "without it that of a deployment that has none is shown")
+    add_curve_keys(parser, "without it, the quarantine of a deployment without a key file is shown")
     orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
     orders.add_parser("list", help="print a JSON object: digest → seconds left")
-    clear = orders.add_parser("clear", help="serve requests again; exit status 1 when there was none")
+    clear = orders.add_parser("clear", help="serve requests again; exit status 1 if there was none")
     which = clear.add_mutually_exclusive_group(required=True)
-    which.add_argument("digest", nargs="?", metavar="DIGEST", help="as `list` and the gateway's log have it")
+    which.add_argument(
+        "digest", nargs="?", metavar="DIGEST", help="digest of the request, as in `list` and the gateway's log"
+    )
     which.add_argument("--all", action="store_true", help="every one")
     parser.set_defaults(run=run)
 

@@ -51,9 +51,9 @@ docs/routing.md ("Other front ends") describes fields, protocol and limits.
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "router",
-        help="serve the router's choice to other front ends and to Inference Gateways",
-        description="Choose workers for requests as the gateway does, with the same Redis, prices and policies, and "
-        "tell front ends over HTTP (JSON) and gRPC; pick endpoints for an Inference Gateway (Envoy external "
+        help="serve route decisions to other front ends and to Inference Gateways",
+        description="Select workers for requests as the gateway does, with the same Redis, prices and policies, and "
+        "return them to front ends over HTTP (JSON) and gRPC; pick endpoints for an Inference Gateway (Envoy external "
         "processing, Gateway API Inference Extension).",
         epilog=EXAMPLES,
     )
@@ -61,8 +61,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--model",
         action="append",
         metavar="[NAME[,ALIAS]=]PATH",
-        help="checkpoint directory with the tokenizer, and the names clients use (default: the directory's); may "
-        "be given several times (default: the bundled model). Token ids are taken for any model",
+        help="checkpoint directory with the tokenizer, and the names that clients use (default: the directory's); "
+        "repeatable (default: the bundled model). Token ids are accepted for any model",
     )
     parser.add_argument(
         "--host",
@@ -85,21 +85,21 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help="Tandem gateways that an Inference Gateway may be sent to, e.g. a headless Service: a name stands for all "
-        "of its addresses; may be given several times (default: those that the Inference Gateway names)",
+        help="Tandem gateway as endpoint of an Inference Gateway; a name, such as that of a headless Service, stands "
+        "for all of its addresses; repeatable (default: the endpoints that the Inference Gateway names)",
     )
     parser.add_argument(
         "--api-keys",
         type=Path,
         metavar="PATH",
-        help="the gateways' key file: requests of an Inference Gateway are read as their tenants' (default: none)",
+        help="key file of the gateways, to determine the tenants of an Inference Gateway's requests (default: none)",
     )
     parser.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file with a token that front ends must send as Authorization: Bearer TOKEN; followed while it changes. "
-        "External processing and health need none (default: no token needed)",
+        help="file with a token that front ends must send as Authorization: Bearer TOKEN; changes are applied "
+        "while it runs. External processing and health need none (default: no token required)",
     )
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate of the gRPC port, PEM")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, PEM (default: no TLS)")

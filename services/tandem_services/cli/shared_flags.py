@@ -22,7 +22,7 @@ def add_model(parser: argparse._ActionsContainer) -> None:
         "--served-model-name",
         nargs="+",
         metavar="NAME",
-        help="name clients use (default: the directory's); those behind it are aliases, which only gateways need",
+        help="name that clients use (default: the directory's); further names are aliases, which only gateways need",
     )
 
 
@@ -101,7 +101,7 @@ def add_cluster(parser: argparse._ActionsContainer) -> None:
         "--cluster",
         default=read_settings().cluster,
         metavar="NAME",
-        help="separates deployments in one Redis (TANDEM_CLUSTER; default: default)",
+        help="name that separates deployments in one Redis (TANDEM_CLUSTER; default: default)",
     )
 
 
@@ -111,8 +111,8 @@ def add_local_prefill(parser: argparse._ActionsContainer) -> None:
         type=non_negative_int,
         default=2048,
         metavar="N",
-        help="a decode worker computes up to N tokens of a prompt itself where that is predicted to be faster than a "
-        "prefill worker and a transfer; 0: only when no prefill worker lives (default: 2048)",
+        help="maximum number of prompt tokens for a decode worker to compute itself, if that is predicted to be "
+        "faster than a prefill worker and a transfer; 0: only if no prefill worker is available (default: 2048)",
     )
 
 
@@ -123,15 +123,16 @@ def add_queue(parser: argparse._ActionsContainer) -> None:
         type=non_negative_int,
         default=1024,
         metavar="N",
-        help="up to N new choices wait for a worker with capacity; more are rejected with 429 or 503 (default: 1024)",
+        help="maximum number of new choices that wait for a worker with capacity; more are rejected with 429 or 503 "
+        "(default: 1024)",
     )
     parser.add_argument(
         "--queue-timeout",
         type=positive_float,
         default=60.0,
         metavar="S",
-        help="seconds that a new choice waits for capacity before it is rejected with 503; 9 s while no worker lives "
-        "(default: 60)",
+        help="maximum wait of a new choice for capacity, in seconds; then it is rejected with 503. 9 s while no "
+        "worker is available (default: 60)",
     )
 
 
@@ -142,15 +143,15 @@ def add_body_memory(parser: argparse._ActionsContainer) -> None:
         type=positive_int,
         default=256,
         metavar="MIB",
-        help="MiB of request bodies in flight of all clients; more are rejected with 429 (default: 256)",
+        help="memory for request bodies in flight of all clients, in MiB; more are rejected with 429 (default: 256)",
     )
     parser.add_argument(
         "--max-body-memory-per-client",
         type=positive_int,
         default=64,
         metavar="MIB",
-        help="the same of each client: of a tenant where there are API keys, else of an address; raise it where all "
-        "clients come through one proxy (default: 64)",
+        help="the same per client, in MiB. A client is a tenant with --api-keys, else an address; raise the limit if "
+        "all clients use one proxy (default: 64)",
     )
 
 
@@ -178,7 +179,7 @@ def add_router_policy(parser: argparse._ActionsContainer) -> None:
         type=_router_policy,
         default="locality",
         metavar="POLICY",
-        help="policy that chooses workers: locality (cached prefixes and load in predicted seconds), round_robin, "
+        help="policy that selects workers: locality (cached prefixes and load in predicted seconds), round_robin, "
         "least_loaded, power_of_two or session (by the request's session_id, prompt_cache_key or user); one for all, "
         "or prefill=POLICY,decode=POLICY (default: locality)",
     )
@@ -189,8 +190,8 @@ def add_router_policy(parser: argparse._ActionsContainer) -> None:
         const=0.01,
         default=0.0,
         metavar="SHARE",
-        help="send this share of requests to workers at random, so that the rates of those that are never the cheapest "
-        "stay known (default: 0; without SHARE 0.01)",
+        help="share of requests that are sent to random workers, so that the measured rates of workers that are "
+        "never the cheapest stay current (default: 0; 0.01 without SHARE)",
     )
 
 
@@ -207,8 +208,8 @@ def add_tracing(parser: argparse._ActionsContainer) -> None:
         "--otlp-traces-sample-ratio",
         type=fraction,
         metavar="F",
-        help="share of the traces begun here, 0 to 1; traces begun by a client keep the client's sampling decision "
-        "(OTEL_TRACES_SAMPLER; default: all)",
+        help="share of the traces that start here, 0 to 1; traces started by a client keep the client's sampling "
+        "decision (OTEL_TRACES_SAMPLER; default: all)",
     )
 
 
@@ -243,8 +244,8 @@ def add_api_keys(parser: argparse._ActionsContainer) -> None:
         "--api-keys",
         type=Path,
         metavar="PATH",
-        help="key file, or directory of a mounted Secret, with the tenants' keys and limits (docs/limits.md); followed "
-        "while it changes (default: no key needed)",
+        help="key file, or directory of a mounted Secret, with the tenants' keys and limits (docs/limits.md); changes "
+        "are applied while it runs (default: no key required)",
     )
 
 
@@ -264,16 +265,18 @@ def add_console(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--console",
         action=argparse.BooleanOptionalAction,
-        help="serve the console page at /console, where /metrics is (docs/console.md; default: where --admin-port, "
-        "--api-keys or a loopback address guards it)",
+        help="serve the console page at /console, on the port of /metrics (docs/console.md; default: if --admin-port, "
+        "--api-keys or a loopback address protects it)",
     )
 
 
 def add_slo(group: "argparse._ArgumentGroup") -> None:
     """Bounds that make a request a good one; see `slo_of`."""
-    group.add_argument("--slo-ttft-ms", type=positive_float, metavar="MS", help="count requests within this as good")
-    group.add_argument("--slo-itl-ms", type=positive_float, metavar="MS", help="same, mean inter-token latency")
-    group.add_argument("--slo-e2e-ms", type=positive_float, metavar="MS", help="same, whole request")
+    group.add_argument("--slo-ttft-ms", type=positive_float, metavar="MS", help="SLO of the time to first token, in ms")
+    group.add_argument(
+        "--slo-itl-ms", type=positive_float, metavar="MS", help="SLO of the mean inter-token latency, in ms"
+    )
+    group.add_argument("--slo-e2e-ms", type=positive_float, metavar="MS", help="SLO of the whole request, in ms")
 
 
 def slo_of(args: argparse.Namespace) -> "Slo | None":

@@ -29,20 +29,20 @@ examples:
   tandem simulate --trace conversation_trace.jsonl --workers prefill=4,decode=4 --policy prefill=locality,decode=session
   tandem simulate --trace conversation_trace.jsonl --workers prefill=2,decode=2 --autoscale --slo-ttft-ms 5000
 
-What is real: the gateway's queue, and the router with its index, prices, reservations and policies, in a Redis of its
-own whose time is the simulation's. What is modelled: workers, with the rates that workers publish. Take yours from a
-running deployment (redis-cli --scan --pattern 'tandem:{default}:*worker:NAME' names the hash with prefill_tokens_per_s,
-decode_step_s, token_bytes and transfer_bytes_per_s). Nothing sleeps; equal inputs and seeds give equal figures.
+Real: the gateway's queue, and the router with its index, prices, reservations and policies, in a separate Redis with
+simulated time. Modeled: workers, with the rates that workers publish. Use those of a running deployment (redis-cli
+--scan --pattern 'tandem:{default}:*worker:NAME' lists the hash with prefill_tokens_per_s, decode_step_s, token_bytes
+and transfer_bytes_per_s). Nothing sleeps; equal inputs and seeds give equal results.
 
-How to read it: "of pooled LRU" is the block hit rate over that of one cache as large as all workers' together, which
-no router can beat by much; "busiest/mean" is 1 where work is even. Workers in docs/simulate.md.
+Results: "of pooled LRU" is the block hit rate over that of one cache as large as all workers' together, which no router
+can exceed by much; "busiest/mean" is 1 for evenly distributed work. docs/simulate.md describes the model.
 """
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "simulate",
-        help="replay a request trace against queue and router with modelled workers",
+        help="replay a request trace against queue and router with modeled workers",
         description="Replay a trace (Mooncake .jsonl or Azure .csv) in simulated time and compare routing policies by "
         "hit rate, TTFT, ITL, goodput and balance.",
         epilog=EXAMPLES,

@@ -20,14 +20,14 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
-    load.add_argument("--trace", type=Path, required=True, metavar="FILE", help="Mooncake .jsonl or Azure .csv")
+    load.add_argument("--trace", type=Path, required=True, metavar="FILE", help="trace: Mooncake .jsonl or Azure .csv")
     load.add_argument("--num-prompts", type=positive_int, metavar="N", help="the first N requests (default: all)")
     load.add_argument(
         "--trace-speed",
         type=positive_float,
         default=1.0,
         metavar="F",
-        help="divide the gaps between arrivals (default: 1)",
+        help="divisor of the gaps between arrivals (default: 1)",
     )
     load.add_argument(
         "--policy",
@@ -42,7 +42,10 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 def _add_workers(parser: argparse.ArgumentParser) -> None:
     workers = parser.add_argument_group("workers")
     workers.add_argument(
-        "--workers", default="8", metavar="N", help="N that do both, or prefill=N,decode=N[,both=N] (default: 8)"
+        "--workers",
+        default="8",
+        metavar="N",
+        help="N workers with both roles, or prefill=N,decode=N[,both=N] (default: 8)",
     )
     cache = workers.add_mutually_exclusive_group()
     cache.add_argument(
@@ -50,7 +53,7 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
         type=fraction,
         default=0.1,
         metavar="F",
-        help="KV of all workers that compute prompts together, by the trace's distinct blocks (default: 0.1)",
+        help="KV of all workers that compute prompts, as a share of the trace's distinct blocks (default: 0.1)",
     )
     cache.add_argument("--cache-blocks", type=positive_int, metavar="N", help="KV of each worker in 512-token blocks")
     workers.add_argument(
@@ -76,23 +79,31 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
         "--context-length", type=positive_int, default=131_072, metavar="N", help="longest sequence (default: 131072)"
     )
     workers.add_argument(
-        "--token-kib", type=positive_float, default=128.0, metavar="KIB", help="KV of one token (default: 128)"
+        "--token-kib", type=positive_float, default=128.0, metavar="KIB", help="KV of one token in KiB (default: 128)"
     )
     workers.add_argument(
-        "--transfer-gb-per-s", type=positive_float, default=10.0, metavar="GB", help="of each link (default: 10)"
+        "--transfer-gb-per-s",
+        type=positive_float,
+        default=10.0,
+        metavar="GB",
+        help="bandwidth of each link in GB/s (default: 10)",
     )
     add_local_prefill(workers)
 
 
 def _add_gateways(parser: argparse.ArgumentParser) -> None:
-    gateways = parser.add_argument_group("gateways", "their queue is the product's; flags as of tandem gateway")
+    gateways = parser.add_argument_group("gateways", "their queue is that of the product; flags as of tandem gateway")
     gateways.add_argument(
-        "--gateways", type=positive_int, default=1, metavar="N", help="that get requests in turn (default: 1)"
+        "--gateways",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="number of gateways, which get requests in turn (default: 1)",
     )
     gateways.add_argument(
         "--tenants-apart",
         action="store_true",
-        help="send all requests of a tenant to one gateway, each to the next (default: gateways get requests in turn)",
+        help="send all requests of a tenant to one gateway (default: gateways get requests in turn)",
     )
     add_queue(gateways)
     gateways.add_argument(
@@ -100,20 +111,20 @@ def _add_gateways(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         default=10.0,
         metavar="S",
-        help="seconds that a new choice waits for a worker while none can take it (default: 10)",
+        help="maximum wait of a new choice while no worker can serve it, in seconds (default: 10)",
     )
     gateways.add_argument(
         "--api-keys",
         type=Path,
         metavar="PATH",
-        help="key file that has the tenants which the trace names: their weights, priorities and caches; rate limits "
-        "are not modelled (default: every tenant has weight 1, in one cache)",
+        help="key file with the tenants of the trace: weights, priorities and caches; rate limits are not modeled "
+        "(default: every tenant has weight 1, and all share one cache)",
     )
 
 
 def _add_scaling(parser: argparse.ArgumentParser) -> None:
     scaling = parser.add_argument_group(
-        "autoscaling", "compare scalers instead of policies; --workers prefill=N,decode=N is what they begin with"
+        "autoscaling", "compare scalers instead of policies; --workers prefill=N,decode=N is the initial fleet"
     )
     scaling.add_argument(
         "--autoscale",
@@ -121,22 +132,37 @@ def _add_scaling(parser: argparse.ArgumentParser) -> None:
         const=",".join(SCALERS),
         metavar="LIST",
         help="internal (the operator's controller), hpa (each role in proportion to its metric), static (constant); "
-        f"default {','.join(SCALERS)}. Needs an --slo-* bound",
+        f"default: {','.join(SCALERS)}. Requires an --slo-* bound",
     )
     scaling.add_argument(
-        "--max-workers", type=positive_int, default=16, metavar="N", help="of each role at most (default: 16)"
+        "--max-workers",
+        type=positive_int,
+        default=16,
+        metavar="N",
+        help="maximum number of workers of each role (default: 16)",
     )
     scaling.add_argument(
-        "--worker-start-s", type=positive_float, default=60.0, metavar="S", help="until a new one serves (default: 60)"
+        "--worker-start-s",
+        type=positive_float,
+        default=60.0,
+        metavar="S",
+        help="seconds until a new worker serves (default: 60)",
     )
     scaling.add_argument(
-        "--scale-period-s", type=positive_float, default=5.0, metavar="S", help="between decisions (default: 5)"
+        "--scale-period-s", type=positive_float, default=5.0, metavar="S", help="seconds between decisions (default: 5)"
     )
     scaling.add_argument(
-        "--target-queue-s", type=positive_float, default=1.0, metavar="S", help="what may wait so long (default: 1)"
+        "--target-queue-s",
+        type=positive_float,
+        default=1.0,
+        metavar="S",
+        help="target wait of queued prompts in seconds (default: 1)",
     )
     scaling.add_argument(
-        "--gpu-budget", type=positive_int, metavar="N", help="workers of both roles together (default: no bound)"
+        "--gpu-budget",
+        type=positive_int,
+        metavar="N",
+        help="maximum number of workers of both roles together (default: no limit)",
     )
 
 
@@ -145,4 +171,4 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     add_slo(report)
     report.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     report.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object to FILE too")
-    report.add_argument("--plot", type=Path, metavar="FILE", help="write the figures as SVG")
+    report.add_argument("--plot", type=Path, metavar="FILE", help="write the results as SVG")

@@ -18,10 +18,10 @@ from tandem_services.cli.bundled import model_folder
 EXAMPLES = """\
 examples:
   tandem verify                      the bundled model, every path
-  tandem verify --quick              a minute's subset
+  tandem verify --quick              a subset of one minute
   tandem verify --model ~/qwen3-0.6b --json
-  tandem verify --dtype bfloat16     every token as likely as transformers says, within a bound
-  tandem verify --kv-cache-dtype fp8   paths against each other: transformers has no such KV
+  tandem verify --dtype bfloat16     logprobs within a bound of those of transformers
+  tandem verify --kv-cache-dtype fp8   compares paths with each other: transformers has no such KV
   TANDEM_LOG_LEVEL=info tandem verify   with the engines' logs
 """
 
@@ -29,12 +29,12 @@ examples:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "verify",
-        help="prove that greedy output equals transformers on a checkpoint",
-        description="Generate the same prompts with transformers and with Tandem through every path (whole, chunked, "
-        "prefix-cached, mixed, retracted, overlap on and off, page sizes 1/16/64, disaggregated over NIXL, shared by "
-        "several ranks) in float32 and compare token by token, and logprobs within 1e-4; in bfloat16 logprobs within "
-        "twice the largest error that transformers itself has in bfloat16, against float32. Exits 1 at the first "
-        "difference, and 4 if a path did not do what it is named after (the other paths run).",
+        help="verify that greedy output equals transformers on a checkpoint",
+        description="Generate the same prompts with transformers and with Tandem on every path (whole, chunked, "
+        "prefix-cached, mixed, retracted, overlap on and off, page sizes 1/16/64, disaggregated over NIXL, several "
+        "ranks). In float32 compare token by token, and logprobs within 1e-4. In bfloat16 compare logprobs within "
+        "twice the largest error of transformers in bfloat16 against float32. Exit status 1 at the first "
+        "difference, 4 if a path was not exercised (the other paths run).",
         epilog=EXAMPLES,
     )
     parser.add_argument("--model", metavar="PATH", help="checkpoint directory (default: the bundled model)")
@@ -44,7 +44,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="that Tandem computes in (default: %(default)s)",
+        help="dtype of Tandem's computation (default: %(default)s)",
     )
     add_kv_cache_dtype_flag(parser)
     parser.add_argument("--quick", action="store_true", help="fewer prompts and paths")
@@ -54,8 +54,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--tp",
         type=positive_int,
         metavar="N",
-        help="ranks that share the model in the tensor-parallel paths; 1 leaves these out (default: 2 where the model "
-        "can be shared by 2)",
+        help="ranks in the tensor-parallel paths; 1 skips them (default: 2 if the model can be divided by 2)",
     )
     parser.add_argument(
         "--host",

@@ -32,7 +32,7 @@ examples:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "worker",
-        help="run one prefill, decode or both worker",
+        help="run one worker: prefill, decode or both",
         description="Load a checkpoint, register in Redis and serve requests that gateways send. The engine runs in a "
         "child process; this one registers it, sends heartbeats, publishes KV events and serves health checks.",
         epilog=EXAMPLES,
@@ -77,8 +77,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=host_address,
         default=settings.health_host or LOOPBACK,
         metavar="HOST",
-        help="address of that port; 0.0.0.0 (IPv4) or :: (IPv6 and IPv4) where probes and Prometheus come from "
-        "elsewhere (TANDEM_HEALTH_HOST; default: 127.0.0.1)",
+        help="address of --health-port; 0.0.0.0 (IPv4) or :: (IPv6 and IPv4) for probes and Prometheus on other "
+        "machines (TANDEM_HEALTH_HOST; default: 127.0.0.1)",
     )
     parser.add_argument(
         "--allow-remote-orders",
@@ -86,29 +86,30 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="accept commands (drain, role, pause, reload …) without a token from any client of the port; "
         "by default commands need the token that `tandem ctl` reads or derives from --curve-keys",
     )
-    add_allowed_hosts(parser, what="orders may be sent to")
+    add_allowed_hosts(parser, what="commands may be sent to")
     parser.add_argument(
         "--await-links",
         type=non_negative_float,
         default=0.0,
         metavar="S",
-        help="seconds that /ready waits at most for tests of the links to present peers; requests are accepted during "
-        "the wait (default: 0, no wait)",
+        help="maximum delay of /ready until the links to present peers are measured, in seconds; the worker accepts "
+        "requests in the meantime (default: 0, no delay)",
     )
     parser.add_argument(
         "--standby",
         action="store_true",
         default=settings.standby,
-        help="take only requests that name this worker, such as a canary, until `tandem ctl … offer`, or until others "
-        "of its --peer-group are offered, or no other worker has served the model for a minute (TANDEM_STANDBY)",
+        help="serve only requests that name this worker, such as a canary. It becomes routable with `tandem ctl … "
+        "offer`, after other workers of its --peer-group have become routable, or after a minute in which no other "
+        "worker serves the model (TANDEM_STANDBY)",
     )
     parser.add_argument(
         "--drain-timeout",
         type=positive_float,
         default=25.0,
         metavar="S",
-        help="after SIGTERM running requests have this long to move to other workers or to finish; what is left then "
-        "is computed again elsewhere. Keep it some seconds below the pod's grace period (default: %(default)g)",
+        help="seconds that running requests have to migrate or finish after SIGTERM; the rest is computed again on "
+        "other workers. Keep it some seconds below the pod's grace period (default: %(default)g)",
     )
     add_deployment(parser)
     add_tracing(parser)

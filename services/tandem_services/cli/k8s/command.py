@@ -1,4 +1,4 @@
-"""`tandem k8s …`, which is also `kubectl tandem …`: deployments on Kubernetes, looked at and given orders.
+"""`tandem k8s …`, which is also `kubectl tandem …`: inspects and controls deployments on Kubernetes.
 
 kubectl runs any program `kubectl-tandem` on PATH as `kubectl tandem`. Nothing but argparse is imported here, so that
 `--help` is instant.
@@ -19,17 +19,17 @@ ROLES = ("prefill", "decode", "both")
 EXAMPLES = """\
 examples:
   {prog} status                        every ModelService of the namespace, as a tree
-  {prog} status llama -w               one of them, again and again
-  {prog} roles llama                   which worker does what, and how busy it is
+  {prog} status llama -w               one of them, refreshed until Ctrl-C
+  {prog} roles llama                   role and load of each worker
   {prog} flip llama-decode-5d8f-x2k9j prefill
-  {prog} queue llama                   who waits, where and for how long
-  {prog} explain chatcmpl-4f1c         where a request ran, why there, and what else there was
-  {prog} decisions llama               what the autoscaler has done lately, and why
+  {prog} queue llama                   waiting requests in gateways and on workers, and their waits
+  {prog} explain chatcmpl-4f1c         workers of a request, reasons and alternatives
+  {prog} decisions llama               last decisions of the autoscaler, with reasons
   {prog} scale llama --prefill 2 --decode 4
   {prog} drain llama-decode-5d8f-x2k9j
-  {prog} chat llama                    talk to it, through a port-forward
+  {prog} chat llama                    chat with it, through a port-forward
 
-Cluster, context and namespace are kubectl's: KUBECONFIG, --context, -n. Pods are reached by port-forward.
+Cluster, context and namespace as in kubectl: KUBECONFIG, --context, -n. Pods are reached by port-forward.
 """
 
 
@@ -79,25 +79,25 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     status.add_argument(
         "--no-figures",
         action="store_true",
-        help="omit what only the pods report, and show what the API server has (no port-forward)",
+        help="show only data of the API server, not of the pods (no port-forward)",
     )
-    roles = _command(
-        commands, "roles", "workers with the role that they were made for and the one that they have", _roles
-    )
+    roles = _command(commands, "roles", "workers with their declared and their current role", _roles)
     _name(roles, optional=True)
     _watch(roles)
-    flip = _command(commands, "flip", "use a running worker in another role; its requests move or finish", _flip)
+    flip = _command(commands, "flip", "change the role of a running worker; its requests migrate or finish", _flip)
     _pod(flip)
     flip.add_argument("role", choices=ROLES, help="new role, until the worker restarts")
-    queue = _command(commands, "queue", "what waits in gateways and on workers", _queue)
+    queue = _command(commands, "queue", "requests that wait in gateways and on workers", _queue)
     _name(queue, optional=True)
     _watch(queue)
     drain = _command(
-        commands, "drain", "evict one pod: what runs on it moves or finishes; another one takes its place", _drain
+        commands, "drain", "evict one pod: its requests migrate or finish; another pod replaces it", _drain
     )
     _pod(drain)
     drain.add_argument("--no-wait", action="store_true", help="return before the pod is deleted")
-    explain = _command(commands, "explain", "where a request ran, why there, and what else there was", _explain)
+    explain = _command(
+        commands, "explain", "workers of a request, the reasons for them, and the alternatives", _explain
+    )
     explain.add_argument(
         "request_id", metavar="REQUEST_ID", help="`id` of the response, X-Request-Id, or the client's request id"
     )
@@ -106,7 +106,7 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     add_api_key(explain)
     decisions = _command(commands, "decisions", "the autoscaler's last ten decisions, with reasons", _decisions)
     _name(decisions, optional=True)
-    chat = _command(commands, "chat", "talk to a ModelService through a port-forward to its gateway", _chat)
+    chat = _command(commands, "chat", "chat with a ModelService through a port-forward to its gateway", _chat)
     _name(chat, optional=False)
     add_conversation(chat)
     scale = _command(commands, "scale", "change the number of workers of one role or both", _scale)
