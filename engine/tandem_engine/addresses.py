@@ -87,7 +87,7 @@ def bare_host(text: str) -> str:
     if ":" in literal and _is_ipv6(literal):
         return literal
     if inner is not None or ":" in text or not _NAME.fullmatch(text):
-        raise AddressError(f"{text[:200]!r} is neither a name nor an IP address, such as 10.0.0.7 or fd00::7")
+        raise AddressError(f"{text[:200]!r} is not a host name or an IP address, such as 10.0.0.7 or fd00::7")
     return text
 
 

@@ -39,7 +39,7 @@ def compiled(
         kernel._cache = CodeFiles(function, revision=revision_of(*made_of))
     except RuntimeError as error:
         # Read-only root file system and no writable home: numba finds "no locator available".
-        logger.info("kernels are compiled anew at every start: %s", error)
+        logger.info("cannot cache compiled kernels, compiling at every start: %s", error)
     return kernel
 
 

@@ -69,5 +69,5 @@ class LogOutput(logging.Handler):
             data = data[os.write(self._descriptor, data) :]
 
     def _missing(self, count: int) -> str:
-        message = "%d log lines are missing here: nobody read them, or they could not be written"
+        message = "%d log lines are missing here: the output was blocked or failed"
         return self.format(logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (count,), None))

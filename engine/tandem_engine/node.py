@@ -59,7 +59,7 @@ def follow(config: NodeConfig) -> int:
             control.drain(LAST_WORDS_S)
         return LOST
     except Exception:
-        log.exception("node %d ends on an unexpected error", config.engine.parallel.node_rank)
+        log.exception("node %d stopped by an unexpected error", config.engine.parallel.node_rank)
         return UNEXPECTED_ERROR
     finally:
         if control is not None:

@@ -61,7 +61,7 @@ class Operations:
 
     def handle(self, order: OperatorOrder) -> None:
         """Carry out `order` and answer it, now or later."""
-        logger.info("operator: %s", order)
+        logger.info("command: %s", order)
         try:
             if isinstance(order, ReloadWeights):
                 self.reloading = self.engine.reload(order.path)
@@ -146,5 +146,5 @@ class Operations:
             logger.error("%s", error)
 
     def _refuse(self, nonce: int, error: EngineError) -> None:
-        logger.warning("operator's order refused: %s", error)
+        logger.warning("command rejected: %s", error)
         self.answer(OrderRefused(nonce=nonce, code=error.code, message=str(error)))

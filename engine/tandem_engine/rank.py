@@ -59,7 +59,7 @@ def run_rank(standard_input: BinaryIO) -> int:
         order.last_words.write_text(str(error), "utf-8")
         return REFUSED
     except Exception as error:
-        log.exception("rank %d ends on an unexpected error", order.rank)
+        log.exception("rank %d stopped by an unexpected error", order.rank)
         order.last_words.write_text(f"{type(error).__name__}: {error}", "utf-8")
         return UNEXPECTED_ERROR
     return 0

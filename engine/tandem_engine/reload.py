@@ -73,13 +73,13 @@ class WeightsReload:
     def expect(self) -> "Future[Reloaded]":
         """What the reload that is about to `start` will come to. Rank 0 only. Raises `BusyError` during another."""
         if self.active:
-            raise BusyError("a reload is going on: wait until it has ended")
+            raise BusyError("a reload is in progress: wait until it has completed")
         self._answer = Future()
         return self._answer
 
     def start(self, path: str) -> None:
         """Begin to load `path`, in the same turn on every rank."""
-        assert self._loading is None, f"a reload of {self._path} is going on"
+        assert self._loading is None, f"a reload of {self._path} is in progress"
         self._path = path
         self._loading = self._thread.submit(self._load)
 
@@ -121,7 +121,7 @@ class WeightsReload:
     def _swap(self, loading: "Future[LoadedModel]", failed: int) -> Reloaded:
         loaded = loading.result()
         if failed < self.size:
-            raise CheckpointError(f"rank {failed} cannot load its part of {self._path}: its line in the log says why")
+            raise CheckpointError(f"rank {failed} cannot load its part of {self._path}: its log line has the reason")
         ended = self.replace(loaded)
         give_back()
         return Reloaded(path=self._path, fingerprint=loaded.model_config.fingerprint, ended=ended)

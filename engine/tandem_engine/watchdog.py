@@ -52,8 +52,8 @@ class Watchdog:
 
     def step_hangs(self, seconds: float) -> None:
         """The scheduler has waited so long for a step: write everything down."""
-        logger.error("a step has not come back for %.0f s; state goes to %s", seconds, self.path or "standard error")
-        print(f"a step has not come back for {seconds:.0f} s\n{self._describe()}\n", file=self._file, flush=True)
+        logger.error("step not completed for %.0f s; writing state to %s", seconds, self.path or "standard error")
+        print(f"step not completed for {seconds:.0f} s\n{self._describe()}\n", file=self._file, flush=True)
         faulthandler.dump_traceback(file=self._file, all_threads=True)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ def describe_scheduler(scheduler: Scheduler) -> str:
         lines.append(f"{name}: {len(requests)}")
         lines += [
             f"  {req.rid}: {req.prompt_len} prompt and {len(req.output_ids)} output tokens, "
-            f"{req.launched_len} launched, {req.steps_in_flight} steps in flight, wish {req.to_finish}"
+            f"{req.launched_len} launched, {req.steps_in_flight} steps in flight, pending finish {req.to_finish}"
             for req in requests[:MOST_LISTED]
         ]
     return "\n".join(lines)

@@ -34,5 +34,5 @@ def test_a_stranger_that_connects_after_the_interface_was_made_anew_does_not_end
         wait_for(lambda: place.carried() - answered >= ANSWERED, PATIENCE_S)
         # Each is a turn of the thread that would let UCX read what the stranger has sent.
         failed = {victim.push("victim", "friend@1") for _ in range(LOOKS)}
-        assert failed <= {"network interface eth0 is gone or was made anew", "not connected to friend@1"}
+        assert failed <= {"network interface eth0 was removed or recreated", "not connected to friend@1"}
         assert victim.process.poll() is None

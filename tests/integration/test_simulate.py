@@ -177,7 +177,7 @@ def test_the_command_prints_and_writes_one_report(tmp_path, capsys):
     ("flags", "reason"),
     [
         (["--workers", "none"], "--workers 'none'"),
-        (["--workers", "prefill=2"], "somebody must decode"),
+        (["--workers", "prefill=2"], "at least one worker must decode"),
         (["--workers", "decode=2"], "decode workers need prefill workers"),
         (["--workers", "0"], "1 to 1024 workers"),
         (["--policy", "localty"], "no policy 'localty'"),

@@ -93,7 +93,7 @@ def test_status_is_of_what_the_api_server_has(control_plane, namespace, service,
     [tree] = json.loads(kubectl("status", "--no-figures", "-o", "json")[1])
     assert [role["wanted"] for role in tree["roles"]] == [1, 2]
     # Nothing runs in these pods: that they cannot be asked is told, and takes no longer than it may.
-    assert "says nothing:" in kubectl("status")[1]
+    assert "no response:" in kubectl("status")[1]
     assert "llama" in kubectl("status", "--no-figures", "-A")[1]
 
 
@@ -167,7 +167,7 @@ def test_who_may_not_is_told_what_is_missing(control_plane, namespace, service, 
     stranger.write_text(json.dumps(config))
     code, _, err = kubectl("status", kubeconfig=stranger)
     assert code == 3
-    assert re.search(r'you may not do that: .*cannot list resource "modelservices".* by a Role', err)
+    assert re.search(r'not permitted: .*cannot list resource "modelservices".* with a Role', err)
 
 
 def token_of(cluster: ControlPlane, namespace: str) -> str:

@@ -109,7 +109,7 @@ def test_the_examination_allows_for_rounding(olmo2, dtype):
         ("stablelm", "its attention cannot be replaced"),
         ("llama4", "layer_types may name only full_attention and sliding_attention"),
         ("deepseek-v3", "keys of 192 and values of 128"),
-        ("gpt-oss", "asks for s_aux"),
+        ("gpt-oss", "requires s_aux"),
         ("roberta", "computes other logits than transformers by itself"),
         ("xlm-roberta", "computes other logits than transformers by itself"),
     ],

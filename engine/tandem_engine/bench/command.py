@@ -161,7 +161,7 @@ def _timed(run: Runner, jobs: Sequence[Job]) -> float:
     outputs = run(jobs)
     seconds = time.perf_counter() - began
     short = [i for i, (job, out) in enumerate(zip(jobs, outputs, strict=True)) if len(out) != job.output_len]
-    assert not short, f"jobs {short[:5]} gave fewer tokens than asked for"
+    assert not short, f"jobs {short[:5]} returned fewer tokens than requested"
     return seconds
 
 

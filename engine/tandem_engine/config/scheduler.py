@@ -118,7 +118,7 @@ class SchedulerConfig:
     def _check_admission(self) -> None:
         if 0 < self.max_tokens_per_step <= self.max_running_requests:
             raise ConfigError(
-                f"--max-tokens-per-step {self.max_tokens_per_step} leaves no token for prompts beside "
+                f"--max-tokens-per-step {self.max_tokens_per_step} leaves no token for prompts with "
                 f"--max-running-requests {self.max_running_requests}: raise it to at least "
                 f"{self.max_running_requests + 1}"
             )

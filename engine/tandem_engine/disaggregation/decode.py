@@ -305,7 +305,7 @@ class DecodeStage:
         pairs = zip(found, record.digests, strict=True)
         wrong = [index for index, (here, there) in enumerate(pairs) if here != there]
         logger.error(
-            "room %r: %d of %d pages written by %s do not have the bytes that it sent, first is page %d",
+            "room %r: digest mismatch in %d of %d pages written by %s, first in page %d",
             str(hold.key),
             len(wrong),
             len(hold.pages),

@@ -36,13 +36,13 @@ def ask_for_ack(hold: TransferHold, *, holds: HoldTable, peers: PeerLink, of: st
     `of`: what the hold is of, for the log and the writer.
     """
     if hold.state is HoldState.FENCED:
-        logger.warning("nobody can tell whether %s has ended; its pages are used again", hold.writer.incarnation)
+        logger.warning("cannot determine whether %s has exited; releasing its pages", hold.writer.incarnation)
         holds.ended(hold.writer.incarnation)
         return False
     first = hold.state is HoldState.DRAINING
     if first:
         logger.warning(
-            "%s %r: %s did not acknowledge the end; %d pages go into quarantine",
+            "%s %r: %s did not acknowledge the end; quarantining %d pages",
             of,
             str(hold.key),
             hold.writer.incarnation,

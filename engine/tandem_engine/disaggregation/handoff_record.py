@@ -35,7 +35,7 @@ def problem_with(record: HandoffRecord, req: Request, *, granted: int, first_tok
     """Why `req`, for which `granted` pages from `first_token` on were granted, cannot go on from `record`."""
     if record.first_token != first_token or record.pages != granted:
         return (
-            f"the writer says it wrote {record.pages} pages from token {record.first_token}; "
+            f"the writer reports {record.pages} pages from token {record.first_token}; "
             f"{granted} from token {first_token} were granted"
         )
     if len(record.digests) != granted:

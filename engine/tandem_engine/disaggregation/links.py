@@ -203,7 +203,7 @@ class Links:
         if link is None:
             return
         if link.problem != reason:
-            logger.info("link to %s was not measured: %s", peer.incarnation, reason)
+            logger.info("cannot measure link to %s: %s", peer.incarnation, reason)
         link.problem, link.broken = reason, broken or link.broken
         self._defer(link, RETRY_S)
 
@@ -235,9 +235,7 @@ class Links:
         link.transport = transport
         condition = condition_of(transport, self.config.expect_transport)
         if condition and condition != link.condition:
-            logger.warning(
-                "link to %s: %s; look at UCX_TLS and at the devices of both", link.peer.incarnation, condition
-            )
+            logger.warning("link to %s: %s; check UCX_TLS and the devices of both", link.peer.incarnation, condition)
         link.condition = condition
 
     def _defer(self, link: Link, seconds: float) -> None:

@@ -326,7 +326,7 @@ class PrefillStage:
         self.counters.failed += 1
         self.counters.moves_failed += _moves(room)
         about = {"fields": room.req.about}
-        logger.warning("room %r: not handed to %s: %s", str(room.key), room.peer.incarnation, reason, extra=about)
+        logger.warning("room %r: handoff to %s failed: %s", str(room.key), room.peer.incarnation, reason, extra=about)
         self._close(room, reason)
 
     def _close(self, room: SendRoom, reason: str, *, finished: bool = False) -> None:

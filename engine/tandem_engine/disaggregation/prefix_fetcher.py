@@ -289,7 +289,7 @@ class PrefixFetcher:
     def _fail(self, fetch: Fetch, reason: str) -> None:
         self.counters.failed += 1
         logger.warning(
-            "prefix %r: not fetched from %s: %s",
+            "prefix %r: fetch from %s failed: %s",
             str(fetch.hold.key),
             fetch.hold.writer.incarnation,
             reason,

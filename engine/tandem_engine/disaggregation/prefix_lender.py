@@ -221,7 +221,7 @@ class PrefixLender:
         )
 
     def _give_up(self, loan: Loan, reason: str) -> None:
-        logger.warning("prefix %r: not sent to %s: %s", str(loan.grant.key), loan.receiver.incarnation, reason)
+        logger.warning("prefix %r: sending to %s failed: %s", str(loan.grant.key), loan.receiver.incarnation, reason)
         self._over(loan)
         self._refuse(loan.grant, reason)
 

@@ -53,7 +53,7 @@ class Served:
         path, dtype = loaded.config.model_path, dtype_name(loaded.dtype)
         served = self.geometry.model_dtype or self.geometry.dtype
         if dtype != served:
-            raise ConfigError(f"{path} loads as {dtype}, served is {served}: set --dtype, start anew")
+            raise ConfigError(f"{path} loads as {dtype}, but the engine serves {served}: restart with --dtype")
         old, new = asdict(self.model_config), asdict(loaded.model_config)
         differing = [name for name in old if old[name] != new[name] and name not in ANOTHER_WITH_OTHER_WEIGHTS]
         if differing:

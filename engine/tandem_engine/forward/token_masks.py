@@ -63,5 +63,5 @@ class TokenMasks:
     def wait(self) -> torch.Tensor:
         """The bitmask, once it is final."""
         if not self._released.wait(LONGEST_WAIT):
-            raise MasksLateError(f"the token masks of a step did not come within {LONGEST_WAIT:g} s")
+            raise MasksLateError(f"the token masks of a step were not filled within {LONGEST_WAIT:g} s")
         return self.bitmask

@@ -97,7 +97,7 @@ class IpcContext:
         """Raise `ConfigError` when others could connect to `host` and nothing would keep them out."""
         if self.keys is None and not is_loopback(host):
             raise ConfigError(
-                f"refusing to listen on {host} without keys, where anybody could connect: "
+                f"cannot listen on {host} without keys, because any process could connect: "
                 f"give every process of the deployment the same --curve-keys file, or use {LOOPBACK}"
             )
 

@@ -31,7 +31,7 @@ class KeyPair:
         """Raises `ConfigError` when the file is absent or not a key file; warns when everybody can read it."""
         try:
             if path.stat().st_mode & stat.S_IROTH:
-                logger.warning("everybody on this machine can read %s: run chmod o-r on it", path)
+                logger.warning("%s is world-readable; run chmod o-r", path)
             fields = json.loads(path.read_text("ascii"))
             keys = KeyPair(fields["public"].encode("ascii"), fields["secret"].encode("ascii"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

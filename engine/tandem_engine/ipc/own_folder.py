@@ -76,13 +76,13 @@ def remove_abandoned(prefix: str) -> None:
         folders = [folder for folder in temporary.iterdir() if ours.fullmatch(folder.name)]
     except OSError as error:
         # Folders can be made in some that cannot be listed.
-        logger.debug("what killed processes left in %s stays: %s", temporary, error)
+        logger.debug("cannot remove directories of killed processes in %s: %s", temporary, error)
         return
     for folder in folders:
         try:
             _remove_if_abandoned(folder)
         except OSError as error:
-            logger.debug("%s is somebody else's, of a process that lives, or cannot be locked: %s", folder, error)
+            logger.debug("%s belongs to another user or a running process, or cannot be locked: %s", folder, error)
 
 
 def _remove_if_abandoned(folder: Path) -> None:
@@ -99,7 +99,7 @@ def _remove_marked(folder: Path, place: int) -> None:
     with _locked(MARKER, place) as marker:
         # Another process may have removed the folder between the two; this name may be a newer one's by now.
         if os.path.samestat(marker, (folder / MARKER).lstat()):
-            logger.info("removing %s: the process that made it was killed", folder)
+            logger.info("removing %s: its process was killed", folder)
             remove(folder)
 
 
@@ -110,7 +110,7 @@ def _remove_never_marked(folder: Path, place: int) -> None:
         os.unlink(NEW_MARKER, dir_fd=place)
     if os.path.samestat(os.fstat(place), folder.lstat()):
         folder.rmdir()
-        logger.info("removed %s: the process that made it was killed before it had marked it", folder)
+        logger.info("removed %s: its process was killed before it marked it", folder)
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def _make(prefix: str) -> tuple[Path, int | None]:
         except OSError as error:
             # Something that clears the temporary folder may have taken it.
             if folder.is_dir():
-                logger.warning("%s stays behind if this process is killed, as it cannot be locked: %s", folder, error)
+                logger.warning("cannot lock %s, it remains if this process is killed: %s", folder, error)
                 with suppress(OSError):
                     (folder / NEW_MARKER).rename(folder / VAIN_MARKER)
                 return folder, None

@@ -138,6 +138,6 @@ def _session_ref(prompt: Encoded, params: SamplingParams) -> SessionRef | None:
         return None
     if params.generated != 1:
         raise InvalidRequestError(
-            f"a session goes on after one output: n and best_of must be 1, got {params.generated}", param="n"
+            f"a session continues after one output: n and best_of must be 1, got {params.generated}", param="n"
         )
     return SessionRef(id=prompt.session.id, turn=prompt.session.turns, keeps_output=params.generates)

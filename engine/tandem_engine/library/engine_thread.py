@@ -104,7 +104,7 @@ class EngineThread:
             if not self._ready.done():
                 self._ready.set_exception(error)
                 return
-            logger.exception("the engine stops on an unexpected error")
+            logger.exception("engine stopped by an unexpected error")
             ended = EngineStoppedError(f"the engine has stopped: {type(error).__name__}: {error}")
             self._end(ended)
             self._on_failure(ended)

@@ -234,7 +234,7 @@ class LLM:
                 self._ask(waiting.popleft())
             if not self._engine.step() and not self._growing:
                 raise ConfigError(
-                    f"one prompt asks for {len(waiting[0].requests)} outputs, more than max_queued_requests="
+                    f"one prompt requires {len(waiting[0].requests)} outputs, more than max_queued_requests="
                     f"{self._engine.scheduler_config.max_queued_requests}: raise it, or lower n"
                 )
             if self._profiler is not None:

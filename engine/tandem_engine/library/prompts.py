@@ -101,7 +101,9 @@ def _encode_mapping(
     if not isinstance(text, str | None) or not isinstance(salt, str | None):
         raise InvalidRequestError("prompt and cache_salt of a prompt must be strings", param="prompts")
     if salt is not None and session is not None:
-        raise InvalidRequestError("a session has the prefix of its own turns: leave cache_salt out", param="prompts")
+        raise InvalidRequestError(
+            "a session reuses only the prefix of its turns: leave cache_salt out", param="prompts"
+        )
     given = text if ids is None else _token_ids(ids)
     if given is None:
         raise InvalidRequestError(

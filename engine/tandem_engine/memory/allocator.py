@@ -74,8 +74,8 @@ class PageAllocator:
         available = self.available_to(writer)
         if n > available:
             raise OutOfPagesError(
-                f"{n} KV pages were asked for and {available} of {self.num_pages - 1} are free "
-                f"({self.fenced_pages} more are waiting for a step to settle)"
+                f"{n} KV pages are required and {available} of {self.num_pages - 1} are free "
+                f"({self.fenced_pages} more are waiting for a step to complete)"
             )
         if n > len(self._free) and self._copied is not None:
             self._free += self._copied.take(n - len(self._free))

@@ -105,7 +105,7 @@ def _request_problems(memory: KvMemory, live: Sequence[RequestKv], tree: set[Pag
     for kv in live:
         protected = kv.pages[: kv.cache_protected_len // kv.page_size]
         if strange := [page for page in protected if page not in tree]:
-            problems.append(f"row {kv.row}: {_listed('page', strange)} borrowed from the tree but not in it")
+            problems.append(f"row {kv.row}: {_listed('page', strange)} pinned in the tree but not in it")
         if memory.rows.table[kv.row].tolist() != [*kv.pages, *[DUMMY_PAGE] * (max_pages - len(kv.pages))]:
             problems.append(f"row {kv.row}: the table does not list exactly the pages that the request holds")
         if not kv.cache_protected_len <= kv.committed_len <= kv.allocated_len:

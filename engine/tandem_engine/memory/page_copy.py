@@ -83,4 +83,4 @@ class PageCopier:
 
 def refuse_copies(copy: PageCopy) -> CopyReport:
     """The `Copier` of an executor that was given none."""
-    raise AssertionError(f"this executor was built without a copier, and was asked for {copy.kind.value}")
+    raise AssertionError(f"this executor has no copier and cannot execute {copy.kind.value}")

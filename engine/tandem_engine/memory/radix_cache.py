@@ -180,7 +180,7 @@ class RadixCache:
         if unlocked != self._unlocked.keys():
             problems.append(f"{len(unlocked)} unlocked tree nodes, {len(self._unlocked)} in the recency list")
         if (evictable := sum(len(node) for node in unlocked)) != self._evictable:
-            problems.append(f"{evictable} tree pages are evictable, the counter says {self._evictable}")
+            problems.append(f"{evictable} tree pages are evictable, the counter is {self._evictable}")
         return problems
 
     def _blocks(self, token_ids: Sequence[int], max_tokens: int | None) -> int:

@@ -211,7 +211,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         lost = next((token for token, bias in self.logit_bias if bias > 0 and token not in allowed), None)
         if lost is not None:
             raise InvalidRequestError(
-                f"logit_bias favours token {lost}, which allowed_token_ids does not have", param="allowed_token_ids"
+                f"logit_bias favors token {lost}, which allowed_token_ids does not have", param="allowed_token_ids"
             )
         if allowed <= {word[0] for word in self.bad_words if len(word) == 1}:
             raise InvalidRequestError("bad_words forbids every one of allowed_token_ids", param="allowed_token_ids")

@@ -62,7 +62,7 @@ def require_weights(stored: ReadableTensor, shape: tuple[int, ...]) -> None:
     if stored.dtype not in FLOATS:
         raise CheckpointError(
             f"{stored.path}: tensor {stored.name} is {str(stored.dtype).removeprefix('torch.')}; weights are float32, "
-            "bfloat16 or float16, unless config.json has a quantization_config that says how to read them"
+            "bfloat16 or float16, unless config.json has a quantization_config for them"
         )
 
 

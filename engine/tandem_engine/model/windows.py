@@ -77,7 +77,7 @@ def require_uniform_layers(
     window = stated_window(fields, default=default_window) if slides else None
     uniform = (FULL if window is None else SLIDING,) * num_layers
     if read_layer_kinds(fields, default=uniform) != uniform:
-        fields.defer("layer_types", f"must be {uniform[0]} in every layer, as sliding_window says")
+        fields.defer("layer_types", f"must be {uniform[0]} in every layer, in accordance with sliding_window")
 
 
 def qwen_windows(fields: ConfigFields, *, num_layers: int, context: int) -> Windows:

@@ -36,7 +36,7 @@ class Departure:
 
 def _step_failed(cause: Exception) -> RankLostError:
     error = RankLostError(
-        f"a model step raised {type(cause).__name__} ({cause}); the ranks of an engine cannot go on one by one"
+        f"a model step raised {type(cause).__name__} ({cause}); the ranks of an engine cannot continue separately"
     )
     error.__cause__ = cause
     return error

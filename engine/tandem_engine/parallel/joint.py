@@ -56,7 +56,7 @@ class JointWork:
             self._give_up(error)
             raise OtherRankFailedError(f"another rank did not complete this step: {error}") from error
         except Exception as error:
-            logger.warning("rank %d gives up a step: %s: %s", self.group.rank, type(error).__name__, error)
+            logger.warning("rank %d abandons a step: %s: %s", self.group.rank, type(error).__name__, error)
             self._give_up(error)
             raise
         return result

@@ -44,7 +44,7 @@ class Reports:
     def tell(self, message: EngineToWorker) -> None:
         """Send `message`, or drop it."""
         if self.control is not None and not self.control.send(message):
-            logger.warning("the worker service does not read; dropped one %s", type(message).__name__)
+            logger.warning("worker service does not read; dropped %s", type(message).__name__)
 
     def announce(self) -> None:
         """What this engine is: at start, and when its weights were replaced."""
@@ -94,7 +94,7 @@ class Reports:
         reason = self.engine.departure.reason
         if reason is not None and not self._drain_wanted:
             self._drain_wanted = True
-            logger.info("asking to be drained: %s", reason)
+            logger.info("requesting drain: %s", reason)
             self.tell(DrainWanted(reason=reason))
 
     def _report_ended(self) -> None:

@@ -70,7 +70,7 @@ def serve(config: ProcessConfig) -> int:
         return CANNOT_START
     except Exception:
         # A bug: what it left behind cannot be trusted, so the worker service starts the engine anew.
-        logger.exception("the engine stops on an unexpected error")
+        logger.exception("engine stopped by an unexpected error")
         return UNEXPECTED_ERROR
     finally:
         if control is not None:
@@ -90,7 +90,7 @@ def _serve(config: ProcessConfig, context: IpcContext, control: Control | None) 
     )
     nodes = NodeAccess(host=config.host, curve_keys=config.curve_keys)
     with launched_engine(config.engine, progress=True, self_test=True, sink=outbox, port=port, nodes=nodes) as engine:
-        logger.info("trying a prompt and a step; kernels that are new to this machine are compiled first")
+        logger.info("running a test prompt and step; compiling kernels that are not cached")
         test = engine.self_test()
         engine.warm_up()
         # What is there now stays. Else every full collection walks all of torch: measured, 0.2 s without a token.

@@ -171,7 +171,7 @@ class GrammarGate:
             return BudgetedReasoning.of(
                 budget, compiled, vocab_size=self.model.vocab_size, eos_token_ids=self.model.eos_token_ids
             )
-        assert compiled is not None, f"request {req.rid} has neither a grammar nor a budget"
+        assert compiled is not None, f"request {req.rid} has no grammar and no budget"
         return compiled
 
 

@@ -139,7 +139,7 @@ class Isolation:
     def _convict(self, req: Request, error: BaseException) -> None:
         start, stop = req.launched_len, req.extend_target
         logger.error(
-            "request %s ends: the model step over its tokens %d to %d raises whenever it is tried",
+            "poison request %s failed: the model step over its tokens %d to %d raises on every attempt",
             req.rid,
             start,
             stop,

@@ -191,7 +191,7 @@ class AgreedInputs:
         try:
             self.begin_turn()
         except RankLostError as error:
-            logger.warning("the other ranks were not told to stop: %s", error)
+            logger.warning("cannot notify the other ranks to stop: %s", error)
 
     def check(self) -> None:
         self.failure.raise_if_any()

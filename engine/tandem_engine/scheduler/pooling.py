@@ -85,6 +85,6 @@ def check_pooling(message: GenerateRequest, *, hidden_size: int) -> None:
     if message.sampling.max_tokens != 1 or message.resume_ids:
         raise InvalidRequestError("a request for an embedding has max_tokens 1 and no resume_ids", param="pooling")
     if message.session is not None:
-        raise InvalidRequestError("an embedding is of its own prompt and continues no session", param="session")
+        raise InvalidRequestError("an embedding is computed from one prompt and continues no session", param="session")
     if message.handoff is not None:
         raise InvalidRequestError("an embedding is computed by one worker alone, without a handoff", param="handoff")

@@ -50,8 +50,8 @@ from tandem_engine.scheduler.stream import OutputStream, Sink
 from tandem_engine.scheduler.tally import SchedulerStats
 
 ABORTED = Finish(reason=FinishReason.ABORT)
-TURNED_AWAY = error_finish(DrainingError("this worker is draining and had not begun with the request"))
-NOT_TAKEN = error_finish(DrainingError("this worker decodes no more, and nobody had room for the request in time"))
+TURNED_AWAY = error_finish(DrainingError("worker is draining and had not started the request"))
+NOT_TAKEN = error_finish(DrainingError("worker is draining and no other worker had capacity for the request in time"))
 OVERDUE = Finish(reason=FinishReason.ABORT, error="the deadline passed", code="deadline_exceeded")
 
 

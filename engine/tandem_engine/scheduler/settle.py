@@ -91,14 +91,14 @@ class Settlement:
         for scores in result.prompt_scores:
             req = batch.extends[scores.sequence].req
             if req.finished is None:
-                assert req.prompt_logprobs is not None, f"prompt logprobs of {req.rid}, which wants none"
+                assert req.prompt_logprobs is not None, f"prompt logprobs of {req.rid}, which requires none"
                 req.prompt_logprobs.take(scores.first, [*_wire_logprobs(scores.logprobs)])
 
     def _pooled(self, batch: ScheduleBatch, result: ForwardResult) -> None:
         for pooled in result.pooled:
             req = batch.extends[pooled.sequence].req
             if req.finished is None:
-                assert req.pooled is not None, f"pooled hidden states of {req.rid}, which wants none"
+                assert req.pooled is not None, f"pooled hidden states of {req.rid}, which requires none"
                 req.pooled.take(pooled)
 
     def fail(self, batch: ScheduleBatch, error: BaseException, *, above: ScheduleBatch | None) -> None:
@@ -328,5 +328,5 @@ def _runs(result: ForwardResult) -> Iterator[Sampled]:
 
 def _wire_logprobs(logprobs: Sequence[SampledLogprobs | None]) -> Iterator[TokenLogprob]:
     for logprob in logprobs:
-        assert logprob is not None, "a request asked for logprobs and its step returned none"
+        assert logprob is not None, "a request requires logprobs and its step returned none"
         yield TokenLogprob(logprob=logprob.logprob, top=logprob.top, rank=logprob.rank)

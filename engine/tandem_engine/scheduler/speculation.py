@@ -206,7 +206,7 @@ class Speculation:
             if not self.confined:
                 raise
             # The boundary of the guesser: requests do not need it.
-            logger.exception("%s drafts failed; this engine goes on without drafts", self.proposer.name)
+            logger.exception("%s drafts failed; continuing without drafts", self.proposer.name)
             return StepDrafts(chains=((),) * len(requests), broken=True)
         return replace(proposed, propose_s=self.stopwatch.now() - began)
 

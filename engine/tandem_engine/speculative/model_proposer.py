@@ -148,7 +148,7 @@ class ModelProposer:
         for place, index in enumerate(index for indices in guessing for index in indices):
             chains[index].append(place)
         guesses, asked = self.network(batches), sum(map(len, guessing))
-        assert guesses.count == asked, f"a network made {guesses.count} guesses where {asked} were asked for"
+        assert guesses.count == asked, f"a network made {guesses.count} drafts where {asked} were requested"
         return [tuple(each) for each in chains], guesses
 
     def _wants_more(self, job: Job, guesses: int) -> bool:

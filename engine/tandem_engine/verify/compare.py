@@ -142,7 +142,7 @@ def prompt_difference(
 ) -> str | None:
     """What is wrong with the prompt's logprobs; nothing, when they were not asked for and did not come."""
     if request.sampling.prompt_logprobs is None:
-        return None if output.prompt_logprobs is None else f"{request.rid}: prompt logprobs that nobody asked for"
+        return None if output.prompt_logprobs is None else f"{request.rid}: prompt logprobs that were not requested"
     first, *rest = output.prompt_logprobs or (None,)
     mine = [entry.logprob for entry in rest if entry is not None]
     if first is not None or len(mine) != len(reference.prompt_logprobs):

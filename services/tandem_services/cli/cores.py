@@ -59,7 +59,7 @@ def _own_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"tandem-cores-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} is somebody else's")
+        raise PermissionError(f"{folder} belongs to another user")
     return folder
 
 

@@ -104,7 +104,9 @@ def run(args: argparse.Namespace) -> int:
     token = _token(url, args.curve_keys)
     if args.order == "token":
         if token is None:
-            raise StartupError(f"the token of {url} is not known here: give --curve-keys FILE, or run this beside it")
+            raise StartupError(
+                f"no token for {url}: set --curve-keys FILE, or run this command on its machine as its user"
+            )
         print(token)
         return 0
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}

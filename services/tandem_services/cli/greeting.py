@@ -20,9 +20,9 @@ Tandem serves {model} at {url}
   curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{{"model": "{model}", \
 "stream": true, "messages": [{{"role": "user", "content": "Tell me a story about a fox who lives near a river."}}]}}'
 
-  {chat}          a conversation in the terminal
-  {url}/metrics   numbers; GET /v1/requests/ID/explain tells where a request ran
-{_console_line(args, url)}  tandem ctl {address} links   orders to {name}{_others(workers)}
+  {chat}          chat in the terminal
+  {url}/metrics   numbers; GET /v1/requests/ID/explain shows where a request ran
+{_console_line(args, url)}  tandem ctl {address} links   commands to {name}{_others(workers)}
   {run_dir}   logs
 
 Ctrl-C stops everything.

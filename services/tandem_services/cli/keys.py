@@ -187,8 +187,8 @@ def _give_to_owner_of(former: os.stat_result, descriptor: int, path: Path) -> No
         os.fchmod(descriptor, stat.S_IMODE(former.st_mode))
     except PermissionError as error:
         raise ConfigError(
-            f"--file {path} is of user {former.st_uid} and group {former.st_gid}, to whom this user cannot give what "
-            f"replaces it: add the key as that user, or as root"
+            f"--file {path} belongs to user {former.st_uid} and group {former.st_gid}, and this user cannot keep that "
+            f"ownership: add the key as that user, or as root"
         ) from error
 
 

@@ -11,11 +11,11 @@ TIMEOUT_S = 5.0
 
 EXAMPLES = """\
 examples:
-  tandem quarantine list                       digests and the seconds that each is refused for
+  tandem quarantine list                       digests and remaining seconds
   tandem quarantine clear 5f0c…                serve this one again
   tandem quarantine clear --all
 
-A digest stands for a prompt and its parameters; the gateway's log names it with the request id that was convicted.
+A digest stands for a prompt and its parameters; the gateway's log has it with the request id.
 Gateways follow within a second.
 """
 

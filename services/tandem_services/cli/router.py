@@ -168,7 +168,7 @@ def _models(given: list[str]) -> "tuple[TokenizedModel, ...]":
         folder = model_folder(path or None)
         names = tuple(listed.split(",")) if equals else (folder.name,)
         if "" in names or taken.intersection(names) or len({*names}) < len(names):
-            raise ConfigError(f"--model {text}: every model needs names of its own, as in NAME,ALIAS=PATH")
+            raise ConfigError(f"--model {text}: every model needs unique names, as in NAME,ALIAS=PATH")
         taken.update(names)
         models.append(TokenizedModel(names, folder))
     return tuple(models)

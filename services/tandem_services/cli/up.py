@@ -92,7 +92,7 @@ def plan(args: argparse.Namespace) -> Plan:
             f"--cpu-affinity {args.cpu_affinity}: `tandem up` takes auto or none; numbers are for `tandem worker`"
         )
     if args.redis_password_file is not None and not args.redis_url:
-        raise ConfigError("--redis-password-file is of the Redis that --redis-url names: give both or neither")
+        raise ConfigError("--redis-password-file requires --redis-url: set both or none")
     _require_keys(args.api_keys)
     model = model_folder(args.model)
     if args.model is None and args.dtype == "auto":

@@ -24,7 +24,7 @@ EXAMPLES = """\
 examples:
   tandem worker --role prefill --redis-url redis://127.0.0.1:6379
   tandem worker --role decode --model ~/llama --dtype bfloat16 --host 10.0.0.7 --curve-keys keys.json
-  tandem worker … --tp 16 --nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.7:5757 --host 10.0.0.7    and beside it
+  tandem worker … --tp 16 --nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.7:5757 --host 10.0.0.7    and on 10.0.0.8
   tandem worker … --tp 16 --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.7:5757 --host 10.0.0.8
 """
 

@@ -45,7 +45,7 @@ class BearerToken:
                 self._token, self._seen = _read(self.path), signature
         except OSError as error:
             if self._token is not None:
-                logger.error("--token-file %s cannot be read, nobody is let in: %s", self.path, error.strerror)
+                logger.error("cannot read --token-file %s, rejecting all requests: %s", self.path, error.strerror)
             self._token, self._seen = None, (0, 0, 0)
 
 

@@ -68,7 +68,10 @@ class TokenFile:
                 with os.fdopen(descriptor, "w", encoding="ascii") as file:
                     file.write(self.token)
         except OSError as error:
-            logger.warning("tandem ctl needs --curve-keys for this process: its order token is in no file: %s", error)
+            logger.warning(
+                "cannot write the token for commands to a file, tandem ctl requires --curve-keys for this process: %s",
+                error,
+            )
 
     def remove(self) -> None:
         """Idempotent. A file that a newer process has written stays."""

@@ -93,7 +93,7 @@ class Line:
         except ResponseError as error:
             answer, refused = None, error
         if not self._waiting:
-            raise InvalidResponse("a reply that nobody has asked for")
+            raise InvalidResponse("a reply without a request")
         reply = self._waiting.popleft()
         if reply.done():
             return

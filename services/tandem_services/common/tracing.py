@@ -66,7 +66,7 @@ def require_opentelemetry() -> None:
         fix = "--force-reinstall --no-deps opentelemetry-proto" if broken else "'tandem[otel]'"
         raise StartupError(
             f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install {fix}, or set "
-            "OTEL_TRACES_EXPORTER=none where only the environment asks for it"
+            "OTEL_TRACES_EXPORTER=none if only the environment enables traces"
         ) from error
 
 

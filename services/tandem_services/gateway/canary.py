@@ -123,7 +123,7 @@ class Canary:
         try:
             choice = await self.service.chooser.choose(query)
         except NoWorkersError as error:
-            raise CanaryFailedError(f"the router has nobody for it: {error}") from error
+            raise CanaryFailedError(f"no worker can serve it: {error}") from error
         await self.service.chooser.release(choice)
         return choice.decode, choice.prefill
 

@@ -16,7 +16,7 @@ from tandem_services.gateway.messages.errors import anthropic_error, speaks_anth
 from tandem_services.gateway.openai_answers import ErrorBody, ErrorResponse
 from tandem_services.gateway.sse import send_json
 
-UNEXPECTED = internal_error("The gateway failed while answering. The request id tells operators where to look.")
+UNEXPECTED = internal_error("The gateway failed while answering. Its log has the cause under the request id.")
 
 
 def as_api_error(error: Exception) -> ApiError | None:

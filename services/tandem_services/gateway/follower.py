@@ -51,7 +51,7 @@ class Follower(Generic[T]):
     async def run(self, logger: logging.Logger, *, what: str) -> None:
         """For ever. `what` is followed, in the words of a log line."""
         # Who is never followed again keeps what was taken away.
-        await for_ever(self.poll, every_s=POLL_S, logger=logger, complaint=f"looking for changed {what} failed")
+        await for_ever(self.poll, every_s=POLL_S, logger=logger, complaint=f"cannot check for changed {what}")
 
     async def poll(self) -> None:
         """Take over what has changed."""

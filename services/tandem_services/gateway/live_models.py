@@ -111,7 +111,7 @@ class LiveModels(Generic[F]):
         if (model.redis, model.cluster, model.curve_keys) != (first.redis, first.cluster, first.curve_keys):
             raise ConfigError(
                 "the first entry's redis_url, redis_password_file, cluster and curve_keys cannot change while the "
-                "gateway runs: usage of keys is counted there. Put another entry behind it, or start the gateway anew"
+                "gateway runs: usage of keys is counted there. Add another entry after it, or restart the gateway"
             )
 
     async def _open(self, models: Sequence[ModelConfig]) -> dict[tuple[str, ...], _Member[F]]:
@@ -136,4 +136,4 @@ class LiveModels(Generic[F]):
         await member.service.close()
         if member.fleet is not self._first:
             await self.door.close(member.fleet)
-        logger.info("a model is no longer served", extra={"fields": {"model": member.config.name}})
+        logger.info("model removed", extra={"fields": {"model": member.config.name}})

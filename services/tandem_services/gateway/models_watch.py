@@ -80,4 +80,4 @@ class ModelsWatch:
 
     def _refused(self, complaint: str) -> None:
         self.metrics.refused()
-        logger.error("changed models are not served, the former are kept: %s", quoted(complaint))
+        logger.error("changed models are invalid, keeping the previous ones: %s", quoted(complaint))

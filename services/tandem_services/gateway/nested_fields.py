@@ -82,7 +82,7 @@ _INSTEAD: Mapping[str, str] = {
     "offset": "a conversation only grows: send the whole conversation as a new session",
     "refusal": "send its text as content",
     "replace": "a conversation only grows: send the whole conversation as a new session",
-    "timeout": "the server decides how long an unused session is kept (--session-ttl): leave it out",
+    "timeout": "the server's --session-ttl applies to all sessions: leave it out",
 }
 """What a client can do, where that is more than to leave the field out."""
 

@@ -71,7 +71,7 @@ class Placing:
             return False
         progress.move_to(place, leaving)
         fields = {**request.about, "worker": leaving.incarnation, "to": place.decode.incarnation}
-        logger.info("moving", extra={"fields": fields})
+        logger.info("migrating request", extra={"fields": fields})
         return True
 
     def release(self, choice: Choice) -> None:
@@ -88,7 +88,7 @@ class Placing:
         while progress.unpaid and not self.budget.spend():
             if not progress.received:
                 self.metrics.retries_refused.inc()
-                raise unavailable("The model workers are in trouble. Try again later.", retry_after=self.budget.wait_s)
+                raise unavailable("The model workers are failing. Try again later.", retry_after=self.budget.wait_s)
             await asyncio.sleep(self.budget.wait_s)
         progress.unpaid = False
 

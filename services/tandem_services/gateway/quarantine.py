@@ -88,12 +88,12 @@ class Quarantine:
         self._remember(digest, QUARANTINE_S)
         self.metrics.convictions.inc()
         fields = {**about, "workers": sorted(workers), "digest": digest, "seconds": QUARANTINE_S}
-        logger.error("request quarantined: workers that had it in hand were lost", extra={"fields": fields})
+        logger.error("request quarantined: workers that ran it were lost", extra={"fields": fields})
 
     async def run(self) -> None:
         """Keep in step with the other gateways, for ever."""
         # What other gateways know would otherwise never be learned again.
-        complaint = "the quarantine could not be brought up to date"
+        complaint = "cannot synchronize the quarantine"
         await for_ever(self.sync, every_s=HEARTBEAT_S, logger=logger, complaint=complaint, at_once=True)
 
     async def sync(self) -> None:
@@ -139,8 +139,8 @@ def quarantined() -> ApiError:
     """500: the same request would kill the next worker as well."""
     return ApiError(
         500,
-        "Model workers failed each time they computed this request, so it is refused. Change the request, or ask the "
-        "operator: the request id tells where to look.",
+        "Model workers failed each time they computed this request, so it is rejected. Change the request, or ask an "
+        "administrator: logs have the cause under the request id.",
         kind="InternalServerError",
         reason="request_quarantined",
     )

@@ -131,7 +131,7 @@ _INSTEAD: Mapping[str, str] = {
     "extra_key": "use cache_salt",
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "guided_decoding_backend": "the engine's --grammar-backend decides: leave it out",
+    "guided_decoding_backend": "the engine's --grammar-backend applies to all requests: leave it out",
     "input_ids": "send token ids as the prompt of /v1/completions",
     "length_penalty": "leave it out or set it to 1.0: it ranks beams, and there is no beam search",
     "logprobs": "logprobs are served by /v1/chat/completions and /v1/completions",

@@ -153,7 +153,7 @@ class GatewayServer(uvicorn.Server):
             self._drain("order")
 
     def _drain(self, cause: str) -> None:
-        logger.info("gateway drains", extra={"fields": {"cause": cause, "notice_s": self._notice_s}})
+        logger.info("draining gateway", extra={"fields": {"cause": cause, "notice_s": self._notice_s}})
         self._health.drain()
         asyncio.get_running_loop().call_later(self._notice_s, self._close)
 
@@ -223,7 +223,7 @@ async def _admin_server(
     token_file.write()
     serving = asyncio.create_task(admin.serve(sockets=[listener]), name="admin")
     fields = {"host": config.admin_host, "port": config.admin_port}
-    logger.info("administrators' routes are served", extra={"fields": fields})
+    logger.info("serving administrators' routes", extra={"fields": fields})
     try:
         yield
     finally:
@@ -254,7 +254,7 @@ async def _serve(
         app = api_app(gateway, metrics=admin_listener is None, console=console if admin_listener is None else None)
         server = http_server(app, config, health, gateway.answering.closing)
         _tell_who_may_use(config)
-        logger.info("gateway listens", extra={"fields": {"host": config.host, "port": config.port}})
+        logger.info("gateway listening", extra={"fields": {"host": config.host, "port": config.port}})
         # What is there now stays. Else every full collection walks all of it, and all streams wait.
         gc.collect()
         gc.freeze()
@@ -271,19 +271,19 @@ def _tell_who_may_use(config: GatewayConfig) -> None:
     if config.api_keys is not None:
         return
     if is_loopback(config.host):
-        logger.info("no --api-keys: every user and process of this machine may use this gateway")
+        logger.info("authentication is disabled: --api-keys is not set; all users of this machine can use this gateway")
     else:
         where = "any address of this machine" if is_wildcard(config.host) else config.host
         logger.warning(
-            "no --api-keys: everybody who can connect to port %d of %s may use this gateway without a key, as any "
-            "tenant; give --api-keys FILE (docs/limits.md), or listen with --host 127.0.0.1",
+            "authentication is disabled: --api-keys is not set; any client of port %d on %s can use this gateway as "
+            "any tenant; set --api-keys FILE (docs/limits.md) or --host 127.0.0.1",
             config.port,
             where,
         )
     if config.admin_port is not None and not is_loopback(config.admin_host):
         logger.warning(
-            "no --api-keys: everybody who can connect to --admin-port %d may read metrics, the console and what is "
-            "known of requests; give --api-keys FILE, or keep clients from that port",
+            "authentication is disabled: --api-keys is not set; any client of --admin-port %d can read metrics, the "
+            "console and data of requests; set --api-keys FILE or restrict the port",
             config.admin_port,
         )
 

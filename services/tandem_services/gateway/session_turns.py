@@ -134,9 +134,7 @@ class SessionTurn:
             await self.directory.update(self.name, binding, ttl_s=self.ttl_s)
         except RedisUnavailableError:
             # The worker is sure of its session in any case; only what is known here lags behind.
-            logger.warning(
-                "a session's binding is out of date", extra={"fields": {**self.about, "worker": self.worker}}
-            )
+            logger.warning("cannot update a session's binding", extra={"fields": {**self.about, "worker": self.worker}})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +156,7 @@ class SessionDesk:
         if params is None:
             return None
         if choices != 1:
-            raise bad_request(f"{PARAM}: a session goes on after one output, got {choices}: n must be 1", "n")
+            raise bad_request(f"{PARAM}: a session continues after one output, got {choices}: n must be 1", "n")
         if params.turn is not None and not 0 <= params.turn <= MAX_TURN:
             raise bad_request(
                 f"{PARAM}.turn must be between 0 and {MAX_TURN}, got {quoted(params.turn)}", f"{PARAM}.turn"

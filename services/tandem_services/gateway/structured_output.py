@@ -87,7 +87,7 @@ def asked_grammar(fields: GrammarFields, response_format: ResponseFormat | None)
     asked = [*_asked(fields, response_format)]
     if len(asked) > 1:
         names = ", ".join(dict.fromkeys(grammar.field for grammar in asked))
-        raise bad_request(f"only one grammar can be asked for, this request has {len(asked)} ({names})", asked[1].field)
+        raise bad_request(f"only one grammar is allowed, this request has {len(asked)} ({names})", asked[1].field)
     for field, spec in asked:
         _check(field, spec)
     return asked[0] if asked else None

@@ -165,14 +165,14 @@ def tool_use(
         functions = _allowed(functions, choice.allowed_tools)
         choice = choice.allowed_tools.mode
     if not functions and choice not in (None, "none", "auto"):
-        raise bad_request("tool_choice asks for a call, but tools has no tools", "tool_choice")
+        raise bad_request("tool_choice requires a call, but tools has no tools", "tool_choice")
     if not functions or choice == "none":
         return None
     if not template_knows_tools:
-        raise bad_request("this model's chat template has no place for tools", "tools")
+        raise bad_request("this model's chat template does not support tools", "tools")
     if family is None:
         raise bad_request(
-            "nobody knows how this model writes tool calls: start the gateway with --tool-call-parser", "tools"
+            "no tool-call format is known for this model: start the gateway with --tool-call-parser", "tools"
         )
     strict = [function.name for function in functions if function.strict]
     if choice in (None, "auto") and strict and family.tag is None:

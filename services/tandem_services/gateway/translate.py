@@ -55,7 +55,7 @@ def check_common_fields(request: GenerationFields) -> None:
         raise bad_request("echo is not available with session_params", "echo")
     if request.session_params is not None and request.truncate_prompt_tokens is not None:
         raise bad_request(
-            f"{TRUNCATION} is not available with session_params: a turn goes on after all that came before", TRUNCATION
+            f"{TRUNCATION} is not available with session_params: a turn continues after the whole session", TRUNCATION
         )
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs is not available with stream=true", "prompt_logprobs")
@@ -254,7 +254,7 @@ def completion_prompt_logprobs(request: CompletionRequest) -> int | None:
     if not request.echo or request.logprobs is None:
         return asked
     if request.logprob_start:
-        raise bad_request("logprob_start must be 0 when logprobs are asked for with echo", "logprob_start")
+        raise bad_request("logprob_start must be 0 when logprobs are requested with echo", "logprob_start")
     return request.logprobs if asked is None else max(asked, request.logprobs)
 
 

@@ -136,7 +136,7 @@ class StreamCheck:
             (not self.done, "the stream ended without [DONE]"),
             (len(self.ids) != 1, f"{len(self.ids)} response ids in one stream"),
             (len(self.finishes) != 1, f"{len(self.finishes)} finish reasons in one stream"),
-            (not self.usage, "no usage, though it was asked for"),
+            (not self.usage, "no usage, although it was requested"),
             (self.usage.get("completion_tokens", 0) > max_tokens, "more tokens than max_tokens"),
             (
                 self.finishes == ["length"] and self.usage.get("completion_tokens") != max_tokens,

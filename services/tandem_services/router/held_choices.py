@@ -69,4 +69,4 @@ class HeldChoices:
             await self.index.release(reservation)
         except RedisUnavailableError:
             fields = about_attempt(request_id)
-            logger.debug("reservation of %s expires by itself", request_id, extra={"fields": fields})
+            logger.debug("cannot release the reservation of %s, it expires", request_id, extra={"fields": fields})

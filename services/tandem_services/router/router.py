@@ -241,7 +241,7 @@ class Router:
         if outdated or has_to_wait(choice.terms):
             await self.release(choice)
             raise NoWorkersError(
-                f"nobody has room for a sequence of {len(query.token_ids)} tokens", retry_after=RETRY_AFTER_S
+                f"no worker has capacity for a sequence of {len(query.token_ids)} tokens", retry_after=RETRY_AFTER_S
             )
         # It has all of it, whatever else was cheaper for another one.
         return replace(choice, prefill=leaving, fetch=None, priced=None)
@@ -331,7 +331,7 @@ class Router:
 
     async def _refresh_for_ever(self) -> None:
         # A view that stops refreshing would go unnoticed until workers are gone.
-        complaint = "refreshing the view of the fleet failed"
+        complaint = "cannot refresh the view of the fleet"
         await for_ever(self._refresh_if_possible, every_s=HEARTBEAT_S, logger=logger, complaint=complaint)
 
 

@@ -112,7 +112,7 @@ class GatewayEndpoints:
             async def look() -> None:
                 await self.refresh(client)
 
-            complaint = "looking for gateways failed"
+            complaint = "cannot check the gateways"
             await for_ever(look, every_s=PROBE_EVERY_S, logger=logger, complaint=complaint, at_once=True)
 
     async def refresh(self, client: httpx.AsyncClient) -> None:
@@ -130,7 +130,7 @@ class GatewayEndpoints:
             try:
                 self._resolved[place] = await addresses_of(place)
             except OSError as error:
-                logger.warning("--gateway %s cannot be resolved: %s", place, error)
+                logger.warning("cannot resolve --gateway %s: %s", place, error)
 
 
 async def _is_ready(client: httpx.AsyncClient, endpoint: str) -> bool:

@@ -71,7 +71,7 @@ class ExternalProcessor:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except Exception:
             # The boundary of one request: its client gets an answer that says nothing, others go on.
-            logger.exception("an exchange failed unexpectedly")
+            logger.exception("stream failed unexpectedly")
             yield messages.immediate(UNEXPECTED, NOTHING)
         finally:
             exchange.close()

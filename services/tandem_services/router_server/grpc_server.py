@@ -79,7 +79,7 @@ class GrpcServer:
 
     async def run(self) -> None:
         """Tell health as it changes, for ever."""
-        complaint = "telling the health of the gRPC services failed"
+        complaint = "cannot report the health of the gRPC services"
         await for_ever(self.report, every_s=HEALTH_EVERY_S, logger=logger, complaint=complaint)
 
     async def report(self) -> None:

@@ -81,7 +81,7 @@ class Holds:
 
     async def run(self) -> None:
         """Expire what is old, for ever."""
-        await for_ever(self.expire, every_s=EXPIRY_EVERY_S, logger=logger, complaint="expiring reservations failed")
+        await for_ever(self.expire, every_s=EXPIRY_EVERY_S, logger=logger, complaint="cannot expire reservations")
 
     async def close(self) -> None:
         """At shutdown: everything is given back."""

@@ -249,9 +249,9 @@ async def _serve(config: RouterServerConfig, tokenizers: Mapping[Path, TextToken
             await router.start()
             await server.grpc.start()
             if config.token_file is None:
-                logger.info("no --token-file: everybody who reaches this router may ask it")
+                logger.info("authentication is disabled: --token-file is not set; any client of this router can use it")
             fields = {"host": config.host, "port": config.port, "grpc_port": server.grpc.port}
-            logger.info("router listens", extra={"fields": fields})
+            logger.info("router listening", extra={"fields": fields})
             await http_server(server, config).serve(sockets=[listener])
             await server.grpc.stop(config.drain_timeout_s)
     except RedisUnavailableError as error:

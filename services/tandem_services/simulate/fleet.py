@@ -50,7 +50,9 @@ class FleetShape:
         if not 1 <= self.size <= MAX_WORKERS:
             raise ConfigError(f"--workers: there must be 1 to {MAX_WORKERS} workers, got {self.size}")
         if self.both + self.decode == 0:
-            raise ConfigError("--workers: somebody must decode, e.g. --workers 8 or --workers prefill=4,decode=4")
+            raise ConfigError(
+                "--workers: at least one worker must decode, e.g. --workers 8 or --workers prefill=4,decode=4"
+            )
         if self.both == 0 and (self.prefill == 0) != (self.decode == 0):
             raise ConfigError("--workers: decode workers need prefill workers, e.g. --workers prefill=4,decode=4")
         if self.cache_blocks < 1:

@@ -83,7 +83,7 @@ class EngineLink:
             try:
                 message = await self._channel.receive()
             except WireError as error:
-                logger.warning("the engine sent something else than a report: %s", error)
+                logger.warning("ignored a malformed message of the engine: %s", error)
                 continue
             self._deliver(message, subscribers)
 
@@ -137,7 +137,7 @@ class EngineLink:
             case DrainWanted():
                 subscribers.drain_wanted(message)
             case NodeReport():
-                logger.warning("an engine sent the report of a following node")
+                logger.warning("ignored a node report of an engine that is not a follower")
             case AuditReport() | OrderDone() | OrderRefused():
                 answer = self._questions.get(message.nonce)
                 if answer is not None and not answer.done():

@@ -52,7 +52,7 @@ class EngineChild:
                 return await asyncio.wait_for(self.process.wait(), patience)
             except TimeoutError:
                 if patience > 0:
-                    logger.warning("engine process %d does not exit; insisting", self.process.pid)
+                    logger.warning("engine process %d does not exit; sending the next signal", self.process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     insist()
         return await self.process.wait()

@@ -112,7 +112,7 @@ class FollowerService:
         try:
             status = await child.wait()
             log = logger.info if status == 0 else logger.error
-            log("node %d ends: its ranks' process exited with status %d", self._config.node_rank, status)
+            log("node %d exits: its ranks' process exited with status %d", self._config.node_rank, status)
             return status if status >= 0 else 1
         finally:
             self._health_server.close()
@@ -125,17 +125,17 @@ class FollowerService:
             try:
                 message = await self._channel.receive()
             except WireError as error:
-                logger.warning("the ranks' process sent something else than a report: %s", error)
+                logger.warning("ignored a malformed message of the ranks' process: %s", error)
                 continue
             if isinstance(message, NodeReport):
                 self.state.hear(message)
             elif isinstance(message, EngineFailed):
-                logger.error("node %d cannot go on (%s): %s", self._config.node_rank, message.code, message.message)
+                logger.error("node %d failed (%s): %s", self._config.node_rank, message.code, message.message)
 
     async def _end(self, child: EngineChild) -> None:
         """Once asked to leave: by message, and by signals when the engine takes longer than its drain may."""
         await self._leaving.wait()
-        logger.info("node %d asks node 0 to drain", self._config.node_rank)
+        logger.info("node %d requests a drain from node 0", self._config.node_rank)
         await self._channel.send(Shutdown())
         await child.stop(grace_s=self._config.drain_timeout_s + END_GRACE_S)
 

@@ -71,7 +71,7 @@ class Lifelines:
         self._followed.add(peer.incarnation)
         try:
             await self._until_ended(peer)
-            logger.info("the process of %s has ended", peer.incarnation)
+            logger.info("process of %s has exited", peer.incarnation)
             await self.order(PeerEnded(incarnation=peer.incarnation))
         finally:
             self._followed.discard(peer.incarnation)

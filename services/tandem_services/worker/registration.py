@@ -101,7 +101,7 @@ class Registration:
         try:
             await self.registry.deregister(self.peers.own)
         except RedisUnavailableError:
-            logger.warning("could not deregister %s; its lease ends by itself", self.peers.own)
+            logger.warning("cannot deregister %s; its lease expires", self.peers.own)
 
     def _renewed(self, reply: HeartbeatReply, acknowledged: int) -> None:
         if not self.registered:
@@ -125,12 +125,12 @@ class Registration:
         if not self._forged:
             # Its removal should not wait for the next heartbeat. Once: it may come back as often as we ask.
             self.state_changed()
-            logger.warning("Redis says that %s is fenced, and no process of the deployment has said so", self.peers.own)
+            logger.warning("ignored an unauthenticated verdict in Redis that %s is fenced", self.peers.own)
         self._forged = reply.forged
 
     def _note_full(self) -> None:
         if not self._full:
-            logger.error("%s is not let in: the registry has %d workers already", self.peers.own, MAX_WORKERS)
+            logger.error("cannot register %s: the registry has %d workers already", self.peers.own, MAX_WORKERS)
         self._full = True
 
 

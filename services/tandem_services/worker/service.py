@@ -146,7 +146,7 @@ class WorkerService:
             self._tasks.start(self._limit_start(), "start-limit")
             ending = await self._ending.wait()
             log = logger.info if ending.status == EXIT_OK else logger.error
-            log("worker %s ends: %s", self.incarnation, ending.reason)
+            log("worker %s exits: %s", self.incarnation, ending.reason)
             await self._stop(child)
             return ending.status
         finally:
@@ -256,7 +256,7 @@ class WorkerService:
             lambda nonce: DecodeElsewhere(nonce=nonce, wanted=role is Role.PREFILL, within_s=within_s),
             timeout_s=timeout_s,
         )
-        logger.info("%s serves as %s from now on, until now as %s", self.incarnation, role, self._monitor.role)
+        logger.info("%s changed its role to %s from %s", self.incarnation, role, self._monitor.role)
         self._monitor.role = role
         self._registration.state_changed()
         self._introductions.fleet_changed()
@@ -282,7 +282,7 @@ class WorkerService:
         again = self._ready is not None
         self._ready = ready
         if again:
-            logger.info("engine of %s has other weights: its KV is %s", self.incarnation, ready.compat_hash)
+            logger.info("engine of %s has new weights, compat_hash %s", self.incarnation, ready.compat_hash)
             self._registration.state_changed()
             self._introductions.fleet_changed()
             return
@@ -303,11 +303,11 @@ class WorkerService:
         if self._ready is None:
             self._ending.say(EXIT_ENGINE_REFUSED, f"the engine cannot start ({failed.code}): {failed.message}")
         else:
-            self._ending.say(EXIT_FAILED, f"the engine cannot go on ({failed.code}): {failed.message}")
+            self._ending.say(EXIT_FAILED, f"the engine failed ({failed.code}): {failed.message}")
 
     def _engine_wants_drain(self, wanted: DrainWanted) -> None:
         if not self._monitor.draining:
-            logger.info("the engine of %s is to be drained: %s", self.incarnation, wanted.reason)
+            logger.info("engine of %s requests a drain: %s", self.incarnation, wanted.reason)
             self.drain()
 
     def _describe(self) -> WorkerRecord:
@@ -396,7 +396,7 @@ class WorkerService:
             self._tasks.start(self._peer_checks.run_due(), "peer-checks")
 
     def _tell_peer_gone(self, incarnation: str) -> None:
-        logger.info("peer %s is gone", incarnation)
+        logger.info("fenced peer %s", incarnation)
         self._tasks.start(self._link.order(PeerGone(incarnation=incarnation)), "peer-gone")
 
 

@@ -60,7 +60,7 @@ class Standby:
     def offer(self, reason: str) -> None:
         """End it. Again: nothing."""
         if self.on:
-            logger.info("%s is offered to the router: %s", self.own().incarnation, reason)
+            logger.info("%s is routable: %s", self.own().incarnation, reason)
             self.on = False
             self._over.set()
             self.ended()
@@ -90,7 +90,7 @@ class Standby:
             self._alone_since = None
             self._untried_since = now if self._untried_since is None else self._untried_since
             if now - self._untried_since >= UNTRIED_S and now >= self._held_until:
-                self.offer(f"others of its revision are, and nobody has tried it for {UNTRIED_S:.0f} s")
+                self.offer(f"other workers of its revision are, and no canary came for {UNTRIED_S:.0f} s")
             return
         self._untried_since = None
         if not nobody_else_serves(own, others):
@@ -98,7 +98,7 @@ class Standby:
             return
         self._alone_since = now if self._alone_since is None else self._alone_since
         if now - self._alone_since >= ALONE_S:
-            self.offer(f"nobody else has served the model for {ALONE_S:.0f} s, and nobody has sent a canary")
+            self.offer(f"no other worker served the model for {ALONE_S:.0f} s, and no canary came")
 
 
 def nobody_else_serves(own: WorkerView, others: Iterable[WorkerRecord]) -> bool:

@@ -95,7 +95,7 @@ class NixlAgent:
         try:
             self._agent.remove_remote_agent(name)
         except self._errors as error:
-            logger.debug("removing peer %r: %s", name, error)
+            logger.debug("cannot remove peer %r: %s", name, error)
 
     def write(self, peer: str, descriptors: Descriptors, device: str) -> Write:
         """Start a WRITE into a peer's pool on `device`. Raises `TransferError` when the peer is lost.
@@ -142,7 +142,7 @@ class NixlAgent:
             self._agent.release_xfer_handle(write.handle)
         except self._errors as error:
             # The binding keeps the handle and tries again when the agent goes.
-            logger.warning("a cancelled WRITE could not be released: %s", error)
+            logger.warning("cannot release a cancelled WRITE: %s", error)
 
     def attend(self) -> None:
         """Let writes and connections of peers progress. No writer notifies; what comes all the same is dropped."""
@@ -151,7 +151,7 @@ class NixlAgent:
         try:
             self._agent.get_new_notifs()
         except self._errors as error:
-            logger.warning("attending to peers failed: %s", error)
+            logger.warning("cannot serve peers: %s", error)
 
     def close(self) -> None:
         """Deregister the pool. The agent's sockets go with it."""
@@ -160,7 +160,7 @@ class NixlAgent:
         try:
             self._agent.deregister_memory(self._registered)
         except self._errors as error:
-            logger.warning("deregistering KV memory failed: %s", error)
+            logger.warning("cannot deregister KV memory: %s", error)
         finally:
             del self._agent
 

@@ -47,8 +47,8 @@ class Interfaces:
         if not self.lost:
             changed = next((name for name, index in self._first.items() if _index(name) != index), "")
             if changed:
-                self.lost = f"network interface {changed} is gone or was made anew"
-                logger.error("%s: this process can move no more KV", self.lost)
+                self.lost = f"network interface {changed} was removed or recreated"
+                logger.error("%s: this process transfers no more KV", self.lost)
         return not self.lost
 
     @property

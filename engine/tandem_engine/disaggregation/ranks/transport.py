@@ -198,7 +198,7 @@ class RankedTransport:
             self._heard_at = self.clock.now()
         events, self._own = self._own, []
         if self.place.size > 1 and not (self._pushes or self._proofs):
-            assert not reported, f"rank {self.place.rank} was told of {reported}, which no rank waits for"
+            assert not reported, f"rank {self.place.rank} got {reported}, which no rank waits for"
             return events
         for news in self.gather(RankNews.of(reported)):
             events += self._hear(news)
@@ -328,7 +328,7 @@ def _hello_of(hello: Hello, rank: int) -> Hello:
 def _problem_with(hello: Hello, ranks: int, kv_heads: int) -> str | None:
     """Why the heads of a peer's ranks do not fit the plan; None if they do."""
     if len(hello.ranks) == 1 or not can_hold(kv_heads, ranks):
-        return f"it says that {len(hello.ranks)} ranks share its {kv_heads} KV heads, which they cannot"
+        return f"{len(hello.ranks)} ranks cannot share its {kv_heads} KV heads"
     expected = [heads_on(kv_heads, rank=rank, size=ranks) for rank in range(ranks)]
     if hello.heads != len(expected[0]):
         return (

@@ -157,7 +157,7 @@ class DiskStorage:
             return False
         if self._failures:
             logger.warning(
-                "KV blocks are stored in %s again; %d were not stored in between", self._directory, self._failures
+                "storing KV blocks in %s again; %d were not stored in the meantime", self._directory, self._failures
             )
             self._failures = 0
         return True
@@ -167,7 +167,7 @@ class DiskStorage:
         self._failures += 1
         if self._failures == 1:
             logger.warning(
-                "KV blocks are not stored in %s: %s; further failures are counted in kv_blocks_not_stored_total",
+                "cannot store KV blocks in %s: %s; kv_blocks_not_stored_total counts further failures",
                 self._directory,
                 error.strerror,
             )
@@ -190,9 +190,9 @@ class DiskStorage:
                     if name in self._sizes:
                         self._sizes.move_to_end(name)
                 return Fetched.WHOLE
-            logger.warning("KV block %s in %s is damaged or foreign; it is removed", name, self._directory)
+            logger.warning("removing KV block %s in %s: damaged or of another model", name, self._directory)
         except OSError as error:
-            logger.warning("KV block %s in %s cannot be read: %s", name, self._directory, error.strerror)
+            logger.warning("cannot read KV block %s in %s: %s", name, self._directory, error.strerror)
         return self._forget(name)
 
     def _is_sound(self, header: bytes, key: bytes, page: memoryview) -> bool:

@@ -57,7 +57,7 @@ def read_fallback_config(directory: ModelDirectory, fields: ConfigFields) -> Mod
     Numbers of heads are a first guess: layers tell the truth when they run.
     """
     config = load_config(directory, fields)
-    with refused_by_transformers(f"{fields.path}: it is no config of a decoder whose layers are alike"):
+    with refused_by_transformers(f"{fields.path}: it is not the config of a decoder with identical layers"):
         return _facts(config, fields)
 
 
@@ -145,7 +145,7 @@ def _require_agreement(config: PreTrainedConfig, fields: ConfigFields) -> None:
     known = {model_type: _names(value) for model_type, value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
     expected = known[str(fields.values["model_type"])] | known.get(config.model_type, set())
     if not named & expected and any(named & names for names in known.values()):
-        fields.refuse("architectures", f"must name {min(expected)}, as model_type says")
+        fields.refuse("architectures", f"must name {min(expected)}, in accordance with model_type")
 
 
 def _names(value: object) -> set[str]:

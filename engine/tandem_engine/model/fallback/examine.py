@@ -221,9 +221,9 @@ def _spec(call: Call, *, expected_layer: int) -> AttentionSpec:
         raise CheckpointError(f"attention of layer {layer} runs as number {expected_layer}; layers must run in order")
     unknown = sorted(options.keys() - PLAIN_OPTIONS - IGNORED_OPTIONS)
     if unknown:
-        raise CheckpointError(f"attention of layer {layer} asks for {', '.join(unknown)}, which is not supported")
+        raise CheckpointError(f"attention of layer {layer} requires {', '.join(unknown)}, which is not supported")
     if call.mask is not None:
-        raise CheckpointError(f"layer {layer} brings an attention mask of its own, which is not supported")
+        raise CheckpointError(f"layer {layer} uses a custom attention mask, which is not supported")
     if not options.get("is_causal", True) or not getattr(call.module, "is_causal", True):
         raise CheckpointError(f"layer {layer} is not causal; tokens of a generating model see no later ones")
     return AttentionSpec(

@@ -67,7 +67,7 @@ def paged_attention(
     """
     if tandem_attend is None:
         raise CheckpointError(
-            f"{type(module).__name__} is not told what the model was called with in this version of transformers, "
+            f"{type(module).__name__} does not get the arguments of the model in this version of transformers, "
             "so its attention cannot be replaced"
         )
     if tandem_observe is not None:

@@ -122,6 +122,6 @@ def _require_told_window(hf_config: PreTrainedConfig, specs: tuple[AttentionSpec
         return
     if all(spec.window is None for spec in specs):
         raise CheckpointError(
-            f"sliding_window is {window}, but no layer tells the attention interface of it; "
+            f"sliding_window is {window}, but no layer passes it to the attention interface; "
             "remove it from config.json if the model has no window"
         )

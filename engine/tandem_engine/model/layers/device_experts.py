@@ -109,7 +109,7 @@ def read_experts(
 ) -> ExpertStacks:
     """Stacks of `count` experts as they are to be held; of `plain` ones where those are not alike."""
     stacks = _stacked(held, count, dtype, device) or _stacked(plain, count, dtype, device)
-    assert stacks is not None, "plain matrices are alike"
+    assert stacks is not None, "plain matrices have one format"
     return stacks
 
 

@@ -83,7 +83,7 @@ def dequantized(tensors: Mapping[str, StoredTensor], scheme: WeightFormat | None
         for suffix in scheme.required:
             if suffix not in parts:
                 first = parts[scheme.required[0]]
-                raise CheckpointError(f"{first.path}: tensor {shown(first.name)} has no {prefix}.{suffix} beside it")
+                raise CheckpointError(f"{first.path}: tensor {shown(first.name)} has no matching {prefix}.{suffix}")
         name = f"{prefix}.weight"
         found[name] = DequantizedTensor(name=name, shape=scheme.shape(parts), format=scheme, parts=parts)
         taken.update(f"{prefix}.{suffix}" for suffix in parts)

@@ -93,7 +93,7 @@ class Follower:
                 return answer
             self.leaving.wait(BEAT_S)
         if self.leaving.is_set():
-            raise RankLostError("asked to leave before the engine had begun")
+            raise RankLostError("stopped before the engine had started")
         why = "has not seen all nodes" if heard else "does not answer; does it run, and with the same --curve-keys?"
         raise RankLostError(
             f"node {parallel.node_rank} waited {parallel.init_timeout:g} s for node 0 at {parallel.dist_init_addr}, "
@@ -138,7 +138,7 @@ class Follower:
                 channel.send(NodeLost(session=session, node_rank=node_rank, reason=reason))
                 raise RankLostError(reason)
             if time.monotonic() - heard_at > SILENCE_S:
-                raise RankLostError(f"node 0 has said nothing for {SILENCE_S:g} s")
+                raise RankLostError(f"no heartbeat of node 0 for {SILENCE_S:g} s")
             ranks.failed.wait(BEAT_S)
 
     def _end(self, ranks: RankProcesses, reason: str) -> None:

@@ -114,7 +114,7 @@ class Leader:
             for node_rank, member in self.members.items():
                 silent = now - member.heard_at
                 if silent > SILENCE_S:
-                    self._record(f"node {node_rank} has said nothing for {silent:.0f} s")
+                    self._record(f"no heartbeat of node {node_rank} for {silent:.0f} s")
         if self.failure.error is None or self.over.is_set():
             return False
         self._failed_at = now if self._failed_at is None else self._failed_at
@@ -137,11 +137,11 @@ class Leader:
     def _join(self, message: JoinNode) -> JoinAnswer:
         refusal = self._refusal(message)
         if refusal is not None:
-            logger.warning("refusing node %d: %s", message.node_rank, refusal)
+            logger.warning("rejected node %d: %s", message.node_rank, refusal)
             return JoinAnswer(session=self.session, refused=refusal)
         known = self.members.get(message.node_rank)
         if known is None or known.member != message.member:
-            logger.info("node %d of %d is here", message.node_rank, self.parallel.nnodes)
+            logger.info("node %d of %d joined", message.node_rank, self.parallel.nnodes)
         self.members[message.node_rank] = Member(member=message.member, heard_at=self.clock())
         if not self.missing():
             self.begun.set()
@@ -149,7 +149,7 @@ class Leader:
 
     def _refusal(self, message: JoinNode) -> str | None:
         if not 1 <= message.node_rank < self.parallel.nnodes:
-            return f"there are nodes 1 to {self.parallel.nnodes - 1} beside this one, not {message.node_rank}"
+            return f"the other nodes are 1 to {self.parallel.nnodes - 1}, not {message.node_rank}"
         differing = difference(self.settings, message.settings)
         if differing is not None:
             return f"node {message.node_rank} would not compute what node 0 does: {differing}"
@@ -215,7 +215,7 @@ class LeaderDesk:
     def gather(self) -> None:
         """Return when all nodes are here. Raises `RankLostError` when one does not come in time."""
         leader, limit = self.leader, self.leader.parallel.init_timeout
-        logger.info("awaiting %d more nodes at %s", leader.parallel.nnodes - 1, self.channel.endpoint)
+        logger.info("waiting for %d more nodes at %s", leader.parallel.nnodes - 1, self.channel.endpoint)
         if not leader.begun.wait(limit):
             missing = ", ".join(map(str, leader.missing()))
             raise RankLostError(
@@ -243,5 +243,5 @@ class LeaderDesk:
                 if answer is not None:
                     self.channel.send(identity, answer)
             if self.leader.look():
-                logger.error("rank 0 cannot leave its step; ending the engine: %s", self.leader.failure.error)
+                logger.error("rank 0 is stuck in a step; ending the engine: %s", self.leader.failure.error)
                 self.abandon(LOST_STATUS)

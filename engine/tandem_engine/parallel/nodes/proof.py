@@ -38,7 +38,7 @@ def require_proofs(store: Store, exchange: Exchange, *, rank: int, size: int) ->
     for other in range(size):
         expected = proof(secret, sender=other, receiver=rank)
         if not secrets.compare_digest(theirs[other].numpy().tobytes(), expected):
-            raise RankLostError(f"rank {rank} of {size} met somebody who is not rank {other}")
+            raise RankLostError(f"rank {rank} of {size} connected to a process that is not rank {other}")
 
 
 def proof(secret: bytes, *, sender: int, receiver: int) -> bytes:

@@ -54,7 +54,7 @@ class NoGrammars:
         raise InvalidRequestError(f"{spec.kind} output is not available: {self._reason}", param="grammar")
 
     def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
-        raise AssertionError(f"a grammar of kind {spec.kind} was let in by an engine without grammars")
+        raise AssertionError(f"a grammar of kind {spec.kind} was accepted by an engine without grammars")
 
     def keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
         """Nothing is ever compiled."""

@@ -231,15 +231,15 @@ def _teach(response: httpx.Response, path: str, about: str) -> str:
     said = _message(response)
     match response.status_code:
         case 401:
-            return f"the API server does not know you ({said}): log in again, `kubectl auth whoami` tells"
+            return f"the API server rejected the credentials ({said}): log in again, check with `kubectl auth whoami`"
         case 403:
-            return f"you may not do that: {said}. An administrator grants it by a Role (docs/kubectl-tandem.md#rights)"
+            return f"not permitted: {said}. An administrator can grant it with a Role (docs/kubectl-tandem.md#rights)"
         case 404 if path.startswith(API) and not _is_status(response):
-            return "this cluster knows no ModelServices: `kubectl apply --server-side -f charts/tandem/crds/` adds them"
+            return "this cluster has no CRD of ModelServices: run `kubectl apply --server-side -f charts/tandem/crds/`"
         case 404:
             return f"{about} does not exist here: {said}"
         case 429:
-            return f"not now: {said}"
+            return f"the API server is busy: {said}"
     return f"the API server answers {response.status_code}: {said}"
 
 

@@ -89,7 +89,7 @@ class PodStream(httpcore.NetworkStream):
                 raise httpcore.RemoteProtocolError("the API server forwards in a way that is not known here")
             self._begun.add(channel)
         elif channel == COMPLAINT:
-            raise httpcore.ReadError(f"the kubelet says: {quoted(data.decode('utf-8', 'replace'))}")
+            raise httpcore.ReadError(f"the kubelet reports: {quoted(data.decode('utf-8', 'replace'))}")
         else:
             self._received += data
 

@@ -38,12 +38,12 @@ def explain(args: argparse.Namespace) -> int:
                 return 0
             if response.status_code in (401, 403):
                 raise RemoteError(
-                    f'{pod["metadata"]["name"]} wants a key whose entry says "admin": true: --api-key or TANDEM_API_KEY'
+                    f'{pod["metadata"]["name"]} requires a key with "admin": true: set --api-key or TANDEM_API_KEY'
                 )
     for trouble in troubles:
-        print(f"not asked: {trouble}", file=sys.stderr)
+        print(f"not queried: {trouble}", file=sys.stderr)
     print(
-        f"none of {len(gateways) - len(troubles)} gateways remembers {quoted(args.request_id)}: each knows its own "
+        f"none of {len(gateways) - len(troubles)} gateways has {quoted(args.request_id)}: each keeps its own "
         "last few thousand requests, since its start",
         file=sys.stderr,
     )
@@ -56,7 +56,7 @@ def chat(args: argparse.Namespace) -> int:
         cluster.services(args.name)
         ready = [pod for pod in _gateways(cluster, args.name) if Pod.of(pod).ready]
         if not ready:
-            raise RemoteError(f"no gateway of {args.name} is ready: `tandem k8s status {args.name}` tells why")
+            raise RemoteError(f"no gateway of {args.name} is ready: `tandem k8s status {args.name}` shows the reason")
         try:
             with pod_client(cluster.access, ready[0], HTTP_PORT, headers=headers) as client:
                 client.timeout = httpx.Timeout(TOKEN_S, connect=CONNECT_S)

@@ -35,9 +35,9 @@ def flip(args: argparse.Namespace) -> int:
             with pod_client(cluster.access, pod, HEALTH_PORT, headers=headers) as client:
                 response = client.post("/role", json={"role": args.role}, timeout=FLIP_S)
         except (httpx.HTTPError, LookupError) as error:
-            raise RemoteError(f"pod {args.pod} cannot be asked: {error}") from error
+            raise RemoteError(f"cannot reach pod {args.pod}: {error}") from error
         if not response.is_success:
-            print(f"pod {args.pod} refuses: {response.text[:512]}", file=sys.stderr)
+            print(f"pod {args.pod} rejected the command: {response.text[:512]}", file=sys.stderr)
             return 1
         print(f"{args.pod} serves as {args.role} from now on; after a restart as {Pod.of(pod).role}")
         _warn_of_autoscaler(cluster, pod)
@@ -109,7 +109,7 @@ def until_gone(cluster: Cluster, pod: Object, *, sleep: Callable[[float], None] 
             print(left)
             told = left
         sleep(LOOK_S)
-    print(f"{name} is still there: `kubectl describe pod {name}` may tell why", file=sys.stderr)
+    print(f"{name} still exists: `kubectl describe pod {name}` may show the reason", file=sys.stderr)
     return 1
 
 
@@ -151,8 +151,8 @@ def scale(args: argparse.Namespace) -> int:
         match service["spec"].get("autoscaling", {}).get("mode", "none"):
             case "internal":
                 raise ConfigError(
-                    f"spec.autoscaling.mode of {args.name} is internal: the autoscaler decides how many workers there "
-                    "are. Change spec.prefill.scaling and spec.decode.scaling (minReplicas, maxReplicas), or the mode"
+                    f"spec.autoscaling.mode of {args.name} is internal: the autoscaler sets the number of workers. "
+                    "Change spec.prefill.scaling and spec.decode.scaling (minReplicas, maxReplicas), or the mode"
                 )
             case "external":
                 for pool in _pools(cluster, args.name, wanted):

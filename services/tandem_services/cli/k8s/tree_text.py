@@ -114,11 +114,11 @@ def _note(pod: Pod, said: Said | None) -> str:
     notes = [pod.trouble]
     match said:
         case str():
-            notes.append(f"says nothing: {said}")
+            notes.append(f"no response: {said}")
         case WorkerFigures(draining=True):
-            notes.append("drains")
+            notes.append("draining")
         case WorkerFigures(standby=True):
-            notes.append("stands by: its revision has not been tried yet")
+            notes.append("standby: its canary has not passed yet")
         case WorkerFigures(serves=serves) if serves and serves != pod.role:
             notes.append(f"flipped from {pod.role}")
         case WorkerFigures(offered=False) if pod.ready:

@@ -102,4 +102,4 @@ class KeyWatch:
 
     def _refused(self, complaint: str) -> None:
         self.metrics.keys_refused()
-        logger.error("changed API keys are not used, the former are kept: %s", quoted(complaint))
+        logger.error("changed API keys are invalid, keeping the previous ones: %s", quoted(complaint))

@@ -103,8 +103,8 @@ class TenantLimits:
         await self._background.settle()
 
     async def _settle_shared(self, tenant: Tenant, second: int, tokens: int, lease: str) -> None:
-        assert self.board is not None, "settled with nobody"
+        assert self.board is not None, "usage settled without Redis"
         try:
             await self.board.settle(tenant.name, second=second, tokens=tokens, lease=lease)
         except RedisUnavailableError:
-            logger.debug("usage of %s is forgotten by Redis in a minute", tenant.name)
+            logger.debug("cannot update usage of %s, it expires in Redis in a minute", tenant.name)

@@ -163,7 +163,7 @@ class LateBinding:
             admitted = await self._round()
         except Exception:
             # A task boundary: those who wait must not wait for ever.
-            logger.exception("a turn of the queue failed")
+            logger.exception("queue iteration failed")
             admitted = False
         self._give_up_on_late()
         return admitted
@@ -176,7 +176,7 @@ class LateBinding:
     async def run(self) -> None:
         """Report to other gateways, for ever."""
         # Unreported, gateways would drift apart for good.
-        complaint = "virtual token counters could not be reported"
+        complaint = "cannot report virtual token counters"
         await for_ever(self.sync, every_s=SYNC_S, logger=logger, complaint=complaint)
 
     async def sync(self) -> None:

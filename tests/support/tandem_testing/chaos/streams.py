@@ -262,6 +262,6 @@ def _fault(check: StreamCheck, answer: Answer) -> str | None:
         (not check.done, "the stream ended without [DONE]"),
         (len(check.ids) != 1, f"{len(check.ids)} response ids in one stream"),
         (finishes != {1}, "a choice without exactly one finish_reason"),
-        (not check.usage, "no usage, though it was asked for"),
+        (not check.usage, "no usage, although it was requested"),
     )
     return next((text for wrong, text in faults if wrong), None)

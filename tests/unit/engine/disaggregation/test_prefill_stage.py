@@ -611,7 +611,7 @@ def test_a_failure_is_logged_with_its_room_and_reason(sender, caplog):
     sender.submit()
     sender.turn(2)
     sender.pass_time(HOLD_TIMEOUT)
-    assert "room 'room-r/1': not handed to d@1: no grant came" in caplog.text
+    assert "room 'room-r/1': handoff to d@1 failed: no grant came" in caplog.text
 
 
 def test_outcomes_of_pushes_in_closed_rooms_are_taken_quietly(sender):

@@ -344,4 +344,4 @@ def test_a_key_file_is_private_even_where_another_was_not(tmp_path, caplog):  # 
     assert not caplog.records
     path.chmod(0o644)
     KeyPair.load(path)
-    assert f"everybody on this machine can read {path}" in caplog.text
+    assert f"{path} is world-readable" in caplog.text

@@ -55,7 +55,7 @@ def first_sender(router: "RouterChannel[EngineRequest, EngineReply]") -> bytes:
 @pytest.mark.parametrize("host", ["::1::5", "a b", "[10.0.0.7]"])
 def test_host_that_is_no_address_is_refused(host) -> None:
     context = IpcContext(KeyPair.generate())
-    with pytest.raises(ConfigError, match="neither a name nor an IP address"):
+    with pytest.raises(ConfigError, match="is not a host name or an IP address"):
         RouterChannel(context, host, 0, inbound=EngineRequest, outbound=EngineReply)
     context.close()
 

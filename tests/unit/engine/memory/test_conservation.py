@@ -109,7 +109,7 @@ def test_a_borrowed_page_that_left_the_tree_is_named(memory: KvMemory) -> None: 
     kv = start_request(memory, PROMPT)
     kv.cache_protected_len = 8
     borrowed = f"page {kv.pages[0]}, {kv.pages[1]}"
-    assert f"row {kv.row}: {borrowed} borrowed from the tree but not in it" in audit(memory, kv).problems
+    assert f"row {kv.row}: {borrowed} pinned in the tree but not in it" in audit(memory, kv).problems
 
 
 def test_cursors_out_of_order_are_reported(memory: KvMemory) -> None:

@@ -20,7 +20,7 @@ def test_the_dummy_page_is_never_given_out(allocator: PageAllocator) -> None:  #
 
 def test_too_few_pages_raise_and_take_nothing(allocator: PageAllocator) -> None:
     allocator.alloc(2)
-    with pytest.raises(OutOfPagesError, match="4 KV pages were asked for and 3 of 5 are free"):
+    with pytest.raises(OutOfPagesError, match="4 KV pages are required and 3 of 5 are free"):
         allocator.alloc(4)
     assert allocator.available == 3
 

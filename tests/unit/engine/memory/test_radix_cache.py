@@ -443,4 +443,4 @@ def test_the_audit_sees_a_lock_on_an_empty_match(cache: RadixCache, size: int) -
 def test_the_audit_sees_a_wrong_evictable_count(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1), pages(1, 1))
     cache._evictable += 1
-    assert cache.audit([]) == ["1 tree pages are evictable, the counter says 2"]
+    assert cache.audit([]) == ["1 tree pages are evictable, the counter is 2"]

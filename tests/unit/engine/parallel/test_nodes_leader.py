@@ -99,7 +99,7 @@ def test_a_node_that_would_compute_something_else_is_refused_before_anything_is_
 
 @pytest.mark.parametrize("node_rank", [0, 3, -1, 2**40])
 def test_a_node_that_the_engine_does_not_have_is_refused(leader, node_rank):
-    assert "there are nodes 1 to 2 beside this one" in join(leader, node_rank).refused
+    assert "the other nodes are 1 to 2, not" in join(leader, node_rank).refused
 
 
 def test_a_node_that_starts_again_before_all_are_here_takes_its_own_place(leader):
@@ -123,7 +123,7 @@ def test_silence_is_the_end_and_rank_0_has_a_bound_to_leave(running, time):
     assert not running.look()
     time.now += 1
     assert not running.look()
-    with pytest.raises(RankLostError, match="node 1 has said nothing for 31 s"):
+    with pytest.raises(RankLostError, match="no heartbeat of node 1 for 31 s"):
         running.failure.raise_if_any()
     time.now += LEAVE_S
     assert not running.look()

@@ -131,7 +131,7 @@ def test_a_connection_to_somebody_else_is_no_group():
     def strange(output: torch.Tensor, mine: torch.Tensor) -> None:
         output.copy_(mine)  # as one who gives back what it gets
 
-    with pytest.raises(RankLostError, match="rank 0 of 2 met somebody who is not rank 1"):
+    with pytest.raises(RankLostError, match="rank 0 of 2 connected to a process that is not rank 1"):
         require_proofs(HashStore(), strange, rank=0, size=2)
 
 
@@ -219,7 +219,7 @@ def test_a_leader_that_falls_silent_ends_the_node(monkeypatch, desk, config, key
     monkeypatch.setattr(follower_module, "SILENCE_S", 0.5)
     answer = desk.leader.answer
     monkeypatch.setattr(desk.leader, "answer", lambda said: answer(said) if isinstance(said, JoinNode) else None)
-    with pytest.raises(RankLostError, match="node 0 has said nothing for 0.5 s"):
+    with pytest.raises(RankLostError, match="no heartbeat of node 0 for 0.5 s"):
         follow(config, keys).follow()
 
 

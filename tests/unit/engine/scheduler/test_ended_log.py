@@ -197,5 +197,5 @@ def test_a_handoff_that_fails_is_logged_with_its_request(caplog):
     pair.turn(5)
     pair.pass_time(HOLD_TIMEOUT)
     pair.run()
-    (record,) = [record for record in caplog.records if "not handed to" in record.message]
+    (record,) = [record for record in caplog.records if "handoff to" in record.message]
     assert record.fields == {"request_id": "a1b2", "rid": "a1b2-0-0"}

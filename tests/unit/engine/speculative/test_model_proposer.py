@@ -148,5 +148,5 @@ def test_a_network_makes_as_many_guesses_as_were_asked_for(on_device, extra):
         return Guesses(lambda: [types.SimpleNamespace(next_token_ids=tokens)])
 
     proposer = replace(drafts.proposer, network=miscounting)
-    with pytest.raises(AssertionError, match=f"made {4 + extra} guesses where 4 were asked for"):
+    with pytest.raises(AssertionError, match=f"made {4 + extra} drafts where 4 were requested"):
         proposer.propose([bench.request(PROMPT, limit=4)])

@@ -120,7 +120,7 @@ def test_the_folder_of_locks_is_this_user_s(monkeypatch, tmp_path):
     assert folder.stat().st_uid == os.getuid()
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    with pytest.raises(PermissionError, match="somebody else's"):
+    with pytest.raises(PermissionError, match="belongs to another user"):
         cores._own_folder()
 
 

@@ -19,7 +19,7 @@ def folder(tmp_path):
 def test_models_need_names_of_their_own(models, folder, capsys):
     flags = [flag for text in models for flag in ("--model", text.format(folder) or str(folder))]
     assert main(["router", "--redis-url", "redis://127.0.0.1:1", *flags]) == 2
-    assert "names of its own" in capsys.readouterr().err
+    assert "unique names" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_model_is_named(tmp_path, capsys):

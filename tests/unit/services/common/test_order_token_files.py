@@ -49,7 +49,7 @@ def test_removal_leaves_the_file_of_a_newer_process() -> None:
 def test_folder_that_others_may_read_is_not_used(temporary, caplog) -> None:
     orders_folder().chmod(0o755)
     TokenFile(token="t" * 64, address=Address("127.0.0.1", 9101)).write()
-    assert "tandem ctl needs --curve-keys" in caplog.text
+    assert "tandem ctl requires --curve-keys" in caplog.text
     assert token_of(Address("127.0.0.1", 9101)) is None
 
 

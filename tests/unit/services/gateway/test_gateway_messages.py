@@ -330,7 +330,7 @@ BAD = [
     ({"tools": [{**WEATHER, "input_schema": {"type": 5}}]}, "tools[0].input_schema"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice names x"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice requires a call"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences takes at most"),
     ({"temperature": -1}, "temperature"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),

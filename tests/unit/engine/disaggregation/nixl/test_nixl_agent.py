@@ -87,7 +87,7 @@ def test_a_peer_is_connected_to_only_after_a_fresh_look_at_the_interfaces(refusi
     """The last one was a moment ago, and found nothing wrong."""
     refusing.add_peer("p@1", b"p@1")
     monkeypatch.setattr(socket, "if_nametoindex", lambda _: 77)
-    with pytest.raises(TransferError, match="lo is gone or was made anew"):
+    with pytest.raises(TransferError, match="lo was removed or recreated"):
         refusing.add_peer("q@1", b"q@1")
     assert refusing._agent.calls == ["add b'p@1'"]
 

@@ -114,7 +114,7 @@ def test_one_that_is_gone_or_made_anew_is_lost_for_good(machine, now):
     if now:
         machine["eth0"] = now
     assert not seen.same()
-    assert "eth0 is gone or was made anew" in seen.lost
+    assert "eth0 was removed or recreated" in seen.lost
     assert seen.back == bool(now)
     machine["eth0"] = 2
     assert not seen.same()

@@ -200,7 +200,7 @@ def test_full_disk_logs_one_warning_until_it_recovers(opened, monkeypatch, caplo
     assert "No space left on device" in line
     monkeypatch.setattr(os, "writev", write)
     assert storage.put(key(1), page(1)).result().stored
-    assert "5 were not stored in between" in caplog.records[-1].getMessage()
+    assert "5 were not stored in the meantime" in caplog.records[-1].getMessage()
     assert len(caplog.records) == 2
 
 

@@ -97,7 +97,7 @@ def test_status_is_a_document_for_programs(kubectl, kind, read):
 
 def test_pods_that_cannot_be_asked_are_shown_with_the_reason(kubectl):
     _, out, _ = kubectl("status")
-    assert "says nothing: the kubelet says: nobody listens on 9090" in out
+    assert "no response: the kubelet reports: nobody listens on 9090" in out
     assert "not counted" in kubectl("queue")[1]
 
 
@@ -133,7 +133,7 @@ def test_a_watch_goes_on_while_the_api_server_is_away(kubectl, api, monkeypatch)
     ("refusal", "told"),
     [
         (401, "log in again"),
-        (403, "you may not do that: .*Forbidden.*by a Role"),
+        (403, "not permitted: .*Forbidden.*with a Role"),
         (404, "ModelService 'llama' does not exist here"),
         (500, "the API server answers 500"),
     ],
@@ -192,7 +192,7 @@ def test_pools_are_scaled_where_somebody_outside_decides(kubectl, api):
 @pytest.mark.parametrize(
     ("spec", "words", "told"),
     [
-        ({"autoscaling": {"mode": "internal"}}, ["--decode", "2"], "the autoscaler decides how many"),
+        ({"autoscaling": {"mode": "internal"}}, ["--decode", "2"], "the autoscaler sets the number of workers"),
         ({}, [], "say how many: --prefill N, --decode N, or both"),
     ],
 )
@@ -209,7 +209,7 @@ def test_a_pod_is_evicted_in_the_words_of_the_api_server(kubectl, api, version):
     api.objects["/api/v1"] = {"resources": [eviction]}
     status, out, _ = kubectl("drain", "llama-decode-5d8f-a", "--no-wait")
     assert status == 0
-    assert "drains" in out
+    assert "draining" in out
     [(method, path, body)] = api.writes
     assert (method, path) == ("POST", f"{PODS}/llama-decode-5d8f-a/eviction")
     assert (body["apiVersion"], body["metadata"]["name"]) == (f"policy/{version}", "llama-decode-5d8f-a")
@@ -371,4 +371,4 @@ def test_a_worker_that_refuses_a_flip_is_quoted(kubectl, worker):
 def test_a_worker_that_cannot_be_reached_for_a_flip_is_named(kubectl):
     status, _, err = kubectl("flip", "llama-prefill-5d8f-a", "both")
     assert status == 3
-    assert "pod llama-prefill-5d8f-a cannot be asked: the kubelet says" in err
+    assert "cannot reach pod llama-prefill-5d8f-a: the kubelet reports" in err

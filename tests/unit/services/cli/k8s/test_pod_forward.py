@@ -86,7 +86,7 @@ def test_answers_can_be_read_piece_by_piece(connect):
 
 
 def test_what_the_kubelet_complains_of_is_told(connect):
-    told = "the kubelet says: connection refused: 9090"
+    told = "the kubelet reports: connection refused: 9090"
     with connect(complaint="connection refused: 9090") as (_, client), pytest.raises(httpx.ReadError, match=told):
         client.get("/")
 

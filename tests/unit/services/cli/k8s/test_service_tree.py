@@ -178,7 +178,7 @@ def test_a_pod_that_says_nothing_or_is_not_offered_is_marked():
         "llama-prefill-5d8f-a": worker_figures(exposition(Role.PREFILL, offered=False)),
     }
     shown = text(said=said)
-    assert "says nothing: timed out" in shown
+    assert "no response: timed out" in shown
     assert "not offered to requests" in shown
 
 

@@ -75,7 +75,7 @@ async def test_a_bad_file_keeps_the_former_keys_and_says_so_once(file, broken, c
         record for record in caplog.records if record.name.startswith("tandem") and record.levelno == logging.ERROR
     ]
     assert len(errors) == 1
-    assert "the former are kept" in errors[0].message
+    assert "keeping the previous ones" in errors[0].message
     replace(file, content("c"))
     await watched.watch.poll()
     assert (watched.names, watched.stale) == (["c"], 0)
