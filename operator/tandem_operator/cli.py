@@ -13,8 +13,9 @@ from tandem_operator.controller.runtime import RuntimeOptions, fresh_identity, r
 from tandem_operator.settings import PRIVILEGES, OperatorSettings, Privilege, own_namespace
 
 EPILOG = """\
-It serves every ModelService of its namespaces: makes workers, gateway and Redis, rolls changes out pair by pair, scales
-both roles by queue depth, and says in each status what it waits for. See `kubectl explain modelservice.spec`.
+The operator serves every ModelService of its namespaces: it creates workers, gateway and Redis, rolls out changes pair
+by pair, scales both roles by queue depth, and reports its progress in the status. See
+`kubectl explain modelservice.spec`.
 
   tandem-operator                                   in a pod: all namespaces, credentials of its service account
   KUBECONFIG=~/.kube/config tandem-operator --no-leader-elect --log-format plain

@@ -77,7 +77,7 @@ async def test_load_canaries_and_flips(fleet, workers):
     async with another_gateway(fleet) as (gateway, url), pod_client() as client:
         pods = [gateway, *workers]
         reader = LoadReader(client=client)
-        assert "second look" in (await reader.read(pods)).reason
+        assert "second sample" in (await reader.read(pods)).reason
         _, load = await looked(reader, pods)
         assert load.decode.worker_places > 0
         assert load.decode.worker_pages > 0

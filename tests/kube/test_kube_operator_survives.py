@@ -58,7 +58,7 @@ def test_a_leader_that_ends_hands_over_at_once(services, start):
     services.wait_ready()
     assert first.stop() == 0
     wait_for(lambda: second.leading, PATIENCE_S, second.log)
-    assert "gave the lease up" in first.log()
+    assert "released the lease" in first.log()
     services.apply(prefill={"replicas": 2})
     services.wait_ready()
 

@@ -73,7 +73,7 @@ VIOLATIONS = {
     ),
     "keys of ucx begin with UCX_": Violation({"ucx": {"TLS": "rc"}}),
     "maxSurge and maxUnavailable are both 0: nothing could ever be replaced; raise one": Violation({"maxSurge": 0}),
-    "decode.replicas is 0 while prefill has workers: nobody could answer; set both to 0 to stop serving": Violation(
+    "decode.replicas is 0 while prefill has workers: no worker could decode; set both to 0 to stop serving": Violation(
         {"decode": {"replicas": 0}}
     ),
     "metadata.name: a DNS label as of Services: a-z, 0-9 and '-', first a letter, last no '-'": Violation(

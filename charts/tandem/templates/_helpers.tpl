@@ -9,7 +9,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What never changes in a release's life. ModelServices' network policies let in pods of component operator. */}}
+{{/* What never changes in a release's life. Network policies of ModelServices admit pods of component operator. */}}
 {{- define "tandem.selector" -}}
 app.kubernetes.io/name: tandem
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -39,10 +39,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{/* JSON list of the namespaces that the operator looks after in scope Namespaces. */}}
+{{/* JSON list of the operator's namespaces in scope Namespaces. */}}
 {{- define "tandem.namespaces" -}}
 {{- if and (eq .Values.scope "Cluster") .Values.namespaces -}}
-{{- fail "namespaces: with scope Cluster it looks after all of them; leave the list empty (--set namespaces=null), or set scope to Namespaces" -}}
+{{- fail "namespaces: scope Cluster includes all of them; leave the list empty (--set namespaces=null), or set scope to Namespaces" -}}
 {{- end -}}
 {{- .Values.namespaces | default (list .Release.Namespace) | uniq | sortAlpha | toJson -}}
 {{- end -}}

@@ -1,6 +1,6 @@
 {{/*
-What the operator may do where it looks after ModelServices, and why. There are no wildcards; Secrets are read by name, never
-listed; nothing runs inside pods. docs/install.md tells the same, and tests hold it to what the operator asks of the API
+Rights of the operator in its namespaces, with reasons. There are no wildcards; Secrets are read by name, never
+listed; nothing runs inside pods. docs/install.md has the same list, and tests compare it with the operator's requests to the API
 server: nothing is missing, and nothing is left over.
 */}}
 {{- define "tandem.rules" -}}
@@ -18,7 +18,7 @@ server: nothing is missing, and nothing is left over.
 - apiGroups: [tandem.dev]
   resources: [modelservices/status, workerpools/status, workerpools/scale]
   verbs: [patch]
-# Workers, gateways, Redis, and what protects them. Server-side apply wants both create and patch.
+# Workers, gateways, Redis, and what protects them. Server-side apply requires both create and patch.
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [get, list, watch, create, patch, delete]

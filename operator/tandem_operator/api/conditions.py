@@ -1,4 +1,4 @@
-"""Conditions of a resource, as Kubernetes has them everywhere."""
+"""Conditions of a resource, as in Kubernetes."""
 
 from typing import Annotated, Literal
 
@@ -8,20 +8,20 @@ from tandem_operator.api.markers import Api
 
 
 class Condition(Api, frozen=True, kw_only=True):
-    """One thing that is so, or not, or not known."""
+    """One aspect of the state."""
 
     type: Annotated[str, msgspec.Meta(pattern=r"^[A-Z][A-Za-z]*$", max_length=64)]
-    """What it is about."""
+    """The aspect."""
     status: Literal["True", "False", "Unknown"]
     """True, False or Unknown."""
     reason: Annotated[str, msgspec.Meta(pattern=r"^[A-Z][A-Za-z0-9]*$", max_length=64)]
-    """One word, for programs."""
+    """CamelCase reason, for programs."""
     message: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-    """A sentence, for people."""
+    """Details, for people."""
     last_transition_time: str = ""
     """When the status last changed, RFC 3339."""
     observed_generation: int = 0
-    """The generation of the spec that it speaks of."""
+    """Generation of the spec that it describes."""
 
 
 Conditions = Annotated[

@@ -15,14 +15,14 @@ GiB = Annotated[float, msgspec.Meta(gt=0.0, le=65536.0)]
 
 
 class Speculation(Api, frozen=True, kw_only=True):
-    """Guess tokens cheaply and verify several in one step. Never changes an output."""
+    """Draft tokens and verify several in one step. Never changes an output."""
 
     algorithm: Literal["NGRAM", "DRAFT", "EAGLE"]
-    """NGRAM repeats what followed the same words before, DRAFT asks a smaller model, EAGLE a trained head."""
+    """Source of drafts. NGRAM: what followed the same tokens earlier; DRAFT: a smaller model; EAGLE: a trained head."""
     draft_model_path: Annotated[str, printable(max_length=1024)] = ""
-    """Folder of the draft model or head within the model's volume; needed by DRAFT and EAGLE."""
+    """Directory of the draft model or head within the model's volume; required by DRAFT and EAGLE."""
     num_draft_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
-    """Guesses per request and step at most."""
+    """Maximum number of draft tokens per request and step."""
 
     RULES: ClassVar = (
         within_folder("draftModelPath"),
@@ -37,49 +37,49 @@ class HostCache(Api, frozen=True, kw_only=True):
     """Host memory below the device's KV cache."""
 
     size_gib: GiB | None = None
-    """Memory for prefixes that the KV pool has no room for."""
+    """Memory for prefixes that the KV pool evicts, in GiB."""
     write_policy: Literal["write_through", "write_through_selective", "write_back"] | None = None
-    """When a prefix is copied there."""
+    """Time at which a prefix is copied there."""
     swap_gib: GiB | None = None
-    """Memory for the KV of requests that have to give way."""
+    """Memory for the KV of retracted requests, in GiB."""
 
 
 class Engine(Api, frozen=True, kw_only=True):
     """Engine settings."""
 
     device: Literal["auto", "cpu", "cuda"] | None = None
-    """What workers run on; auto: the NVIDIA GPUs that `resources.limits` of the role names, else a CPU. Both roles'
-    should be the same; where they are not, say `dtype`."""
+    """Device of the workers; auto: the NVIDIA GPUs in `resources.limits` of the role, else a CPU. Both roles should
+    have the same device; otherwise set `dtype`."""
     dtype: Literal["auto", "float32", "bfloat16"] | None = None
     """Type of weights, and of KV unless `kvCacheDtype` is set."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] | None = None
-    """Type of KV pages. The same for all roles: workers exchange pages with those of the same type alone."""
+    """Type of KV pages. The same for all roles: workers exchange pages only with workers of the same type."""
     page_size: Annotated[int, msgspec.Meta(extra_json_schema={"enum": [1, 16, 64]}, ge=1, le=64)] | None = None
     """Tokens per KV page: 1, 16 or 64."""
     context_length: PositiveInt | None = None
-    """Longest prompt and output together; at most the model's own."""
+    """Longest prompt plus output; at most the model's context."""
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
     """GPUs (ranks) of one worker. Must divide the model's attention heads."""
     nodes: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
-    """Pods that share the ranks of one worker, as many on each; default: as many as it takes with the GPUs of one pod.
-    More than one needs the LeaderWorkerSet API in the cluster."""
+    """Pods that share the ranks of one worker, with the same number on each; default: as many as the GPUs of one pod
+    require. More than one requires the LeaderWorkerSet API in the cluster."""
     mem_fraction_static: Share | None = None
-    """Share of device memory for weights and KV. Where pods share a GPU: of this worker, all shares together at most
-    about 0.9."""
+    """Share of device memory for weights and KV. If pods share a GPU: the share of this worker; all shares together
+    at most about 0.9."""
     kv_cache_gib: GiB | None = None
-    """Memory for KV pages, instead of a share. Of a role it takes the place of a share for both."""
+    """Memory for KV pages in GiB, instead of a share. Set for a role, it replaces a share set for both roles."""
     max_running_requests: PositiveInt | None = None
-    """Sequences decoded together."""
+    """Maximum number of sequences in one decode batch."""
     max_queued_requests: PositiveInt | None = None
-    """Waiting requests before a worker refuses more."""
+    """Maximum number of waiting requests of a worker; more are rejected."""
     chunked_prefill_size: PositiveInt | None = None
-    """Prompt tokens of one request in one step."""
+    """Maximum number of prompt tokens of one request in one step."""
     max_prefill_tokens: PositiveInt | None = None
-    """Prompt tokens computed in one step."""
+    """Maximum number of prompt tokens in one step."""
     schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "priority", "srf"] | None = None
-    """Which waiting request goes next."""
+    """Order of waiting requests."""
     threads: PositiveInt | None = None
-    """CPU threads of one worker, where the model runs on a CPU."""
+    """CPU threads of one worker, if the model runs on a CPU."""
     speculation: Speculation | None = None
     """Speculative decoding."""
     host_cache: HostCache | None = None
@@ -99,25 +99,25 @@ class Rdma(Api, frozen=True, kw_only=True):
     resource: LabelKey
     """Extended resource, such as rdma/ib or rdma/hca_shared_devices_a."""
     count: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
-    """How many per pod."""
+    """Number per pod."""
 
 
 class Topology(Api, frozen=True, kw_only=True):
     """Keep prefill and decode near each other."""
 
     key: LabelKey = "kubernetes.io/hostname"
-    """Node label within whose values they should be: hostname, rack, NVLink domain."""
+    """Node label whose value both should share: hostname, rack, NVLink domain."""
     required: bool = False
-    """Do not schedule decode elsewhere, rather than only prefer it."""
+    """Require it for decode, instead of preferring it."""
 
 
 class Transfer(Api, frozen=True, kw_only=True):
     """How KV pages move from prefill to decode."""
 
     expect: Literal["any", "tcp", "rdma", "shm", "cuda_ipc"] = "any"
-    """Slowest transport that is as it should be; anything slower makes the condition TransportReady false."""
+    """Slowest expected transport; a slower one sets the condition TransportReady to false."""
     digest: Literal["sampled", "full"] = "sampled"
-    """Proof asked of pages that were moved: sampled words of each, or every byte."""
+    """Digest that verifies transferred pages: sampled words of each, or every byte."""
     ucx: Annotated[
         dict[
             Annotated[str, msgspec.Meta(pattern="^UCX_[A-Z0-9_]+$", max_length=64)],
@@ -129,6 +129,6 @@ class Transfer(Api, frozen=True, kw_only=True):
     rdma: Rdma | None = None
     """RDMA devices of the pods."""
     topology: Topology | None = None
-    """Placement of prefill and decode to each other."""
+    """Placement of prefill and decode relative to each other."""
 
     RULES: ClassVar = (Rule("!has(self.ucx) || self.ucx.all(k, k.startsWith('UCX_'))", "keys of ucx begin with UCX_"),)

@@ -1,4 +1,4 @@
-"""The HTTP front of a model service."""
+"""The gateway of a model service."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -9,16 +9,16 @@ from tandem_operator.api.pods import PodOverrides, Resources
 
 
 class GatewayLimits(Api, frozen=True, kw_only=True):
-    """What the gateway holds back and for how long; docs/limits.md."""
+    """Limits of the gateway's queue and memory; docs/limits.md."""
 
     max_waiting_requests: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
-    """Requests that wait here for a worker with room; more are refused."""
+    """Maximum number of requests that wait for a worker with capacity; more are rejected."""
     queue_timeout_seconds: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] | None = None
-    """How long one waits before it is refused."""
+    """Maximum wait of a request, in seconds; then it is rejected."""
     max_body_memory_mib: Annotated[int, msgspec.Meta(ge=1, le=1_048_576)] | None = None
-    """MiB of request bodies in flight of all clients; more are refused."""
+    """Memory for request bodies in flight of all clients, in MiB; more are rejected."""
     max_body_memory_per_client_mib: Annotated[int, msgspec.Meta(ge=1, le=1_048_576)] | None = None
-    """The same of each client: of a tenant where there are API keys, else of an address."""
+    """The same per client, in MiB. A client is a tenant if there are API keys, else an address."""
 
 
 class ServicePort(Api, frozen=True, kw_only=True):
@@ -38,22 +38,22 @@ class ParentRef(Api, frozen=True, kw_only=True):
     name: Name
     """Its name."""
     namespace: Name | None = None
-    """Its namespace; without it the same."""
+    """Its namespace; empty: the same."""
     section_name: Name | None = None
     """Its listener."""
 
 
 GatewayDuration = Annotated[str, msgspec.Meta(pattern=r"^([0-9]{1,5}(h|m|s|ms)){1,4}$", max_length=32)]
-"""As the Gateway API writes it (GEP-2257): 30s, 1h30m; 0s is no limit."""
+"""Duration of the Gateway API (GEP-2257): 30s, 1h30m; 0s is no limit."""
 
 
 class RouteTimeouts(Api, frozen=True, kw_only=True):
-    """How long the Gateway waits. Without these a Gateway has limits of its own, which cut long streams off."""
+    """Timeouts of the Gateway. Without them its defaults apply, which end long streams."""
 
     request: GatewayDuration = "0s"
-    """From the begin of a client's request to the end of its answer, streams included; 0s: no limit."""
+    """From the start of a client's request to the end of the response, streams included; 0s: no limit."""
     backend_request: GatewayDuration = "0s"
-    """Of one attempt at a gateway pod; 0s: no limit."""
+    """Timeout of one attempt at a gateway pod; 0s: no limit."""
 
     RULES: ClassVar = (
         Rule(
@@ -68,12 +68,12 @@ class HttpRoute(Api, frozen=True, kw_only=True):
     """An HTTPRoute to the gateway's Service, where the Gateway API is installed."""
 
     parent_refs: Annotated[list[ParentRef], msgspec.Meta(min_length=1, max_length=8)]
-    """Gateways that it attaches to."""
+    """Gateways to which it attaches."""
     hostnames: Annotated[
         list[Annotated[str, msgspec.Meta(pattern=r"^(\*\.)?[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]],
         msgspec.Meta(max_length=16),
     ] = []
-    """Host names that it answers to."""
+    """Host names that it serves."""
     timeouts: RouteTimeouts = RouteTimeouts()
     """Time limits (Gateway API 1.2 or later)."""
 
@@ -81,50 +81,50 @@ class HttpRoute(Api, frozen=True, kw_only=True):
 class InferencePool(Api, frozen=True, kw_only=True):
     """An InferencePool of the gateways, with a router as its endpoint picker.
 
-    Where the Gateway API Inference Extension is installed. An HTTPRoute of this service then names the pool.
+    Requires the Gateway API Inference Extension. An HTTPRoute of this service then names the pool.
     """
 
     replicas: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     """Router pods; all of them are active."""
     failure_mode: Literal["FailOpen", "FailClose"] = "FailOpen"
-    """What becomes of requests while no router answers. FailOpen: they go to a gateway, which chooses by itself."""
+    """Handling of requests while no router responds. FailOpen: they go to a gateway, which selects the workers."""
     resources: Resources = Resources(requests={"cpu": "500m", "memory": "512Mi"}, limits={"memory": "1Gi"})
     """Resources of one router."""
     pod: PodOverrides = PodOverrides()
-    """What is different about its pods."""
+    """Changes to its pods."""
 
 
 class Gateway(Api, frozen=True, kw_only=True):
-    """The HTTP front."""
+    """The gateway, which serves the HTTP API."""
 
     replicas: Annotated[int, msgspec.Meta(ge=1, le=100)] = 1
     """Gateway pods. Two or more survive the loss of one."""
     auth_secret: Name | None = None
-    """Secret whose keys are files of hashed API keys (`tandem keys`); without it everybody who reaches it may."""
+    """Secret whose keys are files of hashed API keys (`tandem keys`); without it no key is required."""
     limits: GatewayLimits = GatewayLimits()
-    """Waiting room."""
+    """Limits of the request queue and of memory."""
     router_policy: Annotated[str, printable(max_length=128)] | None = None
-    """Who is offered a request; one policy, or prefill=POLICY,decode=POLICY."""
+    """Policy that selects workers; one policy, or prefill=POLICY,decode=POLICY."""
     strict_fields: bool = False
-    """Refuse requests with unknown fields."""
+    """Reject requests with unknown fields."""
     parse_special_tokens: bool = True
-    """Special tokens in text prompts become control tokens; false: they are plain text, of every request."""
+    """Special tokens in text prompts become control tokens; false: they are plain text in every request."""
     allowed_hosts: Annotated[
         list[Annotated[str, msgspec.Meta(pattern=r"^(\*|(\*\.)?[a-z0-9]([-.a-z0-9]*[a-z0-9])?)$", max_length=253)]],
         msgspec.Meta(max_length=64),
     ] = []
-    """Host names of requests, beside addresses and names of Services; * for any. Empty: those of httpRoute, or any
-    where API keys are asked for or the names cannot be known (a load balancer, an InferencePool)."""
+    """Host names of requests, in addition to addresses and names of Services; * for any. Empty: those of httpRoute, or
+    any if API keys are required or the names are unknown (a load balancer, an InferencePool)."""
     service: ServicePort = ServicePort()
     """Its Service."""
     http_route: HttpRoute | None = None
-    """HTTPRoute to it."""
+    """HTTPRoute to the gateway."""
     inference_pool: InferencePool | None = None
-    """InferencePool of it, for Inference Gateways."""
+    """InferencePool of the gateways, for Inference Gateways."""
     resources: Resources = Resources(requests={"cpu": "500m", "memory": "1Gi"}, limits={"memory": "2Gi"})
     """Resources of one gateway."""
     pod: PodOverrides = PodOverrides()
-    """What is different about its pods."""
+    """Changes to its pods."""
 
     RULES: ClassVar = (
         Rule(

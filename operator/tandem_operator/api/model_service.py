@@ -31,18 +31,18 @@ class Role(Api, frozen=True, kw_only=True):
     """Workers of one role."""
 
     replicas: Count = 1
-    """Workers, where `spec.autoscaling.mode` is none. `external`: where they begin."""
+    """Number of workers if `spec.autoscaling.mode` is none; with `external` the initial number."""
     scaling: RoleScaling = RoleScaling()
     """Bounds of this role for the autoscaler."""
     resources: Resources = Resources()
     """Resources of one worker (of one pod of it, where it spans several). GPUs go into limits."""
     pod: PodOverrides = PodOverrides()
-    """What is different about its pods."""
+    """Changes to its pods."""
     shared_memory: Quantity = "16Gi"
-    """Size limit of /dev/shm. What is used of it counts as the container's memory."""
+    """Size limit of /dev/shm. Its use counts as memory of the container."""
     engine: Engine = Engine()
-    """Engine settings of this role alone; each wins over `spec.engine`. Page size, dtypes and context length may
-    not differ between roles and are refused here."""
+    """Engine settings of this role; each overrides `spec.engine`. Page size, dtypes and context length must not
+    differ between roles and are rejected here."""
 
     RULES: ClassVar = (
         Rule(
@@ -58,16 +58,16 @@ class Rollout(Api, frozen=True, kw_only=True):
     """How a new revision replaces the old one. Workers of one revision are never paired with another's."""
 
     paused: bool = False
-    """Exchange no pod for a newer one, neither between revisions nor within one, of workers, gateways or Redis.
-    Scaling goes on."""
+    """Do not replace pods of workers, gateways or Redis, between revisions or within one. Scaling continues."""
     max_surge: Count = 1
-    """Workers of each role above the wanted number meanwhile."""
+    """Maximum number of additional workers of each role during a rollout."""
     max_unavailable: Count = 0
-    """Workers of each role below the wanted number meanwhile. One of maxSurge and maxUnavailable must be above 0."""
+    """Maximum number of missing workers of each role during a rollout. One of maxSurge and maxUnavailable must be
+    above 0."""
     history: Annotated[int, msgspec.Meta(ge=0, le=20)] = 5
-    """Former revisions that are remembered for going back."""
+    """Number of former revisions kept for a rollback."""
     canary_timeout_seconds: Seconds = 600.0
-    """A new revision whose first pair does not answer a canary within this time is stopped and reported."""
+    """Seconds in which the first pair of a new revision must pass a canary; otherwise it is stopped and reported."""
 
     RULES: ClassVar = (
         Rule(
@@ -93,9 +93,9 @@ class ModelServiceSpec(Api, frozen=True, kw_only=True):
     """What to serve and how."""
 
     model: ModelSource
-    """Where the checkpoint comes from. It cannot be exchanged for another kind of source in place."""
+    """Source of the checkpoint. The kind of source cannot change."""
     served_model_name: ModelName | None = None
-    """Name that clients use; the resource's own without it."""
+    """Name that clients use; default: the name of the resource."""
     aliases: Annotated[
         list[ModelName], msgspec.Meta(max_length=16, extra_json_schema={"x-kubernetes-list-type": "set"})
     ] = []
@@ -109,17 +109,17 @@ class ModelServiceSpec(Api, frozen=True, kw_only=True):
     decode: Role = Role()
     """Workers that generate."""
     gateway: Gateway = Gateway()
-    """The HTTP front."""
+    """The gateway, which serves the HTTP API."""
     redis: Redis = Redis()
-    """Where gateways and workers find each other."""
+    """Redis for the registry and the prefix index."""
     transfer: Transfer = Transfer()
-    """How KV pages move from prefill to decode."""
+    """Transfer of KV pages from prefill to decode."""
     autoscaling: Autoscaling = Autoscaling()
-    """Who decides how many workers there are."""
+    """Control of the number of workers."""
     rollout: Rollout = Rollout()
-    """How a change reaches running workers."""
+    """Replacement of workers when the spec changes."""
     drain_seconds: Annotated[int, msgspec.Meta(ge=1, le=3600)] = 60
-    """What runs on a worker that has to go may take this long to move or to finish. Sets the grace period of pods."""
+    """Seconds for requests of a draining worker to migrate or finish. Sets the grace period of pods."""
     security: Security = Security()
     """Network policies, users and keys."""
     observability: Observability = Observability()
@@ -130,7 +130,7 @@ class ModelServiceSpec(Api, frozen=True, kw_only=True):
             "(has(self.autoscaling) && has(self.autoscaling.mode) && self.autoscaling.mode != 'none') || "
             "!has(self.decode) || !has(self.decode.replicas) || self.decode.replicas > 0 || "
             "(has(self.prefill) && has(self.prefill.replicas) && self.prefill.replicas == 0)",
-            "decode.replicas is 0 while prefill has workers: nobody could answer; set both to 0 to stop serving",
+            "decode.replicas is 0 while prefill has workers: no worker could decode; set both to 0 to stop serving",
         ),
         _gpu_rule("prefill"),
         _gpu_rule("decode"),
@@ -138,12 +138,12 @@ class ModelServiceSpec(Api, frozen=True, kw_only=True):
 
 
 class RoleStatus(Api, frozen=True, kw_only=True):
-    """One role as it is."""
+    """Observed state of one role."""
 
     desired: int = 0
-    """Workers wanted."""
+    """Desired number of workers."""
     ready: int = 0
-    """Workers that take requests."""
+    """Workers that serve requests."""
     pending: int = 0
     """Pods not scheduled yet, or warming up."""
 
@@ -152,9 +152,9 @@ class RevisionStatus(Api, frozen=True, kw_only=True):
     """One revision that has workers."""
 
     name: str
-    """Hash of what KV and weights depend on."""
+    """Hash of the fields on which KV and weights depend."""
     share: float = 0.0
-    """Part of new requests that it gets, 0 to 1."""
+    """Share of new requests that it gets, 0 to 1."""
     prefill: RoleStatus = RoleStatus()
     """Its prefill workers."""
     decode: RoleStatus = RoleStatus()
@@ -165,7 +165,7 @@ class Decision(Api, frozen=True, kw_only=True):
     """One decision of the autoscaler."""
 
     time: str
-    """When, RFC 3339."""
+    """Time of the decision, RFC 3339."""
     role: str
     """prefill, decode or both."""
     action: str
@@ -175,26 +175,26 @@ class Decision(Api, frozen=True, kw_only=True):
     after: int
     """Workers after."""
     reason: str
-    """Why, with the figures."""
+    """Reason, with the metrics."""
 
 
 class ModelServiceStatus(Api, frozen=True, kw_only=True):
-    """What there is."""
+    """Observed state."""
 
     observed_generation: int = 0
-    """The generation of the spec that this status speaks of."""
+    """Generation of the spec that this status describes."""
     conditions: Conditions = []
-    """Ready and what it follows from."""
+    """Ready, and the conditions on which it depends."""
     ready: str = ""
-    """prefill and decode workers of the serving revision that are ready, of those wanted: for `kubectl get`."""
+    """Ready and desired prefill and decode workers of the serving revision: for `kubectl get`."""
     endpoint: str = ""
-    """Where clients inside the cluster reach it."""
+    """Address for clients inside the cluster."""
     serving: str = ""
-    """The revision that gets most new requests; empty while none has a decode worker that is ready."""
+    """Revision that gets most new requests; empty while none has a ready decode worker."""
     revision: str = ""
-    """The revision that the spec wants: it serves, or becomes so."""
+    """Revision of the current spec."""
     trouble: str = ""
-    """What is wrong, in short: for `kubectl get`. Conditions have the whole sentence."""
+    """Short error: for `kubectl get`. Conditions have the details."""
     revisions: Annotated[list[RevisionStatus], msgspec.Meta(max_length=32)] = []
     """All revisions with workers."""
     history: Annotated[list[str], msgspec.Meta(max_length=32)] = []
@@ -209,7 +209,7 @@ class ModelService(Api, frozen=True, kw_only=True):
     spec: ModelServiceSpec
     """What to serve and how."""
     status: ModelServiceStatus = ModelServiceStatus()
-    """What there is, written by the operator."""
+    """Observed state, written by the operator."""
 
     RULES: ClassVar = (
         Rule("self.metadata.name.size() <= 40", "metadata.name: at most 40 characters, for pods' names begin with it"),

@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from."""
+"""Source of a checkpoint."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -18,23 +18,23 @@ from tandem_operator.api.pods import Resources, SecretKey
 
 
 class ClaimSource(Api, frozen=True, kw_only=True):
-    """A folder of a persistent volume, mounted read-only by all pods at once (access mode ReadOnlyMany or more)."""
+    """A directory of a persistent volume, mounted read-only by all pods (access mode ReadOnlyMany or more)."""
 
     claim_name: Name
     """PersistentVolumeClaim in the same namespace."""
     path: RelativePath = ""
-    """Folder of the checkpoint within the volume; empty: its root."""
+    """Directory of the checkpoint within the volume; empty: its root."""
 
 
 class ImageSource(Api, frozen=True, kw_only=True):
     """An OCI image or artifact that holds the checkpoint, mounted as a volume (Kubernetes 1.31 and later)."""
 
     reference: Image
-    """Image, best by digest."""
+    """Image, preferably by digest."""
     path: RelativePath = ""
-    """Folder of the checkpoint within it; empty: its root."""
+    """Directory of the checkpoint within the image; empty: its root."""
     pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    """When it is pulled; empty: the cluster's rule."""
+    """When it is pulled; empty: the cluster's default."""
 
 
 class HuggingFaceSource(Api, frozen=True, kw_only=True):
@@ -43,13 +43,13 @@ class HuggingFaceSource(Api, frozen=True, kw_only=True):
     id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][-._A-Za-z0-9]*/[A-Za-z0-9][-._A-Za-z0-9]*$", max_length=192)]
     """owner/name."""
     revision: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][-._/A-Za-z0-9]*$", max_length=128)] = "main"
-    """Branch, tag or commit. A commit makes pods of one revision equal whenever they start."""
+    """Branch, tag or commit. With a commit all pods of a revision have the same model, whenever they start."""
     token_secret: SecretKey | None = None
     """Access token, for gated models."""
     cache_claim: Name | None = None
-    """PersistentVolumeClaim to keep downloads in; without it each pod has its own copy."""
+    """PersistentVolumeClaim for downloads; without it each pod has a separate copy."""
     size_limit: Quantity | None = None
-    """Size limit of a pod's own copy, 1Ti by default; a pod that goes beyond it is evicted."""
+    """Size limit of a pod's separate copy, 1Ti by default; a pod that exceeds it is evicted."""
     resources: Resources = Resources(requests={"cpu": "250m", "memory": "512Mi"}, limits={"memory": "4Gi"})
     """Resources of the init container that downloads."""
 
@@ -66,11 +66,11 @@ class ModelSource(Api, frozen=True, kw_only=True):
     """Exactly one of its fields."""
 
     path: AbsolutePath | None = None
-    """Folder within the engine's and the gateway's image."""
+    """Directory within the engine's and the gateway's image."""
     claim: ClaimSource | None = None
-    """Folder of a persistent volume."""
+    """Directory of a persistent volume."""
     image: ImageSource | None = None
-    """OCI image that holds it."""
+    """OCI image with the checkpoint."""
     hugging_face: HuggingFaceSource | None = None
     """Model of the Hugging Face hub."""
 

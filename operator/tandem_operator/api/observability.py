@@ -1,4 +1,4 @@
-"""What the parts of a model service tell of themselves."""
+"""Logs, traces and monitors of a model service."""
 
 from typing import Literal
 
@@ -6,13 +6,14 @@ from tandem_operator.api.markers import Api, HttpUrl, Labels
 
 
 class Observability(Api, frozen=True, kw_only=True):
-    """What the parts tell of themselves."""
+    """Logs, traces and monitors."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severity that is logged."""
+    """Lowest level of log lines."""
     otlp_traces_endpoint: HttpUrl | None = None
-    """OpenTelemetry collector for traces, over HTTP; without it no traces."""
+    """OpenTelemetry collector for traces, over HTTP; default: no traces."""
     service_monitor: bool = False
-    """Make PodMonitors of gateways and workers, where the Prometheus operator is installed."""
+    """Create PodMonitors of gateways and workers; requires the Prometheus operator."""
     metrics_namespaces: Labels = {}
-    """Labels of namespaces whose pods may read metrics, past the network policies: Prometheus's. Empty: none may."""
+    """Labels of namespaces, such as that of Prometheus, whose pods the network policies allow to read metrics. Empty:
+    none."""

@@ -36,20 +36,20 @@ class Resources(Api, frozen=True, kw_only=True):
     """Compute resources of a container, as in a pod."""
 
     requests: Annotated[dict[LabelKey, Quantity], msgspec.Meta(max_length=32)] = {}
-    """Least amounts, by resource."""
+    """Minimum amounts, by resource."""
     limits: Annotated[dict[LabelKey, Quantity], msgspec.Meta(max_length=32)] = {}
-    """Greatest amounts, by resource; GPUs are named here."""
+    """Maximum amounts, by resource; GPUs belong here."""
 
 
 class EnvVar(Api, frozen=True, kw_only=True):
     """An environment variable of the main container."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
-    """Name; those that begin with TANDEM_ are the operator's, NVIDIA_VISIBLE_DEVICES is the device plugin's."""
+    """Name. The operator sets names that begin with TANDEM_, the device plugin NVIDIA_VISIBLE_DEVICES."""
     value: Annotated[str, printable(max_length=4096)] = ""
     """Value."""
     secret_key_ref: SecretKey | None = None
-    """Take the value from a Secret."""
+    """Key of a Secret with the value."""
 
     RULES: ClassVar = (
         Rule("!self.name.startsWith('TANDEM_')", "variables that begin with TANDEM_ are set by the operator"),
@@ -60,7 +60,7 @@ class EnvVar(Api, frozen=True, kw_only=True):
 
 
 class Toleration(Api, frozen=True, kw_only=True):
-    """A taint of nodes that these pods bear, as in a pod."""
+    """A tolerated taint of nodes, as in a pod."""
 
     key: Annotated[str, msgspec.Meta(max_length=317)] = ""
     """Taint key; empty with operator Exists: every taint."""
@@ -69,44 +69,44 @@ class Toleration(Api, frozen=True, kw_only=True):
     value: Annotated[str, msgspec.Meta(max_length=63)] = ""
     """Taint value, for Equal."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Which effect; empty: all."""
+    """Taint effect; empty: all."""
     toleration_seconds: int | None = None
-    """How long a NoExecute taint is borne."""
+    """Seconds for which a NoExecute taint is tolerated."""
 
 
 class HostPath(Api, frozen=True, kw_only=True):
-    """A folder of the node in the main container."""
+    """A directory of the node in the main container."""
 
     path: AbsolutePath
-    """Folder of the node. It must be there."""
+    """Directory of the node. It must exist."""
     mount_path: AbsolutePath
-    """Where the container has it."""
+    """Path in the container."""
     read_only: bool = True
-    """Whether the container may not write there."""
+    """Mount it read-only."""
 
     RULES: ClassVar = (within_folder("path"), within_folder("mountPath"))
 
 
 class PodOverrides(Api, frozen=True, kw_only=True):
-    """What may be changed about the pods of one part."""
+    """Changes to the pods of one component."""
 
     labels: Labels = {}
-    """More labels. Those of tandem.dev and app.kubernetes.io are the operator's."""
+    """Additional labels. The operator sets those of tandem.dev and app.kubernetes.io."""
     annotations: Annotated[
         dict[LabelKey, Annotated[str, msgspec.Meta(max_length=4096)]], msgspec.Meta(max_length=32)
     ] = {}
-    """More annotations, but none that would loosen what confines a container."""
+    """Additional annotations, except those that weaken the confinement of a container."""
     node_selector: Annotated[
         dict[LabelKey, Annotated[str, msgspec.Meta(max_length=63)]], msgspec.Meta(max_length=32)
     ] = {}
     """Labels that a node must have."""
     tolerations: Annotated[list[Toleration], msgspec.Meta(max_length=32)] = []
-    """Taints that the pods bear."""
+    """Taints that the pods tolerate."""
     affinity: Opaque = {}
     """Affinity, as in a pod."""
     topology_spread_constraints: Annotated[list[Opaque], msgspec.Meta(max_length=8)] = []
-    """Spread over zones or nodes, as in a pod; without a labelSelector it is that of the part. Gateways and routers
-    prefer different nodes and zones unless it is given."""
+    """Spread over zones or nodes, as in a pod; the default labelSelector is that of the component. Without it gateways
+    and routers prefer different nodes and zones."""
     priority_class_name: Annotated[
         str, msgspec.Meta(pattern=r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?)?$", max_length=253)
     ] = ""
@@ -116,21 +116,21 @@ class PodOverrides(Api, frozen=True, kw_only=True):
     )
     """RuntimeClass of the pods, such as nvidia."""
     scheduler_name: DnsName | None = None
-    """Another scheduler than the cluster's default."""
+    """Scheduler; default: the cluster's."""
     scratch_limit: Quantity | None = None
-    """Size limit of the folder for temporary files; a pod that goes beyond it is evicted. Default: 16Gi of a worker,
-    4Gi of a gateway or router, 256Mi of Redis."""
+    """Size limit of the directory for temporary files; a pod that exceeds it is evicted. Default: 16Gi for a worker,
+    4Gi for a gateway or router, 256Mi for Redis."""
     env: Annotated[list[EnvVar], msgspec.Meta(max_length=64)] = []
-    """More environment variables of the main container."""
+    """Additional environment variables of the main container."""
     service_account_name: DnsName | None = None
     """ServiceAccount of the pods, such as a cloud's workload identity; no token is mounted. Denied unless the operator
     runs with `--allow service-accounts`.
     """
     host_paths: Annotated[list[HostPath], msgspec.Meta(max_length=8)] = []
-    """Folders of the node in the main container. Denied unless the operator runs with `--allow host-paths`."""
+    """Directories of the node in the main container. Denied unless the operator runs with `--allow host-paths`."""
     privileged: bool | None = None
-    """The main container is root and privileged, as RDMA wants where pods may lock little memory. Denied unless the
-    operator runs with `--allow privileged`.
+    """Run the main container as root and privileged, which RDMA requires if pods may lock little memory. Denied unless
+    the operator runs with `--allow privileged`.
     """
 
     RULES: ClassVar = (
@@ -149,6 +149,6 @@ class PodOverrides(Api, frozen=True, kw_only=True):
 
 
 def plain(part: Api) -> dict[str, Any]:
-    """As it stands in a manifest, without what has its default."""
+    """The form in a manifest, without fields that have their default."""
     built: dict[str, Any] = msgspec.to_builtins(part)
     return built

@@ -1,4 +1,4 @@
-"""Redis of a model service: where gateways and workers find each other. Never the only copy of anything."""
+"""Redis of a model service: registry and prefix index. Never the only copy of anything."""
 
 from typing import Annotated, ClassVar
 
@@ -9,16 +9,16 @@ from tandem_operator.api.pods import PodOverrides, Resources, SecretKey
 
 
 class ManagedRedis(Api, frozen=True, kw_only=True):
-    """One pod with a generated password, without a disk: what it loses the workers tell it again."""
+    """One pod with a generated password, without a disk: workers republish its contents after a loss."""
 
     resources: Resources = Resources(requests={"cpu": "250m", "memory": "512Mi"}, limits={"memory": "1Gi"})
     """Its resources. The index of a million cached blocks takes about 100 MiB."""
     pod: PodOverrides = PodOverrides()
-    """What is different about its pod."""
+    """Changes to its pod."""
 
 
 class ExternalRedis(Api, frozen=True, kw_only=True):
-    """A Redis (7 or later) or Valkey that is there already; several services may share it."""
+    """An existing Redis (7 or later) or Valkey; several services may share it."""
 
     url: Annotated[
         str, msgspec.Meta(pattern=r"^rediss?://([-._a-zA-Z0-9]+@)?[-._a-zA-Z0-9\[\]:]+(/[0-9]+)?$", max_length=512)
@@ -27,7 +27,7 @@ class ExternalRedis(Api, frozen=True, kw_only=True):
     password: SecretKey | None = None
     """Its password."""
     ca_secret: SecretKey | None = None
-    """Certificate authority of a rediss:// address, PEM; without it those of the image."""
+    """Certificate authority of a rediss:// address, PEM; default: those of the image."""
 
     RULES: ClassVar = (
         Rule("!has(self.caSecret) || self.url.startsWith('rediss://')", "caSecret is for TLS: a url with rediss://"),
@@ -38,8 +38,8 @@ class Redis(Api, frozen=True, kw_only=True):
     """Managed, or external."""
 
     managed: ManagedRedis | None = None
-    """A Redis of this service alone; what there is when nothing is said."""
+    """A Redis only for this service; the default."""
     external: ExternalRedis | None = None
-    """A Redis that is there already."""
+    """An existing Redis."""
 
     RULES: ClassVar = (Rule("!(has(self.managed) && has(self.external))", "give managed or external, not both"),)

@@ -68,7 +68,7 @@ def _has_defaults(part: type) -> bool:
 def _type(kind: types.Type) -> Schema:
     """Schema of a value of this type."""
     if type(kind) not in _SCALARS:
-        raise TypeError(f"{kind} cannot be said in a structural schema")
+        raise TypeError(f"{kind} cannot be expressed in a structural schema")
     return {"type": _SCALARS[type(kind)], **_limits(kind)}
 
 
@@ -108,7 +108,7 @@ def _(kind: types.UnionType) -> Schema:
     """Only "this or nothing": what is None is left out, so the schema is that of the rest."""
     rest = [one for one in kind.types if not isinstance(one, types.NoneType)]
     if len(rest) != 1:
-        raise TypeError(f"a union of {rest} cannot be said in a structural schema")
+        raise TypeError(f"a union of {rest} cannot be expressed in a structural schema")
     return _type(rest[0])
 
 

@@ -13,14 +13,14 @@ from tandem_operator.api.roles import RoleName
 
 
 class WorkerPoolSpec(Api, frozen=True, kw_only=True):
-    """How many workers of one role."""
+    """Number of workers of one role."""
 
     service_name: Name
-    """The ModelService it belongs to."""
+    """ModelService to which it belongs."""
     role: RoleName
-    """What its workers do; a worker whose role was flipped goes on counting here."""
+    """Role of its workers; a worker with a flipped role still counts here."""
     replicas: Count = 1
-    """Workers wanted. In autoscaling mode none the service's own figure wins."""
+    """Desired number of workers. In autoscaling mode none the number of the service applies."""
 
     RULES: ClassVar = (
         Rule("self.role == oldSelf.role", "role cannot change: a pool has one role"),
@@ -29,24 +29,24 @@ class WorkerPoolSpec(Api, frozen=True, kw_only=True):
 
 
 class WorkerPoolStatus(Api, frozen=True, kw_only=True):
-    """Workers as they are."""
+    """Observed workers."""
 
     observed_generation: int = 0
-    """The generation of the spec that this status speaks of."""
+    """Generation of the spec that this status describes."""
     replicas: int = 0
-    """Pods there are."""
+    """Number of pods."""
     ready_replicas: int = 0
-    """Workers that take requests."""
+    """Workers that serve requests."""
     selector: str = ""
     """Label selector of the pods, for the scale subresource."""
     conditions: Conditions = []
-    """Available, and why not."""
+    """Available, with its reason."""
 
 
 class WorkerPool(Api, frozen=True, kw_only=True):
-    """The workers of one role of a ModelService. Made by the operator."""
+    """The workers of one role of a ModelService. Created by the operator."""
 
     spec: WorkerPoolSpec
-    """What is wanted."""
+    """Desired state."""
     status: WorkerPoolStatus = WorkerPoolStatus()
-    """What there is, written by the operator."""
+    """Observed state, written by the operator."""

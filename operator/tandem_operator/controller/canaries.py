@@ -108,7 +108,9 @@ class CanaryBook:
         results = {name: entry.canary for name, entry in self._entries.items() if entry.canary is not None}
         for name in living - {GATEWAY_CANARY} - set(results):
             if now - self._first_seen[name] > self.timeout_s:
-                results[name] = Canary(passed=False, message=f"no pair of it answered within {self.timeout_s:.0f} s")
+                results[name] = Canary(
+                    passed=False, message=f"no pair of the revision responded within {self.timeout_s:.0f} s"
+                )
         return results
 
     def _due(self, now: float, revision: str) -> bool:

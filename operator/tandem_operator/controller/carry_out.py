@@ -140,7 +140,7 @@ class Executor:
         except ApiError as error:
             if not error.conflict:
                 raise
-            logger.info("%s %s is another object by now and stays", seen.ref.kind, seen.ref.name)
+            logger.info("keeping %s %s: it was replaced by another object", seen.ref.kind, seen.ref.name)
         self._applied[seen.key].pop(seen.uid, None)
 
     async def scale(self, ref: Ref, namespace: str, replicas: int) -> None:

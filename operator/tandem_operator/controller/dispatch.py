@@ -128,7 +128,7 @@ class Dispatcher:
         except Exception:
             # A defect in one service's handling must not stop the others'.
             self._failed(key, "Defect")
-            logger.exception("%s: the look failed", key, extra=_about(key))
+            logger.exception("reconcile failed for %s", key, extra=_about(key))
             return "failed"
         return self._succeeded(key, looked)
 

@@ -74,7 +74,7 @@ class EventPoster:
         try:
             await self._cluster.create(self._manifest(about, told))
         except ApiError as error:
-            logger.warning("event %s of %s was not posted: %s", told.reason, about.key, error)
+            logger.warning("cannot post event %s of %s: %s", told.reason, about.key, error)
 
     def _manifest(self, about: Seen, told: Told) -> Manifest:
         return {

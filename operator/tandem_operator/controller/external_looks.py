@@ -83,6 +83,6 @@ class ExternalLooks:
             self._seen[key] = seen
             self.figures.put((key.namespace, key.name), seen, scaling_config(wanted))
         except Exception:
-            logger.exception("%s: its pods could not be looked at", key)
+            logger.exception("cannot read pods of %s", key)
             self._seen.pop(key, None)
             self.figures.forget((key.namespace, key.name))

@@ -43,7 +43,7 @@ class Farewells:
         if elapsed < bound:
             return Parting(again_s=bound - elapsed)
         for pool in (one for one in left if one.uid in draining):
-            note = f"gateways did not finish within {bound:.0f} s; what is under way is given up"
+            note = f"gateways did not finish within {bound:.0f} s; remaining requests are aborted"
             await self._events.post(pool, Told("Warning", "DrainTimedOut", note))
             await self._executor.delete(pool)
         self.forget(key)

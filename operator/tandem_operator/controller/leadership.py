@@ -71,7 +71,7 @@ class Leadership:
             async with asyncio.timeout(self._election.config.renew_deadline_s / 2):
                 await self._attempt()
         except (ApiError, TimeoutError) as error:
-            logger.warning("the lease could not be renewed: %s", str(error) or "no answer in time")
+            logger.warning("cannot renew the lease: %s", str(error) or "no answer in time")
         self._announce()
 
     async def resign(self) -> None:
@@ -111,8 +111,8 @@ class Leadership:
             return
         self._acting = leading
         if leading:
-            logger.info("this operator leads", extra={"identity": self._election.config.identity})
+            logger.info("acquired leadership", extra={"identity": self._election.config.identity})
             self._began()
         else:
-            logger.warning("this operator leads no more", extra={"holder": self._election.holder})
+            logger.warning("lost leadership", extra={"holder": self._election.holder})
             self._ended()

@@ -136,4 +136,6 @@ class Lookout:
             await order_flip(self.client, flip, await self.token(subject.wanted))
         except OrderFailedError as error:
             # The next look shows that it serves as before, and decides anew.
-            logger.warning("%s: %s did not become %s: %s", subject.service.key, flip.pod.name, flip.role, error)
+            logger.warning(
+                "role flip failed for %s: pod %s to %s: %s", subject.service.key, flip.pod.name, flip.role, error
+            )

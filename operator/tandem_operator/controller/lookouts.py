@@ -125,13 +125,13 @@ class Lookouts:
             async with self._room:
                 period_s = await self._look(post, service)
         except NotLeading:
-            logger.debug("%s: another operator leads", service.key)
+            logger.debug("skipped %s: another operator is the leader", service.key)
         except ApiError as error:
             self._metrics.errors.labels("lookout", error.reason or str(error.status)).inc()
             logger.info("%s: %s", service.key, error)
         except Exception:
             self._metrics.errors.labels("lookout", "Defect").inc()
-            logger.exception("%s: its pods could not be looked after", service.key)
+            logger.exception("cannot poll pods of %s", service.key)
         finally:
             post.ended = self._clock()
             post.due = post.ended + period_s

@@ -14,33 +14,35 @@ class OperatorMetrics:
         self.registry = CollectorRegistry()
         self.reconciles = Counter(
             "tandem_operator_reconciles",
-            "Looks at a ModelService, by result: unchanged, changed, failed, stopped (leadership was lost)",
+            "Reconciliations of a ModelService, by result: unchanged, changed, failed, stopped (leadership was lost)",
             ["result"],
             registry=self.registry,
         )
         self.reconcile_seconds = Histogram(
             "tandem_operator_reconcile_seconds",
-            "How long a look took, writes included",
+            "Duration of a reconciliation, writes included",
             buckets=RECONCILE_BUCKETS,
             registry=self.registry,
         )
         self.api_writes = Counter(
             "tandem_operator_api_writes",
-            "Requests to the API server that change something",
+            "Write requests to the API server",
             ["verb", "kind"],
             registry=self.registry,
         )
         self.errors = Counter(
-            "tandem_operator_errors", "Failures, by what failed", ["part", "reason"], registry=self.registry
+            "tandem_operator_errors", "Failures, by component", ["part", "reason"], registry=self.registry
         )
-        self.leader = Gauge("tandem_operator_leader", "1 while this operator acts", registry=self.registry)
-        self.queue = Gauge("tandem_operator_queue_length", "Services that wait to be looked at", registry=self.registry)
-        self.services = Gauge("tandem_operator_services", "ModelServices that are known", registry=self.registry)
+        self.leader = Gauge("tandem_operator_leader", "1 while this operator is the leader", registry=self.registry)
+        self.queue = Gauge(
+            "tandem_operator_queue_length", "Services that wait for a reconciliation", registry=self.registry
+        )
+        self.services = Gauge("tandem_operator_services", "Known ModelServices", registry=self.registry)
         self.scaling = ScalingFigures()
         """Of services that others scale."""
         self.registry.register(self.scaling)
         self.watch_events = Counter(
-            "tandem_operator_watch_events", "What watches told", ["kind"], registry=self.registry
+            "tandem_operator_watch_events", "Watch events received", ["kind"], registry=self.registry
         )
 
     def wrote(self, verb: str, kind: str) -> None:

@@ -122,7 +122,7 @@ class Reconciler:
         try:
             await self._executor.write_status(service, status)
         except ApiError as error:
-            logger.warning("%s: the status does not say so, for it was not written: %s", key, error)
+            logger.warning("cannot write the status of %s: %s", key, error)
             return
         await self._tell(service, before, status)
 
@@ -180,7 +180,7 @@ class Reconciler:
 
     async def _finish(self, service: Seen, parts: Parts, before: ModelServiceStatus, plan: Plan) -> Looked:
         if plan.secrets and parts.pods:
-            note = f"made anew, for they were gone: {', '.join(plan.secrets)}; pods that run still have the old ones"
+            note = f"Recreated Secrets: {', '.join(plan.secrets)}; running pods use the old ones"
             await self._events.post(service, Told("Warning", "SecretsReplaced", note))
         self._planned[service.key] = plan.status
         wrote = await self._executor.carry_out(service, parts, plan)

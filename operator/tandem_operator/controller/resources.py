@@ -25,7 +25,7 @@ def status_of(service: Seen) -> ModelServiceStatus:
     try:
         return msgspec.convert(service.body.get("status", {}), ModelServiceStatus)
     except msgspec.ValidationError as error:
-        logger.warning("the status of %s is written anew: %s", service.key, error)
+        logger.warning("resetting the invalid status of %s: %s", service.key, error)
         return ModelServiceStatus()
 
 
@@ -34,7 +34,7 @@ def pool_status_of(pool: Seen) -> WorkerPoolStatus:
     try:
         return msgspec.convert(pool.body.get("status", {}), WorkerPoolStatus)
     except msgspec.ValidationError as error:
-        logger.warning("the status of pool %s is written anew: %s", pool.ref.name, error)
+        logger.warning("resetting the invalid status of pool %s: %s", pool.ref.name, error)
         return WorkerPoolStatus()
 
 

@@ -72,7 +72,7 @@ class Resync:
                 self._wanted.clear()
                 await self._until_next()
             except ApiError as error:
-                logger.warning("objects could not be listed: %s", error)
+                logger.warning("cannot list objects: %s", error)
                 await asyncio.sleep(RETRY_S)
 
     async def _until_next(self) -> None:
@@ -104,7 +104,7 @@ class Resync:
                     raise
                 refused = error
                 if namespace not in self._left_out:
-                    logger.warning("namespace %s is left out until it can be listed: %s", namespace, error)
+                    logger.warning("skipping namespace %s until it can be listed: %s", namespace, error)
                 self._left_out.add(namespace)
         if refused is not None and not self._listed:
             raise refused

@@ -174,7 +174,7 @@ class Operator:
     def stuck(self) -> str:
         """Why it should be started again; empty when it should not."""
         silent = time.monotonic() - self._moved
-        return f"nothing has moved for {silent:.0f} s" if silent > SILENT_S else ""
+        return f"no progress for {silent:.0f} s" if silent > SILENT_S else ""
 
     def unready(self) -> str:
         """What it still waits for; empty when it knows the cluster, leader or not."""
@@ -253,14 +253,14 @@ class Operator:
         if self._leadership is not None:
             try:
                 await self._leadership.resign()
-                logger.info("gave the lease up")
+                logger.info("released the lease")
             except ApiError as error:
-                logger.warning("the lease was not given up, another operator has to wait for its end: %s", error)
+                logger.warning("cannot release the lease, the next leader waits until it expires: %s", error)
 
     def _ended_early(self, task: "asyncio.Task[None]") -> None:
         """A part of the operator never ends by itself."""
         if task.cancelled():
             return
         self._failure = task.exception() or RuntimeError(f"{task.get_name()} ended")
-        logger.error("the operator ends: a part of it has failed", exc_info=self._failure)
+        logger.error("operator exits: a component failed", exc_info=self._failure)
         self._stop.set()

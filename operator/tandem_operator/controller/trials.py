@@ -102,7 +102,7 @@ class Trials:
             await order_offer(self.client, pod, await self.token(subject.wanted))
         except OrderFailedError as error:
             # It stands by, and the next turn finds it so.
-            logger.warning("%s: %s was not offered: %s", subject.service.key, pod.name, error)
+            logger.warning("cannot make pod routable for %s: %s: %s", subject.service.key, pod.name, error)
         else:
             self.book.offered(pod)
-            logger.info("%s: %s is offered to the router", subject.service.key, pod.name)
+            logger.info("pod is routable for %s: %s", subject.service.key, pod.name)

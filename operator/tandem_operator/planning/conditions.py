@@ -46,10 +46,10 @@ def ready(conditions: Sequence[Condition]) -> Condition:
     for kind in NEEDED:
         one = by_type.get(kind)
         if one is None:
-            return condition(READY, None, f"{kind}Unknown", f"{kind} has not been looked at yet")
+            return condition(READY, None, f"{kind}Unknown", f"{kind} has not been checked yet")
         if one.status != "True":
             return condition(READY, False, one.reason, f"{kind}: {one.message}" if one.message else kind)
-    return condition(READY, True, "CanaryPassed", "a request went from prefill to decode and came back")
+    return condition(READY, True, "CanaryPassed", "a request passed through prefill and decode")
 
 
 def trouble_of(conditions: Sequence[Condition]) -> str:

@@ -40,7 +40,7 @@ def gateway_selector(service: str) -> Labels:
 def leaving(before: ModelServiceStatus, generation: int, now: str) -> ModelServiceStatus:
     """The status of a service that is deleted in the foreground: it stays until its gateways have drained."""
     changed = (
-        condition(READY, False, "Deleting", "deleted: requests under way finish, new ones are refused"),
+        condition(READY, False, "Deleting", "deleted: running requests finish, new ones are rejected"),
         condition(PROGRESSING, True, "Deleting", "gateways drain"),
     )
     kept = [one for one in before.conditions if one.type not in (READY, PROGRESSING)]

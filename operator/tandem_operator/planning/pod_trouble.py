@@ -72,7 +72,7 @@ def _failure(container: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _how_it_ended(ended: Mapping[str, Any]) -> str:
     if ended.get("reason") == _OUT_OF_MEMORY:
-        return "OOMKilled: it took more memory than resources.limits.memory"
+        return "OOMKilled: memory use exceeded resources.limits.memory"
     words = last_words(ended.get("message", ""))
     return f"ended with {_status(ended['exitCode'])}" + (f": {words}" if words else "")
 

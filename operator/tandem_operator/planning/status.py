@@ -39,8 +39,8 @@ def name_taken(foreign: Iterable[Ref]) -> Condition:
     """Objects of others have names that ours would need; they are left alone."""
     names = ", ".join(sorted(f"{ref.kind} {ref.name!r}" for ref in foreign))
     message = (
-        f"not made by this service and left alone: {names}; delete them, or give this service another name. Those of a "
-        f"deleted service of this name go by themselves once its gateways have drained"
+        f"{names} exist but are not owned by this ModelService; delete them, or rename the service. Those of a deleted "
+        f"service of this name are removed when its gateways have drained"
     )
     return condition(VALID, False, "NameTaken", message)
 

@@ -68,8 +68,8 @@ def _privileges(service: Served, allow: Set[Privilege]) -> Iterator[str]:
         for asked in privileges_of(overrides):
             if asked not in allow:
                 yield (
-                    f"spec.{path}.pod.{FIELDS[asked]}: this operator allows no {asked}; take it out, or have the "
-                    f"operator started with --allow {asked}"
+                    f"spec.{path}.pod.{FIELDS[asked]}: this operator does not allow {asked}; remove it, or start "
+                    f"the operator with --allow {asked}"
                 )
 
 
@@ -84,7 +84,7 @@ def _objects(service: Served, apis: ClusterApis, allow: Set[Privilege]) -> Itera
     for one, wanted, there in asked:
         if wanted and one.privilege not in allow:
             yield (
-                f"{one.field}: this operator allows no {one.privilege}; take it out, or have the operator started "
+                f"{one.field}: this operator does not allow {one.privilege}; remove it, or start the operator "
                 f"with --allow {one.privilege}"
             )
         elif wanted and not there:
@@ -205,5 +205,5 @@ def _ranks(service: Served, role: RoleName, apis: ClusterApis) -> Iterator[str]:
     elif nodes > 1 and len(service.name) > LONGEST_GROUPED_NAME:
         yield (
             f"metadata.name: {service.name!r} has {len(service.name)} characters; with workers of {nodes} pods it may "
-            f"have {LONGEST_GROUPED_NAME}, for the names of StatefulSets begin with it"
+            f"have {LONGEST_GROUPED_NAME}, because names of StatefulSets begin with it"
         )

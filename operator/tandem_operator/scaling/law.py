@@ -102,7 +102,7 @@ def decide(load: Load, there: Mapping[RoleName, int], memory: Memory, config: Sc
     now = {role: there[role] for role in ROLES}
     trouble = load.trouble()
     if trouble:
-        return _hold(now, f"metrics cannot be trusted: {trouble}", memory)
+        return _hold(now, f"metrics are not reliable: {trouble}", memory)
     memory = _remember(load, memory, config)
     zero = _zero(load, now, memory, config)
     if zero is not None:
@@ -162,7 +162,7 @@ def _zero(load: Load, now: Counts, memory: Memory, config: ScalingConfig) -> Out
         reason = f"{load.held:.0f} requests wait at the gateway" if load.held else "zero workers are not allowed"
         return _outcome(load.at, now, _least(config), 0, dict.fromkeys(ROLES, Need(workers=1, reason=reason)), memory)
     if allowed and load.idle and idle_s >= config.idle_s_to_zero:
-        need = Need(workers=0, reason=f"nobody has asked for {idle_s:.0f} s")
+        need = Need(workers=0, reason=f"no requests for {idle_s:.0f} s")
         return _outcome(load.at, now, dict.fromkeys(ROLES, 0), 0, dict.fromkeys(ROLES, need), memory)
     return None
 

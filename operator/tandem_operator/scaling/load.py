@@ -59,7 +59,7 @@ class Load:
     def trouble(self) -> str:
         """Why it cannot be trusted; empty when it can."""
         if self.age_s > STALE_S:
-            return f"figures are {self.age_s:.0f} s old"
+            return f"metrics are {self.age_s:.0f} s old"
         for role, part in (("prefill", self.prefill), ("decode", self.decode)):
             for item in fields(part):
                 value = getattr(part, item.name)

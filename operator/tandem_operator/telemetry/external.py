@@ -120,8 +120,8 @@ class ScalingFigures(Collector):
             return 404, {"message": f"role must be prefill or decode, got {role[:64]!r}"}
         trouble = self._troubles.get((namespace, service))
         if trouble is not None:
-            return 503, {"message": f"no figures that can be trusted: {trouble}"}
-        return 404, {"message": "no such ModelService, or nobody has looked at it yet"}
+            return 503, {"message": f"no reliable metrics: {trouble}"}
+        return 404, {"message": "no such ModelService, or it has not been checked yet"}
 
     def describe(self) -> Iterator[Metric]:
         for name, text in _GAUGES.items():

@@ -128,5 +128,5 @@ def _gain(before: Look | None, at: float, now: Figures) -> Gain | None:
 def _no_rates(gateways: Iterable[Look]) -> str:
     gains = [look.gain for look in gateways]
     if not gains:
-        return "no gateway tells what waits"
-    return "" if any(gain is not None for gain in gains) else "what comes per second is known from the second look on"
+        return "no gateway reports its queue"
+    return "" if any(gain is not None for gain in gains) else "arrival rates need a second sample"

@@ -67,7 +67,7 @@ async def order_hold(client: httpx.AsyncClient, pod: PodSeen, token: str) -> Non
     try:
         await post_order(client, pod, HEALTH_PORT, "/hold", {}, token=token, within_s=ORDER_S)
     except OrderFailedError as error:
-        logger.debug("%s was not held: %s", pod.name, error)
+        logger.debug("cannot hold the standby of %s: %s", pod.name, error)
 
 
 def _as_it_says(pod: PodSeen, status: str) -> PodSeen:

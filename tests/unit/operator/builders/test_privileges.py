@@ -130,7 +130,7 @@ def test_objects_beyond_an_editors_rights_need_an_allowance(field):
         plan = plan_of(spec, *allow)
         assert (plan.apply, plan.delete, plan.scale) == ((), (), ())
         (valid,) = [one for one in plan.status.conditions if one.type == "Valid"]
-        assert f"{field}: this operator allows no {asked}" in valid.message
+        assert f"{field}: this operator does not allow {asked}" in valid.message
         assert f"--allow {asked}" in valid.message
     assert plan_of(spec, asked).apply != ()
 

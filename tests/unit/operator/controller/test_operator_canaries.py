@@ -76,7 +76,7 @@ def test_a_revision_without_a_pair_fails_when_its_time_is_over(book):
     assert book.results(600.0, ["r1"]) == {}
     failed = book.results(600.1, ["r1"])["r1"]
     assert not failed.passed
-    assert failed.message == "no pair of it answered within 600 s"
+    assert failed.message == "no pair of the revision responded within 600 s"
 
 
 def test_revisions_that_are_gone_are_forgotten(book):
@@ -90,5 +90,5 @@ def test_a_sentence_does_not_change_with_its_figures(book):
     answer(book, 0.0, BAD)
     answer(book, RETRY_S, replace(BAD, message="502 after 27.9 s"))
     assert book.results(RETRY_S, ["r1"])["r1"].message == BAD.message
-    assert steady("figures are 16 s old", "figures are 21.5 s old") == "figures are 16 s old"
-    assert steady("figures are 16 s old", "") == ""
+    assert steady("metrics are 16 s old", "metrics are 21.5 s old") == "metrics are 16 s old"
+    assert steady("metrics are 16 s old", "") == ""

@@ -65,7 +65,7 @@ async def test_two_looks_give_figures_on_the_operators_own_port(looks, metrics):
         await looks.look()
         early = await operator.get("/scaling/models/chat/decode")
         assert early.status == 503
-        assert "second look" in (await early.json())["message"]
+        assert "second sample" in (await early.json())["message"]
         await looks.look()
         answered = await operator.get("/scaling/models/chat/decode")
         assert answered.status == 200

@@ -89,7 +89,7 @@ def test_what_cannot_be_made_is_told_in_the_kubelets_words(reason):
 @pytest.mark.parametrize(
     ("ended", "said"),
     [
-        ({"exitCode": 137, "reason": "OOMKilled"}, "OOMKilled: it took more memory than resources.limits.memory"),
+        ({"exitCode": 137, "reason": "OOMKilled"}, "OOMKilled: memory use exceeded resources.limits.memory"),
         ({"exitCode": 139, "reason": "Error"}, "ended with SIGSEGV"),
         ({"exitCode": 1}, "ended with status 1"),
         ({"exitCode": 128, "message": 'exec: "tandem": not found'}, 'ended with status 128: exec: "tandem": not found'),

@@ -84,9 +84,9 @@ def test_pods_that_were_asked_for_are_not_asked_for_again():
 
 def test_without_figures_nothing_changes_and_it_says_why():  # [figures-or-hold]
     run = Run(*fleet(**PAIR), {"prefill": 4, "decode": 2})
-    scaled = run.step(None, "no gateway tells what waits")
+    scaled = run.step(None, "no gateway reports its queue")
     assert scaled.pools == {"prefill": 4, "decode": 2}
-    assert scaled.holding == "no gateway tells what waits"
+    assert scaled.holding == "no gateway reports its queue"
     assert [one.action for one in scaled.decisions] == ["hold"]
 
 

@@ -5,7 +5,7 @@ from tandem_operator.telemetry.decisions import event_of, remembered, worth_tell
 
 
 def hold(seconds: int) -> Decision:
-    return Decision(role="both", action="hold", before=3, after=3, reason=f"figures are {seconds} s old")
+    return Decision(role="both", action="hold", before=3, after=3, reason=f"metrics are {seconds} s old")
 
 
 def scale(after: int, before: int = 1) -> Decision:
@@ -32,13 +32,13 @@ def test_a_hold_that_lasts_is_told_once():
 
 def test_another_reason_to_hold_is_told():
     told = remembered([], [hold(16)], "t0")
-    other = Decision(role="both", action="hold", before=3, after=3, reason="no gateway tells what waits")
+    other = Decision(role="both", action="hold", before=3, after=3, reason="no gateway reports its queue")
     assert worth_telling(told, [other]) == [other]
 
 
 def test_events():
     assert event_of(scale(3)) == ("Normal", "ScaledUp", "decode from 1 to 3: 3 run and 9 wait")
     assert event_of(scale(1, before=2))[1] == "ScaledDown"
-    assert event_of(hold(16)) == ("Warning", "ScalingHeld", "3 workers stay: figures are 16 s old")
+    assert event_of(hold(16)) == ("Warning", "ScalingHeld", "3 workers stay: metrics are 16 s old")
     flip = Decision(role="both", action="flip", before=0, after=1, reason="to prefill: 9 tokens/s come")
     assert event_of(flip) == ("Normal", "RolesFlipped", "1 workers flip to prefill: 9 tokens/s come")

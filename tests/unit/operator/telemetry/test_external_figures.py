@@ -80,7 +80,7 @@ def test_both_roles_come_from_zero_and_go_together():
     assert value(idle, "workers_needed", "prefill") == 0.0
 
 
-@pytest.mark.parametrize(("what", "reason"), [(None, "no gateway tells what waits"), (load(age_s=60.0), "60 s old")])
+@pytest.mark.parametrize(("what", "reason"), [(None, "no gateway reports its queue"), (load(age_s=60.0), "60 s old")])
 def test_figures_that_cannot_be_trusted_are_not_there(what, reason):  # [figures-or-hold]
     figures = figures_of(load(running=3))
     figures.put(NAME, Seen(load=what, reason=reason), CONFIG)

@@ -24,7 +24,7 @@ def looked(*answers, pods=(P, D, G), looks=None, every=5.0):
 def test_rates_are_known_from_the_second_look_on():
     seen = looked(IDLE)
     assert seen.load is None
-    assert "second look" in seen.reason
+    assert "second sample" in seen.reason
     assert set(seen.workers) == {"p0", "d0"}
 
 
@@ -146,7 +146,7 @@ def test_pods_that_are_gone_are_forgotten_and_a_name_that_returns_is_another_pod
 
 def test_without_gateways_nothing_is_known():
     seen = looked(IDLE, IDLE, pods=(P, D))
-    assert (seen.load, seen.reason) == (None, "no gateway tells what waits")
+    assert (seen.load, seen.reason) == (None, "no gateway reports its queue")
 
 
 def test_sizes_are_remembered_while_there_is_no_worker():
