@@ -180,9 +180,7 @@ def test_an_account_that_is_not_made_has_to_be_named(helm):
 
 
 def test_a_list_of_namespaces_and_the_whole_cluster_contradict_each_other(helm):
-    with pytest.raises(
-        HelmError, match="namespaces: scope Cluster includes all of them; leave the list empty"
-    ):
+    with pytest.raises(HelmError, match="namespaces: scope Cluster includes all of them; leave the list empty"):
         helm.render("tandem", {"scope": "Cluster", "namespaces": ["models"]})
 
 
