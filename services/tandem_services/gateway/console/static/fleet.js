@@ -22,7 +22,7 @@ export function showFleet(main, page) {
   const links = linkTable();
   const body = h("div", { class: "stack-view", hidden: true }, tiles.element, workers.element, caches.element, links.element);
   const blank = h("div", { class: "blank" });
-  fill(blank, h("p", { class: "loading" }, "Asking the gateway for the fleet…"));
+  fill(blank, h("p", { class: "loading" }, "Loading the fleet…"));
   fill(main, h("h1", { class: "visually-hidden" }, "Fleet"), blank, body);
 
   return poll({
@@ -45,11 +45,11 @@ export function showFleet(main, page) {
       if (error.status === 403) {
         body.hidden = true;
         blank.hidden = false;
-        fill(blank, h("h2", {}, "The fleet is for administrators"), h("p", {}, "This key may use the playground and look up its own requests. The fleet needs a key whose entry says ", h("code", {}, '"admin": true'), "."));
+        fill(blank, h("h2", {}, "The fleet is for administrators"), h("p", {}, "This key may use the playground and look up its own requests. The fleet requires a key whose entry has ", h("code", {}, '"admin": true'), "."));
       } else if (error.status === 401) {
         body.hidden = true;
         blank.hidden = false;
-        fill(blank, h("p", {}, "The fleet is shown to whoever has an administrator's key."));
+        fill(blank, h("p", {}, "The fleet requires an administrator's key."));
       } else if (history.latest === null) {
         fill(blank, h("h2", {}, "No answer yet"), h("p", {}, error.message));
       }
@@ -61,8 +61,8 @@ export function showFleet(main, page) {
 function nobody(fleet) {
   const hint =
     fleet.redis === "away"
-      ? "Redis is away, so nobody can tell this gateway who there is."
-      : "The gateway is up and waits for workers. They register by themselves, a few seconds after their model is loaded.";
+      ? "Redis is down, so this gateway cannot list the workers."
+      : "The gateway is up and waits for workers. Workers register a few seconds after their model is loaded.";
   return [
     h("h2", {}, "No workers"),
     h("p", {}, hint),

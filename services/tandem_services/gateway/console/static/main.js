@@ -36,9 +36,9 @@ const page = {
       setAttribute(byId("where"), "title", `Tandem ${fleet.gateway.version}`);
       if (fleet.redis === "away") {
         pulse("warn", "view is old");
-        notes.push(notice("warn", `Redis has not answered for ${format.seconds(fleet.view_age_s)}. Requests go on: the last view of the fleet decides, and this page shows it.`));
+        notes.push(notice("warn", `Redis has not answered for ${format.seconds(fleet.view_age_s)}. Requests continue with the last view of the fleet, which this page shows.`));
       }
-      if (fleet.gateway.draining) notes.push(notice("warn", "This gateway drains: it finishes what runs and takes nothing new."));
+      if (fleet.gateway.draining) notes.push(notice("warn", "This gateway is draining: it finishes running requests and accepts no new ones."));
     }
     show(notes);
   },
@@ -46,12 +46,12 @@ const page = {
     if (error.status === 401) {
       asksForKey = true;
       pulse("warn", "needs a key");
-      show([notice("warn", apiKey() ? "The gateway does not know this key." : "This gateway asks for an API key.", "Give a key", openDialog)]);
+      show([notice("warn", apiKey() ? "The gateway rejected this key." : "This gateway requires an API key.", "Enter a key", openDialog)]);
       if (!dialog.open && !dismissed) openDialog();
       return;
     }
     pulse(error.status ? "warn" : "bad", error.status ? "refused" : "no answer");
-    const again = retryMs && ![403, 404].includes(error.status) ? ` Asking again in ${format.seconds(retryMs / 1000)}.` : "";
+    const again = retryMs && ![403, 404].includes(error.status) ? ` Retrying in ${format.seconds(retryMs / 1000)}.` : "";
     show(error.status === 403 ? [] : [notice("bad", `${error.message}${again}`)]);
   },
 };
@@ -117,7 +117,7 @@ function keyText() {
   const stays = "It stays in this browser tab and is sent to this gateway only.";
   if (asksForKey === false) return "This gateway serves requests without a key: authentication is disabled.";
   if (apiKey()) return `This tab has a key. ${stays}`;
-  return asksForKey ? `This gateway asks for a key. ${stays}` : `A key is needed only if this gateway asks for one. ${stays}`;
+  return asksForKey ? `This gateway requires a key. ${stays}` : `A key is needed only if this gateway requires one. ${stays}`;
 }
 
 function openDialog() {

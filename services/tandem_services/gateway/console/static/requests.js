@@ -16,7 +16,7 @@ export function showRequests(main, page) {
     body,
     "Latest requests",
   );
-  const blank = h("div", { class: "blank" }, h("p", { class: "loading" }, "Asking the gateway for its requests…"));
+  const blank = h("div", { class: "blank" }, h("p", { class: "loading" }, "Loading requests…"));
   const panel = h("section", { class: "panel", hidden: true }, shown);
   fill(main, h("div", { class: "headline" }, h("h1", {}, "Requests"), lookup()), blank, panel);
   return poll({

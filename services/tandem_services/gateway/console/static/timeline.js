@@ -35,7 +35,7 @@ const TERMS = {
 
 /** @param {HTMLElement} main @param {import("./main.js").Page} page @param {string} id */
 export function showTimeline(main, page, id) {
-  const body = h("div", { class: "stack-view" }, h("div", { class: "blank" }, h("p", { class: "loading" }, "Asking the gateway for this request…")));
+  const body = h("div", { class: "stack-view" }, h("div", { class: "blank" }, h("p", { class: "loading" }, "Loading the request…")));
   fill(main, h("div", { class: "headline" }, h("h1", {}, "Request ", h("span", { class: "id" }, id)), h("a", { href: "#requests" }, "All requests")), body);
   let drawn = "";
   return poll({
@@ -51,7 +51,7 @@ export function showTimeline(main, page, id) {
     fail(error, retryMs) {
       if (error.status === 404) {
         page.answered();
-        fill(body, h("div", { class: "blank" }, h("h2", {}, "Not known here"), h("p", {}, "The gateway remembers its last few thousand requests, each gateway its own. ", error.message)));
+        fill(body, h("div", { class: "blank" }, h("h2", {}, "Not known here"), h("p", {}, "Each gateway keeps only its own last few thousand requests. ", error.message)));
       } else {
         page.failed(error, retryMs);
       }
@@ -125,7 +125,7 @@ function choicePanel(record, choice) {
 export function phases(record, choice) {
   const lanes = [];
   const admitted = choice.admission_s ?? 0;
-  if (choice.admission_s != null) lanes.push(lane("Gateway queue", "wait", 0, admitted, "for a worker with room"));
+  if (choice.admission_s != null) lanes.push(lane("Gateway queue", "wait", 0, admitted, "for a worker with capacity"));
   if (choice.fetch) lanes.push(lane("Prefix fetch", "move", admitted, admitted + choice.fetch.wait_s, `${format.bytes(choice.fetch.bytes)} from ${format.workerOf(choice.fetch.peer)}`));
   let at = admitted;
   if (choice.queue_s != null) {

@@ -124,7 +124,7 @@ async def test_an_empty_fleet_and_a_lost_redis_are_explained(see):
         sight.fleet.age_s = 65.0
         await sight.shows("Redis has not answered for 65")
         sight.live.health.drain()
-        await sight.shows("This gateway drains")
+        await sight.shows("This gateway is draining")
 
 
 async def test_a_gateway_that_does_not_answer_is_said_and_asked_again(see):
@@ -132,7 +132,7 @@ async def test_a_gateway_that_does_not_answer_is_said_and_asked_again(see):
         await sight.open()
         await sight.shows("live")
         await sight.watched.page.route("**/console/data/**", lambda route: route.abort())
-        await sight.shows("The gateway does not answer. Asking again in")
+        await sight.shows("The gateway does not answer. Retrying in")
         await sight.says("w1")
         await sight.watched.page.unroute("**/console/data/**")
         await sight.shows("live")
@@ -253,7 +253,7 @@ async def test_a_key_is_asked_for_and_opens_what_it_may(see, tmp_path):
         await sight.open()
         await page.wait_for_selector("dialog[open]")
         await give("wrong")
-        await sight.shows("The gateway does not know this key.")
+        await sight.shows("The gateway rejected this key.")
         await give(key_of("ann"))
         await sight.shows("The fleet is for administrators")
         await page.click("nav a[href='#playground']")
@@ -331,7 +331,7 @@ async def test_key_dialog_opens_where_a_key_is_needed(see, tmp_path):
     async with see(member("w1"), api_keys=write_keys(tmp_path, ann={})) as sight:
         await sight.open()
         await sight.watched.page.wait_for_selector("dialog[open]")
-        await sight.says("This gateway asks for a key.", selector="#key-why")
+        await sight.says("This gateway requires a key.", selector="#key-why")
         await sight.is_sound()
 
 
