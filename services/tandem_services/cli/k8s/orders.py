@@ -86,12 +86,12 @@ def drain(args: argparse.Namespace) -> int:
                 raise
             print(f"{error}. Its disruption budget forbids it: try again later, or scale up", file=sys.stderr)
             return 1
-        print(f"{_who_drains(Pod.of(pod))}: running requests move to other workers, or finish")
+        print(f"{_who_drains(Pod.of(pod))}: running requests migrate to other workers or finish")
         return 0 if args.no_wait else until_gone(cluster, pod)
 
 
 def _who_drains(pod: Pod) -> str:
-    return f"{pod.name} drains, with all pods of worker {pod.leader}" if pod.leader else f"{pod.name} drains"
+    return f"{pod.name} is draining, with all pods of worker {pod.leader}" if pod.leader else f"{pod.name} is draining"
 
 
 def until_gone(cluster: Cluster, pod: Object, *, sleep: Callable[[float], None] = time.sleep) -> int:

@@ -273,7 +273,7 @@ def test_the_greeting_tells_where_workers_take_orders(tmp_path) -> None:
     parsed = args("--port", "0", "--run-dir", str(tmp_path))
     todo = plan(parsed)
     [(_, _, prefill), (_, _, decode)] = todo.workers
-    assert f"tandem ctl 127.0.0.1:{prefill} links   orders to prefill-0; others: decode-0 {decode}\n" in greeting_of(
+    assert f"tandem ctl 127.0.0.1:{prefill} links   commands to prefill-0; others: decode-0 {decode}\n" in greeting_of(
         parsed, todo
     )
 
@@ -326,7 +326,7 @@ def test_what_cannot_be_started_is_wrong_usage(capsys) -> None:
         (["--session-kv-gib", "nan"], "--session-kv-gib must be a finite number"),
         (["--grant-timeout", "nan"], "--grant-timeout must be a positive number of seconds, got nan"),
         (["--hold-timeout", "0"], "--hold-timeout must be a positive number of seconds, got 0"),
-        (["--redis-password-file", "p"], "--redis-password-file is of the Redis that --redis-url names"),
+        (["--redis-password-file", "p"], "--redis-password-file requires --redis-url"),
         (["--api-keys", "/does/not/exist"], "--api-keys /does/not/exist: No such file"),
     ],
 )

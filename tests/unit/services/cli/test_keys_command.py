@@ -104,7 +104,7 @@ def test_a_file_whose_owner_cannot_be_kept_is_left_alone(tmp_path, monkeypatch, 
     capsys.readouterr()
     assert create("ops", "--file", str(path)) == 2
     told = capsys.readouterr().err
-    assert f"--file {path} is of user {path.stat().st_uid + 1}" in told
+    assert f"--file {path} belongs to user {path.stat().st_uid + 1}" in told
     assert "shown only now" not in told
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]

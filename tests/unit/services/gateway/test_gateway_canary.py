@@ -106,7 +106,7 @@ async def test_without_a_prefill_worker_there_is_no_pair(rack, tokenizer):
 
 
 async def test_without_workers(rack, tokenizer):
-    assert (await failed(rack, tokenizer)).startswith("the router has nobody for it")
+    assert (await failed(rack, tokenizer)).startswith("no worker can serve it")
 
 
 async def test_workers_of_other_weights_or_layouts_fail_it_and_are_named(rack, tokenizer):

@@ -12,10 +12,10 @@ from tandem_testing.gateway_builders import config_of
 @pytest.mark.parametrize(
     ("config", "warnings"),
     [
-        ({"host": "0.0.0.0"}, ["port 8000 of any address of this machine may use"]),
-        ({"host": "::"}, ["port 8000 of any address of this machine may use"]),
-        ({"host": "10.0.0.5", "port": 8001}, ["port 8001 of 10.0.0.5 may use"]),
-        ({"host": "::", "admin_host": "::", "admin_port": 9090}, ["any address", "--admin-port 9090 may read metrics"]),
+        ({"host": "0.0.0.0"}, ["port 8000 on any address of this machine can use"]),
+        ({"host": "::"}, ["port 8000 on any address of this machine can use"]),
+        ({"host": "10.0.0.5", "port": 8001}, ["port 8001 on 10.0.0.5 can use"]),
+        ({"host": "::", "admin_host": "::", "admin_port": 9090}, ["any address", "--admin-port 9090 can read metrics"]),
         ({"host": "127.0.0.1"}, []),
         ({"host": "::1"}, []),
         ({"host": "0.0.0.0", "api_keys": Path("keys.json")}, []),
