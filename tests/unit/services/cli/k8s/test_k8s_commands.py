@@ -248,7 +248,7 @@ def test_a_pod_of_a_group_drains_with_its_worker_who_is_asked_what_is_left(api, 
     api.objects["/api/v1"] = {"resources": []}
     config = ["--kubeconfig", str(api.kubeconfig(tmp_path))]
     assert command.main(["drain", "llama-decode-5d8f-0-1", "--no-wait", *config]) == 0
-    assert "drains, with all pods of worker llama-decode-5d8f-0:" in capsys.readouterr().out
+    assert "is draining, with all pods of worker llama-decode-5d8f-0:" in capsys.readouterr().out
     [(_, path, _)] = api.writes
     assert path == f"{PODS}/llama-decode-5d8f-0-1/eviction"
     api.ports["llama-decode-5d8f-0", 9090] = metrics_port
