@@ -113,7 +113,7 @@ def test_what_the_schema_forbids_is_told_in_its_words(service, kubectl):
     service()
     code, _, err = kubectl("scale", "llama", "--decode", "0")
     assert code == 3
-    assert "nobody could answer; set both to 0 to stop serving" in err
+    assert "no worker could decode; set both to 0 to stop serving" in err
 
 
 def test_decisions_come_from_the_status(control_plane, service, kubectl):
@@ -161,7 +161,7 @@ def test_who_may_not_is_told_what_is_missing(control_plane, namespace, service, 
     stranger.write_text(json.dumps(config))
     code, _, err = kubectl("status", kubeconfig=stranger)
     assert code == 3
-    assert "the API server does not know you" in err
+    assert "the API server rejected the credentials" in err
     # Known, and without a single right: a service account of the namespace.
     config["users"][0]["user"] = {"token": token_of(control_plane, namespace)}
     stranger.write_text(json.dumps(config))

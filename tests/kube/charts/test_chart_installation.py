@@ -106,7 +106,7 @@ def test_a_change_that_is_refused_changes_nothing(helm, control_plane, namespace
     before = control_plane.get(path)["metadata"]["resourceVersion"]
     with pytest.raises(HelmError, match="additional properties 'replica' not allowed"):
         release.upgrade({**MODEL, "decode": {"replica": 2}})
-    with pytest.raises(HelmError, match="nobody could answer; set both to 0 to stop serving"):
+    with pytest.raises(HelmError, match="no worker could decode; set both to 0 to stop serving"):
         release.upgrade({**MODEL, "decode": {"replicas": 0}})
     assert control_plane.get(path)["metadata"]["resourceVersion"] == before
     release.upgrade({**MODEL, "decode": {"replicas": 2}})

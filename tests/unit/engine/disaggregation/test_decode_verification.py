@@ -37,7 +37,7 @@ def test_intact_pages_that_were_meant_for_another_place_do_not_verify(receiver, 
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"pages": 2}, "says it wrote 2 pages"),
+        ({"pages": 2}, "reports 2 pages"),
         ({"first_token": 4}, "from token 4"),
         ({"digests": (1, 2)}, "2 digests for 3 pages"),
         ({"output_ids": ()}, "0 tokens handed over"),

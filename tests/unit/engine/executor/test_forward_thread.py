@@ -146,7 +146,7 @@ def test_copies_run_in_launch_order_with_batches(make):
 def test_a_copy_that_fails_says_so_to_who_asks_and_hurts_nobody_else(make):
     executor = make(echo)
     failed = executor.copy(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=[1], target=[1]))
-    with pytest.raises(AssertionError, match="without a copier"):
+    with pytest.raises(AssertionError, match="has no copier"):
         failed.result(TIMEOUT)
     assert executor.launch(batch(0)).result(TIMEOUT).step == 0
     executor.shutdown()

@@ -44,5 +44,5 @@ def test_sources_and_targets_are_as_many(device):
 
 
 def test_an_executor_without_a_copier_says_so():
-    with pytest.raises(AssertionError, match="without a copier"):
+    with pytest.raises(AssertionError, match="has no copier"):
         refuse_copies(copy(CopyKind.DEVICE_TO_HOST, [1], [2]))

@@ -95,7 +95,7 @@ def test_the_end_of_another_rank_is_a_failure_of_this_one():
 def test_closing_an_engine_whose_other_ranks_have_ended_is_no_error(caplog):
     inputs = agreed(make_engine(), agreement=Silence())
     inputs.stop()
-    assert "were not told to stop" in caplog.text
+    assert "cannot notify the other ranks to stop" in caplog.text
 
 
 def test_every_client_hears_of_a_failure_and_may_try_again():

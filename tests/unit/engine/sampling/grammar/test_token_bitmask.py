@@ -48,5 +48,5 @@ def test_masks_forbid_nothing_until_they_are_filled():
 
 def test_masks_that_never_come_are_an_error_and_not_a_hang(monkeypatch):
     monkeypatch.setattr(token_masks, "LONGEST_WAIT", 0.01)
-    with pytest.raises(MasksLateError, match="did not come"):
+    with pytest.raises(MasksLateError, match="were not filled"):
         apply_masks(torch.zeros(1, 8), TokenMasks.open((0,), words=1))
