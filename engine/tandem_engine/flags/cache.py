@@ -3,6 +3,7 @@
 import argparse
 
 from tandem_engine.config import CacheConfig, KvCacheDtype, SchedulerConfig
+from tandem_engine.config.cache import DEFAULT_ACCELERATOR_SHARE
 from tandem_engine.flags.host import host_config
 from tandem_engine.flags.shared import add_kv_cache_dtype_flag
 from tandem_engine.flags.values import GIB, bytes_of, non_negative_int, positive_float, positive_int
@@ -23,7 +24,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-gib",
         type=positive_float,
         metavar="GIB",
-        help=f"memory for KV pages of each rank, in GiB (default: {cache.kv_bytes / GIB:g})",
+        help=f"memory for KV pages of each rank, in GiB (default: {cache.kv_bytes / GIB:g} on a CPU)",
     )
     group.add_argument(
         "--num-pages",
@@ -39,7 +40,8 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of the device's memory for this engine (on a CPU: of the memory available to the process). The "
         "engine runs its largest step at start; the rest, without this step and the weights, becomes KV pages. "
-        "`tandem up` divides the share among its workers (default: --kv-cache-gib or --num-pages applies)",
+        "`tandem up` divides the share among its workers (default: on a GPU "
+        f"{DEFAULT_ACCELERATOR_SHARE:g}, unless a size is set; on a CPU --kv-cache-gib)",
     )
     _add_session_flags(group)
     group.add_argument("--disable-radix-cache", action="store_true", help="disable the prefix cache")
