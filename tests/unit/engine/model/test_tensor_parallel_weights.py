@@ -160,5 +160,5 @@ def test_a_model_of_transformers_is_not_shared(tmp_path):
 
 def test_kv_heads_that_can_be_neither_divided_nor_repeated_are_refused(tmp_path):
     model = dataclasses.replace(config(tmp_path), num_heads=12, num_kv_heads=6)
-    with pytest.raises(ConfigError, match="nor a multiple of the 6 KV heads; it can be 1, 2, 3, 6, 12"):
+    with pytest.raises(ConfigError, match="is not a divisor or a multiple of the 6 KV heads; it can be 1, 2, 3, 6, 12"):
         require_shareable(model, 4)
