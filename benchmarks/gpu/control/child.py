@@ -45,7 +45,7 @@ def run(part: Part, folder: Path, ends_at: float, *, tiny: bool) -> int:
 
     from gpu.control import machine
     from gpu.control.bench import Bench
-    from gpu.control.record import DeviceLostError, Record
+    from gpu.control.record import DeviceLostError, Record, ended_at
 
     if tiny:
         from tandem_testing.triton_kernels import bfloat16, scalars
@@ -53,7 +53,7 @@ def run(part: Part, folder: Path, ends_at: float, *, tiny: bool) -> int:
         bfloat16.install()
         scalars.install()
     device = torch.device("cpu" if tiny else "cuda:0")
-    record = Record(part=part.name, lines=LineFile(folder), ends_at=ends_at)
+    record = Record(part=part.name, lines=LineFile(folder), ends_at=ends_at, limit=ended_at)
     record.write(Machine(part=part.name, facts=machine.facts(device)))
     bench = Bench(record=record, device=device, tiny=tiny, folder=folder)
     module, _, argument = part.run.partition(":")

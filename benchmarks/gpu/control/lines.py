@@ -3,6 +3,7 @@
 Lines are only ever appended. A `Begin` without its `End` is a case that was cut off, and is done again.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,9 +97,23 @@ class LineFile:
         self._path = folder / NAME
 
     def write(self, line: Line) -> None:
-        """Flushed, so that a killed process leaves it."""
+        """Closed behind it, so that a killed process leaves it. A torn line before it is cut off."""
+        whole = self._whole()
         with self._path.open("ab") as file:
+            file.truncate(whole)
             file.write(msgspec.json.encode(line) + b"\n")
+
+    def _whole(self) -> int:
+        """Bytes of the file up to its last whole line."""
+        if not self._path.exists():
+            return 0
+        with self._path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            if size == 0 or file.read(1) == b"\n":
+                return size
+            file.seek(0)
+            return file.read().rfind(b"\n") + 1
 
     def read(self) -> list[Line]:
         """All whole lines. The last one may be torn: whoever wrote it was killed."""

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,8 @@ class Record:
     lines: LineFile
     ends_at: float
     """By `time.monotonic`."""
+    limit: Callable[[float], AbstractContextManager[object]] = nullcontext
+    """What keeps a case within so many seconds."""
     postponed: list[str] = field(default_factory=list)
     """Cases for which there was no time."""
     _done: set[str] = field(init=False)
@@ -64,7 +66,7 @@ class Record:
         self.write(Begin(part=self.part, case=name))
         self._case = name
         began = time.monotonic()
-        with _watched(max(LEAST_LIMIT_S, LIMIT_FACTOR * needs_s)):
+        with self.limit(max(LEAST_LIMIT_S, LIMIT_FACTOR * needs_s)):
             lost = self._done_in(name, measure)
         self._done.add(name)
         self.write(End(part=self.part, case=name, seconds=round(time.monotonic() - began, 3)))
@@ -115,8 +117,9 @@ class Record:
 
 
 @contextmanager
-def _watched(limit_s: float) -> Iterator[None]:
-    faulthandler.dump_traceback_later(limit_s, exit=True)
+def ended_at(limit_s: float) -> Iterator[None]:
+    """Ends the process, with a trace of where it stands, when what is within does not end in time."""
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ import msgspec
 
 from gpu.control.lines import Ceilings, Check, Line, LineFile, Machine, Measured, Missing, ended
 from gpu.control.parts import PARTS
-from gpu.control.state import PartState, State, Status
+from gpu.control.state import State, Status
 from gpu.figures import HEAD, figure_row, row
 
 MOST_SPREAD = 0.03
@@ -89,7 +89,10 @@ class Report:
         yield row(("part", "ended", "seconds", "tests", "why"))
         yield row("---" for _ in range(5))
         for part in PARTS:
-            state = self.state.parts.get(part.name, PartState(status=Status.NO_TIME, why="not asked for"))
+            if part.name not in self.state.parts:
+                yield row((part.name, "not begun", "", "", ""))
+                continue
+            state = self.state.parts[part.name]
             tests = Counter(line.outcome for line in self._of(Check) if line.part == part.name)
             counted = ", ".join(f"{count} {outcome}" for outcome, count in sorted(tests.items()))
             yield row((part.name, state.status, f"{state.seconds:g}", counted, state.why))

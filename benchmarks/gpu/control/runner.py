@@ -126,12 +126,13 @@ class Runner:
         return [*command, *(["--dry-run"] if self.dry_run else [])]
 
     def _copy(self, output: IO[bytes]) -> None:
-        for line in output:
-            self._say(line)
+        with output:
+            for line in output:
+                self._say(line)
 
     def _say(self, text: bytes) -> None:
-        sys.stderr.buffer.write(text)
-        sys.stderr.buffer.flush()
+        sys.stderr.write(text.decode(errors="replace"))
+        sys.stderr.flush()
         self._log.write(text)
 
 

@@ -7,6 +7,7 @@ import torch
 from gpu.attention_cases import AttentionCases
 from gpu.cases import TINY, Sizes
 from gpu.shapes import SHAPES
+from tandem_testing.triton_kernels import scalars
 
 CASES = 3
 """So many: decodes with both page sizes, and a prompt."""
@@ -17,6 +18,8 @@ def main() -> None:
     made = argparse.ArgumentParser(prog="python -m gpu.parts.counted", description=__doc__)
     made.add_argument("--dry-run", action="store_true")
     tiny = made.parse_args().dry_run
+    if tiny:
+        scalars.install()
     maker = AttentionCases(
         shape=SHAPES["tiny" if tiny else "8B"],
         sizes=TINY if tiny else Sizes(),

@@ -22,6 +22,11 @@ def _counted(bench: Bench) -> None:
     if ncu and not bench.tiny:
         options = ["--clock-control", "none", "--kernel-name", KERNELS, "--launch-count", str(LAUNCHES), "--csv"]
         command = [ncu, *options, *(word for name in SECTIONS for word in ("--section", name)), *command]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=max(1.0, bench.record.left_s), check=True)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, errors="replace", timeout=max(1.0, bench.record.left_s), check=False
+    )
     if not bench.tiny:
         (bench.folder / FILE).write_text(done.stdout, "utf-8")
+    if done.returncode != 0:
+        last = [line for line in done.stdout.splitlines() if line.strip()] or ["it printed nothing"]
+        raise RuntimeError(f"status {done.returncode}: {last[-1]}")

@@ -17,9 +17,10 @@ from gpu.control.lines import Check
 from gpu.kit.pins import ROOT
 
 FILES = {
-    "exact": ("test_gpu_engine.py", "test_gpu_attention.py"),
-    "rest": ("test_gpu_kernels.py", "test_gpu_digests.py"),
+    "exact": (("test_gpu_engine.py", False), ("test_gpu_attention.py", False), ("test_gpu_engine.py", True)),
+    "rest": (("test_gpu_kernels.py", False), ("test_gpu_digests.py", False)),
 }
+"""And whether of a file those that have the device alone, or the others."""
 PROCESSES = 6
 GRACE_S = 5.0
 MARKERS = "gpu: needs a CUDA device\ngpu_alone: measures the device's memory, or fills it\nslow: takes seconds"
@@ -28,9 +29,8 @@ INTERRUPTED, NO_TESTS = 2, 5
 
 
 def run(bench: Bench, group: str) -> None:
-    for file in FILES[group]:
-        for alone in (False, True):
-            _file(bench, ROOT / "tests" / "gpu" / file, alone=alone)
+    for file, alone in FILES[group]:
+        _file(bench, ROOT / "tests" / "gpu" / file, alone=alone)
 
 
 def _file(bench: Bench, file: Path, *, alone: bool) -> None:
@@ -62,10 +62,10 @@ def _file(bench: Bench, file: Path, *, alone: bool) -> None:
 
 
 def _done(bench: Bench) -> set[str]:
-    return {line.case for line in record_lines(bench) if line.part == bench.record.part}
+    return {line.case for line in _checks(bench) if line.part == bench.record.part}
 
 
-def record_lines(bench: Bench) -> Sequence[Check]:
+def _checks(bench: Bench) -> Sequence[Check]:
     return [line for line in bench.record.lines.read() if isinstance(line, Check)]
 
 
