@@ -1,26 +1,27 @@
 """Kernels and engine on a GPU, as fractions of what it was measured to do in the same run.
 
-    make gpu                                           tests on the device, then everything here
-    PYTHONPATH=benchmarks python -m gpu                everything: eight minutes at most, the larger model first
-    PYTHONPATH=benchmarks python -m gpu --only kernels --model 0.6B
-    PYTHONPATH=benchmarks python -m gpu --json         the last line is one JSON object
-    PYTHONPATH=benchmarks TRITON_INTERPRET=1 python -m gpu --dry-run
-                                                       the same programs on a CPU, tiny: figures mean nothing
+    make gpu ARGS="--part probe,kernels --out out"     on the GPU machine; called again, it does what is left
+    python -m gpu --out out                            the same, with tools/gpu.sh's PYTHONPATH
+    python -m gpu --dry-run --out out                  the same programs on a CPU, tiny: figures mean nothing
+    python -m gpu report out [--json]                  the table of a run
 
-Ceilings come first: bandwidth of a copy, rate of a bf16 product of matrices. Then, at the sizes of Llama-3.1-8B and of
-Qwen3-0.6B, each kernel with what torch has for the same work (attention: SDPA and FlexAttention); the engine with
-random weights; a handoff between two processes on this device; and transformers on the same mixed load. What no longer
-fits into the time is named, and so is what failed: then the exit status is 1.
+Parts, in the order of their worth: probe, kernels, engine-8b, engine-30b, engine-0.6b, handoff, tests-exact,
+tests-rest, sanitize, trace, counters. Each is a process with a limit. A folder has state.json, lines.jsonl (a line for
+each figure, test and ceiling, as soon as it is known), log.txt and what `trace` and `counters` leave: at most 8 files
+of 16 MiB.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
-import torch
+from gpu.control.folder import FolderError, check
+from gpu.control.parts import PARTS, Part, named
+from gpu.control.report import Report
+from gpu.control.runner import Runner
 
-SECTIONS = ("kernels", "engine", "handoff")
-MODELS = ("8B", "0.6B")
 NO_DEVICE = "no CUDA device: nothing was measured (--dry-run tries the programs on a CPU)"
 
 
@@ -28,41 +29,61 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--only", type=_some_of(SECTIONS), default=SECTIONS, metavar="S,S", help=_all_of(SECTIONS))
-    made.add_argument("--model", type=_some_of(MODELS), default=MODELS, metavar="M,M", help=_all_of(MODELS))
-    made.add_argument("--minutes", type=float, default=8.0, help="the run ends by then (default 8)")
+    made.add_argument("--part", type=_parts, default=PARTS, metavar="P,P", help="these alone (default all)")
+    made.add_argument("--minutes", type=float, default=9.0, help="the run ends by then (default 9)")
+    made.add_argument("--out", type=Path, default=Path("results/gpu"), help="folder of the run (default results/gpu)")
     made.add_argument("--json", action="store_true", help="end with one JSON line")
     made.add_argument("--dry-run", action="store_true", help="on a CPU, with tiny tensors: figures mean nothing")
     return made
 
 
-def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        wanted = tuple(part for part in text.split(",") if part)
-        if not wanted or not {*wanted} <= {*known}:
-            raise argparse.ArgumentTypeError(f"must name some of {', '.join(known)}, got {text!r}")
-        return wanted
-
-    return parse
-
-
-def _all_of(known: Sequence[str]) -> str:
-    return f"of {', '.join(known)}, in this order (default all)"
+def _parts(text: str) -> tuple[Part, ...]:
+    try:
+        return named(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    if not args.dry_run and not torch.cuda.is_available():
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["report"]:
+        return report(words[1:])
+    args = parser().parse_args(words)
+    if not args.dry_run and not _device():
         print(NO_DEVICE)
         return 0
-    # Kernels need Triton, which only machines with a device are sure to have.
-    from gpu.session import run
+    runner = Runner(out=args.out, ends_at=time.monotonic() + args.minutes * 60, dry_run=args.dry_run)
+    runner.run(args.part)
+    return _shown(args.out, as_json=args.json)
 
-    report = run(args)
-    print(report.table())
-    if args.json:
-        print(report.json())
-    return 1 if report.failures else 0
+
+def report(argv: Sequence[str]) -> int:
+    """The table of a folder."""
+    made = argparse.ArgumentParser(prog="python -m gpu report", description="The table of a run.")
+    made.add_argument("out", type=Path)
+    made.add_argument("--json", action="store_true", help="end with one JSON line")
+    args = made.parse_args(argv)
+    return _shown(args.out, as_json=args.json)
+
+
+def _shown(folder: Path, *, as_json: bool) -> int:
+    """Prints the table; 1 if anything failed or the folder cannot be carried."""
+    found = Report(folder)
+    print(found.table())
+    if as_json:
+        print(found.json())
+    try:
+        check(folder)
+    except FolderError as error:
+        print(f"gpu: {error}", file=sys.stderr)
+        return 1
+    return 1 if found.failures else 0
+
+
+def _device() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":

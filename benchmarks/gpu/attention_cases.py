@@ -1,6 +1,7 @@
 """Attention over pages, as decodes and as prompts, beside torch's own over dense K and V."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -8,56 +9,127 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu.cases import CASE_S, PAGE, Case, CaseMaker
+from gpu.cases import PAGE, Case, CaseMaker
 from tandem_engine.attention.spec import AttentionSpec
-from tandem_engine.attention.triton_backend import TritonBackend
+from tandem_engine.attention.triton_backend import TritonBackend, TritonPlan
 from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
 from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.memory.pool import KvPool
 
-FLEX_S = 20.0
-"""What a case takes beside FlexAttention, which is compiled for its shape."""
 TARGET_BATCH, TARGET_CONTEXT = 16, 4096
 """Decodes of at least so many sequences and tokens have a target."""
+LARGE_PAGE = 64
+FLEX_DECODE, FLEX_PROMPT = (16, 4096), 8192
+"""Beside FlexAttention, which is compiled for each shape."""
+POOL_SHARE = 0.75
+"""Of the device's free memory, for the pool that fills it."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a case holds K and V."""
+
+    page: int = PAGE
+    float8: bool = False
+
+    def __str__(self) -> str:
+        return f"pages of {self.page}{' in fp8' if self.float8 else ''}"
 
 
 class AttentionCases(CaseMaker):
     def cases(self) -> Iterator[Callable[[], Case]]:
-        for batch, context in self.sizes.decode:
-            yield partial(self._decode, batch, context)
-        yield partial(self._extend, self.sizes.prompt)
+        yield partial(self._decode, *self.sizes.decode[0], Setting())
+        yield partial(self._decode, *self.sizes.decode[0], Setting(page=LARGE_PAGE))
+        yield partial(self._prompt, *self.sizes.prompts[0])
+        for batch, context in self.sizes.decode[1:]:
+            yield partial(self._decode, batch, context, Setting())
+        yield self._unequal
+        for batch, context in self.sizes.float8:
+            yield partial(self._decode, batch, context, Setting(float8=True))
+        for tokens, before in self.sizes.prompts[1:]:
+            yield partial(self._prompt, tokens, before)
+        for batch, context in self.sizes.decode[1:]:
+            yield partial(self._decode, batch, context, Setting(page=LARGE_PAGE))
+        yield partial(self._pool, PAGE)
+        yield partial(self._pool, LARGE_PAGE)
 
-    def _attention(self, seq_lens: list[int], extend_lens: list[int]) -> tuple[Callable[[], object], Tensor]:
-        """The launch of attention alone, and its queries."""
-        pages = [-(-length // PAGE) for length in seq_lens]
-        pool = self.pool(sum(pages))
-        shape = self.shape
-        spec = AttentionSpec(scale=shape.head_dim**-0.5)
-        backend = TritonBackend(pool, num_heads=shape.heads, specs=(spec,))
-        plan = backend.plan(on_scrambled_pages(seq_lens, extend_lens, pages, self.device))
-        q = self.randn(sum(extend_lens), shape.heads, shape.head_dim)
-        return lambda: plan.attend(0, q), q
-
-    def _decode(self, batch: int, context: int) -> Case:
-        run, q = self._attention([context] * batch, [1] * batch)
-        shape, itemsize = self.shape, self.dtype.itemsize
-        keys, values = (self.randn(batch, shape.kv_heads, context, shape.head_dim) for _ in range(2))
-        dense_q = q[:, :, None]
-        peers = {"torch SDPA": lambda: scaled_dot_product_attention(dense_q, keys, values, enable_gqa=True)}
+    def _decode(self, batch: int, context: int, setting: Setting) -> Case:
+        plan, q = self._planned([context] * batch, [1] * batch, setting)
+        peers: dict[str, Callable[[], object]] = {}
+        if setting == Setting():
+            peers = self._dense(q, batch, context)
         measured = batch >= TARGET_BATCH and context >= TARGET_CONTEXT
-        if measured:
-            peers["FlexAttention"] = flex_attention_of(dense_q, keys, values, causal=False)
         return Case(
-            name=f"decode attention, {batch} × {context} tokens",
-            run=run,
+            name=f"decode attention, {batch} × {context} tokens, {setting}",
+            run=lambda: plan.attend(0, q),
             ceiling="copy",
-            work=(2 * shape.kv_heads * context + 2 * shape.heads) * batch * shape.head_dim * itemsize,
-            target=0.85 if measured else None,
+            work=self._decode_bytes([context] * batch, setting),
+            target=(0.7 if setting.float8 else 0.85) if measured else None,
             peers=peers,
-            takes_s=FLEX_S if measured else CASE_S,
         )
 
-    def _extend(self, tokens: int) -> Case:
-        run, q = self._attention([tokens], [tokens])
+    def _dense(self, q: Tensor, batch: int, context: int) -> dict[str, Callable[[], object]]:
+        shape = self.shape
+        keys, values = (self.randn(batch, shape.kv_heads, context, shape.head_dim) for _ in range(2))
+        dense_q = q[:, :, None]
+        peers: dict[str, Callable[[], object]] = {
+            "torch SDPA": lambda: scaled_dot_product_attention(dense_q, keys, values, enable_gqa=True)
+        }
+        if (batch, context) == FLEX_DECODE:
+            peers["FlexAttention"] = flex_attention_of(dense_q, keys, values, causal=False)
+        return peers
+
+    def _unequal(self) -> Case:
+        """As many tokens as the first case has, in sequences of very different lengths."""
+        batch, context = self.sizes.decode[0]
+        lens = [max(1, 2 * context * (row + 1) // (batch + 1)) for row in range(batch)]
+        plan, q = self._planned(lens, [1] * batch, Setting())
+        return Case(
+            name=f"decode attention, {batch} sequences of {lens[0]} to {lens[-1]} tokens, {Setting()}",
+            run=lambda: plan.attend(0, q),
+            ceiling="copy",
+            work=self._decode_bytes(lens, Setting()),
+            target=0.85,
+        )
+
+    def _pool(self, page: int) -> Case:
+        """Layers in turn, as steps read them, of a pool that fills the device: its pages are far from each other."""
+        batch, context = self.sizes.pool
+        layers = self.shape.layers
+        itemsize = self.dtype.itemsize
+        page_bytes = 2 * layers * self.shape.kv_heads * self.shape.head_dim * page * itemsize
+        needed = batch * -(-context // page)
+        free = torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else 0
+        pages = max(needed, int(free * POOL_SHARE) // page_bytes)
+        pool = self.pool(pages, page_size=page, layers=layers)
+        plan, q = self._planned([context] * batch, [1] * batch, Setting(page=page), pool=pool)
+
+        def every_layer() -> None:
+            for layer in range(layers):
+                plan.attend(layer, q)
+
+        return Case(
+            name=f"decode attention, {batch} × {context} tokens, {layers} layers of a pool, {Setting(page=page)}",
+            run=every_layer,
+            ceiling="copy",
+            work=layers * self._decode_bytes([context] * batch, Setting()),
+            facts={"pool GB": pool.total_bytes / 1e9},
+        )
+
+    def _prompt(self, tokens: int, before: int) -> Case:
+        plan, q = self._planned([before + tokens], [tokens], Setting())
+        shape = self.shape
+        seen = tokens * before + tokens * tokens / 2
+        return Case(
+            name=f"extend attention, {tokens} tokens{f' behind {before}' if before else ''}",
+            run=lambda: plan.attend(0, q),
+            ceiling="matmul",
+            work=4 * shape.heads * shape.head_dim * seen,
+            target=0.6,
+            peers={} if before else self._dense_prompt(q, tokens),
+        )
+
+    def _dense_prompt(self, q: Tensor, tokens: int) -> dict[str, Callable[[], object]]:
         shape = self.shape
         keys, values = (self.randn(1, shape.kv_heads, tokens, shape.head_dim) for _ in range(2))
         dense_q = q.transpose(0, 1)[None]
@@ -65,15 +137,30 @@ class AttentionCases(CaseMaker):
         def sdpa() -> Tensor:
             return scaled_dot_product_attention(dense_q, keys, values, is_causal=True, enable_gqa=True)
 
-        return Case(
-            name=f"extend attention, {tokens} tokens",
-            run=run,
-            ceiling="matmul",
-            work=2 * shape.heads * shape.head_dim * tokens * tokens,
-            target=0.6,
-            peers={"torch SDPA": sdpa, "FlexAttention": flex_attention_of(dense_q, keys, values, causal=True)},
-            takes_s=FLEX_S,
+        peers: dict[str, Callable[[], object]] = {"torch SDPA": sdpa}
+        if tokens == FLEX_PROMPT:
+            peers["FlexAttention"] = flex_attention_of(dense_q, keys, values, causal=True)
+        return peers
+
+    def _planned(
+        self, seq_lens: list[int], extend_lens: list[int], setting: Setting, *, pool: KvPool | None = None
+    ) -> tuple[TritonPlan, Tensor]:
+        """A plan whose `attend` is the launch of attention alone, and its queries."""
+        counts = [-(-length // setting.page) for length in seq_lens]
+        held = pool or self.pool(
+            sum(counts), page_size=setting.page, dtype=torch.float8_e4m3fn if setting.float8 else None
         )
+        shape = self.shape
+        specs = (AttentionSpec(scale=shape.head_dim**-0.5),) * held.data.shape[1]
+        backend = TritonBackend(held, num_heads=shape.heads, specs=specs, dtype=self.dtype)
+        batch = on_scrambled_pages(seq_lens, extend_lens, counts, setting.page, held.num_pages - 1, self.device)
+        return backend.plan(batch), self.randn(sum(extend_lens), shape.heads, shape.head_dim)
+
+    def _decode_bytes(self, lens: Sequence[int], setting: Setting) -> int:
+        shape = self.shape
+        itemsize = 1 if setting.float8 else self.dtype.itemsize
+        keys_and_values = 2 * shape.kv_heads * sum(lens) * itemsize
+        return shape.head_dim * (keys_and_values + 2 * shape.heads * len(lens) * self.dtype.itemsize)
 
 
 def flex_attention_of(q: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> Callable[[], Tensor]:
@@ -88,18 +175,23 @@ def flex_attention_of(q: Tensor, keys: Tensor, values: Tensor, *, causal: bool) 
 
 
 def on_scrambled_pages(
-    seq_lens: list[int], extend_lens: list[int], pages: list[int], device: torch.device
+    seq_lens: list[int],
+    extend_lens: list[int],
+    counts: list[int],
+    page_size: int,
+    pages: int,
+    device: torch.device,
 ) -> ForwardBatch:
-    """A step whose sequences have so many pages each, in no order, of a pool that has no others."""
-    order = torch.randperm(sum(pages)) + 1
-    table = torch.zeros((len(seq_lens), max(pages)), dtype=torch.int32)
+    """A step whose sequences have so many pages each, in no order, of a pool with `pages` beside the dummy page."""
+    order = torch.randperm(pages)[: sum(counts)] + 1
+    table = torch.zeros((len(seq_lens), max(counts)), dtype=torch.int32)
     places = []
     taken = 0
-    for row, (length, new, count) in enumerate(zip(seq_lens, extend_lens, pages, strict=True)):
+    for row, (length, new, count) in enumerate(zip(seq_lens, extend_lens, counts, strict=True)):
         table[row, :count] = order[taken : taken + count]
         taken += count
         positions = torch.arange(length - new, length)
-        places.append(table[row, positions // PAGE].long() * PAGE + positions % PAGE)
+        places.append(table[row, positions // page_size].long() * page_size + positions % page_size)
     slots = torch.cat(places)
     num_extend = sum(new > 1 for new in extend_lens)
     none, empty = torch.empty(0, dtype=torch.int64), torch.empty(0)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from gpu.cases import PAGE, Case, CaseMaker
-from tandem_engine.kernels.fused_moe import fused_experts
 from tandem_engine.kernels.gated_activation import gated_activation
 from tandem_engine.kernels.head_turn import HeadTurn
 from tandem_engine.kernels.rms_norm import add_rms_norm
@@ -20,7 +19,6 @@ class LayerCases(CaseMaker):
         yield self._store
         yield self._norm
         yield self._activation
-        yield self._experts
 
     def _kv(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """K, V, their pages and slots, of a step."""
@@ -92,19 +90,4 @@ class LayerCases(CaseMaker):
                 "torch": lambda: torch.nn.functional.silu(gate_up[:, :inner]) * gate_up[:, inner:],
                 **self.copy_of(1.5 * gate_up.nbytes),
             },
-        )
-
-    def _experts(self) -> Case:
-        sizes, hidden = self.sizes, self.shape.hidden
-        chosen = 2
-        x = self.randn(sizes.tokens, hidden)
-        experts = torch.rand((sizes.tokens, sizes.experts), device=self.device).topk(chosen, dim=1).indices.int()
-        weights = self.randn(sizes.tokens, chosen)
-        gate_up = self.randn(sizes.experts, 2 * sizes.expert_inner, hidden)
-        down = self.randn(sizes.experts, hidden, sizes.expert_inner)
-        return Case(
-            name=f"fused MoE, {sizes.tokens} tokens, {chosen} of {sizes.experts} experts",
-            run=lambda: fused_experts(x, experts, weights, gate_up, down, activation="silu"),
-            ceiling="matmul",
-            work=6 * sizes.tokens * chosen * hidden * sizes.expert_inner,
         )

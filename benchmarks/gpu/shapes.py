@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A dense decoder."""
+    """A decoder: dense, or with the same number of experts in every layer."""
 
     name: str
     config: dict[str, Any]
@@ -38,10 +38,38 @@ class Shape:
         return int(self.config["head_dim"])
 
     @property
+    def experts(self) -> int:
+        """Of a layer; 0 for a dense model."""
+        return int(self.config.get("num_experts", 0))
+
+    @property
+    def experts_per_token(self) -> int:
+        return int(self.config.get("num_experts_per_tok", 0))
+
+    @property
+    def expert_inner(self) -> int:
+        return int(self.config.get("moe_intermediate_size", 0))
+
+    @property
     def body_parameters(self) -> int:
-        """Of the matrices that every token goes through."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.inner)
+        """Of the matrices that every token goes through, of experts as many as it chooses."""
+        chosen = self.experts_per_token * self._expert_parameters if self.experts else 3 * self.hidden * self.inner
+        return self.layers * (self._attention_parameters + self.hidden * self.experts + chosen)
+
+    @property
+    def parameters(self) -> int:
+        """Of all matrices."""
+        unchosen = (self.experts - self.experts_per_token) * self._expert_parameters
+        embedding = 1 if self.config["tie_word_embeddings"] else 2
+        return self.body_parameters + self.layers * unchosen + embedding * self.head_parameters
+
+    @property
+    def _attention_parameters(self) -> int:
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def _expert_parameters(self) -> int:
+        return 3 * self.hidden * self.expert_inner
 
     @property
     def head_parameters(self) -> int:
@@ -50,10 +78,16 @@ class Shape:
     def kv_bytes(self, tokens: int, itemsize: int) -> int:
         return tokens * 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
-    def decode_bytes(self, batch: int, context: int, itemsize: int) -> int:
-        """What a step has to read: all matrices once, and the KV of every sequence."""
-        matrices = (self.body_parameters + self.head_parameters) * itemsize
-        return matrices + self.kv_bytes(batch * context, itemsize)
+    def decode_bytes(self, batch: int, context: int, itemsize: int, *, kv_itemsize: int | None = None) -> int:
+        """What a step has to read: all matrices once, and the KV of every sequence.
+
+        Of experts those that some sequence is expected to choose, if each is as likely as the others.
+        """
+        dense = self.body_parameters + self.head_parameters
+        if self.experts:
+            some = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** batch)
+            dense += int(self.layers * (some - self.experts_per_token) * self._expert_parameters)
+        return dense * itemsize + self.kv_bytes(batch * context, kv_itemsize or itemsize)
 
     def prefill_flops(self, tokens: int) -> int:
         """Of one prompt: every token through the body, causal attention, one token through the head."""
@@ -113,6 +147,31 @@ LLAMA_3_1_8B = Shape(
         "tie_word_embeddings": False,
     },
 )
+QWEN3_30B_A3B = Shape(
+    name="Qwen3-30B-A3B",
+    config=_COMMON
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+)
 TINY = Shape(
     name="tiny",
     config=QWEN3_0_6B.config
@@ -128,4 +187,15 @@ TINY = Shape(
     },
 )
 """To try the programs where there is no device."""
-SHAPES = {"0.6B": QWEN3_0_6B, "8B": LLAMA_3_1_8B, "tiny": TINY}
+TINY_MOE = Shape(
+    name="tiny MoE",
+    config=QWEN3_30B_A3B.config
+    | {
+        **{name: TINY.config[name] for name in TINY.config if name not in ("architectures", "model_type")},
+        "moe_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+)
+SHAPES = {"0.6B": QWEN3_0_6B, "8B": LLAMA_3_1_8B, "30B-A3B": QWEN3_30B_A3B, "tiny": TINY, "tiny MoE": TINY_MOE}

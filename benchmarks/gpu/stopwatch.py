@@ -7,6 +7,7 @@ takes longer than the host does to queue a call, so that the device never waits 
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,15 @@ LONGEST_S = 0.5
 FEWEST, MOST = 5, 100
 
 
+class Timing(NamedTuple):
+    """Of one call."""
+
+    seconds: float
+    """The median."""
+    spread: float
+    """From the first to the last quarter, as a fraction of the median."""
+
+
 class Stopwatch:
     """Measures on one device. On a CPU, to try the programs, by the clock on the wall."""
 
@@ -27,12 +37,18 @@ class Stopwatch:
         self._other = torch.zeros(FLUSH_BYTES // 4 if device.type == "cuda" else 1, device=device)
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Median of single calls. What `call` allocates is given back before the next one."""
+        """The median alone."""
+        return self.timing(call).seconds
+
+    def timing(self, call: Callable[[], object]) -> Timing:
+        """Of single calls. What `call` allocates is given back before the next one."""
         for _ in range(WARM_UP):
             self._timed(call)
         one = max(self._timed(call), 1e-7)
         rounds = max(FEWEST, min(MOST, int(LONGEST_S / one)))
-        return statistics.median(self._timed(call) for _ in range(rounds))
+        times = [self._timed(call) for _ in range(rounds)]
+        first, median, third = statistics.quantiles(times, n=4)
+        return Timing(median, (third - first) / max(median, 1e-9))
 
     def _by_events(self, call: Callable[[], object]) -> float:
         self._other.amax()

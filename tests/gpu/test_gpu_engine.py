@@ -226,6 +226,7 @@ def test_nothing_waits_for_the_device_but_for_results_while_a_head_drafts(model)
             engine.step()
 
 
+@pytest.mark.gpu_alone
 @pytest.mark.parametrize("drafts", [True, False])
 @pytest.mark.parametrize("host", [HostConfig(enable_cache=True, size_bytes=64 << 20), HostConfig()])
 def test_an_engine_stays_within_its_share_of_the_card(model, host, drafts):

@@ -42,7 +42,7 @@ def closure(files: Iterable[str], needed: Mapping[str, Iterable[str]]) -> list[s
     names = list(files)
     missing = [seed for seed in SEEDS if not any(re.fullmatch(seed, name) for name in names)]
     if missing:
-        raise ValueError(f"NIXL's wheel has nothing like {', '.join(missing)}: adapt SEEDS in benchmarks/gpu/kit/nixl.py")
+        raise ValueError(f"NIXL's wheel has nothing like {', '.join(missing)}: adapt SEEDS in {Path(__file__).name}")
     homes: dict[str, list[str]] = {}
     for name in names:
         homes.setdefault(PurePosixPath(name).name, []).append(name)

@@ -7,6 +7,7 @@ from tandem_testing.benchmark_modules import benchmarks_importable
 with benchmarks_importable():
     from gpu.attention_cases import AttentionCases
     from gpu.cases import TINY, CaseMaker
+    from gpu.expert_cases import ExpertCases
     from gpu.layer_cases import LayerCases
     from gpu.quantized_cases import QuantizedCases
     from gpu.shapes import SHAPES
@@ -17,13 +18,18 @@ QUANTIZED = 4
 
 
 def maker_of(kind: type[CaseMaker], device: str) -> CaseMaker:
-    return kind(shape=SHAPES["tiny"], sizes=TINY, device=torch.device(device), dtype=torch.float32)
+    return kind(
+        shape=SHAPES["tiny MoE" if kind is ExpertCases else "tiny"],
+        sizes=TINY,
+        device=torch.device(device),
+        dtype=torch.float32,
+    )
 
 
 @torch.inference_mode()
 def check_every_case_and_its_peers_run(device: str) -> None:
     names = []
-    for kind, most in ((LayerCases, None), (TableCases, None), (QuantizedCases, QUANTIZED)):
+    for kind, most in ((ExpertCases, None), (LayerCases, None), (TableCases, None), (QuantizedCases, QUANTIZED)):
         for make in [*maker_of(kind, device).cases()][:most]:
             case = make()
             case.run()
@@ -42,4 +48,3 @@ def check_attention_has_peers_that_agree(device: str) -> None:
         results = {name: run() for name, run in case.peers.items()}
         for result in results.values():
             torch.testing.assert_close(result, results["torch SDPA"], atol=1e-4, rtol=1e-4)
-        assert ("FlexAttention" in results) is (case.target is not None), case.name

@@ -1,0 +1,1 @@
+"""What each part of a run does, in its process: `run(bench)`."""

@@ -1,0 +1,182 @@
+"""A kit for a GPU machine: what is packed, its size, and that it is unpacked as it was packed."""
+
+import hashlib
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tandem_testing.benchmark_modules import BENCHMARKS, benchmarks_importable
+
+with benchmarks_importable():
+    from gpu.kit import nixl, pack, pins, unpack
+    from gpu.kit.manifest import KitError, Manifest, Packed
+
+LIBRARY = importlib.util.find_spec("_json").origin
+"""A small shared library."""
+NIXL_FILES = [
+    "nixl_cu13/_bindings.so",
+    "nixl_cu13.libs/libucp-1.so",
+    "nixl_cu13.libs/libaws.so",
+    "nixl_cu13.libs/ucx/libuct_cuda.so.0",
+    "nixl_cu13.libs/ucx/libuct_ib.so.0",
+    ".nixl_cu13.mesonpy.libs/plugins/libplugin_UCX.so",
+    ".nixl_cu13.mesonpy.libs/plugins/libplugin_OBJ.so",
+    ".nixl_cu13.mesonpy.libs/libnixl.so",
+]
+
+
+def wheel(folder, name, version, files):
+    """A wheel for any Python, with files of other contents than their names."""
+    path = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+    home = f"{name.replace('-', '_')}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr(f"{home}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        packed.writestr(f"{home}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        packed.writestr(f"{home}/RECORD", "")
+        for inner in files:
+            packed.write(LIBRARY, inner)
+    return path
+
+
+@pytest.fixture
+def registry(tmp_path):
+    """A folder with a wheel of each package, in its pinned version."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    versions = pins.pinned((*pins.PACKAGES, pins.NIXL), pins.CONSTRAINTS.read_text())
+    for name, version in versions.items():
+        wheel(folder, name, version, NIXL_FILES if name == pins.NIXL else [f"{name}/module.so"])
+    return folder
+
+
+def packed(registry, folder, **options):
+    return pack.pack(folder, sources=("--no-index", "--find-links", str(registry)), **options)
+
+
+def test_nixl_keeps_what_its_ucx_backend_needs():
+    needed = {
+        "nixl_cu13/_bindings.so": ["libnixl.so", "libc.so.6"],
+        ".nixl_cu13.mesonpy.libs/plugins/libplugin_UCX.so": ["libucp-1.so"],
+        ".nixl_cu13.mesonpy.libs/plugins/libplugin_OBJ.so": ["libaws.so"],
+    }
+    kept = nixl.closure([*NIXL_FILES, "nixl_cu13-1.0.dist-info/METADATA"], needed)
+    dropped = {*NIXL_FILES} - {*kept}
+    assert dropped == {
+        "nixl_cu13.libs/libaws.so",
+        "nixl_cu13.libs/ucx/libuct_ib.so.0",
+        ".nixl_cu13.mesonpy.libs/plugins/libplugin_OBJ.so",
+    }
+
+
+def test_a_nixl_wheel_laid_out_otherwise_is_refused():
+    with pytest.raises(ValueError, match="libplugin_UCX"):
+        nixl.closure([name for name in NIXL_FILES if "UCX" not in name], {})
+
+
+def test_what_a_library_needs_is_read_from_it():
+    assert "libc.so.6" in nixl.needed_by(Path(shutil.which("readelf")))
+
+
+def test_a_kit_from_local_wheels_is_unpacked_as_packed(registry, tmp_path, monkeypatch):
+    manifest = packed(registry, tmp_path / "kit")
+    assert Manifest.read(tmp_path / "kit") == manifest
+    assert manifest.versions["msgspec"] == pins.pinned(("msgspec",), pins.CONSTRAINTS.read_text())["msgspec"]
+    monkeypatch.setattr(platform, "python_version_tuple", lambda: ("3", "12", "1"))
+    unpack.unpack(tmp_path / "kit", tmp_path / "site")
+    library = hashlib.sha256(Path(LIBRARY).read_bytes()).digest()
+    for name in ("msgspec/module.so", "nixl_cu13.libs/ucx/libuct_cuda.so.0"):
+        assert hashlib.sha256((tmp_path / "site" / name).read_bytes()).digest() == library
+    assert not (tmp_path / "site" / "nixl_cu13.libs/libaws.so").exists()
+
+
+def test_a_package_that_cannot_be_had_is_an_error(registry, tmp_path, monkeypatch, capsys):
+    next(registry.glob("msgspec-*")).unlink()
+    assert pack.main([str(tmp_path / "kit"), "--find-links", str(registry)]) == 1
+    assert "gpu-pack:" in capsys.readouterr().err
+    with pytest.raises(KitError, match=r"is no kit .* tools/gpu_pack.sh"):
+        Manifest.read(tmp_path / "kit")
+
+
+def test_a_kit_too_large_with_its_tree_is_refused():
+    files = [Packed("small", 10, ""), Packed("large", 5 << 20, "")]
+    manifest = Manifest(commit="c", python="3.12", versions={}, files=files, tree_bytes=60 << 20)
+    with pytest.raises(KitError, match=r"kit \(5.0 MiB\) and tree \(60.0 MiB\) exceed 64.0 MiB; .* large 5.0 MiB"):
+        pack.check_size(manifest, pack.LIMIT_BYTES)
+    pack.check_size(manifest, 66 << 20)
+
+
+def test_a_tree_is_what_git_does_not_ignore(tmp_path):
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    (tmp_path / ".gitignore").write_text("ignored\n")
+    (tmp_path / "ignored").write_bytes(b"x" * 100)
+    (tmp_path / "new").write_bytes(b"x" * 10)
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit" / "wheel").write_bytes(b"x" * 1000)
+    assert pack.tree_bytes(tmp_path, tmp_path / "kit") == len("ignored\n") + 10
+
+
+def a_kit(folder, *, python, files=("one-1-py3-none-any.whl",)):
+    folder.mkdir()
+    wheel(folder, "one", "1", ["one/module.so"])
+    manifest = Manifest(
+        commit="c", python=python, versions={}, files=[Packed.of(folder / name) for name in files], tree_bytes=0
+    )
+    manifest.write(folder)
+    return folder
+
+
+def test_a_kit_for_another_python_is_refused(tmp_path):
+    kit = a_kit(tmp_path / "kit", python="2.7")
+    with pytest.raises(KitError, match=r"for Python 2.7, this is 3"):
+        unpack.unpack(kit, tmp_path / "site")
+
+
+def test_a_damaged_kit_is_refused(tmp_path):
+    kit = a_kit(tmp_path / "kit", python=".".join(platform.python_version_tuple()[:2]))
+    (kit / "one-1-py3-none-any.whl").write_bytes(b"PK")
+    with pytest.raises(KitError, match="not the file that was packed"):
+        unpack.unpack(kit, tmp_path / "site")
+    (kit / "one-1-py3-none-any.whl").unlink()
+    with pytest.raises(KitError, match="is absent"):
+        unpack.unpack(kit, tmp_path / "site")
+
+
+def test_a_wheel_that_needs_an_installer_is_refused(tmp_path):
+    kit = tmp_path / "kit"
+    kit.mkdir()
+    path = wheel(kit, "one", "1", ["one-1.data/scripts/run"])
+    with pytest.raises(KitError, match="only an installer"):
+        unpack._place(path, tmp_path / "site")
+
+
+def test_equal_files_give_equal_archives(tmp_path):
+    whole = wheel(tmp_path, "nixl-cu13", "1.0", NIXL_FILES)
+    archives = [tmp_path / "a.tar.xz", tmp_path / "b.tar.xz"]
+    for archive in archives:
+        nixl.slim(whole, archive, tmp_path / f"{archive.name}.files")
+    assert archives[0].read_bytes() == archives[1].read_bytes()
+    with tarfile.open(archives[0]) as read:
+        assert {entry.mtime for entry in read} == {0}
+
+
+def test_unpacking_prints_the_path_to_use(tmp_path):
+    kit = a_kit(tmp_path / "kit", python=".".join(platform.python_version_tuple()[:2]))
+    done = subprocess.run(
+        [str(BENCHMARKS.parent / "tools/gpu_unpack.sh"), str(kit), str(tmp_path / "site")],
+        env={"PATH": "/usr/bin:/bin", "TANDEM_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    site, engine, *others = done.stdout.strip().split(":")
+    assert site == str(tmp_path / "site")
+    assert engine.endswith("/engine")
+    assert others[-1] == str(BENCHMARKS)
+    assert (tmp_path / "site/one/module.so").exists()
