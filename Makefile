@@ -16,7 +16,7 @@ export TANDEM_VENV := $(VENV)
 # Modules are compiled once, not by each of the hundreds of processes that tests and commands start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up test test-fast setup check format lint types imports unit test-kube gpu verify bench bench-peers chaos fuzz mutate console-shots clients images e2e docs clean
+.PHONY: help up test test-fast setup check format lint types imports unit test-kube gpu gpu-pack gpu-rehearse verify bench bench-peers chaos fuzz mutate console-shots clients images e2e docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -53,8 +53,15 @@ test-kube: setup ## Tests against a real Kubernetes control plane and with Helm;
 	@PIP="$(BIN)/python -m pip" tools/helm/setup.sh
 	TANDEM_KUBE_REQUIRED=1 $(BIN)/python -m pytest tests/kube tests/charts $(ARGS)
 
-gpu: ## Tests and benchmarks on a GPU, in one go; without one it says what is left out
+gpu: ## Benchmarks and tests on a GPU, in parts that end by ARGS="--minutes N" (docs/gpu.md); without one it says so
 	@tools/gpu.sh $(ARGS)
+
+gpu-pack: setup ## Wheels and a slim NIXL for a GPU machine without a package registry, in kit/
+	@tools/gpu_pack.sh $(ARGS)
+
+gpu-rehearse: ## All parts of `make gpu` on a CPU, tiny and interpreted (TANDEM_PYTHON: one with the GPU machine's versions)
+	@rm -rf results/gpu-rehearsal
+	@tools/gpu.sh --dry-run --minutes 20 --out results/gpu-rehearsal $(ARGS)
 
 format: setup ## Format and fix what ruff can
 	$(BIN)/ruff check --fix .

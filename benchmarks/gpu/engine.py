@@ -1,4 +1,4 @@
-"""The whole engine with random weights, as fractions of what the device can do at best.
+"""The whole engine with random weights and default flags, as fractions of what the device can do at best.
 
 decode    time of a step from two lengths of output, so that neither prefill nor start counts
 sampled   the same with temperature, filters and penalties, against greedy
@@ -108,16 +108,20 @@ class EngineRun:
             self._case("mixed load beside transformers", lambda: self._compare(mixed), needs_s=PEER_S)
 
     def _with_engine(self, cases: Sequence[EngineCase], options: dict[str, object]) -> None:
-        """An engine is started if any of its cases is to be done."""
+        """An engine is started if any of its cases is to be done; when it has ended, its memory is free."""
         record = self.bench.record
         if any(record.wants(self._name(case.name), needs_s=case.needs_s) for case in cases):
-            with record.attempt(self._name("an engine")), self._engine(options) as llm:
-                for case in cases:
-                    self._case(case.name, partial(case.run, llm), needs_s=case.needs_s)
+            with record.attempt(self._name("an engine")):
+                self._run_cases(cases, options)
         # A closed engine keeps its memory until nothing refers to it, and what is measured next needs the device.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _run_cases(self, cases: Sequence[EngineCase], options: dict[str, object]) -> None:
+        with self._engine(options) as llm:
+            for case in cases:
+                self._case(case.name, partial(case.run, llm), needs_s=case.needs_s)
 
     def _case(self, name: str, run: Callable[[], None], *, needs_s: float) -> None:
         self.bench.record.case(self._name(name), run, needs_s=needs_s)
@@ -165,9 +169,6 @@ class EngineRun:
                 dtype=str(bench.dtype).removeprefix("torch."),
                 load_format="dummy",
                 context_length=loads.longest,
-                max_running_requests=max(batch for batch, _ in loads.decode),
-                chunked_prefill_size=min(8192, loads.longest),
-                max_prefill_tokens=min(16384, 2 * loads.longest),
                 progress=False,
                 **({"num_pages": 256, "threads": 1} if bench.tiny else {}),
                 **options,

@@ -5,15 +5,19 @@ Standard library alone, for the Python that runs it has nothing of Tandem's yet.
 
 import argparse
 import platform
+import shutil
 import sys
 import tarfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpu.kit.manifest import NAME as MANIFEST
 from gpu.kit.manifest import KitError, Manifest
 
 ROOT = Path(__file__).parents[3]
+UNPACKED = ".kit"
+"""Marks a folder that unpacking has made."""
 SOURCES = ("engine", "services", "operator", "tests/support", "benchmarks")
 
 
@@ -36,13 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def unpack(folder: Path, site: Path) -> Manifest:
-    """Puts a kit's packages into `site`. Raises `KitError` when they are damaged or for another Python."""
+    """Puts a kit's packages into `site`, in place of those of another kit.
+
+    Raises `KitError` when they are damaged or for another Python, or when `site` holds something else.
+    """
     manifest = Manifest.read(folder)
     running = ".".join(platform.python_version_tuple()[:2])
     if running != manifest.python:
         raise KitError(f"{folder} is for Python {manifest.python}, this is {running}: set TANDEM_PYTHON")
     manifest.check(folder)
-    site.mkdir(parents=True, exist_ok=True)
+    if _holds(site, manifest):
+        return manifest
+    shutil.rmtree(site, ignore_errors=True)
+    site.mkdir(parents=True)
+    (site / UNPACKED).touch()
     for one in manifest.files:
         path = folder / one.name
         if path.suffix == ".whl":
@@ -50,7 +61,17 @@ def unpack(folder: Path, site: Path) -> Manifest:
         else:
             with tarfile.open(path) as packed:
                 packed.extractall(site, filter="data")
+    manifest.write(site)
     return manifest
+
+
+def _holds(site: Path, manifest: Manifest) -> bool:
+    """Whether this kit is there already. The manifest comes last: without it, unpacking was interrupted."""
+    if not site.exists() or not any(site.iterdir()):
+        return False
+    if not (site / UNPACKED).exists():
+        raise KitError(f"{site} holds something other than a kit: name another folder, or remove it")
+    return (site / MANIFEST).exists() and Manifest.read(site) == manifest
 
 
 def _place(wheel: Path, site: Path) -> None:

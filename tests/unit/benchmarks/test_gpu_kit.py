@@ -148,6 +148,31 @@ def test_a_damaged_kit_is_refused(tmp_path):
         unpack.unpack(kit, tmp_path / "site")
 
 
+def test_another_kit_takes_the_place_of_the_last(tmp_path):
+    running = ".".join(platform.python_version_tuple()[:2])
+    kit, site = a_kit(tmp_path / "kit", python=running), tmp_path / "site"
+    unpack.unpack(kit, site)
+    (site / "one" / "stale").touch()
+    unpack.unpack(kit, site)
+    assert (site / "one" / "stale").exists()
+    wheel(kit, "one", "1", ["two/module.so"])
+    Manifest(
+        commit="d", python=running, versions={}, files=[Packed.of(kit / "one-1-py3-none-any.whl")], tree_bytes=0
+    ).write(kit)
+    unpack.unpack(kit, site)
+    assert not (site / "one").exists()
+    assert (site / "two").exists()
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path):
+    kit = a_kit(tmp_path / "kit", python=".".join(platform.python_version_tuple()[:2]))
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "mine").touch()
+    with pytest.raises(KitError, match="something other than a kit"):
+        unpack.unpack(kit, tmp_path / "site")
+    assert (tmp_path / "site" / "mine").exists()
+
+
 def test_a_wheel_that_needs_an_installer_is_refused(tmp_path):
     kit = tmp_path / "kit"
     kit.mkdir()
