@@ -243,6 +243,45 @@ edit(
     '"tandem: error: no space left on the disk for /data/table.json',
 )
 
+JIT = "engine/tandem_engine/kernels/cpu/jit.py"
+edit(
+    JIT,
+    """    function: Callable[..., Any], *, nogil: bool = True, made_of: Sequence[ModuleType] = (), **options: Any
+) -> Any:""",
+    """    function: Callable[..., Any], *, nogil: bool = True, **options: Any
+) -> Any:""",
+)
+edit(
+    JIT,
+    "    `made_of`: modules whose constants or functions become part of the code. numba knows the file of `function` alone.\n",
+    "    numba knows the file of `function` alone: constants and functions that become part of the code stand there too.\n",
+)
+edit(JIT, "CodeFiles(function, revision=revision_of(*made_of))", "CodeFiles(function)")
+edit(
+    JIT,
+    "made of pieces of other files closes over this, or it would be loaded as it was before they changed; `compiled`\n    keeps it beside the code. `constant` is one of theirs that the machine decides.",
+    "made of pieces of other files closes over this, or it would be loaded as it was before they changed. `constant` is\n    one of theirs that the machine decides.",
+)
+edit(JIT, "from collections.abc import Callable, Sequence\n", "from collections.abc import Callable\n")
+FILES = "engine/tandem_engine/kernels/cpu/code_files.py"
+edit(
+    FILES,
+    """    \"\"\"numba's cache of one function. Raises `RuntimeError` where no folder for it can be written.
+
+    `revision`: of what the function takes from other files. Code that was kept with another is compiled again.
+    \"\"\"
+
+    def __init__(self, function: Callable[..., Any], *, revision: int = 0) -> None:""",
+    """    \"\"\"numba's cache of one function. Raises `RuntimeError` where no folder for it can be written.\"\"\"
+
+    def __init__(self, function: Callable[..., Any]) -> None:""",
+)
+edit(
+    FILES,
+    "source_stamp=(self._impl.locator.get_source_stamp(), revision),",
+    "source_stamp=self._impl.locator.get_source_stamp(),",
+)
+
 
 def revisions(text: str) -> str:
     """Lists of modules that kernels are made of name each file once, and not the one that they stand in."""
@@ -258,6 +297,54 @@ def revisions(text: str) -> str:
         text = text.replace(found, ", ".join(dict.fromkeys(found.split(", "))))
     text = re.sub(r"(revision_of\(.*\))  # fmt: skip", r"\1", text)
     return text
+
+
+COMPILED_TEST = "tests/unit/engine/test_compiled.py"
+ONE_FILE = '''
+
+def names_from_elsewhere(kernel) -> set[str]:
+    """Names of other modules that the code of a compiled function, or of one that it calls, takes in."""
+    function = kernel.py_func
+    source = ast.parse(Path(function.__code__.co_filename).read_text("utf-8"))
+    ours = [n for n in ast.walk(source) if isinstance(n, ast.ImportFrom) and str(n.module).startswith("tandem_")]
+    found = set(function.__code__.co_names) & {a.asname or a.name for n in ours for a in n.names}
+    for name in function.__code__.co_names:
+        called = function.__globals__.get(name)
+        if name not in found and is_jitted(called):
+            found |= names_from_elsewhere(called)
+    return found
+
+
+@pytest.mark.parametrize(
+    "kernel", [cut_queries, shared_end, listed, group_tasks, sampled_digests, full_digests, _describe, _find]
+)
+def test_code_that_is_kept_takes_nothing_from_other_files(kernel):
+    """It is found again by its own file alone, and would compute with what the other one had before a change."""
+    assert names_from_elsewhere(kernel) == set()
+
+
+def test_code_that_takes_in_another_file_is_found_out(tmp_path, monkeypatch):
+    (tmp_path / "user.py").write_text(
+        "import numba\\nfrom tandem_engine.kernels.cpu.attention_work import CHUNK\\n\\n"
+        "@numba.njit\\ndef inner(x):\\n    return x * CHUNK\\n\\n@numba.njit\\ndef outer(x):\\n    return inner(x)\\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert names_from_elsewhere(importlib.import_module("user").outer) == {"CHUNK"}
+'''
+
+
+def compiled_tests(text: str) -> str:
+    """Code of merged modules stands in one file: the test that files are named becomes one that none has to be."""
+    text = text[: text.index("\n\ndef imported(")] + ONE_FILE
+    text = text.replace("import importlib.util\n", "import ast\nimport importlib\n", 1)
+    text = text.replace("import pytest\n", "import pytest\nfrom numba.extending import is_jitted\n", 1)
+    text = text.replace("cut_queries, group_tasks, shared_end\n", "cut_queries, group_tasks, listed, shared_end\n", 1)
+    return text.replace(
+        "from tandem_engine.kernels.cpu.jit import compiled, revision_of\n",
+        "from tandem_engine.disaggregation.nixl.layout import _describe\n"
+        "from tandem_engine.kernels.cpu.jit import revision_of\nfrom tandem_engine.sampling.sampler import _find\n",
+        1,
+    )
 
 
 def apply(root: Path, here: Path) -> None:
@@ -289,6 +376,9 @@ def apply(root: Path, here: Path) -> None:
         name = str(file.relative_to(root))
         if file.exists() and ("revision_of(" in file.read_text("utf-8") or "made_of" in file.read_text("utf-8")):
             texts[name] = revisions(texts.get(name) or file.read_text("utf-8"))
+    test = (root / COMPILED_TEST).read_text("utf-8")
+    if "\n\ndef imported(" in test:
+        texts[COMPILED_TEST] = compiled_tests(test)
     marker = root / "lab/tandem_lab/py.typed"
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()
