@@ -338,10 +338,10 @@ def compiled_tests(text: str) -> str:
     text = text[: text.index("\n\ndef imported(")] + ONE_FILE
     text = text.replace("import importlib.util\n", "import ast\nimport importlib\n", 1)
     text = text.replace("import pytest\n", "import pytest\nfrom numba.extending import is_jitted\n", 1)
-    text = text.replace("cut_queries, group_tasks, shared_end\n", "cut_queries, group_tasks, listed, shared_end\n", 1)
     return text.replace(
         "from tandem_engine.kernels.cpu.jit import compiled, revision_of\n",
         "from tandem_engine.disaggregation.nixl.layout import _describe\n"
+        "from tandem_engine.kernels.cpu.attention_work import listed\n"
         "from tandem_engine.kernels.cpu.jit import revision_of\nfrom tandem_engine.sampling.sampler import _find\n",
         1,
     )
