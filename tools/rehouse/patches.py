@@ -299,6 +299,60 @@ def revisions(text: str) -> str:
     return text
 
 
+edit(
+    "tools/words.py",
+    '("engine", "services", "operator", "charts"',
+    '("engine", "services", "operator", "lab", "charts"',
+)
+edit("tools/words.py", '"accuracy/text.txt"', '"tandem_lab/accuracy.txt"')
+edit(PROJECT, '"import-linter>=2.3,<3"', '"import-linter>=2.16,<3"')
+edit(
+    "CHANGELOG.md",
+    "### Changed\n",
+    "### Changed\n"
+    "- `tandem verify`, `accuracy`, `bench` and `simulate` are a package of the wheel beside the product, `tandem_lab`: the extra\n"
+    "  `reference` is now `lab`, and `tandem-engine` has `serve`, `follow` and `rank` alone. Modules have other paths; the names of\n"
+    "  `tandem_engine.__all__`, commands and HTTP have not changed.\n",
+)
+edit(
+    "CONTRIBUTING.md",
+    "- `services/README.md` does the same for gateway, router, worker service and command line.\n",
+    "- `services/README.md` does the same for gateway, router, worker service and command line.\n"
+    "- `operator/README.md` does it for the operator; `lab/README.md` has what compares and measures.\n"
+    "- A file is one idea that a reader would look for by its name, of 80 to 500 lines; a folder is one layer or one contract, of 25\n"
+    "  files at most. A helper stands in the lowest folder that all its users see.\n",
+)
+edit(
+    "docs/architecture.md",
+    "[engine](../engine/README.md), [services](../services/README.md) and [operator](../operator/README.md); for terms the\n[glossary](glossary.md).\n",
+    "[engine](../engine/README.md), [services](../services/README.md), [operator](../operator/README.md) and [lab](../lab/README.md); for\n"
+    "terms the [glossary](glossary.md).\n",
+)
+
+SECTIONS = (
+    ("engine/README.md", "## Layers\n", "## Where does my class go\n", "engine-layers.txt"),
+    ("engine/README.md", "## Where does my class go\n", "## Who owns what", "engine-where.txt"),
+    ("services/README.md", "# The services\n", "2. `router` answers", "services-head.txt"),
+)
+"""(page, beginning, what follows, text) of pages that describe the tree."""
+
+
+def pages(root: Path, here: Path, texts: dict[str, str]) -> None:
+    for path, start, end, name in SECTIONS:
+        text = texts.get(path) or (root / path).read_text("utf-8")
+        new = (here / "docs" / name).read_text("utf-8")
+        if new in text:
+            continue
+        if start not in text or end not in text[text.index(start) :]:
+            print(f"page: {path} has no {start.strip()!r} before {end!r}")
+            continue
+        first = text.index(start)
+        texts[path] = text[:first] + new + text[text.index(end, first) :]
+    texts["lab/README.md"] = (here / "docs/lab.txt").read_text("utf-8")
+    (root / "lab").mkdir(exist_ok=True)
+    (root / "lab/README.md").touch()
+
+
 COMPILED_TEST = "tests/unit/engine/test_compiled.py"
 ONE_FILE = '''
 
@@ -376,6 +430,7 @@ def apply(root: Path, here: Path) -> None:
         name = str(file.relative_to(root))
         if file.exists() and ("revision_of(" in file.read_text("utf-8") or "made_of" in file.read_text("utf-8")):
             texts[name] = revisions(texts.get(name) or file.read_text("utf-8"))
+    pages(root, here, texts)
     test = (root / COMPILED_TEST).read_text("utf-8")
     if "\n\ndef imported(" in test:
         texts[COMPILED_TEST] = compiled_tests(test)
