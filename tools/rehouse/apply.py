@@ -50,6 +50,7 @@ TEXT = {
     ".cfg",
     "",
 }
+NOT_MODULES = {"accuracy", "fallback", "monitors"}  # words of commands, flags and values
 SKIP = ("tools/rehouse/", "models/", "tools/corpus/", "LICENSE", ".importlinter")
 
 
@@ -203,6 +204,20 @@ class Edits:
         return "".join([*out, self.source[at:end].decode()])
 
 
+def names_and_words() -> set[str]:
+    """Every name and every string of one word in Python code."""
+    found: set[str] = set()
+    for file in tracked():
+        if not file.endswith(".py") or file.startswith("tools/rehouse/"):
+            continue
+        for node in ast.walk(ast.parse((ROOT / file).read_text("utf-8"))):
+            for name in ("name", "id", "arg", "attr", "value"):
+                word = getattr(node, name, None)
+                if isinstance(word, str) and not isinstance(node, ast.alias):
+                    found.add(word)
+    return found
+
+
 class Strings:
     """Old names of modules and paths in free text."""
 
@@ -225,7 +240,26 @@ class Strings:
             r"(?<![\w.-])(?:\.\./|\./)*(?:(?:engine|services|operator)/)?(?:" + "|".join(OURS) + r")(?:/[\w.*-]+)+/?"
         )
         self.short = re.compile(r"(?<![\w./-])[a-z_0-9]+(?:/[a-z_0-9]+)+\.py\b")
-        self.ticked = re.compile(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)`")
+        self.ticked = re.compile(r"`([a-z_0-9]+(?:\.\w+)+)`")
+        self.bare: dict[str, str] = {}
+        """Old names of modules that name nothing else, with those that hold what they held."""
+        self.suffixes: dict[str, str] = {}
+        bases: dict[str, set[str]] = defaultdict(set)
+        ends: dict[str, set[str]] = defaultdict(set)
+        for old in {*plan.paths, *plan.target}:
+            new = plan.paths.get(old, old)
+            if old.endswith(".py") and new.endswith(".py") and not old.endswith("__init__.py"):
+                bases[Path(old).stem].add(Path(new).stem)
+                ends["/".join(old.split("/")[-2:])].add(new.split("/", 2)[2])
+        used = names_and_words()
+        there = {part.removesuffix(".py") for row in table("moves.tsv") for part in row["new"].split(";")[0].split("/")}
+        for stem, found in bases.items():
+            if len(found) == 1 and stem not in found and stem not in used and stem not in there | NOT_MODULES:
+                self.bare[stem] = next(iter(found))
+        for end, found in ends.items():
+            if len(found) == 1 and end != next(iter(found)):
+                self.suffixes[end] = next(iter(found))
+        self.word = re.compile(r"`([a-z_0-9]+)((?:\.\w+)*)`")
         self.noted: set[str] = set()
 
     @cached_property
@@ -280,8 +314,15 @@ class Strings:
         if "tandem_" in text:
             text = self.dotted.sub(self._dotted, text)
             text = self.path.sub(self._path, text)
-        text = self.short.sub(lambda m: self.relative.get(m[0], m[0]), text)
-        return self.ticked.sub(self._ticked, text)
+        text = self.short.sub(lambda m: self.relative.get(m[0]) or self.suffixes.get(m[0], m[0]), text)
+        return self.word.sub(self._word, self.ticked.sub(self._ticked, text))
+
+    def _word(self, match: re.Match[str]) -> str:
+        new = self.bare.get(match[1])
+        if new is None:
+            return match[0]
+        self.noted.add(f"{match[1]} -> {new}")
+        return f"`{new}{match[2]}`"
 
     def _ticked(self, match: re.Match[str]) -> str:
         parts = match[1].split(".")
