@@ -51,6 +51,8 @@ TEXT = {
     "",
 }
 NOT_MODULES = {"accuracy", "fallback", "monitors"}  # words of commands, flags and values
+MODULES = {"composition", "full_words", "giving_way", "paged_groups", "peer_side", "sampled_words", "task_groups", "usage_windows", "vector_rows", "vector_softmax", "virtual_counters"}  # fmt: skip
+"""Names of modules although code has variables of that name."""
 SKIP = ("tools/rehouse/", "models/", "tools/corpus/", "LICENSE", ".importlinter")
 
 
@@ -254,7 +256,7 @@ class Strings:
         used = names_and_words()
         there = {part.removesuffix(".py") for row in table("moves.tsv") for part in row["new"].split(";")[0].split("/")}
         for stem, found in bases.items():
-            if len(found) == 1 and stem not in found and stem not in used and stem not in there | NOT_MODULES:
+            if len(found) == 1 and stem not in found and stem not in there | NOT_MODULES | (used - MODULES):
                 self.bare[stem] = next(iter(found))
         for end, found in ends.items():
             if len(found) == 1 and end != next(iter(found)):
