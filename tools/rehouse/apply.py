@@ -50,7 +50,7 @@ TEXT = {
     ".cfg",
     "",
 }
-NOT_MODULES = {"accuracy", "fallback", "monitors"}  # words of commands, flags and values
+NOT_MODULES = {"accuracy", "dfs_weight", "fallback", "fcfs", "lpm", "monitors"}  # words of commands, flags and values
 MODULES = {"composition", "full_words", "giving_way", "paged_groups", "peer_side", "sampled_words", "task_groups", "usage_windows", "vector_rows", "vector_softmax", "virtual_counters"}  # fmt: skip
 """Names of modules although code has variables of that name."""
 SKIP = ("tools/rehouse/", "models/", "tools/corpus/", "LICENSE", ".importlinter")

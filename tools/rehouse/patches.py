@@ -101,7 +101,14 @@ APPENDED = {
 
 if __name__ == "__main__":
     exit_now(main())
-"""
+""",
+    "tests/unit/services/cli/test_missing_extras.py": """
+
+def test_command_of_the_lab_where_it_is_missing_names_it(monkeypatch, capsys):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert command.main(["verify", "--quick", "--json", "x"]) == 3
+    assert "tandem_lab is not installed here: pip install 'tandem[lab]'" in capsys.readouterr().err
+""",
 }
 for command in ("accuracy", "bench", "verify"):
     edit(f"lab/tandem_lab/cli/{command}.py", '"tandem_engine.cli", "' + command, '"tandem_lab", "' + command)
@@ -141,7 +148,9 @@ edit(
     """        if isinstance(command, ModuleType):
             command.add_parser(commands)
         elif find_spec("tandem_lab") is None:
-            commands.add_parser(command, help="not installed: part of tandem_lab").set_defaults(run=_no_lab)
+            missing = commands.add_parser(command, help="not installed", add_help=False, prefix_chars="\\0")
+            missing.add_argument("options", nargs="*")  # whatever they are
+            missing.set_defaults(run=_no_lab)
         else:
             import_module(f"tandem_lab.cli.{command}").add_parser(commands)
     return parser
@@ -236,6 +245,11 @@ for dtype in ("cuda      float32", "cuda --dtype bfloat16"):
     )
 
 EXTRAS_TEST = "tests/unit/services/cli/test_missing_extras.py"
+edit(
+    EXTRAS_TEST,
+    "from tandem_services.cli import entry\n",
+    "from tandem_services.cli import entry\nfrom tandem_services.cli import main as command\n",
+)
 edit(EXTRAS_TEST, "from tandem_engine import cli\n", "from tandem_lab import __main__ as cli\n")
 edit(
     EXTRAS_TEST,
