@@ -105,7 +105,7 @@ if __name__ == "__main__":
     "tests/unit/services/cli/test_missing_extras.py": """
 
 def test_command_of_the_lab_where_it_is_missing_names_it(monkeypatch, capsys):
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda _: None)
     assert command.main(["verify", "--quick", "--json", "x"]) == 3
     assert "tandem_lab is not installed here: pip install 'tandem[lab]'" in capsys.readouterr().err
 """,
