@@ -351,6 +351,57 @@ SECTIONS = (
 """(page, beginning, what follows, text) of pages that describe the tree."""
 
 
+DOCS = {
+    "engine/tandem_engine/kernels/cpu/attention_work.py": """Pieces of attention that kernels of a CPU share, and how the work of a step is cut into tasks.
+
+numba keeps compiled code on disk, keyed by source file and by the constants a function closes over. Head sizes are
+such constants: LLVM then unrolls and vectorizes the loops over head_dim. So is whether scores are capped: kernels for
+models that do not cap hold no trace of it.
+
+`cut_queries` makes the work list of a step, `group_tasks` finds the tasks that are computed together. Both are compiled
+and, unlike the kernels, do not let go of the interpreter lock, as some of numpy's functions do not: they run at the
+start of a step, see `forward.future_map`.
+
+Tasks of one group read the same pages. Requests with a common prefix have the same pages for it, as have a token and
+the drafts behind it. One after the other they would each bring these pages from memory again. A group of them goes
+through the pages once, tile by tile, until their pages part; then each continues alone. What is computed for a member
+is the same, operation for operation, as if it were alone.
+
+A page has one place in any sequence, so members are found by the first page of their chunk. How far they go together is
+seen by comparing pages.
+""",
+    "engine/tandem_engine/kernels/cpu/pieces.py": """How kernels of a CPU, and the pieces that they are made of, are compiled and kept.
+
+numba finds code again by the constants that a function closes over. Among them may be functions that are compiled with
+it, and of those it takes an identity that is another in each process: such a kernel would be compiled at every start,
+for ten seconds, and its code kept each time. Here they do not count. What tells their code apart has to be among the
+constants: `revision_of` their sources, and the numbers that they were made for.
+""",
+}
+"""Docstrings of merged modules whose sources introduced themselves in ways that no longer fit."""
+edit(
+    "services/tandem_services/router/policies.py",
+    "One policy for each role, in a small file each.",
+    "One policy for each role.",
+)
+edit(
+    "engine/tandem_engine/base/logs.py",
+    " to stderr, which nobody waits for (`logs`), or to",
+    " to stderr, which nobody waits for, or to",
+)
+edit("engine/tandem_engine/speculative/adaptive_length.py", "same (`adaptive_length`), and", "same, and")
+edit("services/tandem_services/gateway/observe/explain.py", "`explain` keeps them. They hold", "They hold")
+
+
+def docstrings(root: Path, texts: dict[str, str]) -> None:
+    for path, new in DOCS.items():
+        text = texts.get(path) or (root / path).read_text("utf-8")
+        old = ast.get_source_segment(text, ast.parse(text).body[0])
+        assert old is not None
+        assert old.startswith('"""'), path
+        texts[path] = text.replace(old, f'"""{new}"""', 1)
+
+
 def pages(root: Path, here: Path, texts: dict[str, str]) -> None:
     for path, start, end, name in SECTIONS:
         text = texts.get(path) or (root / path).read_text("utf-8")
@@ -445,6 +496,7 @@ def apply(root: Path, here: Path) -> None:
         if file.exists() and ("revision_of(" in file.read_text("utf-8") or "made_of" in file.read_text("utf-8")):
             texts[name] = revisions(texts.get(name) or file.read_text("utf-8"))
     pages(root, here, texts)
+    docstrings(root, texts)
     test = (root / COMPILED_TEST).read_text("utf-8")
     if "\n\ndef imported(" in test:
         texts[COMPILED_TEST] = compiled_tests(test)
