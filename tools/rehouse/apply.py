@@ -209,7 +209,8 @@ class Edits:
 def names_and_words() -> set[str]:
     """Every name and every string of one word in Python code."""
     found: set[str] = set()
-    for file in tracked():
+    files = tracked() if (ROOT / ".git").exists() else [str(f.relative_to(ROOT)) for f in ROOT.rglob("*.py")]
+    for file in files:
         if not file.endswith(".py") or file.startswith("tools/rehouse/"):
             continue
         for node in ast.walk(ast.parse((ROOT / file).read_text("utf-8"))):
