@@ -260,10 +260,10 @@ edit(
 JIT = "engine/tandem_engine/kernels/cpu/jit.py"
 edit(
     JIT,
-    """    function: Callable[..., Any], *, nogil: bool = True, made_of: Sequence[ModuleType] = (), **options: Any
+    """def compiled(
+    function: Callable[..., Any], *, nogil: bool = True, made_of: Sequence[ModuleType] = (), **options: Any
 ) -> Any:""",
-    """    function: Callable[..., Any], *, nogil: bool = True, **options: Any
-) -> Any:""",
+    "def compiled(function: Callable[..., Any], *, nogil: bool = True, **options: Any) -> Any:",
 )
 edit(
     JIT,
