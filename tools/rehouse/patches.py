@@ -351,6 +351,21 @@ SECTIONS = (
 """(page, beginning, what follows, text) of pages that describe the tree."""
 
 
+edit("tools/gpu.sh", "engine:services:operator:tests/support", "engine:services:operator:lab:tests/support")
+
+
+def paths(root: Path, texts: dict[str, str]) -> None:
+    """Scripts that name the folders of the packages name the lab's too."""
+    for file in (root / "benchmarks").rglob("*.py"):
+        name = str(file.relative_to(root))
+        text = texts.get(name) or file.read_text("utf-8")
+        new = re.sub(
+            r'\("engine", "services", ("operator", )?(?="tests/support")', r'("engine", "services", \1"lab", ', text
+        )
+        if new != text:
+            texts[name] = new
+
+
 DOCS = {
     "engine/tandem_engine/kernels/cpu/attention_work.py": """Pieces of attention that kernels of a CPU share, and how the work of a step is cut into tasks.
 
@@ -497,6 +512,7 @@ def apply(root: Path, here: Path) -> None:
             texts[name] = revisions(texts.get(name) or file.read_text("utf-8"))
     pages(root, here, texts)
     docstrings(root, texts)
+    paths(root, texts)
     test = (root / COMPILED_TEST).read_text("utf-8")
     if "\n\ndef imported(" in test:
         texts[COMPILED_TEST] = compiled_tests(test)
