@@ -109,6 +109,27 @@ def test_command_of_the_lab_where_it_is_missing_names_it(monkeypatch, capsys):
     assert command.main(["verify", "--quick", "--json", "x"]) == 3
     assert "tandem_lab is not installed here: pip install 'tandem[lab]'" in capsys.readouterr().err
 """,
+    "tests/test_layout.py": """
+
+def modules() -> list[Path]:
+    found = [p for part, package in PACKAGES.items() for p in (ROOT / part / package).rglob("*.py")]
+    return [p for p in found if not p.name.endswith("_pb2.py")]
+
+
+def test_no_module_is_longer_than_500_lines() -> None:
+    assert [str(p) for p in modules() if p.read_text("utf-8").count("\\n") > 500] == []
+
+
+def test_no_folder_holds_more_than_25_modules() -> None:
+    folders = Counter(str(p.parent) for p in modules() if p.name != "__init__.py")
+    assert {folder: count for folder, count in folders.items() if count > 25} == {}
+""",
+}
+TEST_FOLDERS = {
+    "tests/unit/engine/accuracy": "tests/unit/lab/accuracy",
+    "tests/unit/engine/bench": "tests/unit/lab/offline",
+    "tests/unit/services/loadgen": "tests/unit/lab/bench",
+    "tests/unit/services/simulate": "tests/unit/lab/simulate",
 }
 for command in ("accuracy", "bench", "verify"):
     edit(f"lab/tandem_lab/cli/{command}.py", '"tandem_engine.cli", "' + command, '"tandem_lab", "' + command)
@@ -190,8 +211,8 @@ drop(PROJECT, '"engine/tandem_engine/accuracy/**" = ["T20"]\n')
 edit("engine/tandem_engine/base/extras.py", '"reference": ("transformers",)', '"lab": ("transformers",)')
 
 for test in (
-    "unit/engine/accuracy/test_accuracy_command",
-    "unit/engine/bench/test_offline_bench",
+    "unit/lab/accuracy/test_accuracy_command",
+    "unit/lab/offline/test_offline_bench",
     "numerics/test_bfloat16_bounds",
     "numerics/test_exactness_matrix",
 ):
@@ -483,6 +504,11 @@ def compiled_tests(text: str) -> str:
 
 def apply(root: Path, here: Path) -> None:
     texts: dict[str, str] = {}
+    for folder, new_folder in TEST_FOLDERS.items():
+        for file in (root / folder).glob("*.py"):
+            (root / new_folder).mkdir(parents=True, exist_ok=True)
+            file.rename(root / new_folder / file.name)
+        shutil.rmtree(root / folder, ignore_errors=True)
     for path, old, new in PATCHES:
         file = root / path
         if path not in texts:
