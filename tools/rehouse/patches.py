@@ -339,6 +339,21 @@ edit(
     '("engine", "services", "operator", "charts"',
     '("engine", "services", "operator", "lab", "charts"',
 )
+edit(
+    "Makefile",
+    "$(addprefix tests/unit/services/,cli common loadgen router router_server simulate worker)",
+    "tests/unit/lab/bench tests/unit/lab/simulate $(addprefix tests/unit/services/,cli common router router_server worker)",
+)
+edit(
+    "tests/test_layout.py",
+    "import ast\nimport subprocess\nimport sys\n",
+    "import ast\nimport subprocess\nimport sys\nfrom collections import Counter\n",
+)
+edit(
+    "tests/test_layout.py",
+    '        "tandem_services.worker.main",\n',
+    '        "tandem_services.worker.main",\n        "tandem_lab.cli.verify",\n        "tandem_lab.simulate.run",\n',
+)
 edit("tools/words.py", '"accuracy/text.txt"', '"tandem_lab/accuracy.txt"')
 edit(PROJECT, '"import-linter>=2.3,<3"', '"import-linter>=2.16,<3"')
 edit(
