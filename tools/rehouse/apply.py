@@ -253,14 +253,14 @@ class Strings:
             new = plan.paths.get(old, old)
             if old.endswith(".py") and new.endswith(".py") and not old.endswith("__init__.py"):
                 bases[Path(old).stem].add(Path(new).stem)
-                ends["/".join(old.split("/")[-2:])].add(new.split("/", 2)[2])
+                ends["/".join(old.split("/")[-2:])].add(new.split("/", 2)[2] if old != new else "")
         used = names_and_words()
         there = {part.removesuffix(".py") for row in table("moves.tsv") for part in row["new"].split(";")[0].split("/")}
         for stem, found in bases.items():
             if len(found) == 1 and stem not in found and stem not in there | NOT_MODULES | (used - MODULES):
                 self.bare[stem] = next(iter(found))
         for end, found in ends.items():
-            if len(found) == 1 and end != next(iter(found)):
+            if len(found) == 1 and next(iter(found)) not in ("", end):
                 self.suffixes[end] = next(iter(found))
         self.word = re.compile(r"`([a-z_0-9]+)((?:\.\w+)*)`")
         self.noted: set[str] = set()
@@ -331,8 +331,9 @@ class Strings:
         parts = match[1].split(".")
         for count in (len(parts), len(parts) - 1):
             short = "/".join(parts[:count]) + ".py"
-            if count > 1 and short in self.relative:
-                new = ".".join([self.relative[short].removesuffix(".py").replace("/", "."), *parts[count:]])
+            there = self.relative.get(short) or self.suffixes.get(short)
+            if count > 1 and there:
+                new = ".".join([there.removesuffix(".py").replace("/", "."), *parts[count:]])
                 self.noted.add(f"{match[1]} -> {new}")
                 return f"`{new}`"
         return match[0]

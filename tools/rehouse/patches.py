@@ -380,14 +380,11 @@ edit(
 )
 
 SECTIONS = (
-    ("engine/README.md", "## Layers\n", "## Where does my class go\n", "engine-layers.txt"),
-    ("engine/README.md", "## Where does my class go\n", "## Who owns what", "engine-where.txt"),
-    ("services/README.md", "# The services\n", "2. `router` answers", "services-head.txt"),
+    ("engine/README.md", "## Layers\n", "## ", "engine-layers.txt"),
+    ("engine/README.md", "## Where does my class go\n", "## ", "engine-where.txt"),
+    ("services/README.md", "# The services\n", "## Life of a request", "services-head.txt"),
 )
 """(page, beginning, what follows, text) of pages that describe the tree."""
-
-
-edit("tools/gpu.sh", "engine:services:operator:tests/support", "engine:services:operator:lab:tests/support")
 
 
 def paths(root: Path, texts: dict[str, str]) -> None:
@@ -400,6 +397,11 @@ def paths(root: Path, texts: dict[str, str]) -> None:
         )
         if new != text:
             texts[name] = new
+    for file in (root / "tools").glob("*.sh"):
+        text = file.read_text("utf-8")
+        new = re.sub(r"((?:\$here/)?)operator:(?=\1tests/support)", r"\1operator:\1lab:", text)
+        if new != text:
+            texts[str(file.relative_to(root))] = new
 
 
 DOCS = {
@@ -459,11 +461,12 @@ def pages(root: Path, here: Path, texts: dict[str, str]) -> None:
         new = (here / "docs" / name).read_text("utf-8")
         if new in text:
             continue
-        if start not in text or end not in text[text.index(start) :]:
+        first = text.find(start)
+        last = text.find("\n" + end, first + 1) + 1
+        if first < 0 or not last:
             print(f"page: {path} has no {start.strip()!r} before {end!r}")
             continue
-        first = text.index(start)
-        texts[path] = text[:first] + new + text[text.index(end, first) :]
+        texts[path] = text[:first] + new + text[last:]
     texts["lab/README.md"] = (here / "docs/lab.txt").read_text("utf-8")
     (root / "lab").mkdir(exist_ok=True)
     (root / "lab/README.md").touch()
