@@ -1,11 +1,12 @@
 """What holds for every test: one compute thread per process, compiled modules that are kept, the same examples in every
-run and no bound on their time, ports of this worker's own, and signals as they were.
+run and no bound on their time, ports of this worker's own, and signals and logging as they were.
 
 Tests run side by side, each with engines of its own; OpenMP threads that spin for work they do not get turn
 milliseconds into minutes. Must happen before torch is imported anywhere; child processes inherit it.
 """
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -57,3 +58,13 @@ def _signals_as_they_were() -> Iterator[None]:
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A command logs to the standard error of its test, which is closed when later tests log."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

@@ -50,6 +50,9 @@ TEXT = {
     ".cfg",
     "",
 }
+NOT_MODULES = {"accuracy", "dfs_weight", "fallback", "fcfs", "lpm", "monitors"}  # words of commands, flags and values
+MODULES = {"composition", "full_words", "giving_way", "paged_groups", "peer_side", "sampled_words", "task_groups", "usage_windows", "vector_rows", "vector_softmax", "virtual_counters"}  # fmt: skip
+"""Names of modules although code has variables of that name."""
 SKIP = ("tools/rehouse/", "models/", "tools/corpus/", "LICENSE", ".importlinter")
 
 
@@ -203,6 +206,21 @@ class Edits:
         return "".join([*out, self.source[at:end].decode()])
 
 
+def names_and_words() -> set[str]:
+    """Every name and every string of one word in Python code."""
+    found: set[str] = set()
+    files = tracked() if (ROOT / ".git").exists() else [str(f.relative_to(ROOT)) for f in ROOT.rglob("*.py")]
+    for file in files:
+        if not file.endswith(".py") or file.startswith("tools/rehouse/"):
+            continue
+        for node in ast.walk(ast.parse((ROOT / file).read_text("utf-8"))):
+            for name in ("name", "id", "arg", "attr", "value"):
+                word = getattr(node, name, None)
+                if isinstance(word, str) and not isinstance(node, ast.alias):
+                    found.add(word)
+    return found
+
+
 class Strings:
     """Old names of modules and paths in free text."""
 
@@ -225,7 +243,26 @@ class Strings:
             r"(?<![\w.-])(?:\.\./|\./)*(?:(?:engine|services|operator)/)?(?:" + "|".join(OURS) + r")(?:/[\w.*-]+)+/?"
         )
         self.short = re.compile(r"(?<![\w./-])[a-z_0-9]+(?:/[a-z_0-9]+)+\.py\b")
-        self.ticked = re.compile(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)`")
+        self.ticked = re.compile(r"`([a-z_0-9]+(?:\.\w+)+)`")
+        self.bare: dict[str, str] = {}
+        """Old names of modules that name nothing else, with those that hold what they held."""
+        self.suffixes: dict[str, str] = {}
+        bases: dict[str, set[str]] = defaultdict(set)
+        ends: dict[str, set[str]] = defaultdict(set)
+        for old in {*plan.paths, *plan.target}:
+            new = plan.paths.get(old, old)
+            if old.endswith(".py") and new.endswith(".py") and not old.endswith("__init__.py"):
+                bases[Path(old).stem].add(Path(new).stem)
+                ends["/".join(old.split("/")[-2:])].add(new.split("/", 2)[2] if old != new else "")
+        used = names_and_words()
+        there = {part.removesuffix(".py") for row in table("moves.tsv") for part in row["new"].split(";")[0].split("/")}
+        for stem, found in bases.items():
+            if len(found) == 1 and stem not in found and stem not in there | NOT_MODULES | (used - MODULES):
+                self.bare[stem] = next(iter(found))
+        for end, found in ends.items():
+            if len(found) == 1 and next(iter(found)) not in ("", end):
+                self.suffixes[end] = next(iter(found))
+        self.word = re.compile(r"`([a-z_0-9]+)((?:\.\w+)*)`")
         self.noted: set[str] = set()
 
     @cached_property
@@ -280,15 +317,23 @@ class Strings:
         if "tandem_" in text:
             text = self.dotted.sub(self._dotted, text)
             text = self.path.sub(self._path, text)
-        text = self.short.sub(lambda m: self.relative.get(m[0], m[0]), text)
-        return self.ticked.sub(self._ticked, text)
+        text = self.short.sub(lambda m: self.relative.get(m[0]) or self.suffixes.get(m[0], m[0]), text)
+        return self.word.sub(self._word, self.ticked.sub(self._ticked, text))
+
+    def _word(self, match: re.Match[str]) -> str:
+        new = self.bare.get(match[1])
+        if new is None:
+            return match[0]
+        self.noted.add(f"{match[1]} -> {new}")
+        return f"`{new}{match[2]}`"
 
     def _ticked(self, match: re.Match[str]) -> str:
         parts = match[1].split(".")
         for count in (len(parts), len(parts) - 1):
             short = "/".join(parts[:count]) + ".py"
-            if count > 1 and short in self.relative:
-                new = ".".join([self.relative[short].removesuffix(".py").replace("/", "."), *parts[count:]])
+            there = self.relative.get(short) or self.suffixes.get(short)
+            if count > 1 and there:
+                new = ".".join([there.removesuffix(".py").replace("/", "."), *parts[count:]])
                 self.noted.add(f"{match[1]} -> {new}")
                 return f"`{new}`"
         return match[0]

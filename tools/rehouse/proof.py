@@ -110,7 +110,10 @@ def moved_only(base: str) -> list[str]:
     bad: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
-            ["git", "archive", base, "engine", "services", "operator"], cwd=here, check=True, capture_output=True
+            ["git", "archive", base, "engine", "services", "operator", "tests", "tools", "benchmarks", "docker"],
+            cwd=here,
+            check=True,
+            capture_output=True,
         )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         codemod.ROOT = Path(folder)

@@ -72,7 +72,7 @@ class IncompleteDetails(msgspec.Struct, kw_only=True):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class AnsweredText(msgspec.Struct, kw_only=True):
+class AnsweredTextFormat(msgspec.Struct, kw_only=True):
     format: dict[str, Any]
     """The request's, without what it left out."""
 
@@ -110,7 +110,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool
     temperature: float
     top_p: float
-    text: AnsweredText
+    text: AnsweredTextFormat
     tool_choice: ResponsesToolChoice
     tools: list[FunctionTool]
     user: str | None

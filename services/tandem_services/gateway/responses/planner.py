@@ -13,7 +13,7 @@ from tandem_services.gateway.plan import GenerationPlan
 from tandem_services.gateway.read_model import ReadModel
 from tandem_services.gateway.renamed_fields import renamed_fields
 from tandem_services.gateway.request_body import BodyDecoder
-from tandem_services.gateway.responses.answer_schemas import AnsweredReasoning, AnsweredText
+from tandem_services.gateway.responses.answer_schemas import AnsweredReasoning, AnsweredTextFormat
 from tandem_services.gateway.responses.conversation import chat_request
 from tandem_services.gateway.responses.format import ResponsesFormat
 from tandem_services.gateway.responses.schemas import ResponsesRequest
@@ -70,7 +70,7 @@ def _repeated(request: ResponsesRequest) -> Mapping[str, Any]:
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "top_p": 1.0 if request.top_p is None else request.top_p,
-        "text": AnsweredText(format={"type": "text"} if text_format is None else _present(text_format)),
+        "text": AnsweredTextFormat(format={"type": "text"} if text_format is None else _present(text_format)),
         "tool_choice": request.tool_choice or "auto",
         "tools": request.tools or [],
         "user": request.user,
