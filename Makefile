@@ -8,7 +8,7 @@ WORKERS ?= 2
 # What starts no gateway, loads no model and compiles no kernel: thousands of tests of milliseconds.
 FAST := tests/test_layout.py tests/unit/operator \
 	$(addprefix tests/unit/engine/,disaggregation forward ipc memory messages parallel sampling scheduler) \
-	$(addprefix tests/unit/services/,cli common loadgen router router_server simulate worker) \
+	tests/unit/lab/bench tests/unit/lab/simulate $(addprefix tests/unit/services/,cli common router router_server worker) \
 	$(addprefix tests/unit/services/gateway/,access openapi queueing tool_parsers)
 CHAOS_ARGS ?=
 BENCH_ARGS ?=

@@ -11,11 +11,9 @@ from statistics import median
 from time import perf_counter
 
 from tandem_services.common.health import Health
-from tandem_services.gateway.answer_format import encode_json
-from tandem_services.gateway.console.fleet_document import GatewayFigures, ViewedFleet, fleet_document
-from tandem_services.gateway.console.traffic import traffic
-from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
-from tandem_services.gateway.request_journal import RequestJournal
+from tandem_services.gateway.console.fleet_document import GatewayFigures, ViewedFleet, fleet_document, traffic
+from tandem_services.gateway.http.sse import encode_json
+from tandem_services.gateway.observe.explain import ChoiceRecord, RequestJournal, RequestRecord
 from tandem_testing.console_builders import ScriptedFleet, link, member
 
 REPEATS = 50

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
 
 from growth_fit import Curve  # noqa: E402
 from line_plot import draw  # noqa: E402

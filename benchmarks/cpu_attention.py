@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tandem_engine.attention.cpu import CpuAttention
-from tandem_engine.attention.spec import AttentionSpec
-from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
-from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.batch import ForwardBatch, ForwardMode, SamplingBatch
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention.backend import AttentionSpec
+from tandem_engine.model.attention.cpu import CpuAttention
 
 PAGE_SIZE, NUM_LAYERS = 16, 6
 CONTEXTS = (128, 512, 2048, 8192)

@@ -36,19 +36,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem_engine.bench.workload import Job, mixed_jobs, random_ids
+from tandem_engine.base.linux import to_huge_pages
 from tandem_engine.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
 from tandem_engine.engine import Engine
-from tandem_engine.huge_pages import to_huge_pages
-from tandem_engine.loaded_model import LoadedModel
+from tandem_engine.engine.loaded_model import LoadedModel, weight_memory
 from tandem_engine.model.decoder import Block, Decoder, build_decoder
-from tandem_engine.model.dummy_weights import DummyWeights
 from tandem_engine.model.layers.linear import projection
 from tandem_engine.model.layers.mlp import FeedForward
 from tandem_engine.model.layers.norm import Norm
-from tandem_engine.model.quantization.holding import Holding
+from tandem_engine.model.loader import DummyWeights
+from tandem_engine.model.quantization.scheme import Holding
 from tandem_engine.model.tensor_names import expected_shapes
-from tandem_engine.model.weight_memory import weight_memory
+from tandem_lab.bench.transformers_peer import Job, mixed_jobs, random_ids
 
 PROMPT = 2048
 STREAM_IN, STREAM_OUT = 128, 128

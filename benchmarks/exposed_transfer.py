@@ -28,16 +28,15 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from tandem_engine import environment
+from tandem_engine.base import environment
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, LoadFormat, SchedulerConfig
 from tandem_engine.engine import Engine, EnginePort
-from tandem_engine.ipc.channels import IpcContext
-from tandem_engine.ipc.poller import Poller
-from tandem_engine.loaded_model import LoadedModel, load
+from tandem_engine.engine.loaded_model import LoadedModel, load
+from tandem_engine.ipc.channels import IpcContext, Poller
 from tandem_engine.messages.outputs import TokenOutput
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.names import RequestId
 
 PATIENCE = 0.05
 OUTPUT_TOKENS = 2

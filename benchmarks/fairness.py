@@ -34,7 +34,7 @@ from random import Random
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
 
 import gateway_mock  # noqa: E402
 import uvloop  # noqa: E402
@@ -43,9 +43,10 @@ from mock_fleet import mock_tokenizer  # noqa: E402
 from tandem_engine.config import Role  # noqa: E402
 from tandem_engine.ipc.channels import IpcContext  # noqa: E402
 from tandem_services.common.health import Health  # noqa: E402
+from tandem_services.common.sockets import listen  # noqa: E402
 from tandem_services.gateway.app import create_app  # noqa: E402
-from tandem_services.gateway.serve import http_server, listen  # noqa: E402
-from tandem_services.router.choice import WorkerView  # noqa: E402
+from tandem_services.gateway.serve import http_server  # noqa: E402
+from tandem_services.router.decision import WorkerView  # noqa: E402
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of  # noqa: E402
 from tandem_testing.key_files import key_of, write_keys  # noqa: E402
 

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
 
 import uvloop  # noqa: E402
 from chat_load import Question, closed_loop, open_loop  # noqa: E402
@@ -36,9 +36,10 @@ from tandem_engine.config import Role  # noqa: E402
 from tandem_engine.ipc.channels import IpcContext  # noqa: E402
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer  # noqa: E402
 from tandem_services.common.health import Health  # noqa: E402
+from tandem_services.common.sockets import listen  # noqa: E402
 from tandem_services.gateway.app import create_app  # noqa: E402
-from tandem_services.gateway.serve import http_server, listen  # noqa: E402
-from tandem_services.router.choice import WorkerView  # noqa: E402
+from tandem_services.gateway.serve import http_server  # noqa: E402
+from tandem_services.router.decision import WorkerView  # noqa: E402
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of  # noqa: E402
 from tandem_testing.mock_engine import MockEngine  # noqa: E402
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
 
 import uvloop  # noqa: E402
 from chat_load import Question, Timings, closed_loop, open_loop  # noqa: E402

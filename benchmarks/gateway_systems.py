@@ -20,7 +20,7 @@ from chat_load import letters
 from mock_fleet import expected_answer, mock_checkpoint, mock_tokenizer
 from pinned_processes import GATEWAY_CORES, OTHER_CORES, process, wait_until_up
 
-from tandem_services.common.ports import free_port
+from tandem_services.common.sockets import free_port
 from tandem_testing.redis_server import RedisServer
 
 WORKERS = 4

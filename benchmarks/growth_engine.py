@@ -9,10 +9,10 @@ from statistics import median, quantiles
 
 from growth_fit import Curve
 
-from tandem_engine.bench.workload import Job, random_ids
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.engine import Engine
-from tandem_engine.loaded_model import load
+from tandem_engine.engine.loaded_model import load
+from tandem_lab.bench.transformers_peer import Job, random_ids
 
 STEPS = 32
 """Of decoding, that are timed."""

@@ -15,8 +15,8 @@ from growth_fit import Curve
 from pinned_processes import OTHER_CORES
 from router_redis import PAGE, SLICE, Bench, Case, index_bytes, local_us, measure, redis_us
 
+from tandem_services.router.cost import PAIR_ENDS
 from tandem_services.router.index import IndexUpdate, UpdateKind
-from tandem_services.router.shortlist import PAIR_ENDS
 from tandem_testing.redis_server import RedisServer
 
 PROMPT = 32_768

@@ -22,11 +22,11 @@ import time
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 
-from tandem_engine.bench.workload import Job, random_ids
 from tandem_engine.config import CacheConfig, EngineConfig, HostConfig, SchedulerConfig, WritePolicy
 from tandem_engine.engine import Engine
-from tandem_engine.loaded_model import LoadedModel, load
-from tandem_engine.memory.page_copy import CopyKind, PageCopy
+from tandem_engine.engine.loaded_model import LoadedModel, load
+from tandem_engine.memory.page_copies import CopyKind, PageCopy
+from tandem_lab.bench.transformers_peer import Job, random_ids
 
 PREFIX, SUFFIX = 1000, 16
 PAGES = 512

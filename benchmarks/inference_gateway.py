@@ -28,9 +28,9 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support")]
 
-from tandem_services.common.ports import free_port  # noqa: E402
+from tandem_services.common.sockets import free_port  # noqa: E402
 
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[:3])}
 TANDEM = (sys.executable, "-m", "tandem_services.cli.main")

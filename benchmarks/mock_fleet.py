@@ -22,7 +22,7 @@ from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.cost import Load
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import HEARTBEAT_S, Keys
-from tandem_services.router.library import FunctionLibrary
+from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
 from tandem_testing.mock_engine import MockBehaviour, MockEngine
 from tandem_testing.tokenizer_builders import write_tokenizer

@@ -35,19 +35,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tandem_engine import environment
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base import environment
+from tandem_engine.base.clock import MonotonicClock
+from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.transport import NixlTransport, region_of
 from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
 from tandem_engine.disaggregation.prefill import PUSH_BYTES
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, Push, PushDone, PushKey
-from tandem_engine.ipc.channels import IpcContext
-from tandem_engine.ipc.poller import Poller
+from tandem_engine.ipc.channels import IpcContext, Poller
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import HandoffRecord, Hello, PeerMessage
-from tandem_engine.names import DigestKind, PageId
 
 PATIENCE = 30.0
 NOTIFIED = b"raw"

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "operator", "tests/support")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "operator", "lab", "tests/support")]
 
 from tandem_testing.control_plane import NODES, TOOL, ControlPlane, client_of, install_crds  # noqa: E402
 from tandem_testing.kube_answering import answering  # noqa: E402

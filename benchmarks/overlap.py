@@ -27,10 +27,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tandem_engine.bench.workload import Job, random_ids
 from tandem_engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem_engine.engine import Engine
-from tandem_engine.loaded_model import LoadedModel, load
+from tandem_engine.engine.loaded_model import LoadedModel, load
+from tandem_lab.bench.transformers_peer import Job, random_ids
 
 PREFIX = 1008
 SUFFIXES = (16, 64, 256)

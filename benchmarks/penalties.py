@@ -2,7 +2,7 @@
 
     python benchmarks/penalties.py [--vocab 152064] [--rounds 25]
 
-`apply` and `record` of `sampling.penalties` for a step of penalised rows, one thread, against the three formulas
+`apply` and `record` of `sampling.logits_processor` for a step of penalised rows, one thread, against the three formulas
 over all logits of a row, as one would write them without knowing which tokens matter. Each round times both, so that a
 noisy machine disturbs both alike; outputs must be equal to the last bit. Prints one JSON object per number of rows and
 of tokens that each has seen.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.forward.logit_edits import Penalties
-from tandem_engine.sampling.penalties import PenaltyRows
+from tandem_engine.sampling.logits_processor import PenaltyRows
 
 ROWS = (1, 16, 64)
 SEEN = (100, 1_000, 10_000)

@@ -23,20 +23,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
 
 import uvloop  # noqa: E402
 from mock_fleet import behaviour, keep_registered, mock_checkpoint, mock_tokenizer  # noqa: E402
 from pinned_processes import cpu_seconds, process, wait_until_up  # noqa: E402
 
-from tandem_engine.clock import MonotonicClock  # noqa: E402
+from tandem_engine.base.clock import MonotonicClock  # noqa: E402
 from tandem_engine.config import Role  # noqa: E402
 from tandem_engine.ipc.channels import IpcContext  # noqa: E402
 from tandem_engine.ipc.keys import KeyPair  # noqa: E402
-from tandem_services.common.ports import free_port  # noqa: E402
-from tandem_services.gateway.engine_client import EnginePool, LivenessTiming  # noqa: E402
-from tandem_services.gateway.revival import Revival  # noqa: E402
-from tandem_services.router.choice import WorkerView  # noqa: E402
+from tandem_services.common.sockets import free_port  # noqa: E402
+from tandem_services.gateway.dispatch.engine_client import EnginePool, LivenessTiming, Revival  # noqa: E402
+from tandem_services.router.decision import WorkerView  # noqa: E402
 from tandem_testing.mock_engine import MockEngine  # noqa: E402
 from tandem_testing.redis_server import RedisServer  # noqa: E402
 from tandem_testing.waiting import wait_for  # noqa: E402

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
+SOURCES = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
 
 START_S = 90.0
 GATEWAY_CORES = {min(os.sched_getaffinity(0))}

@@ -22,21 +22,19 @@ from random import Random
 from statistics import mean, quantiles
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
 
 from tandem_engine.config import SchedulerConfig  # noqa: E402
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult  # noqa: E402
-from tandem_engine.memory.allocator import PageAllocator  # noqa: E402
-from tandem_engine.memory.copies import CopyQueue  # noqa: E402
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult  # noqa: E402
+from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool  # noqa: E402
 from tandem_engine.memory.kv_memory import KvMemory  # noqa: E402
-from tandem_engine.memory.page_copy import CopyReport, PageCopy  # noqa: E402
+from tandem_engine.memory.page_copies import CopyQueue, CopyReport, PageCopy  # noqa: E402
 from tandem_engine.memory.radix_cache import RadixCache  # noqa: E402
-from tandem_engine.memory.rows import ReqToTokenPool  # noqa: E402
 from tandem_engine.messages.outputs import TokenOutput  # noqa: E402
 from tandem_engine.messages.requests import GenerateRequest  # noqa: E402
 from tandem_engine.messages.sampling import SamplingParams  # noqa: E402
-from tandem_engine.scheduler.model_facts import ModelFacts  # noqa: E402
 from tandem_engine.scheduler.scheduler import Scheduler  # noqa: E402
+from tandem_engine.scheduler.stop import ModelFacts  # noqa: E402
 
 STEP_S = 0.02
 TOKEN_S = 50e-6

@@ -24,8 +24,8 @@ from array import array
 from collections.abc import Callable
 from statistics import median
 
+from tandem_engine.base.names import PageId
 from tandem_engine.memory.radix_cache import RadixCache
-from tandem_engine.names import PageId
 
 VOCAB = 150_000
 SYSTEM_PROMPTS, SYSTEM_TOKENS, TURN_TOKENS = 64, 1024, 1024

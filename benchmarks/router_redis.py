@@ -29,20 +29,20 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support")]
 
-from tandem_engine.clock import MonotonicClock  # noqa: E402
+from tandem_engine.base.clock import MonotonicClock  # noqa: E402
 from tandem_engine.config import Role  # noqa: E402
 from tandem_engine.messages.control import MAX_LINKS  # noqa: E402
-from tandem_engine.messages.engine_stats import LinkReport  # noqa: E402
+from tandem_engine.messages.stats import LinkReport  # noqa: E402
 from tandem_services.common.redis_client import RedisAddress, RedisClient  # noqa: E402
-from tandem_services.router.choice import WorkerView  # noqa: E402
 from tandem_services.router.cost import Demand, Load  # noqa: E402
+from tandem_services.router.decision import WorkerView  # noqa: E402
 from tandem_services.router.index import BlockIndex, IndexUpdate, UpdateKind  # noqa: E402
 from tandem_services.router.keys import Keys  # noqa: E402
-from tandem_services.router.library import FunctionLibrary  # noqa: E402
-from tandem_services.router.local import LocalRouting, OwnLoad  # noqa: E402
+from tandem_services.router.redis_functions import FunctionLibrary  # noqa: E402
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState  # noqa: E402
+from tandem_services.router.selection import LocalRouting, OwnLoad  # noqa: E402
 from tandem_testing.redis_server import RedisServer  # noqa: E402
 
 PAGE = 16

@@ -36,35 +36,26 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "tests/support", "benchmarks")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
 
 import msgspec  # noqa: E402
 import uvloop  # noqa: E402
 from http_worker import ANSWERS, RequestReader, whole  # noqa: E402
 from pinned_processes import START_S, process, wait_until_up  # noqa: E402
 
-from tandem_services.cli.processes import Supervisor  # noqa: E402
-from tandem_services.cli.redis_process import start_redis  # noqa: E402
-from tandem_services.common.ports import free_port  # noqa: E402
+from tandem_lab.simulate.clock import EventQueue, SimulatedRedis  # noqa: E402
+from tandem_lab.simulate.fleet import Fleet, FleetShape  # noqa: E402
+from tandem_lab.simulate.replay import Replay, replay  # noqa: E402
+from tandem_lab.simulate.report import PolicyReport, TraceLimits, policy_report  # noqa: E402
+from tandem_lab.simulate.requests import SimulatedRequest, simulated_requests  # noqa: E402
+from tandem_lab.simulate.run import Simulation, distinct_blocks  # noqa: E402
+from tandem_lab.traces import TRACE_BLOCK, TraceRow, read_trace  # noqa: E402
+from tandem_services.cli.processes import Supervisor, start_redis  # noqa: E402
 from tandem_services.common.redis_client import RedisAddress  # noqa: E402
-from tandem_services.common.traces import TRACE_BLOCK, TraceRow, read_trace  # noqa: E402
-from tandem_services.router.choice import (  # noqa: E402
-    Choice,
-    Placement,
-    Reservation,
-    RouteQuery,
-    Source,
-    WorkerView,
-)
-from tandem_services.router.config import RouterCounters  # noqa: E402
-from tandem_services.router.policies.by_role import PolicyNames  # noqa: E402
-from tandem_services.simulate.events import EventQueue  # noqa: E402
-from tandem_services.simulate.fleet import Fleet, FleetShape  # noqa: E402
-from tandem_services.simulate.redis_time import SimulatedRedis  # noqa: E402
-from tandem_services.simulate.replay import Replay, replay  # noqa: E402
-from tandem_services.simulate.report import PolicyReport, TraceLimits, policy_report  # noqa: E402
-from tandem_services.simulate.requests import SimulatedRequest, simulated_requests  # noqa: E402
-from tandem_services.simulate.run import Simulation, distinct_blocks  # noqa: E402
+from tandem_services.common.sockets import free_port  # noqa: E402
+from tandem_services.router.decision import Choice, Placement, Reservation, RouteQuery, Source, WorkerView  # noqa: E402
+from tandem_services.router.policies import PolicyNames  # noqa: E402
+from tandem_services.router.router import RouterCounters  # noqa: E402
 
 BLOCK_CHARACTERS = 16
 CHOICE_S = 30.0

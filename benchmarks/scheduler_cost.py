@@ -35,21 +35,19 @@ from typing import Any, TypeVar
 import numpy as np
 from line_plot import draw
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.config import SchedulerConfig
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult, SampledLogprobs
-from tandem_engine.memory.allocator import PageAllocator
-from tandem_engine.memory.copies import CopyQueue
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult, SampledLogprobs
+from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.memory.page_copy import CopyReport, PageCopy
+from tandem_engine.memory.page_copies import CopyQueue, CopyReport, PageCopy
 from tandem_engine.memory.radix_cache import RadixCache
-from tandem_engine.memory.rows import ReqToTokenPool
 from tandem_engine.messages.outputs import TokenOutput
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.loop import Loop
-from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.scheduler import Scheduler
+from tandem_engine.scheduler.stop import ModelFacts
 
 SIZES = (1, 8, 64, 128, 256, 384, 512)
 LIMITS = {64: 200.0, 256: 600.0}

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig, SpecAlgorithm, SpecConfig
 from tandem_engine.engine import Engine
-from tandem_engine.loaded_model import LoadedModel, load
+from tandem_engine.engine.loaded_model import LoadedModel, load
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 

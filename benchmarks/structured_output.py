@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.engine import Engine
-from tandem_engine.loaded_model import LoadedModel, load
+from tandem_engine.engine.loaded_model import LoadedModel, load
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.outputs import TokenOutput
 from tandem_engine.messages.requests import GenerateRequest

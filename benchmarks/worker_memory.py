@@ -35,11 +35,11 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+from tandem_engine.base.linux import REST_S
 from tandem_engine.config import ModelConfig
-from tandem_engine.freed import REST_S
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.tensor_names import expected_shapes
-from tandem_services.common.ports import free_port
+from tandem_services.common.sockets import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "tandem_services.cli.main"]

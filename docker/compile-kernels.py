@@ -10,12 +10,12 @@ import subprocess
 import sys
 
 from tandem_engine.config import Role
-from tandem_engine.flags import add_engine_flags, engine_config
-from tandem_engine.loaded_model import load
+from tandem_engine.config.flags import add_engine_flags, engine_config
+from tandem_engine.engine.loaded_model import load
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.verify.pair import Pair
-from tandem_engine.verify.ranks import Alone
+from tandem_lab.verify.engine_pairs import Pair
+from tandem_lab.verify.engines import Alone
 
 MODEL = "/opt/tandem/models/tandem-mini"
 DTYPES = ("float32", "bfloat16")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tandem_services.common import ports
+from tandem_services.common import sockets
 from tandem_testing.inherited_signals import give_children_default_signals
 from tandem_testing.suite_scheduler import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 
@@ -35,7 +35,7 @@ settings.load_profile("patient")
 
 # Tests that run side by side look for free ports side by side.
 _worker, _workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-ports.PORTS = ports.PORTS[int(_worker.removeprefix("gw")) % _workers :: _workers]
+sockets.PORTS = sockets.PORTS[int(_worker.removeprefix("gw")) % _workers :: _workers]
 
 give_children_default_signals()
 

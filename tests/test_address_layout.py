@@ -1,4 +1,4 @@
-"""Hosts and ports are joined and split by `tandem_engine.addresses` alone: IPv6 addresses need brackets there."""
+"""Hosts and ports are joined and split by `tandem_engine.base.addresses` alone: IPv6 addresses need brackets there."""
 
 import ast
 import re
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("engine/tandem_engine", "services/tandem_services", "operator/tandem_operator")
-ADDRESSES = "engine/tandem_engine/addresses.py"
+PACKAGES = ("engine/tandem_engine", "services/tandem_services", "operator/tandem_operator", "lab/tandem_lab")
+ADDRESSES = "engine/tandem_engine/base/addresses.py"
 
 SPLITTERS = {"partition", "rpartition", "split", "rsplit"}
 SCHEME = re.compile(r"\b(tcp|http|https|ws|wss|redis|rediss|grpc)://$")
@@ -18,15 +18,15 @@ PORT = re.compile(r"port", re.IGNORECASE)
 
 OTHER_COLONS = {
     # No addresses: devices of RDMA and torch, control groups, kubeconfig paths, sizes of links, credentials of a URL.
-    "engine/tandem_engine/disaggregation/link_transport.py": {"f'{port.parent.parent.name}:{port.name}'"},
-    "engine/tandem_engine/disaggregation/nixl/interfaces.py": {"part.partition(':')"},
-    "engine/tandem_engine/executor/memory_meter.py": {"line.split(':', 2)", "line.partition(':')"},
+    "engine/tandem_engine/disaggregation/transport.py": {"f'{port.parent.parent.name}:{port.name}'"},
+    "engine/tandem_engine/disaggregation/nixl/agent.py": {"part.partition(':')"},
+    "engine/tandem_engine/executor/memory_profile.py": {"line.split(':', 2)", "line.partition(':')"},
     "services/tandem_services/cli/k8s/cluster.py": {"str(config.KUBE_CONFIG_DEFAULT_LOCATION).split(':')"},
-    "services/tandem_services/cli/simulated_system.py": {"part.partition(':')"},
+    "lab/tandem_lab/cli/simulate.py": {"part.partition(':')"},
     "services/tandem_services/common/redis_client.py": {"credentials.partition(':')"},
     # The kubelet replaces the variable by a DNS name.
     "operator/tandem_operator/builders/worker.py": {"f'$(LWS_LEADER_ADDRESS):{MEETING_PORT}'"},
-    "engine/tandem_engine/parallel/devices.py": {"f'{named.type}:{(named.index or 0) + rank}'"},
+    "engine/tandem_engine/parallel/group.py": {"f'{named.type}:{(named.index or 0) + rank}'"},
 }
 
 
@@ -75,7 +75,7 @@ def test_addresses_are_joined_and_split_in_one_module() -> None:
             found += [
                 f"{name}:{line}: {text}" for line, text in hand_made(path.read_text("utf-8")) if text not in known
             ]
-    assert found == [], "use tandem_engine.addresses.Address"
+    assert found == [], "use tandem_engine.base.addresses.Address"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ PACKAGES = {
     "engine": "tandem_engine",
     "services": "tandem_services",
     "operator": "tandem_operator",
+    "lab": "tandem_lab",
 }
 
 
@@ -47,11 +49,13 @@ def test_the_interpreter_works_from_the_root_with_the_root_on_the_path() -> None
         "tandem_engine.messages.control",
         "tandem_engine.ipc.channels",
         "tandem_services.cli.main",
-        "tandem_services.cli.k8s.looking",
+        "tandem_services.cli.k8s.views",
         "tandem_services.gateway.app",
         "tandem_services.router.router",
         "tandem_services.router_server.serve",
         "tandem_services.worker.main",
+        "tandem_lab.cli.verify",
+        "tandem_lab.simulate.run",
     ],
 )
 def test_processes_without_torch_can_import(module: str) -> None:
@@ -98,7 +102,7 @@ def test_no_source_can_deserialise_code() -> None:
 
 
 ENVIRONMENT_READERS = {
-    "engine/tandem_engine/environment.py",
+    "engine/tandem_engine/base/environment.py",
     "operator/tandem_operator/settings.py",
     "services/tandem_services/common/settings.py",
 }
@@ -112,3 +116,17 @@ def test_the_environment_is_read_in_one_file_per_package() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and isinstance(node.value, ast.Name)
     }
     assert readers <= ENVIRONMENT_READERS
+
+
+def modules() -> list[Path]:
+    found = [p for part, package in PACKAGES.items() for p in (ROOT / part / package).rglob("*.py")]
+    return [p for p in found if not p.name.endswith("_pb2.py")]
+
+
+def test_no_module_is_longer_than_500_lines() -> None:
+    assert [str(p) for p in modules() if p.read_text("utf-8").count("\n") > 500] == []
+
+
+def test_no_folder_holds_more_than_25_modules() -> None:
+    folders = Counter(str(p.parent) for p in modules() if p.name != "__init__.py")
+    assert {folder: count for folder, count in folders.items() if count > 25} == {}

@@ -14,7 +14,7 @@ python=${TANDEM_PYTHON:-${TANDEM_VENV:-$here/.venv}/bin/python}
     echo "gpu: $python has no torch: run TANDEM_TORCH=cuda make setup, or set TANDEM_PYTHON" >&2
     exit 1
 }
-path="$here/engine:$here/services:$here/operator:$here/tests/support:$here/benchmarks"
+path="$here/engine:$here/services:$here/operator:$here/lab:$here/tests/support:$here/benchmarks"
 if [ -e "$here/kit/manifest.json" ] && ! "$python" -c 'import msgspec, zmq, llguidance, nixl' 2>/dev/null; then
     path=$(TANDEM_PYTHON="$python" "$here/tools/gpu_unpack.sh" "$here/kit" "${TMPDIR:-/tmp}/tandem-kit")
 fi

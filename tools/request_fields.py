@@ -10,14 +10,20 @@ from collections.abc import Iterator, Mapping
 import msgspec
 from msgspec import inspect
 
-from tandem_services.gateway.chat_messages import OTHER_CHAT_PARTS
-from tandem_services.gateway.embedding_schemas import EmbeddingRequest
-from tandem_services.gateway.messages.schemas import OTHER_BLOCKS, OTHER_TEXT_BLOCKS, MessagesRequest
-from tandem_services.gateway.nested_fields import NESTED_WITHOUT_EFFECT, is_refused, nested_objects, shape_fields
-from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest
-from tandem_services.gateway.request_fields import KNOWN_FIELDS, WITHOUT_EFFECT
-from tandem_services.gateway.responses.schemas import OTHER_PARTS, ResponsesRequest
-from tandem_services.gateway.session_routes import CloseRequest, OpenRequest
+from tandem_services.gateway.api.anthropic.schemas import OTHER_BLOCKS, OTHER_TEXT_BLOCKS, MessagesRequest
+from tandem_services.gateway.api.chat import OTHER_CHAT_PARTS
+from tandem_services.gateway.api.embeddings import EmbeddingRequest
+from tandem_services.gateway.api.openai_schemas import ChatRequest, CompletionRequest
+from tandem_services.gateway.api.responses.schemas import OTHER_PARTS, ResponsesRequest
+from tandem_services.gateway.api.sessions import CloseRequest, OpenRequest
+from tandem_services.gateway.http.known_fields import (
+    KNOWN_FIELDS,
+    NESTED_WITHOUT_EFFECT,
+    WITHOUT_EFFECT,
+    is_refused,
+    nested_objects,
+    shape_fields,
+)
 
 COLUMNS: dict[str, type[msgspec.Struct]] = {
     "chat": ChatRequest,

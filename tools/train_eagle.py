@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.engine import Engine
-from tandem_engine.loaded_model import load
+from tandem_engine.engine.loaded_model import load
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("engine", "services", "operator", "charts", "docs", "tests", "benchmarks", "tools", "docker")
+PARTS = ("engine", "services", "operator", "lab", "charts", "docs", "tests", "benchmarks", "tools", "docker")
 SUFFIXES = {".py", ".md", ".lua", ".js", ".sh", ".tpl", ".html"}
 GENERATED = (
     "crds/",
     "tools/corpus/",
-    "accuracy/text.txt",
+    "tandem_lab/accuracy.txt",
     "_pb2.py",
     "docs/glossary.md",
     "tools/words.py",

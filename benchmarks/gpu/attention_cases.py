@@ -10,11 +10,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu.cases import PAGE, Case, CaseMaker
-from tandem_engine.attention.spec import AttentionSpec
-from tandem_engine.attention.triton_backend import TritonBackend, TritonPlan
-from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
-from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.batch import ForwardBatch, ForwardMode, SamplingBatch
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention.backend import AttentionSpec
+from tandem_engine.model.attention.triton import TritonBackend, TritonPlan
 
 TARGET_BATCH, TARGET_CONTEXT = 16, 4096
 """Decodes of at least so many sequences and tokens have a target."""

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from gpu.cases import Case, CaseMaker
-from tandem_engine.kernels.fused_moe import fused_experts
+from tandem_engine.kernels.triton.fused_moe import fused_experts
 
 MOST_READ = 256
 """Tokens of a step that is bound by what it reads."""

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from gpu.cases import PAGE, Case, CaseMaker
-from tandem_engine.kernels.gated_activation import gated_activation
-from tandem_engine.kernels.head_turn import HeadTurn
-from tandem_engine.kernels.rms_norm import add_rms_norm
-from tandem_engine.kernels.rope_store import rotate_and_store
-from tandem_engine.kernels.store_kv import store_kv
+from tandem_engine.kernels.interface import HeadTurn
+from tandem_engine.kernels.triton.norm_activation import add_rms_norm, gated_activation
+from tandem_engine.kernels.triton.rope_store import rotate_and_store
+from tandem_engine.kernels.triton.store_kv import store_kv
 
 
 class LayerCases(CaseMaker):

@@ -13,9 +13,9 @@ import torch
 from torch.nn.functional import linear
 
 from gpu.cases import Case, CaseMaker
-from tandem_engine.kernels.fused_moe import fused_experts
-from tandem_engine.kernels.packed_weight import FLOAT8, INT4, INT8, PackedWeight
-from tandem_engine.kernels.quantized_gemm import quantized_linear
+from tandem_engine.kernels.interface import INT4, INT8, PACKED_FLOAT8, PackedWeight
+from tandem_engine.kernels.triton.fused_moe import fused_experts
+from tandem_engine.kernels.triton.quantized_gemm import quantized_linear
 
 
 class Format(NamedTuple):
@@ -29,7 +29,7 @@ class Format(NamedTuple):
 FORMATS = (
     Format("AWQ", INT4, 128, zeros=True),
     Format("int8", INT8, None, zeros=False),
-    Format("fp8, 128 × 128", FLOAT8, 128, zeros=False),
+    Format("fp8, 128 × 128", PACKED_FLOAT8, 128, zeros=False),
 )
 DECODES = (1, 8, 32)
 CHOSEN = 2

@@ -7,16 +7,14 @@ import torch
 from torch import Tensor
 
 from gpu.cases import PAGE, Case, CaseMaker
-from tandem_engine.disaggregation import device_digests
+from tandem_engine.base.names import DigestKind
+from tandem_engine.disaggregation import digest_triton
 from tandem_engine.disaggregation.digest import WORD_TYPES
-from tandem_engine.disaggregation.sampled_words import sampled_digests_torch, sampled_rows
-from tandem_engine.disaggregation.word_mixing import word_bytes
-from tandem_engine.kernels.page_copy import copy_pages
-from tandem_engine.kernels.page_gather import gather_pages
-from tandem_engine.kernels.penalties import RowPenalties, edit_logits
-from tandem_engine.kernels.row_tables import gather_rows
-from tandem_engine.kernels.sampling import sample
-from tandem_engine.names import DigestKind
+from tandem_engine.disaggregation.digest_words import sampled_digests_torch, sampled_rows, word_bytes
+from tandem_engine.kernels.triton.page_copy import copy_pages, gather_pages
+from tandem_engine.kernels.triton.penalties import RowPenalties, edit_logits
+from tandem_engine.kernels.triton.row_tables import gather_rows
+from tandem_engine.kernels.triton.sampling import sample
 
 SECTOR = 32
 """Bytes that a device reads for any of them."""
@@ -126,13 +124,13 @@ class TableCases(CaseMaker):
         if kind is DigestKind.FULL:
             return Case(
                 name=f"digests of every byte, {count} pages",
-                run=lambda: device_digests.full_digests(words, pages, keys),
+                run=lambda: digest_triton.full_digests(words, pages, keys),
                 ceiling="copy",
                 work=count * pool.page_bytes,
             )
         return Case(
             name=f"digests of samples, {count} pages",
-            run=lambda: device_digests.sampled_digests(words, pages, keys, layout, rows),
+            run=lambda: digest_triton.sampled_digests(words, pages, keys, layout, rows),
             ceiling="copy",
             work=count * len(rows) * SECTOR,
             peers={"torch": lambda: sampled_digests_torch(words, pages, keys, layout, rows)},

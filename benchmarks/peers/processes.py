@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from peers.machine import descendants
-from tandem_engine.ipc.parent import die_with_parent
+from tandem_engine.base.linux import die_with_parent
 
 MARK = "PEERS_RUN"
 GRACE_S = 10.0

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from tandem_engine.library.async_llm import AsyncLLM
     from tandem_engine.library.llm import LLM
     from tandem_engine.library.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from tandem_engine.library.prompts import Session
     from tandem_engine.library.sampling_params import SamplingParams
-    from tandem_engine.library.session import Session
-    from tandem_engine.messages.pooling import PoolingParams
+    from tandem_engine.messages.requests import PoolingParams
+
 
 __all__ = [
     "LLM",
@@ -31,10 +32,10 @@ _HOMES = {
     "AsyncLLM": "library.async_llm",
     "CompletionOutput": "library.outputs",
     "EmbeddingRequestOutput": "library.outputs",
-    "PoolingParams": "messages.pooling",
+    "PoolingParams": "messages.requests",
     "RequestOutput": "library.outputs",
     "SamplingParams": "library.sampling_params",
-    "Session": "library.session",
+    "Session": "library.prompts",
 }
 
 

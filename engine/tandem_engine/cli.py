@@ -2,9 +2,6 @@
 
 serve    one engine process for a worker service; with --tensor-parallel-size it starts its further ranks
 follow   the ranks of a further machine of an engine with --nnodes
-verify   compare with transformers, token by token
-bench    offline throughput and latency against transformers
-accuracy what fewer bits of weights and KV cost, on a text
 """
 
 import argparse
@@ -15,24 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tandem_engine.addresses import LOOPBACK
-from tandem_engine.config import KvCacheDtype, ModelImpl, Quantization, Role
-from tandem_engine.environment import read_environment, set_default
-from tandem_engine.errors import ConfigError, EngineError
-from tandem_engine.extras import lacking
-from tandem_engine.flags import (
-    add_accuracy_flags,
-    add_device_flag,
+from tandem_engine.base.addresses import LOOPBACK
+from tandem_engine.base.environment import read_environment, set_default
+from tandem_engine.base.errors import ConfigError, EngineError
+from tandem_engine.base.extras import lacking
+from tandem_engine.base.linux import keep_files_private
+from tandem_engine.base.logs import LogFormat, configure_logging
+from tandem_engine.config import Role
+from tandem_engine.config.flags import (
     add_engine_flags,
-    add_kv_cache_dtype_flag,
-    add_model_impl_flag,
     engine_config,
     host_address,
     non_negative_int,
-    positive_int,
 )
-from tandem_engine.logs import LogFormat, configure_logging
-from tandem_engine.private_files import keep_files_private
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,9 +33,6 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_follow(commands)
-    _add_verify(commands)
-    _add_bench(commands)
-    _add_accuracy(commands)
     _add_rank(commands)
     return parser
 
@@ -82,7 +71,7 @@ def _serve(args: argparse.Namespace) -> int:
     configure_logging(LogFormat(args.log_format), level=read_environment().level)
     # Engines share the cores of a machine: OpenMP threads that spin for work take them from each other.
     set_default("OMP_WAIT_POLICY", "PASSIVE")
-    from tandem_engine.process.serve import ProcessConfig, serve
+    from tandem_engine.engine.process import ProcessConfig, serve
 
     return serve(
         ProcessConfig(
@@ -112,98 +101,10 @@ def _follow(args: argparse.Namespace) -> int:
     keep_files_private()
     configure_logging(LogFormat(args.log_format), level=read_environment().level)
     set_default("OMP_WAIT_POLICY", "PASSIVE")
-    from tandem_engine.node import NodeConfig, follow
+    from tandem_engine.engine.launch import NodeConfig, follow
 
     return follow(
         NodeConfig(engine=engine_config(args), host=args.host, control=args.control, curve_keys=args.curve_keys)
-    )
-
-
-def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("verify", help="compare with transformers", allow_abbrev=False)
-    parser.add_argument("--model", required=True, metavar="PATH")
-    add_model_impl_flag(parser)
-    add_device_flag(parser)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add_kv_cache_dtype_flag(parser)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=positive_int, metavar="N")
-    parser.add_argument("--host", type=host_address, default=LOOPBACK)
-    parser.add_argument("--json", action="store_true")
-    parser.set_defaults(run=_verify)
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from tandem_engine.verify.command import run_verify
-
-    return run_verify(
-        args.model,
-        impl=ModelImpl(args.model_impl),
-        device=args.device,
-        dtype=args.dtype,
-        kv_dtype=KvCacheDtype(args.kv_cache_dtype),
-        quick=args.quick,
-        as_json=args.json,
-        tp_size=args.tensor_parallel_size,
-        host=args.host,
-    )
-
-
-def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("bench", help="offline benchmark", allow_abbrev=False)
-    parser.add_argument("--model", required=True, metavar="PATH")
-    for name, default in (("num-prompts", 64), ("input-len", 256), ("output-len", 96), ("rounds", 3)):
-        parser.add_argument(f"--{name}", type=positive_int, default=default, metavar="N")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=non_negative_int, default=0, metavar="N")
-    parser.add_argument("--skip-reference", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.set_defaults(run=_bench)
-
-
-def _bench(args: argparse.Namespace) -> int:
-    from tandem_engine.bench.command import BenchOptions, run_bench
-
-    return run_bench(
-        BenchOptions(
-            model_path=args.model,
-            num_prompts=args.num_prompts,
-            input_len=args.input_len,
-            output_len=args.output_len,
-            rounds=args.rounds,
-            dtype=args.dtype,
-            threads=args.threads,
-            skip_reference=args.skip_reference,
-            as_json=args.json,
-        )
-    )
-
-
-def _add_accuracy(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("accuracy", help="perplexity and KL divergence on a text", allow_abbrev=False)
-    parser.add_argument("--model", required=True, metavar="PATH")
-    add_accuracy_flags(parser)
-    parser.set_defaults(run=_accuracy)
-
-
-def _accuracy(args: argparse.Namespace) -> int:
-    from tandem_engine.accuracy.command import AccuracyOptions, run_accuracy
-
-    return run_accuracy(
-        AccuracyOptions(
-            model_path=args.model,
-            baseline_dtype=args.baseline_dtype,
-            dtypes=tuple(args.dtype),
-            kv_dtypes=tuple(map(KvCacheDtype, args.kv_cache_dtype)),
-            quantizations=tuple(map(Quantization, args.quantization)),
-            compared=tuple(args.compare),
-            text=args.text,
-            tokens=args.tokens,
-            window=args.window,
-            device=args.device,
-            threads=args.threads,
-            as_json=args.json,
-        )
     )
 
 
@@ -216,7 +117,7 @@ def _add_rank(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _rank(args: argparse.Namespace) -> int:
     keep_files_private()
     configure_logging(LogFormat(args.log_format), level=read_environment().level)
-    from tandem_engine.rank import run_rank
+    from tandem_engine.engine.launch import run_rank
 
     # All else is in the order that comes on standard input.
     return run_rank(sys.stdin.buffer)

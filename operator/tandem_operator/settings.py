@@ -9,6 +9,7 @@ DEFAULT_REGISTRY = "ghcr.io/tandem-serving"
 
 PodPrivilege = Literal["service-accounts", "host-paths", "privileged"]
 """What no pod has unless the administrator of the operator allows resources to ask for it."""
+
 POD_PRIVILEGES: tuple[PodPrivilege, ...] = get_args(PodPrivilege)
 
 ObjectPrivilege = Literal["routes", "monitors"]

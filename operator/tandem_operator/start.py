@@ -10,7 +10,7 @@ def main() -> None:
 
         run()
     except ModuleNotFoundError as error:
-        from tandem_engine.extras import missing_extra
+        from tandem_engine.base.extras import missing_extra
 
         sentence = missing_extra(error)
         if sentence is None:

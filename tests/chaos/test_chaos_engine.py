@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from tandem_engine.disaggregation.nixl import transport as nixl_transport
-from tandem_engine.engine import EnginePort, peer_side
-from tandem_engine.engine.peer_side import PeerSide
+from tandem_engine.engine import EnginePort, peer_setup
+from tandem_engine.engine.peer_setup import PeerSide
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.ipc.channels import IpcContext
 from tandem_testing.chaos.engine_main import FaultyPeers, FaultyTransport, install, put_in_place_of
@@ -16,7 +16,7 @@ from tandem_testing.chaos.knobs import KnobReader
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
     """Until the test ends."""
-    for owner, name in ((nixl_transport, "NixlTransport"), (peer_side, "PeerChannels"), (ModelRunner, "forward")):
+    for owner, name in ((nixl_transport, "NixlTransport"), (peer_setup, "PeerChannels"), (ModelRunner, "forward")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     install(KnobReader(path=tmp_path / "w.knobs"))
 
@@ -30,12 +30,12 @@ def test_engine_with_knobs_has_faulty_parts(monkeypatch):
     context.close()
     built = []
     monkeypatch.setattr(FaultyTransport, "__init__", lambda self, **_: built.append(self))
-    monkeypatch.setattr(peer_side.RankedTransport, "build", lambda *, local, **_: local)
+    monkeypatch.setattr(peer_setup.RankedTransport, "build", lambda *, local, **_: local)
     parts = SimpleNamespace(agreement=None, pool=None)
     place, parallel = SimpleNamespace(agent=str), SimpleNamespace(departure=SimpleNamespace(ask=print))
-    assert [peer_side._nixl(parts, side.socket.me, place, parallel)] == built
+    assert [peer_setup._nixl(parts, side.socket.me, place, parallel)] == built
 
 
 def test_knob_around_a_part_that_is_gone_is_an_error():
     with pytest.raises(AttributeError):
-        put_in_place_of(peer_side, "TheNameBefore", object())
+        put_in_place_of(peer_setup, "TheNameBefore", object())

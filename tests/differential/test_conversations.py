@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import HostConfig, PreemptionMode, SchedulePolicy
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import SessionRef
-from tandem_engine.names import RequestId
 from tandem_testing.disagg_pair import make_pair
 from tandem_testing.scheduler_builders import Engine, expected_output, make_engine, make_message
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import DisaggConfig, HostConfig, PreemptionMode, SchedulePolicy
-from tandem_engine.disaggregation.fake import Fate
-from tandem_engine.executor.fake import FakeModel
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import PrefixFetch
 from tandem_engine.messages.transfer import Hello, TransferAborted
-from tandem_engine.names import RequestId
 from tandem_testing.disagg_pair import CONFIG, DRAIN_TIMEOUT, Pair, Side, make_pair
+from tandem_testing.fake_executor import FakeModel
 from tandem_testing.fake_executors import Computed, LateExecutor
+from tandem_testing.fake_transport import Fate
 from tandem_testing.scheduler_builders import expected_prompt_logprobs
 from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
 

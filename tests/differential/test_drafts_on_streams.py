@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine import assembly
 from tandem_engine.config import (
     CacheConfig,
     DisaggConfig,
@@ -16,17 +15,17 @@ from tandem_engine.config import (
     SpecAlgorithm,
     SpecConfig,
 )
-from tandem_engine.engine import Engine
+from tandem_engine.engine import Engine, assembly
+from tandem_engine.engine.loaded_model import LoadedModel
+from tandem_engine.executor.cuda.runner import StreamRunner
+from tandem_engine.executor.cuda.streams import StreamFuture
+from tandem_engine.executor.memory_profile import Footprint, plan_pool
 from tandem_engine.executor.platform import Platform, RunnerParts
-from tandem_engine.executor.stream_executor import StreamFuture
-from tandem_engine.executor.stream_runner import StreamRunner
-from tandem_engine.loaded_model import LoadedModel
 from tandem_engine.memory.sizing import SMALLEST_POOL, MemoryPlan
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.parallel.group import Parallel
-from tandem_engine.pool_size import Footprint, plan_pool
 from tandem_engine.speculative.interface import DraftRequest, DraftTokens, Proposer
 from tandem_testing.tiny_checkpoints import VOCAB_SIZE, write_tiny_checkpoint, write_tiny_head
 from tandem_testing.twin_platform import TwinPlatform, load_for_twin

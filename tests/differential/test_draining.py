@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tandem_engine.disaggregation.fake import Fate
+from tandem_testing.fake_transport import Fate
 from tandem_testing.moving_fleet import MovingFleet, make_fleet
 from tandem_testing.scheduler_builders import VOCAB, make_message
 from tandem_testing.scripted_proposer import ScriptedProposer, wrong_every

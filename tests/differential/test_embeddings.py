@@ -4,7 +4,7 @@ import pytest
 
 from tandem_engine.config import HostConfig, PreemptionMode, WritePolicy
 from tandem_engine.messages.outputs import FinishReason
-from tandem_engine.messages.pooling import Pooling
+from tandem_engine.messages.requests import Pooling
 from tandem_testing.embedding_builders import expected_embedding, make_embedding_request, received_embedding
 from tandem_testing.memory_storage import MemoryStorage
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message

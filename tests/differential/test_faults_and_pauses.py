@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import FinishReason
 from tandem_testing.fake_executors import EagerExecutor, LateExecutor

@@ -5,11 +5,11 @@ import random
 import pytest
 
 from tandem_engine.config import DisaggConfig
-from tandem_engine.disaggregation.fake import Fate
 from tandem_engine.disaggregation.transport import Push
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.transfer import GrantsRenewed, StillOpen
 from tandem_testing.disagg_pair import Pair, make_pair
+from tandem_testing.fake_transport import Fate
 
 LEASE = 2.0
 CONFIG = DisaggConfig(grant_timeout=LEASE, hold_timeout=LEASE, drain_timeout=LEASE)

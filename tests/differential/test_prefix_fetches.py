@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import HostConfig, PreemptionMode
-from tandem_engine.disaggregation.fake import Fate
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import PrefixFetch
-from tandem_engine.names import RequestId
 from tandem_testing.disagg_pair import CONFIG, Pair, Side, make_pair
+from tandem_testing.fake_transport import Fate
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.loaded_model import LoadedModel
-from tandem_engine.verify.paths import WITHOUT_GRAPHS
+from tandem_engine.engine.loaded_model import LoadedModel
+from tandem_lab.verify.paths import WITHOUT_GRAPHS
 from tandem_testing.exactness import run_paths_of
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 from tandem_testing.twin_platform import TwinPlatform, load_for_twin

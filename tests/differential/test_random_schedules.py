@@ -9,14 +9,14 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tandem_engine.base.errors import BusyError, InvalidRequestError, SessionError, SessionLostError
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import HostConfig, PreemptionMode, SchedulePolicy, WritePolicy
-from tandem_engine.errors import BusyError, InvalidRequestError, SessionError, SessionLostError
 from tandem_engine.executor.interface import ModelExecutor
-from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest, SessionRef
-from tandem_engine.names import RequestId
 from tandem_testing.fake_executors import Computes, EagerExecutor, LateExecutor
 from tandem_testing.memory_storage import MemoryStorage
 from tandem_testing.scheduler_builders import (

@@ -11,8 +11,8 @@ from msgspec import structs
 
 from tandem_engine.config import SchedulePolicy
 from tandem_engine.messages.outputs import FinishReason
-from tandem_engine.messages.reasoning import ReasoningBudget
 from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.sampling import ReasoningBudget
 from tandem_testing.fake_executors import ThreadedExecutor
 from tandem_testing.scheduler_builders import Engine, expected_output, make_engine, make_message
 from tandem_testing.toy_grammar import toy_grammar

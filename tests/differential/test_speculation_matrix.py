@@ -11,7 +11,7 @@ import pytest
 
 from tandem_engine.config import HostConfig, PreemptionMode, WritePolicy
 from tandem_engine.messages.outputs import FinishReason
-from tandem_engine.messages.reasoning import ReasoningBudget
+from tandem_engine.messages.sampling import ReasoningBudget
 from tandem_testing.disagg_pair import make_pair
 from tandem_testing.draft_builders import make_fake_drafts
 from tandem_testing.fake_executors import ThreadedExecutor

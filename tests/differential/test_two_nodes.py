@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.addresses import Address
+from tandem_engine.base.addresses import Address
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.control import DrainWanted, Shutdown
 from tandem_engine.messages.outputs import FinishReason
-from tandem_services.common.ports import free_port
+from tandem_services.common.sockets import free_port
 from tandem_testing.engine_processes import GRANT_S, HOLD_S, PATIENCE_S, Engine, hand_over, only_child, serving
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from tandem_engine.disaggregation.fake import FakeFabric, Fate
+from tandem_engine.base.names import RequestId
 from tandem_engine.disaggregation.transport import Push
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.transfer import PeerMessage, TransferAborted
-from tandem_engine.names import RequestId
 from tandem_engine.parallel.inputs import LosePeer
 from tandem_testing.disagg_network import PeerNetwork, make_peer
 from tandem_testing.disagg_pair import CONFIG, DRAIN_TIMEOUT, Pair
+from tandem_testing.fake_transport import FakeFabric, Fate
 from tandem_testing.ranked_side import make_ranked_side
 
 UNEQUAL = [(1, 2), (2, 1), (2, 2), (4, 2)]

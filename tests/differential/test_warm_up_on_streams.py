@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from tandem_engine.config import CacheConfig, DisaggConfig, SchedulerConfig, SpecAlgorithm, SpecConfig
-from tandem_engine.engine import Engine, lone_runs
-from tandem_engine.generation import Generation
+from tandem_engine.engine import Engine
+from tandem_engine.engine import engine as lone_runs
+from tandem_engine.engine.stats import Generation
 from tandem_engine.kernels.compiles import CompileCounter
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint

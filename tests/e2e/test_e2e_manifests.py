@@ -19,12 +19,11 @@ from tandem_operator.builders.naming import (
     gateway_name,
     redis_secret_name,
 )
-from tandem_operator.builders.redis_access import PASSWORD_KEY
+from tandem_operator.builders.redis import PASSWORD_KEY
 from tandem_operator.builders.served import Served
 from tandem_operator.builders.worker import CURVE_KEY
 from tandem_operator.planning.observed import Observed
-from tandem_operator.planning.plan import make_plan
-from tandem_operator.planning.revision import revision_of
+from tandem_operator.planning.plan import make_plan, revision_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_testing.control_plane import ControlPlane, Manifest
 from tandem_testing.e2e.diary import Diary, of_load

@@ -13,7 +13,7 @@ import pytest
 
 from tandem_operator.builders.naming import ROLE_LABEL, SERVICE_LABEL, curve_secret_name, gateway_name
 from tandem_operator.builders.worker import CURVE_KEY, HEALTH_PORT
-from tandem_operator.telemetry.orders import order_token
+from tandem_operator.telemetry.worker_control import order_token
 from tandem_services.cli.k8s import command
 from tandem_testing.control_plane import ControlPlane
 from tandem_testing.e2e.diary import Diary, of_load

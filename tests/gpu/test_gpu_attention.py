@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_testing.forward_builders import PageDealer, make_batch
 from tandem_testing.triton_kernels.checks import KernelChecks
 
@@ -53,7 +53,7 @@ def test_prompts_of_real_models(shape, dtype):
 
 @MODELS
 def test_a_captured_graph_gives_the_bits_of_a_plan_and_nothing_waits_for_the_host(shape):
-    from tandem_engine.attention.triton_backend import TritonBackend
+    from tandem_engine.model.attention.triton import TritonBackend
 
     num_heads, kv_heads, head_dim = shape["heads"], shape["kv_heads"], shape["head_dim"]
     pool = KvPool(

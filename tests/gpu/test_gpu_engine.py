@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import (
     CacheConfig,
     DisaggConfig,
@@ -22,13 +23,12 @@ from tandem_engine.config import (
     SpecConfig,
 )
 from tandem_engine.engine import Engine
-from tandem_engine.errors import ConfigError
+from tandem_engine.engine.loaded_model import LoadedModel, load
 from tandem_engine.kernels.compiles import COMPILED
-from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.scheduler.stream import discard
-from tandem_engine.verify.paths import WITHOUT_GRAPHS
+from tandem_engine.scheduler.output_stream import discard
+from tandem_lab.verify.paths import WITHOUT_GRAPHS
 from tandem_testing.exactness import (
     CACHED,
     CHUNKED,

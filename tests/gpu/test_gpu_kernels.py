@@ -79,7 +79,7 @@ def test_products_by_quantized_weights_of_a_real_model(coding, group_size, token
 @pytest.mark.parametrize("coding", ["int4", "int8", "float8"])
 def test_a_token_has_the_same_bits_alone_and_in_a_prompt_of_a_real_model(coding):
     """Tiles of 16 and of 64 tokens are multiplied by instructions of different width."""
-    from tandem_engine.kernels.quantized_gemm import quantized_linear
+    from tandem_engine.kernels.triton.quantized_gemm import quantized_linear
     from tandem_testing.triton_kernels import quantized_kernels
 
     weight = quantized_kernels.packed(quantized_kernels.random_levels(coding, 1024, 4096, 128, symmetric=False), "cuda")

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import httpx
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.gateway.app import api_app
-from tandem_services.gateway.composition import build_gateway
-from tandem_services.gateway.serve import http_server, listen
-from tandem_services.router.config import RouterConfig
-from tandem_services.router.router import Router
+from tandem_services.common.sockets import listen
+from tandem_services.gateway.app import api_app, build_gateway
+from tandem_services.gateway.serve import http_server
+from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens

@@ -12,10 +12,9 @@ from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.config import RouterConfig
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.registry import LeaseStatus
-from tandem_services.router.router import Router
+from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of, serving_fleets
 from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
 from tandem_testing.router_builders import PATIENT_S, Fleet, make_load, make_record

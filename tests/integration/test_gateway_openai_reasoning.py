@@ -9,7 +9,7 @@ import pytest
 
 from tandem_engine.config import CacheConfig, EngineConfig
 from tandem_engine.engine import Engine
-from tandem_engine.loaded_model import load
+from tandem_engine.engine.loaded_model import load
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_testing.gateway_builders import EngineRack, live_gateway
 from tandem_testing.mock_engine import MockBehaviour

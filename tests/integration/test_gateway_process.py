@@ -12,7 +12,7 @@ from functools import partial
 import httpx
 import pytest
 
-from tandem_services.common.ports import free_port
+from tandem_services.common.sockets import free_port
 from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tests.integration.test_gateway_process import PATIENCE_S, registered, wait_until_ready
 
-from tandem_services.common.ports import free_port
+from tandem_services.common.sockets import free_port
 from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer

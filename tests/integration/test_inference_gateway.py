@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 
-from tandem_services.common.ports import free_port
+from tandem_services.common.sockets import free_port
 from tandem_testing.ext_proc_builders import (
     BUFFERED,
     answer_body,

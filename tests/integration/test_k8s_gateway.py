@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
+from tandem_services.common.sockets import listen
 from tandem_services.gateway.admin import create_admin_app
-from tandem_services.gateway.composition import build_gateway
-from tandem_services.gateway.request_journal import RequestJournal
-from tandem_services.gateway.serve import AdminServer, listen
+from tandem_services.gateway.app import build_gateway
+from tandem_services.gateway.observe.explain import RequestJournal
+from tandem_services.gateway.serve import AdminServer
 from tandem_testing.forwarding_api_server import ForwardingApiServer
 from tandem_testing.gateway_builders import (
     EngineRack,

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import torch
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
+from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, PushDone, PushFailed
 from tandem_engine.forward.kv_progress import KvProgress
-from tandem_engine.names import DigestKind, PageId
 from tandem_testing.disagg_nixl import PATIENCE, Node, make_push, nixl_node, remote_receiver
 from tandem_testing.ended_step import over
 

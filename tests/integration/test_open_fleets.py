@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from tandem_engine.errors import CheckpointError, ConfigError
+from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
-from tandem_services.gateway import routed_fleet
+from tandem_services.gateway import serve
 from tandem_services.gateway.config import ModelConfig
-from tandem_services.gateway.routed_fleet import OpenFleets
+from tandem_services.gateway.serve import OpenFleets
 from tandem_testing.router_builders import Fleet, make_record
 from tandem_testing.tokenizer_builders import write_tokenizer
 
@@ -34,7 +34,7 @@ async def test_an_opened_fleet_knows_its_workers_and_is_closed_once(server, mode
 
 
 async def test_what_cannot_be_opened_says_why(model, monkeypatch):
-    monkeypatch.setattr(routed_fleet, "LATER_START_S", 0.0)
+    monkeypatch.setattr(serve, "LATER_START_S", 0.0)
     away = RedisAddress(url="redis://127.0.0.1:1/0")
     fleets = OpenFleets()
     for changes, error in (

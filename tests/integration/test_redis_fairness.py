@@ -12,12 +12,11 @@ from random import Random
 import pytest
 
 from tandem_services.common.redis_client import RedisAddress, RedisClient
-from tandem_services.gateway.queueing.fair_queue import FairQueue, Waiting
-from tandem_services.gateway.queueing.shared_counters import SYNC_S, SharedCounters
-from tandem_services.router.fair_board import FairBoard
+from tandem_services.gateway.queueing.fair_queue import SYNC_S, FairQueue, SharedCounters, Waiting
 from tandem_services.router.keys import Keys
-from tandem_services.router.library import FunctionLibrary
-from tandem_services.router.virtual_counters import OUTPUT_WEIGHT, VirtualCounters, prompt_cost
+from tandem_services.router.redis_functions import FunctionLibrary
+from tandem_services.router.shared_state import FairBoard
+from tandem_services.router.usage_counters import OUTPUT_WEIGHT, VirtualCounters, prompt_cost
 from tandem_testing.router_builders import PATIENT_S
 
 GATEWAYS, PLACES, SECONDS = 3, 16, 60.0

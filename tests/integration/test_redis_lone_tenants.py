@@ -8,16 +8,16 @@ from random import Random
 
 import pytest
 
+from tandem_lab.simulate.fleet import FleetShape
+from tandem_lab.simulate.gateway import GatewayShape
+from tandem_lab.simulate.prefix_fetch import ServiceTimes
+from tandem_lab.simulate.replay import Outcome, replay
+from tandem_lab.simulate.requests import SimulatedRequest, simulated_requests
+from tandem_lab.traces import TRACE_BLOCK, TraceRow
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.common.traces import TRACE_BLOCK, TraceRow
-from tandem_services.gateway.queueing import giving_way
+from tandem_services.gateway.queueing import fair_queue
 from tandem_services.gateway.queueing.late_binding import LateBinding
-from tandem_services.router.policies.by_role import PolicyNames
-from tandem_services.simulate.fleet import FleetShape
-from tandem_services.simulate.gateway import GatewayShape
-from tandem_services.simulate.replay import Outcome, replay
-from tandem_services.simulate.requests import SimulatedRequest, simulated_requests
-from tandem_services.simulate.service_times import ServiceTimes
+from tandem_services.router.policies import PolicyNames
 
 SECONDS = 24.0
 PLACES = 8
@@ -100,7 +100,7 @@ async def test_a_flood_at_another_gateway_does_not_double_ones_p99(server):  # [
 
 
 async def test_without_giving_way_it_does(server, monkeypatch):
-    monkeypatch.setattr(giving_way.GivingWay, "gives_way", lambda *_: False)
+    monkeypatch.setattr(fair_queue.GivingWay, "gives_way", lambda *_: False)
     alone = await run(server, requests_of(calm()))
     beside = await run(server, requests_of(flood(), calm()))
     assert seconds_of(beside, "calm")[len(calm()) // 2] > 5 * p99(seconds_of(alone, "calm"))
@@ -123,7 +123,7 @@ async def test_gateways_that_share_every_tenant_serve_as_much_as_one(server):
     spread = await run(server, requests_of(flood(), calm(), apart=False), gateways=3)
     one_queue = await run(server, requests_of(flood(), calm()), gateways=1)
     assert served_by(spread, SECONDS) >= 0.95 * served_by(one_queue, SECONDS)
-    assert p99(seconds_of(spread, "calm")) <= 1.5 * p99(seconds_of(one_queue, "calm")) + giving_way.YIELD_S
+    assert p99(seconds_of(spread, "calm")) <= 1.5 * p99(seconds_of(one_queue, "calm")) + fair_queue.YIELD_S
 
 
 async def test_a_wish_that_nobody_can_grant_costs_a_moment_for_each_place(server, monkeypatch):
@@ -141,4 +141,4 @@ async def test_a_wish_that_nobody_can_grant_costs_a_moment_for_each_place(server
         for outcome in (free, stuck)
     ]
     # A place is empty for `YIELD_S` at most, until a turn, and then taken for `SERVICE_S` or so.
-    assert in_time[1] >= in_time[0] * SERVICE_S / (SERVICE_S + giving_way.YIELD_S + 0.3)
+    assert in_time[1] >= in_time[0] * SERVICE_S / (SERVICE_S + fair_queue.YIELD_S + 0.3)

@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from tandem_engine.config import Role
-from tandem_services.router.choice import Source
 from tandem_services.router.cost import Demand
+from tandem_services.router.decision import Source
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
 from tandem_services.router.keys import MAX_WORKERS

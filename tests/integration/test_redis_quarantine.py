@@ -7,7 +7,7 @@ import pytest
 from tandem_services.cli.main import main
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.keys import Keys
-from tandem_services.router.quarantine_board import QuarantineBoard
+from tandem_services.router.shared_state import QuarantineBoard
 from tandem_testing.router_builders import PATIENT_S
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.choice import RouteQuery, Source
+from tandem_services.router.decision import RouteQuery, Source
 from tandem_services.router.router import Router
 from tandem_testing.router_builders import LASTING, MODEL, PAGE, Fleet, make_record, patient_router
 from tandem_testing.waiting import until

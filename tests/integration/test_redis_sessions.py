@@ -3,9 +3,9 @@
 import pytest
 
 from tandem_services.common.redis_client import RedisAddress, RedisClient
-from tandem_services.router.choice import NoWorkersError, RouteQuery, Source
+from tandem_services.router.decision import NoWorkersError, RouteQuery, Source
 from tandem_services.router.keys import Keys
-from tandem_services.router.session_bindings import SessionBinding, SessionBindings, SessionName
+from tandem_services.router.shared_state import SessionBinding, SessionBindings, SessionName
 from tandem_testing.router_builders import LASTING, MODEL, PATIENT_S, Fleet, make_record, patient_router
 from tandem_testing.waiting import until
 

@@ -3,12 +3,18 @@
 import pytest
 import redis
 
-from tandem_services.router.fair_board import Charge, FairBoard, Report
-from tandem_services.router.quarantine_board import MOST_LEFT, QuarantineBoard
-from tandem_services.router.session_bindings import SessionBindings, SessionName
+from tandem_services.router.shared_state import (
+    MOST_LEFT,
+    Charge,
+    FairBoard,
+    QuarantineBoard,
+    Report,
+    SessionBindings,
+    SessionName,
+    UsageBoard,
+)
 from tandem_services.router.tickets import TicketBoard, new_ticket_id
-from tandem_services.router.usage_board import UsageBoard
-from tandem_services.router.usage_windows import Ask, Refused, UsageLimits
+from tandem_services.router.usage_counters import Ask, Refused, UsageLimits
 from tandem_testing.router_builders import Fleet
 
 VALUES = ("garbage", "", "-7", "3.5", "9" * 400, "9223372036854775807", "1e300", "nan", "inf", b"\xff\x00" * 60)

@@ -6,16 +6,13 @@ from random import Random
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
 from tandem_services.common.redis_client import RedisAddress, RedisClient
-from tandem_services.gateway.access.access_metrics import AccessMetrics
-from tandem_services.gateway.access.tenant_limits import TenantLimits
-from tandem_services.gateway.access.tenants import Tenant
-from tandem_services.router.fair_board import Charge, FairBoard, Report, Standing, Wish, WishElsewhere
+from tandem_services.gateway.access.tenants import AccessMetrics, Tenant, TenantLimits
 from tandem_services.router.keys import Keys
-from tandem_services.router.library import FunctionLibrary
-from tandem_services.router.usage_board import UsageBoard
-from tandem_services.router.usage_windows import Ask, Refused, UsageLimits, UsageWindows
+from tandem_services.router.redis_functions import FunctionLibrary
+from tandem_services.router.shared_state import Charge, FairBoard, Report, Standing, UsageBoard, Wish, WishElsewhere
+from tandem_services.router.usage_counters import Ask, Refused, UsageLimits, UsageWindows
 from tandem_testing.router_builders import PATIENT_S, Fleet
 from tandem_testing.waiting import until
 

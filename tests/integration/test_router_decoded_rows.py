@@ -3,11 +3,10 @@
 import pytest
 
 from tandem_engine.config import Role
+from tandem_lab.simulate.clock import DAY_MS, EventQueue, SimulatedRedis
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.cost import Demand
 from tandem_services.router.index import Routed
-from tandem_services.simulate.events import EventQueue
-from tandem_services.simulate.redis_time import DAY_MS, SimulatedRedis
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, make_link, make_load, make_record
 
 DEMAND = Demand(prompt_tokens=1000, output_tokens=16, local_prefill_tokens=2048)

@@ -7,13 +7,12 @@ from functools import partial
 
 import pytest
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
-from tandem_services.router.choice import Placement, Source
-from tandem_services.router.config import RouterConfig
+from tandem_services.router.decision import Placement, Source
 from tandem_services.router.registry import WorkerState
-from tandem_services.router.router import Router
+from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import LASTING, PAGE, Fleet, chain_of, make_query, make_record, patient_router
 from tandem_testing.service_clock import ServiceClock

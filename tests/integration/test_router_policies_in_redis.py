@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.router.choice import RouteQuery, Source
-from tandem_services.router.policies.by_role import PolicyNames
+from tandem_services.router.decision import RouteQuery, Source
+from tandem_services.router.policies import PolicyNames
 from tandem_services.router.router import Router
 from tandem_testing.router_builders import LASTING, MODEL, PAGE, Fleet, chain_of, make_record, patient_router
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem_services.common.ports import free_port
+from tandem_services.common.sockets import free_port
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.tokenizer_builders import write_tokenizer
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem_services.common.ports import free_port
 from tandem_services.common.redis_client import RedisAddress, RedisClient, RedisUnavailableError
+from tandem_services.common.sockets import free_port
 from tandem_services.router.keys import Keys
-from tandem_services.router.library import FunctionLibrary
+from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import FleetSnapshot, Registry
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.waiting import until

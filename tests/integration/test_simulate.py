@@ -6,17 +6,17 @@ import msgspec
 import pytest
 
 from tandem_engine.config import Role
+from tandem_lab.bench.load import Slo
+from tandem_lab.simulate.fleet import FleetShape
+from tandem_lab.simulate.replay import Outcome, replay
+from tandem_lab.simulate.report import Report
+from tandem_lab.simulate.requests import simulated_requests
+from tandem_lab.simulate.run import Simulation
+from tandem_lab.traces import TRACE_BLOCK, TraceRow
 from tandem_services.cli.main import main
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.common.traces import TRACE_BLOCK, TraceRow
-from tandem_services.loadgen.summary import Slo
-from tandem_services.router.choice import Placement
-from tandem_services.router.policies.by_role import PolicyNames
-from tandem_services.simulate.fleet import FleetShape
-from tandem_services.simulate.replay import Outcome, replay
-from tandem_services.simulate.report import Report
-from tandem_services.simulate.requests import simulated_requests
-from tandem_services.simulate.run import Simulation
+from tandem_services.router.decision import Placement
+from tandem_services.router.policies import PolicyNames
 
 TURNS, CONVERSATIONS = 4, 13
 

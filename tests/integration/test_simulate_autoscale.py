@@ -4,21 +4,20 @@ import json
 
 import pytest
 
-from tandem_operator.scaling.law import RoleBounds, ScalingConfig
-from tandem_operator.scaling.need import Targets
+from tandem_lab.bench.load import Slo
+from tandem_lab.simulate.autoscaling import Law, ScalingCosts, Static
+from tandem_lab.simulate.fleet import FleetShape
+from tandem_lab.simulate.prefix_fetch import ServiceTimes
+from tandem_lab.simulate.replay import Scaled
+from tandem_lab.simulate.report import ScalingReport
+from tandem_lab.simulate.requests import simulated_requests
+from tandem_lab.simulate.run import ScalingSimulation, Simulation
+from tandem_lab.traces import TRACE_BLOCK, TraceRow
+from tandem_operator.scaling.load import Targets
+from tandem_operator.scaling.policy import RoleBounds, ScalingConfig
 from tandem_services.cli.main import main
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.common.traces import TRACE_BLOCK, TraceRow
-from tandem_services.loadgen.summary import Slo
-from tandem_services.router.policies.by_role import PolicyNames
-from tandem_services.simulate.autoscaling import ScalingCosts
-from tandem_services.simulate.fleet import FleetShape
-from tandem_services.simulate.replay import Scaled
-from tandem_services.simulate.requests import simulated_requests
-from tandem_services.simulate.run import ScalingSimulation, Simulation
-from tandem_services.simulate.scalers import Law, Static
-from tandem_services.simulate.scaling_report import ScalingReport
-from tandem_services.simulate.service_times import ServiceTimes
+from tandem_services.router.policies import PolicyNames
 
 
 def a_busy_time() -> list[TraceRow]:

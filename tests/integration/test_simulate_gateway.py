@@ -10,37 +10,29 @@ from random import Random
 import msgspec
 import pytest
 
+from tandem_lab.simulate.clock import EventQueue, SimulatedRedis
+from tandem_lab.simulate.fleet import Fleet, FleetShape
+from tandem_lab.simulate.gateway import Client, Gateway, GatewayShape, QueueNotes
+from tandem_lab.simulate.prefix_fetch import ServiceTimes
+from tandem_lab.simulate.replay import Replay
+from tandem_lab.simulate.report import PolicyReport
+from tandem_lab.simulate.requests import SimulatedRequest, simulated_requests
+from tandem_lab.simulate.run import Simulation
+from tandem_lab.traces import TRACE_BLOCK, TraceRow
 from tandem_services.cli.main import main
 from tandem_services.common.errors import ApiError
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.common.traces import TRACE_BLOCK, TraceRow
 from tandem_services.gateway.queueing.admission import Admission
-from tandem_services.gateway.queueing.fair_queue import FairQueue
+from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
 from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
-from tandem_services.gateway.queueing.shared_counters import SharedCounters
-from tandem_services.gateway.shared_route import SharedRoute
-from tandem_services.router.choice import (
-    Choice,
-    NoWorkersError,
-    RouteQuery,
-    ScoreTerm,
-    WorkerView,
-)
-from tandem_services.router.config import RouterCounters
+from tandem_services.gateway.queueing.shared_route import SharedRoute
 from tandem_services.router.cost import NO_ROOM_S
+from tandem_services.router.decision import Choice, NoWorkersError, RouteQuery, ScoreTerm, WorkerView
 from tandem_services.router.keys import HEARTBEAT_S
-from tandem_services.router.policies.by_role import PolicyNames
+from tandem_services.router.policies import PolicyNames
+from tandem_services.router.router import RouterCounters
 from tandem_services.router.scoring import DECODE_ROOM
-from tandem_services.router.virtual_counters import VirtualCounters
-from tandem_services.simulate.events import EventQueue
-from tandem_services.simulate.fleet import Fleet, FleetShape
-from tandem_services.simulate.gateway import Client, Gateway, GatewayShape, QueueNotes
-from tandem_services.simulate.redis_time import SimulatedRedis
-from tandem_services.simulate.replay import Replay
-from tandem_services.simulate.report import PolicyReport
-from tandem_services.simulate.requests import SimulatedRequest, simulated_requests
-from tandem_services.simulate.run import Simulation
-from tandem_services.simulate.service_times import ServiceTimes
+from tandem_services.router.usage_counters import VirtualCounters
 from tandem_testing.router_builders import make_choice, make_view
 
 POLICY = AdmissionPolicy(room_s=4.0, worker_s=1.5)

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
+from tandem_engine.base.names import PageId
+from tandem_engine.disaggregation.base import room_key
 from tandem_engine.disaggregation.holds import HoldTable
-from tandem_engine.disaggregation.room_key import room_key
 from tandem_engine.messages.control import PeerEnded
-from tandem_engine.names import PageId
 from tandem_services.router.registry import FleetSnapshot
-from tandem_services.worker.lifelines import Lifelines
+from tandem_services.worker.peers import Lifelines
 from tandem_testing.disagg_nixl import Node, RemoteWriter, nixl_node, remote_writer
 from tandem_testing.waiting import until
 

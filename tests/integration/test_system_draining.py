@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
+from tandem_lab.bench.load import Lengths, fixed_workload
 from tandem_services.cli.main import main
-from tandem_services.loadgen.workload import Lengths, fixed_workload
 from tandem_testing.system_client import GREEDY, Sampling, SystemClient
 from tandem_testing.system_streams import assert_unharmed, lost, moved, run_with, run_with_busiest
 from tandem_testing.waiting import until

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from tandem_services.loadgen.workload import Lengths, fixed_workload
+from tandem_lab.bench.load import Lengths, fixed_workload
 from tandem_testing.system_client import GREEDY
 from tandem_testing.system_streams import assert_unharmed, run_with
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tandem_services.loadgen.workload import Lengths, fixed_workload
+from tandem_lab.bench.load import Lengths, fixed_workload
 from tandem_testing.system import System
 from tandem_testing.system_client import GREEDY, SystemClient
 from tandem_testing.system_streams import assert_unharmed

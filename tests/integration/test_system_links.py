@@ -16,7 +16,7 @@ from tandem_services.router.cost import Demand
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import Keys
-from tandem_services.router.library import FunctionLibrary
+from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import Registry, WorkerRecord
 from tandem_testing.router_builders import PAGE, PATIENT_S, chain_of, make_link
 from tandem_testing.system import System

@@ -12,8 +12,8 @@ import anthropic
 import httpx
 import pytest
 
-from tandem_services.cli.bundled import bundled_model
-from tandem_services.common.ports import free_port
+from tandem_services.cli.flags import bundled_model
+from tandem_services.common.sockets import free_port
 from tandem_testing.key_files import bearer, key_of, write_keys
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.system import tandem_command

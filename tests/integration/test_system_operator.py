@@ -10,14 +10,11 @@ import httpx
 import pytest
 
 from tandem_operator.scaling.load import Load
-from tandem_operator.telemetry.canary import pair_of, run_canary
-from tandem_operator.telemetry.fetching import pod_client
-from tandem_operator.telemetry.flips import Flip, order_flip
-from tandem_operator.telemetry.looks import Seen
-from tandem_operator.telemetry.orders import order_token
-from tandem_operator.telemetry.pods import PodSeen
-from tandem_operator.telemetry.reading import LoadReader
-from tandem_services.common.ports import free_port
+from tandem_operator.telemetry.autoscaler import Flip, order_flip
+from tandem_operator.telemetry.pods import PodSeen, pod_client
+from tandem_operator.telemetry.samples import LoadReader, Seen
+from tandem_operator.telemetry.worker_control import order_token, pair_of, run_canary
+from tandem_services.common.sockets import free_port
 from tandem_testing.system import tandem_command
 from tandem_testing.waiting import until
 

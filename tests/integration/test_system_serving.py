@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from tandem_lab.bench.load import Lengths, RequestSpec, fixed_workload
 from tandem_services.cli.main import main
-from tandem_services.loadgen.workload import Lengths, RequestSpec, fixed_workload
 from tandem_testing.system_client import ChatAnswer, SystemClient
 from tandem_testing.waiting import until
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tandem_services.cli.bundled import bundled_model
+from tandem_services.cli.flags import bundled_model
 from tandem_services.cli.main import main
 from tandem_services.common.redis_client import RedisAddress
 from tandem_testing.import_blocker import write_import_blocker

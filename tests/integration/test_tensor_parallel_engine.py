@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import (
     CacheConfig,
     EngineConfig,
@@ -19,14 +20,12 @@ from tandem_engine.config import (
     WritePolicy,
 )
 from tandem_engine.engine import Engine
-from tandem_engine.errors import CheckpointError
-from tandem_engine.loaded_model import LoadedModel, load
+from tandem_engine.engine.loaded_model import LoadedModel, load
+from tandem_engine.engine.reload import Reloaded
 from tandem_engine.messages.outputs import FinishReason
-from tandem_engine.messages.pooling import Pooling, PoolingParams
-from tandem_engine.messages.requests import GenerateRequest, SessionRef
+from tandem_engine.messages.requests import GenerateRequest, Pooling, PoolingParams, SessionRef
 from tandem_engine.model.base import CausalLM
-from tandem_engine.reload import Reloaded
-from tandem_engine.verify.ranks import ThreadRanks
+from tandem_lab.verify.engines import ThreadRanks
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 

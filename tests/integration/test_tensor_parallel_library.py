@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tandem_engine import LLM, AsyncLLM, SamplingParams
-from tandem_engine.errors import CheckpointError, EngineStoppedError, RankLostError
+from tandem_engine.base.errors import CheckpointError, EngineStoppedError, RankLostError
 from tandem_engine.library.outputs import RequestOutput
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 

@@ -17,10 +17,10 @@ import pytest
 
 from tandem_engine.config import EngineConfig, ParallelConfig
 from tandem_engine.engine import Engine
+from tandem_engine.engine.launch import launched_engine
+from tandem_engine.engine.loaded_model import load
 from tandem_engine.ipc.async_channels import AsyncDealerChannel, AsyncPairServer
 from tandem_engine.ipc.channels import IpcContext
-from tandem_engine.launch import launched_engine
-from tandem_engine.loaded_model import load
 from tandem_engine.messages.control import EngineFailed, EngineReady, EngineToWorker, WorkerToEngine
 from tandem_engine.messages.outputs import EngineReply, Finish, FinishReason, OutputBatch, Taken, TokenOutput
 from tandem_engine.messages.requests import EngineRequest

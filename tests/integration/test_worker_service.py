@@ -15,13 +15,13 @@ import httpx
 import msgspec
 import pytest
 
-from tandem_engine.addresses import Address
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.addresses import Address
+from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.config import Role
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.requests import Peer
-from tandem_services.common.order_token import token_of
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
+from tandem_services.common.tokens import token_of
 from tandem_services.router.cost import Demand, Load
 from tandem_services.router.registry import WorkerRecord, WorkerState
 from tandem_services.worker.config import WorkerConfig

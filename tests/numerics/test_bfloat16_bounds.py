@@ -7,19 +7,18 @@ import msgspec
 import pytest
 import torch
 
-from tandem_engine.cli import main
 from tandem_engine.config import EngineConfig
-from tandem_engine.generation import Generation
-from tandem_engine.loaded_model import load
+from tandem_engine.engine.loaded_model import load
+from tandem_engine.engine.stats import Generation
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.verify.compare import Comparison
-from tandem_engine.verify.paths import make_paths
-from tandem_engine.verify.reference import ReferenceOutput, Scored, TransformersReference
-from tandem_engine.verify.rounded import MIN_BOUND, RememberedScores, compare_scored, logprob_bound
-from tandem_engine.verify.verification import Verification
+from tandem_lab.__main__ import main
+from tandem_lab.verify.compare import MIN_BOUND, Comparison, RememberedScores, compare_scored, logprob_bound
+from tandem_lab.verify.paths import make_paths
+from tandem_lab.verify.reference import ReferenceOutput, Scored, TransformersReference
+from tandem_lab.verify.verification import Verification
 from tandem_testing.exactness import (
     CACHED,
     CHUNKED,

@@ -6,9 +6,8 @@ import torch
 
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.engine import Engine
-from tandem_engine.loaded_model import load
-from tandem_engine.messages.pooling import Pooling, PoolingParams
-from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.engine.loaded_model import load
+from tandem_engine.messages.requests import GenerateRequest, Pooling, PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_testing.tiny_checkpoints import VOCAB_SIZE, write_tiny_checkpoint
 

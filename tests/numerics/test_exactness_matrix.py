@@ -12,17 +12,17 @@ import msgspec
 import pytest
 import torch
 
-from tandem_engine.cli import main
 from tandem_engine.config import EngineConfig
-from tandem_engine.generation import Generation
-from tandem_engine.loaded_model import load
+from tandem_engine.engine.loaded_model import load
+from tandem_engine.engine.stats import Generation
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.verify.compare import PathResult, compare
-from tandem_engine.verify.paths import make_paths
-from tandem_engine.verify.reference import ReferenceOutput
-from tandem_engine.verify.verification import Verification
+from tandem_lab.__main__ import main
+from tandem_lab.verify.compare import PathResult, compare
+from tandem_lab.verify.paths import make_paths
+from tandem_lab.verify.reference import ReferenceOutput
+from tandem_lab.verify.verification import Verification
 from tandem_testing.exactness import (
     CACHED,
     CHUNKED,
@@ -180,8 +180,8 @@ def test_paths_after_one_not_exercised_still_run(second, status, tmp_path, monke
     rows += [msgspec.structs.replace(row, difference=second), row]
     monkeypatch.setattr(Verification, "run", lambda *_: rows.pop(0))
     checkpoint = write_tiny_checkpoint("qwen3", tmp_path)
-    monkeypatch.setattr("tandem_engine.verify.command.make_paths", lambda **_: PLAIN_PATHS)
-    monkeypatch.setattr("tandem_engine.verify.command.on_ranks", lambda *_, **__: [])
+    monkeypatch.setattr("tandem_lab.verify.command.make_paths", lambda **_: PLAIN_PATHS)
+    monkeypatch.setattr("tandem_lab.verify.command.on_ranks", lambda *_, **__: [])
     assert main(["verify", "--model", str(checkpoint), "--quick"]) == status
     shown = capsys.readouterr().out
     assert "not exercised: no draft was accepted" in shown

@@ -4,7 +4,7 @@ import pytest
 
 from tandem_engine.config import CacheConfig, EngineConfig, KvCacheDtype
 from tandem_engine.engine import Engine
-from tandem_engine.loaded_model import load
+from tandem_engine.engine.loaded_model import load
 from tandem_testing.exactness import (
     CACHED,
     CHUNKED,

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.model.layers.rotary import attention_scale, inverse_frequencies
+from tandem_engine.model.config_fields import read_rope
+from tandem_engine.model.layers.attention import attention_scale, inverse_frequencies
 from tandem_engine.model.loader import load_model
-from tandem_engine.model.rope_fields import read_rope
-from tandem_engine.verify.reference import cache_field
+from tandem_lab.verify.reference import cache_field
 from tandem_testing.dense_attention import DenseAttend
 from tandem_testing.tiny_checkpoints import TINY_MODELS, VOCAB_SIZE, write_tiny_checkpoint
 

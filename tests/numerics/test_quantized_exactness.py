@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tandem_engine.config import EngineConfig, Quantization
-from tandem_engine.loaded_model import load
+from tandem_engine.engine.loaded_model import load
 from tandem_engine.model.quantization.levels import int8_levels
 from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, MIXED, RETRACTED, SHARED, run_paths_of
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint

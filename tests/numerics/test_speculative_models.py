@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig, SpecAlgorithm, SpecConfig
 from tandem_engine.engine import Engine
-from tandem_engine.errors import CheckpointError
-from tandem_engine.generation import Generation
-from tandem_engine.loaded_model import LoadedModel, load
-from tandem_engine.messages.engine_stats import SpeculationStats
+from tandem_engine.engine.loaded_model import LoadedModel, load
+from tandem_engine.engine.stats import Generation
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.messages.stats import SpeculationStats
 from tandem_engine.model.decoder import Decoder
 from tandem_engine.speculative.assembly import read_draft
-from tandem_engine.speculative.eagle_weights import load_head, read_head_config
+from tandem_engine.speculative.draft_model import ModelProposer
+from tandem_engine.speculative.eagle import load_head, read_head_config
 from tandem_engine.speculative.interface import DraftRequest, DraftTokens
-from tandem_engine.speculative.model_proposer import ModelProposer
 from tandem_testing.dense_attention import DenseAttend
 from tandem_testing.tiny_checkpoints import VOCAB_SIZE, write_tiny_checkpoint, write_tiny_head
 

@@ -16,15 +16,14 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem_lab.simulate.gateway import QueueNotes
 from tandem_services.gateway.access.tenants import Tenant
-from tandem_services.gateway.queueing.fair_queue import FairQueue
+from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
 from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
-from tandem_services.gateway.queueing.shared_counters import SharedCounters
-from tandem_services.router.choice import Choice, ScoreTerm, WorkerView
 from tandem_services.router.cost import NO_ROOM_S
+from tandem_services.router.decision import Choice, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM
-from tandem_services.router.virtual_counters import OUTPUT_WEIGHT, VirtualCounters, prompt_cost
-from tandem_services.simulate.gateway import QueueNotes
+from tandem_services.router.usage_counters import OUTPUT_WEIGHT, VirtualCounters, prompt_cost
 from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.service_clock import ServiceClock
 

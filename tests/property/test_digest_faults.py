@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
+from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.names import PageId
 
 HERE, THERE = PageId(1), PageId(2)
 """What was sent, and what is in the receiver's page."""

@@ -25,7 +25,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.specs.openapi import checks
 
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_services.gateway.openapi.document import Traits, openapi_document
+from tandem_services.gateway.api.openapi.document import Traits, openapi_document
 from tandem_testing.gateway_builders import EngineRack, LiveGateway, live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.openapi_contract import Contract

@@ -4,9 +4,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
+from tandem_engine.base.names import PageId
+from tandem_engine.disaggregation.base import RoomKey, room_key
 from tandem_engine.disaggregation.holds import HoldState, HoldTable
-from tandem_engine.disaggregation.room_key import RoomKey, room_key
-from tandem_engine.names import PageId
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.scheduler_builders import ManualClock
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tandem_engine.config import SchedulePolicy
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.parallel.agreement import Agreement
-from tandem_engine.parallel.failure import FirstFailure
+from tandem_engine.parallel.group import FirstFailure
 from tandem_engine.parallel.inputs import Abort, AbortAll, AbortClient, Add, Drain, Input
 from tandem_engine.scheduler.lockstep import AgreedInputs
 from tandem_testing.fake_executors import EagerExecutor, LateExecutor

@@ -12,12 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem_engine.memory.no_cache import NoPrefixCache
-from tandem_engine.memory.prefix_cache import PrefixCache
+from tandem_engine.base.names import PageId, ReqPoolIdx
+from tandem_engine.memory.prefix_cache import NoPrefixCache, PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.request_kv import RequestKv
-from tandem_engine.messages.block_hash import chain_hashes, chain_seed
-from tandem_engine.names import PageId, ReqPoolIdx
+from tandem_engine.messages.kv_events import chain_hashes, chain_seed
 from tandem_testing.memory_builders import assert_conserved, make_memory
 from tandem_testing.memory_events import replayed
 

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_services.gateway.output_parts import CallArguments, CallBegin, Content, Reasoning, joined
-from tandem_services.gateway.output_reader import OutputReading
-from tandem_services.gateway.reasoning import STYLES
-from tandem_services.gateway.tool_parsers.call_array import CallArray
-from tandem_services.gateway.tool_parsers.registry import FAMILIES
+from tandem_services.gateway.output.parts import CallArguments, CallBegin, Content, Reasoning, joined
+from tandem_services.gateway.output.reader import OutputReading
+from tandem_services.gateway.output.reasoning import STYLES
+from tandem_services.gateway.output.tool_parsers.json_calls import CallArray
+from tandem_services.gateway.output.tool_parsers.registry import FAMILIES
 
 SCHEMAS = {"f": {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}, "g": {}}
 PARSERS = {**{name: family.parser for name, family in FAMILIES.items()}, "array": lambda _: CallArray()}

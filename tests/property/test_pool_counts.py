@@ -3,11 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_operator.api.roles import ROLES
-from tandem_operator.scaling.law import RoleBounds, ScalingConfig
-from tandem_operator.scaling.need import Targets
-from tandem_operator.telemetry.flips import Flip
-from tandem_operator.telemetry.pool_counts import OTHER, PoolCounts
+from tandem_operator.api.types import ROLES
+from tandem_operator.scaling.load import Targets
+from tandem_operator.scaling.policy import RoleBounds, ScalingConfig
+from tandem_operator.telemetry.autoscaler import OTHER, Flip, PoolCounts
 from tandem_testing.pod_builders import pod
 
 FREE = RoleBounds(least=0, most=1000, targets=Targets(queue_seconds=1.0, kv_usage=0.85))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem_operator.api.model_service import Rollout
-from tandem_operator.api.roles import ROLES
+from tandem_operator.api.types import ROLES
 from tandem_operator.planning.rollout import RevisionSeen, next_step
 
 STEPS_TO_CONVERGE = 200

@@ -9,9 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tandem_engine.config import Role
-from tandem_engine.messages.engine_stats import LinkReport
-from tandem_services.router.candidate import Candidate
-from tandem_services.router.choice import TOLD_OPTIONS, PricedOptions
+from tandem_engine.messages.stats import LinkReport
 from tandem_services.router.cost import (
     BROKEN_TOKEN_S,
     COPY_FOLLOWERS,
@@ -20,13 +18,15 @@ from tandem_services.router.cost import (
     FOLLOWERS,
     HANDOFF_S,
     NO_ROOM_S,
+    PAIR_ENDS,
     TURN_TOKENS,
+    Candidate,
     Demand,
     Load,
 )
+from tandem_services.router.decision import TOLD_OPTIONS, PricedOptions
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import TIE_S, cheapest, options, priced_options
-from tandem_services.router.shortlist import PAIR_ENDS
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import LASTING, MODEL, PAGE, Fleet, chain_of, make_record
 

@@ -7,11 +7,10 @@ from random import Random
 import pytest
 
 from tandem_engine.config import Role
-from tandem_engine.messages.engine_stats import LinkReport
-from tandem_services.router.candidate import Candidate
-from tandem_services.router.cost import Demand, Load
+from tandem_engine.messages.stats import LinkReport
+from tandem_services.router.cost import Candidate, Demand, Load
+from tandem_services.router.in_flight import named_blocks, named_step
 from tandem_services.router.keys import DIGEST_BYTES, MAX_NAMED_BLOCKS
-from tandem_services.router.named_blocks import named_blocks, named_step
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import select
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem_operator.api.roles import ROLES
+from tandem_operator.api.types import ROLES
 from tandem_testing.fluid_service import FluidService, config_of
 
 loads = st.tuples(st.floats(0.0, 12_000.0), st.floats(0.0, 40.0))

@@ -16,18 +16,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tandem_engine.base.names import PageId
 from tandem_engine.config import HostConfig, WritePolicy
 from tandem_engine.memory.allocator import Writer
-from tandem_engine.memory.copies import CopyQueue
 from tandem_engine.memory.host.memory import HostMemory
-from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.host.storage import Fetched, PutReport
-from tandem_engine.memory.host.swap import SwappedKv
-from tandem_engine.memory.page_copy import CopyKind, CopyReport, PageCopy
+from tandem_engine.memory.host.tier import SwappedKv
+from tandem_engine.memory.page_copies import CopyKind, CopyQueue, CopyReport, PageCopy
 from tandem_engine.memory.request_kv import RequestKv
-from tandem_engine.messages.block_hash import block_hash, chain_seed
-from tandem_engine.messages.kv_events import Tier
-from tandem_engine.names import PageId
+from tandem_engine.messages.kv_events import Tier, block_hash, chain_seed
 from tandem_testing.memory_builders import assert_conserved, make_memory
 from tandem_testing.memory_events import TierReader
 

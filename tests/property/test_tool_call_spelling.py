@@ -16,10 +16,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.sampling.grammar.guidance.translate import translate
-from tandem_services.gateway.output_parts import CallArguments, CallBegin, Content, joined
-from tandem_services.gateway.tool_parsers.call_array import CallArray
-from tandem_services.gateway.tool_parsers.registry import FAMILIES
-from tandem_services.gateway.tool_schema import call_array_schema, tag_document
+from tandem_services.gateway.output.parts import CallArguments, CallBegin, Content, joined
+from tandem_services.gateway.output.tool_parsers.json_calls import CallArray
+from tandem_services.gateway.output.tool_parsers.registry import FAMILIES
+from tandem_services.gateway.output.tools import call_array_schema, tag_document
 
 SCHEMAS = {
     "f": {

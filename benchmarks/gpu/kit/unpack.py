@@ -18,7 +18,7 @@ from gpu.kit.manifest import KitError, Manifest
 ROOT = Path(__file__).parents[3]
 UNPACKED = ".kit"
 """Marks a folder that unpacking has made."""
-SOURCES = ("engine", "services", "operator", "tests/support", "benchmarks")
+SOURCES = ("engine", "services", "operator", "lab", "tests/support", "benchmarks")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -58,7 +58,7 @@ def _kernel(bench: Bench, module: str, check: str) -> None:
 
 def _engine(bench: Bench) -> None:
     from tandem_engine.config import EngineConfig
-    from tandem_engine.loaded_model import load
+    from tandem_engine.engine.loaded_model import load
     from tandem_testing.exactness import run_paths_of
     from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 

@@ -8,7 +8,7 @@ from peers.engines.base import Result, ServerEngine, Setting, require_lengths
 from peers.home import llama_server
 from peers.jobs import Job
 from peers.streams import ask_all
-from tandem_services.common.ports import free_port
+from tandem_services.common.sockets import free_port
 
 SLOT_TOKENS = 2304
 """KV of each slot: the longest prompt of a workload and its output."""

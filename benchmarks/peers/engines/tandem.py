@@ -3,7 +3,7 @@
 import sys
 
 from peers.engines.base import CONTEXT, LineEngine, ServerEngine, Setting, python_path
-from tandem_services.common.ports import free_port
+from tandem_services.common.sockets import free_port
 
 
 def tandem(setting: Setting) -> LineEngine:

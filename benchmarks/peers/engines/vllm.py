@@ -6,7 +6,7 @@ import sys
 
 from peers.engines.base import CONTEXT, LineEngine, ServerEngine, Setting, python_path
 from peers.home import venv_python, vllm_preloads
-from tandem_services.common.ports import free_port
+from tandem_services.common.sockets import free_port
 
 LEASE_S = 300
 

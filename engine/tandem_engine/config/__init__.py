@@ -12,14 +12,19 @@
 Nothing below reads the environment or argv.
 """
 
-from tandem_engine.config.cache import CacheConfig, KvCacheDtype
+from tandem_engine.config.cache import CacheConfig, HostConfig, KvCacheDtype, WritePolicy
 from tandem_engine.config.device_defaults import OPEN_SETTINGS, DeviceDefaults, device_defaults, with_device_defaults
-from tandem_engine.config.engine import DEFAULT_CONTEXT, DEVICES, EngineConfig, LoadFormat, Quantization
-from tandem_engine.config.grammar import GrammarConfig
-from tandem_engine.config.graphs import GraphConfig
-from tandem_engine.config.host import HostConfig, WritePolicy
+from tandem_engine.config.engine import (
+    DEFAULT_CONTEXT,
+    DEVICES,
+    EngineConfig,
+    GrammarConfig,
+    GraphConfig,
+    LoadFormat,
+    OperationConfig,
+    Quantization,
+)
 from tandem_engine.config.model import Activation, ModelConfig, ModelImpl, MoeConfig, NormKind, RopeConfig
-from tandem_engine.config.operation import OperationConfig
 from tandem_engine.config.parallel import ParallelConfig
 from tandem_engine.config.scheduler import PreemptionMode, SchedulePolicy, SchedulerConfig
 from tandem_engine.config.speculative import MAX_DRAFT_TOKENS, SpecAlgorithm, SpecConfig

@@ -1,22 +1,72 @@
 """An engine's whole configuration, and what is checked across its groups."""
 
+import math
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config.cache import CacheConfig
-from tandem_engine.config.grammar import GrammarConfig
-from tandem_engine.config.graphs import GraphConfig
 from tandem_engine.config.model import ModelImpl
-from tandem_engine.config.operation import OperationConfig
 from tandem_engine.config.parallel import ParallelConfig
 from tandem_engine.config.scheduler import PreemptionMode, SchedulerConfig
 from tandem_engine.config.speculative import SpecConfig
 from tandem_engine.config.transfer import DisaggConfig
-from tandem_engine.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrammarConfig:
+    """Structured output."""
+
+    backend: str = "llguidance"
+    """llguidance, or none to refuse requests with a grammar."""
+    compile_timeout: float = 2.0
+    """CPU seconds that one grammar may take to compile."""
+    compile_memory_bytes: int = 128 << 20
+    cache_size: int = 256
+    """Compiled grammars that are kept, and as many refusals."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.compile_timeout < math.inf:
+            raise ConfigError(f"--grammar-compile-timeout must be above 0, got {self.compile_timeout:g}")
+        if self.cache_size < 1:
+            raise ConfigError(f"--grammar-cache-size must be at least 1, got {self.cache_size}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphConfig:
+    """Decode steps that a GPU runs again without being told each operation. Names follow SGLang flags."""
+
+    enabled: bool = True
+    max_rows: int = 0
+    """Of the largest graph, a token of output each; 0 is what `--max-running-requests` can need, within bounds."""
+    sizes: tuple[int, ...] = ()
+    """Rows of each graph; () is a few up to the largest."""
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 0:
+            raise ConfigError(f"--cuda-graph-max-bs must be at least 1, got {self.max_rows}")
+        if self.sizes and min(self.sizes) < 1:
+            raise ConfigError(f"--cuda-graph-bs must be numbers of at least 1, got {min(self.sizes)}")
+        if self.sizes and self.max_rows and min(self.sizes) > self.max_rows:
+            raise ConfigError(
+                f"--cuda-graph-max-bs {self.max_rows} leaves none of --cuda-graph-bs {' '.join(map(str, self.sizes))}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperationConfig:
+    """What an operator may ask of a running engine, and where its files go."""
+
+    torch_profiler_dir: str = ""
+    """Traces are written here; empty refuses to trace."""
+    crash_dump_folder: str = ""
+    """State of a hang is written here; empty takes standard error."""
+
 
 DEFAULT_CONTEXT = 4096
 """Context length when no flag asks for one: a model's own maximum can be far larger than the pool."""
+
 DEVICES = re.compile(r"cpu|cuda(:\d{1,3})?")
 """What `--device` takes."""
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from tandem_engine.addresses import Address, AddressError
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.addresses import Address, AddressError
+from tandem_engine.base.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

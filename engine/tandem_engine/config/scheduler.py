@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
 
 
 class SchedulePolicy(StrEnum):

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
 
 MAX_DRAFT_TOKENS = 15
 """With the token before them, what the paged attention kernel takes as one run (`LONGEST_CHAIN`)."""
+
 MAX_LOOKUP_TOKENS = 32
 
 

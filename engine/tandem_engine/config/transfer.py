@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tandem_engine.errors import ConfigError
-from tandem_engine.names import DigestKind, LinkTransport
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.names import DigestKind, LinkTransport
 
 
 class Role(StrEnum):

@@ -24,22 +24,18 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import DisaggConfig
-from tandem_engine.disaggregation.counters import TransferCounters
-from tandem_engine.disaggregation.endings import HANDOFF, ask_for_ack, tell_ended
-from tandem_engine.disaggregation.failures import transfer_failed
-from tandem_engine.disaggregation.handoff_record import problem_with
+from tandem_engine.disaggregation.base import RoomKey, StageHost, TransferCounters, room_key
 from tandem_engine.disaggregation.holds import HoldTable, TransferHold
-from tandem_engine.disaggregation.host import StageHost
+from tandem_engine.disaggregation.notifications import HANDOFF, ask_for_ack, problem_with, tell_ended, transfer_failed
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.prealloc import PreallocQueue, Waiting
-from tandem_engine.disaggregation.room_key import RoomKey, room_key
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, KvTransport
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.outputs import Finish, FinishReason, TransferReport
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
 from tandem_engine.messages.transfer import DrainAck, HandoffRecord, TransferAborted, WriteGrant
-from tandem_engine.names import RequestId
 from tandem_engine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)

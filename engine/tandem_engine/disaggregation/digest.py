@@ -4,9 +4,9 @@ The key of a page's digest is its place (room, generation, index within the gran
 another request, another attempt or another position does not verify even where its bytes are intact. The sender
 digests what it has written, the receiver what has arrived; which kind it is says the receiver's grant.
 
-    sampled   words of every layer and group of slots (`sampled_words`): sees whatever a transfer can do to a page
+    sampled   words of every layer and group of slots (`digest_words`): sees whatever a transfer can do to a page
               as a whole, missed, torn, stale, foreign, for about a hundredth of the time a long transfer takes
-    full      every byte (`full_words`), so that flipped bits are seen too; on a CPU it takes about as long as the
+    full      every byte (`digest_words`), so that flipped bits are seen too; on a CPU it takes about as long as the
               transfer
 
 Where engines with different numbers of ranks meet, a rank writes some heads of each page, and a digest is of those.
@@ -21,17 +21,20 @@ import numpy as np
 import torch
 import xxhash
 
-from tandem_engine.disaggregation.full_words import full_digests, full_digests_torch
-from tandem_engine.disaggregation.sampled_words import (
+from tandem_engine.base.names import DigestKind, PageId
+from tandem_engine.disaggregation.digest_words import (
     SLOT_GROUP,
+    Indices,
+    Keys,
+    full_digests,
+    full_digests_torch,
     sampled_digests,
     sampled_digests_torch,
     sampled_rows,
+    word_bytes,
 )
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool, Push
-from tandem_engine.disaggregation.word_mixing import Indices, Keys, word_bytes
 from tandem_engine.memory.pool import PageLayout
-from tandem_engine.names import DigestKind, PageId
 
 WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -138,7 +141,7 @@ def digesters_on_device(words: torch.Tensor, layout: PageLayout) -> dict[DigestK
     device, every_head = words.device, range(layout.heads)
     sampled_on: Callable[..., torch.Tensor]
     try:
-        from tandem_engine.disaggregation import device_digests
+        from tandem_engine.disaggregation import digest_triton as device_digests
     except ImportError:
         sampled_on, full_on = sampled_digests_torch, full_digests_torch
     else:

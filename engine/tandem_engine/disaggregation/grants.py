@@ -8,19 +8,79 @@ Life of a grant
 
 It expires `valid_s` after it was sent. While nothing is known of the receiver's clock it may have expired already,
 having lain unread: it is doubtful, and no push starts before the receiver has confirmed it. A renewal does that.
+
+What a peer's monotonic clock reads, in terms of ours: how old its messages are.
+
+A message may lie unread for as long as its reader is stopped, or as a connection stalls. What it says of a duration
+("good for 8 s") must be counted from when it was sent, not from when it was read: an engine that was frozen for half a
+minute would otherwise take a grant for new whose pages have long been somebody else's [late-write] [one-clock].
+
+Life of what is known of one peer
+    1. unknown   nothing of it can be dated. Whoever has to asks a question, and the answer teaches
+    2. known     we asked at `a`, it answered when its clock said `b`: what it sends at `b + t` was sent no earlier than
+                 `a + t` here, less what two clocks drift apart meanwhile
+    3. renewed   by every later answer that says more: a slow one dates everything too early. Forgotten when the peer is
+                 fenced
+
+What the writing engine owes to peers whose pages it was granted.
+
+Life of the debt
+    1. started    a push into a peer's pages is outstanding, keyed by (room, generation, peer)
+    2. asked      the peer aborted: it wants to know when its pages are safe
+    3. settled    nothing is outstanding there any more, and a closed room starts nothing new: ack
+
+An ack is owed for every room a peer asks about, known or not: the room may have ended here long before
+the question came, and then the answer is immediate [ack-per-grant].
 """
 
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from tandem_engine.clock import Clock
-from tandem_engine.disaggregation.peer_clocks import PeerClocks
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.names import DigestKind, PageId
+from tandem_engine.disaggregation.base import RoomKey, room_key
 from tandem_engine.disaggregation.peers import PeerLink
-from tandem_engine.disaggregation.room_key import RoomKey, room_key
+from tandem_engine.disaggregation.transport import PushKey
 from tandem_engine.messages.requests import HandoffSide, Peer
 from tandem_engine.messages.transfer import GrantsRenewed, OpenRoom, StillOpen, WriteGrant
-from tandem_engine.names import DigestKind, PageId
+
+DRIFT = 2e-4
+"""Seconds per second that two clocks may differ by: twice what quartz does, each way."""
+
+
+class _Exchange(NamedTuple):
+    asked_at: float
+    """By our clock."""
+    answered_at: float
+    """By the peer's."""
+
+
+@dataclass(slots=True)
+class PeerClocks:
+    """Of one engine's peers, by incarnation."""
+
+    _exchanges: dict[str, _Exchange] = field(default_factory=dict)
+
+    def learn(self, incarnation: str, *, asked_at: float, answered_at: float, now: float) -> None:
+        """It answered, when its clock said `answered_at`, what we asked at `asked_at`. Nonsense teaches nothing."""
+        sensible = asked_at <= now and math.isfinite(asked_at) and math.isfinite(answered_at)
+        if sensible and asked_at > self.earliest(incarnation, answered_at):
+            self._exchanges[incarnation] = _Exchange(asked_at, answered_at)
+
+    def earliest(self, incarnation: str, theirs: float) -> float:
+        """Our time at or before which its clock said `theirs`; -inf while nothing is known of it."""
+        exchange = self._exchanges.get(incarnation)
+        if exchange is None or not math.isfinite(theirs):
+            return -math.inf
+        since = theirs - exchange.answered_at
+        return exchange.asked_at + since - abs(since) * DRIFT
+
+    def forget(self, incarnation: str) -> None:
+        """The peer is gone."""
+        self._exchanges.pop(incarnation, None)
+
 
 EARLY_GRANTS = 1024
 """Grants kept for rooms that are not known yet; beyond, the oldest goes and its room waits in vain."""
@@ -127,3 +187,77 @@ class EarlyGrants:
         """The receiver is dead."""
         for key in [key for key, grant in self._grants.items() if grant.receiver.incarnation == incarnation]:
             del self._grants[key]
+
+
+CLOSED_ROOMS = 8192
+"""Closed rooms remembered. A grant is valid for seconds, so this many rooms outlive any late one."""
+
+
+class Target(NamedTuple):
+    """One peer's pages in one attempt."""
+
+    key: RoomKey
+    peer: str
+
+
+class AckDue(NamedTuple):
+    """`peer` may be told that nothing more will be written for `key`."""
+
+    key: RoomKey
+    peer: Peer
+
+
+@dataclass(kw_only=True, slots=True)
+class DrainBook:
+    """Outstanding pushes and acks owed."""
+
+    _outstanding: dict[PushKey, str] = field(default_factory=dict)
+    """Incarnation that each push writes to."""
+    _asked: dict[Target, Peer] = field(default_factory=dict)
+
+    def started(self, key: PushKey, peer: str) -> None:
+        assert key not in self._outstanding, f"pages {key.first}+{key.count} of room {key.room} pushed twice"
+        self._outstanding[key] = peer
+
+    def ended(self, key: PushKey) -> AckDue | None:
+        """The push is done or failed. Returns the ack that has become due, if any."""
+        target = Target(room_key(key.room, key.generation), self._outstanding.pop(key))
+        return self._due(target)
+
+    def ask(self, key: RoomKey, peer: Peer) -> AckDue | None:
+        """`peer` wants an ack. Returns it when it is due at once."""
+        target = Target(key, peer.incarnation)
+        self._asked[target] = peer
+        return self._due(target)
+
+    def drop(self, incarnation: str) -> None:
+        """The peer is dead: nobody is waiting for its acks. Its pushes still end one by one."""
+        for target in [target for target in self._asked if target.peer == incarnation]:
+            del self._asked[target]
+
+    def _due(self, target: Target) -> AckDue | None:
+        if target not in self._asked or self._busy(target):
+            return None
+        return AckDue(target.key, self._asked.pop(target))
+
+    def _busy(self, target: Target) -> bool:
+        return any(
+            peer == target.peer and room_key(key.room, key.generation) == target.key
+            for key, peer in self._outstanding.items()
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class ClosedRooms:
+    """Rooms in which this engine starts no push any more, the most recent `capacity` of them."""
+
+    capacity: int = CLOSED_ROOMS
+    _rooms: OrderedDict[RoomKey, None] = field(default_factory=OrderedDict)
+
+    def __contains__(self, key: RoomKey) -> bool:
+        return key in self._rooms
+
+    def add(self, key: RoomKey) -> None:
+        self._rooms[key] = None
+        if len(self._rooms) > self.capacity:
+            self._rooms.popitem(last=False)

@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tandem_engine.clock import Clock
-from tandem_engine.disaggregation.room_key import RoomKey
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.names import PageId
+from tandem_engine.disaggregation.base import RoomKey
 from tandem_engine.messages.requests import Peer
-from tandem_engine.names import PageId
 
 FENCED_AT_MOST_S = 600.0
 """Seconds after which a fenced writer's pages are used again though nobody can tell that its process has ended."""

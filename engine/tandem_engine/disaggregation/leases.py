@@ -26,18 +26,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from tandem_engine.clock import Clock
+from tandem_engine.base.clock import Clock
 from tandem_engine.config import DisaggConfig
-from tandem_engine.disaggregation.counters import TransferCounters
+from tandem_engine.disaggregation.base import RoomKey, StageHost, TransferCounters, room_key
 from tandem_engine.disaggregation.decode import DecodeStage
 from tandem_engine.disaggregation.grants import renewed_until
 from tandem_engine.disaggregation.holds import HoldTable, TransferHold
-from tandem_engine.disaggregation.host import StageHost
+from tandem_engine.disaggregation.outgoing_transfer import SendRoom
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.prealloc import PreallocQueue
 from tandem_engine.disaggregation.prefill import PrefillStage
-from tandem_engine.disaggregation.room_key import RoomKey, room_key
-from tandem_engine.disaggregation.send_room import SendRoom
 from tandem_engine.messages.requests import HandoffSide, Peer
 from tandem_engine.messages.transfer import MAX_OPEN_ROOMS, GrantsRenewed, OpenRoom, StillOpen
 

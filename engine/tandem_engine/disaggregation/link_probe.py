@@ -19,17 +19,16 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from tandem_engine.clock import Clock
-from tandem_engine.disaggregation.endings import ask_for_ack
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.names import PageId
+from tandem_engine.disaggregation.base import RoomKey, StageHost, room_key
 from tandem_engine.disaggregation.holds import HoldTable
-from tandem_engine.disaggregation.host import StageHost
+from tandem_engine.disaggregation.notifications import ask_for_ack
 from tandem_engine.disaggregation.peers import PeerLink
-from tandem_engine.disaggregation.room_key import RoomKey, room_key
 from tandem_engine.disaggregation.transport import KvTransport, Push, PushDone, PushFailed, PushKey
 from tandem_engine.memory.allocator import Writer
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import DrainAck, ProbeGrant, ProbeRefusal, ProbeRequest, TransferAborted
-from tandem_engine.names import PageId
 
 PROBE_TIMEOUT = 5.0
 """Seconds a test may take, and seconds until it is given up when the peer does not answer."""

@@ -10,22 +10,27 @@ Life of a link
     4. over       the peer is fenced, or no longer named
 
 A test that gave no figure is tried again sooner. An engine whose peers were never named does nothing here.
+
+How fast a link is: bytes over seconds of what was written lately.
+
+A self-test sets the figure, pushes of requests keep it current. Both sums fade with what is added to them, by bytes and
+by time, so that a fast link is judged by its last tens of MiB and a slow one by its last seconds.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from random import Random
 from typing import Self
 
-from tandem_engine.clock import Clock
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.names import LinkTransport, PageId
 from tandem_engine.config import DisaggConfig
+from tandem_engine.disaggregation.base import StageHost
 from tandem_engine.disaggregation.holds import HoldTable
-from tandem_engine.disaggregation.host import StageHost
 from tandem_engine.disaggregation.link_probe import LinkProber, ProbeResult, ProbeTargets
-from tandem_engine.disaggregation.link_rate import LinkRate
-from tandem_engine.disaggregation.link_transport import condition_of, transport_between
 from tandem_engine.disaggregation.peers import MAX_CHANNELS, PeerEvent, PeerLink
 from tandem_engine.disaggregation.transport import (
     Digests,
@@ -33,19 +38,64 @@ from tandem_engine.disaggregation.transport import (
     PushDone,
     PushFailed,
     TransportEvent,
+    condition_of,
+    transport_between,
 )
-from tandem_engine.messages.engine_stats import LinkReport
 from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.stats import LinkReport
 from tandem_engine.messages.transfer import DrainAck, Hello, ProbeGrant, ProbeRefusal, ProbeRequest, TransferAborted
-from tandem_engine.names import LinkTransport, PageId
+
+FADE_BYTES = 64 << 20
+
+FADE_S = 2.0
+"""After so many further bytes, or so long a time of writing, what was before counts a third."""
+
+LEAST_SHARE = 0.5
+"""Of a push's time that is put down to its bytes, however short it was against the latency."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LinkRate:
+    """Moving average of one link."""
+
+    latency_s: float = 0.0
+    """Of a write of one page; 0 until measured."""
+    changed_at: float | None = None
+    """Monotonic time of the last figure."""
+    _bytes: float = 0.0
+    _seconds: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """0 until measured."""
+        return self._bytes / self._seconds if self._seconds > 0.0 else 0.0
+
+    def measured(self, *, size: int, seconds: float, latency_s: float, now: float) -> None:
+        """A self-test wrote `size` bytes in `seconds`: it replaces what was known."""
+        self.latency_s = latency_s
+        self._bytes = self._seconds = 0.0
+        self.pushed(size=size, seconds=seconds, now=now)
+
+    def pushed(self, *, size: int, seconds: float, now: float) -> None:
+        """A push wrote `size` bytes in `seconds`, its latency included."""
+        if size <= 0 or not seconds > 0.0:
+            return
+        writing = max(seconds - self.latency_s, LEAST_SHARE * seconds)
+        kept = math.exp(-size / FADE_BYTES - writing / FADE_S)
+        self._bytes = kept * self._bytes + size
+        self._seconds = kept * self._seconds + writing
+        self.changed_at = now
+
 
 logger = logging.getLogger(__name__)
-
 FIRST_WITHIN_S = 3.0
+
 RETRY_S = 10.0
 """After a test that gave no figure: a refusal, no answer, a failed write."""
+
 REPEAT_S = 600.0
 """After the last figure, be it a test's or a push's."""
+
 JITTER = 0.5
 """Retries and repetitions come up to this share later."""
 

@@ -5,7 +5,7 @@ pages and nobody overtakes it, or it would wait for ever. Pages are given only w
 them, so that transfers neither starve them nor push them into retraction, and no more are let in than the
 running batch can take.
 
-Choices of one answer (`scheduler.groups`) share the pages of their prompt. Those that wait while the first of
+Choices of one answer (`scheduler.queues`) share the pages of their prompt. Those that wait while the first of
 them receives it are passed over: once it is here, they find it in the prefix cache and receive the rest.
 """
 
@@ -14,13 +14,12 @@ from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tandem_engine.disaggregation.host import StageHost
-from tandem_engine.disaggregation.room_key import RoomKey, room_key
+from tandem_engine.base.names import RequestId
+from tandem_engine.disaggregation.base import RoomKey, StageHost, room_key
 from tandem_engine.memory.allocator import Writer
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.requests import Handoff
-from tandem_engine.names import RequestId
-from tandem_engine.scheduler.groups import same_prompt
+from tandem_engine.scheduler.queues import same_prompt
 from tandem_engine.scheduler.request import Request
 
 

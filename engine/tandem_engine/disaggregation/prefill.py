@@ -8,8 +8,8 @@ Life of a request with `handoff.side` SEND
                    └─────────────────────┴───────────▶ given up, the peer is told [abort-both-ways]
 
     1. computing    like any other request. Each chunk is pushed into the granted pages while it is computed, a few
-                    layers at a time, or once it has settled (`send_room`); a grant that comes late finds everything
-                    settled so far
+                    layers at a time, or once it has settled (`outgoing_transfer`); a grant that comes late finds
+                    everything settled so far
     2. inflight     the prompt is computed and its first token streamed; the request keeps row and pages
                     until the last push is done: `hold_timeout` for the grant to come, then for as long as
                     the grant is good. The receiver renews both while it goes on (`leases`)
@@ -24,24 +24,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import DisaggConfig
-from tandem_engine.disaggregation.counters import TransferCounters
-from tandem_engine.disaggregation.drains import AckDue, ClosedRooms, DrainBook
-from tandem_engine.disaggregation.endings import tell_ended
-from tandem_engine.disaggregation.grants import EarlyGrants, Grant
-from tandem_engine.disaggregation.handoff_record import record_of
-from tandem_engine.disaggregation.host import StageHost
-from tandem_engine.disaggregation.last_words import LastWords
-from tandem_engine.disaggregation.peer_clocks import PeerClocks
+from tandem_engine.disaggregation.base import RoomKey, StageHost, TransferCounters, room_key
+from tandem_engine.disaggregation.grants import AckDue, ClosedRooms, DrainBook, EarlyGrants, Grant, PeerClocks
+from tandem_engine.disaggregation.notifications import LastWords, record_of, tell_ended
+from tandem_engine.disaggregation.outgoing_transfer import SendRoom
 from tandem_engine.disaggregation.peers import PeerLink
-from tandem_engine.disaggregation.room_key import RoomKey, room_key
-from tandem_engine.disaggregation.send_room import SendRoom
 from tandem_engine.disaggregation.transport import KvTransport, Push, PushDone, PushFailed
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish, TransferReport
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
 from tandem_engine.messages.transfer import DrainAck, Hello, TransferAborted, WriteGrant
-from tandem_engine.names import RequestId
 from tandem_engine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)

@@ -13,22 +13,19 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Self
 
+from tandem_engine.base.names import PageId, RequestId
 from tandem_engine.config import DisaggConfig
-from tandem_engine.disaggregation.counters import TransferCounters
+from tandem_engine.disaggregation.base import StageHost, TransferCounters, room_key
 from tandem_engine.disaggregation.decode import DecodeStage
-from tandem_engine.disaggregation.drains import ClosedRooms, DrainBook
-from tandem_engine.disaggregation.grants import EarlyGrants
+from tandem_engine.disaggregation.grants import ClosedRooms, DrainBook, EarlyGrants, PeerClocks
 from tandem_engine.disaggregation.holds import HoldTable
-from tandem_engine.disaggregation.host import StageHost
-from tandem_engine.disaggregation.last_words import LastWords
 from tandem_engine.disaggregation.leases import ReceiverLeases, SenderLeases
 from tandem_engine.disaggregation.links import Links
-from tandem_engine.disaggregation.peer_clocks import PeerClocks
+from tandem_engine.disaggregation.notifications import LastWords
 from tandem_engine.disaggregation.peers import PeerEvent, PeerLink, Superseded
 from tandem_engine.disaggregation.prealloc import PreallocQueue
 from tandem_engine.disaggregation.prefill import PrefillStage
-from tandem_engine.disaggregation.prefixes import Prefixes
-from tandem_engine.disaggregation.room_key import room_key
+from tandem_engine.disaggregation.prefix_fetch import Prefixes
 from tandem_engine.disaggregation.transport import (
     Digests,
     KvTransport,
@@ -49,7 +46,6 @@ from tandem_engine.messages.transfer import (
     TransferAborted,
     WriteGrant,
 )
-from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.stage import AwaitedPages
 

@@ -3,7 +3,7 @@
 Life of an engine
     load    checkpoint → `LoadedModel` (`loaded_model`), shared by any number of engines of one process
     build   `parts`: pool, prefix cache, executor, scheduler; with an `EnginePort` also NIXL and the handoff stage,
-            which are its `peer_side`
+            which are its `peer_setup`
     use     `add` / `abort` / `step` by whoever owns the loop (`process`), or `generate` offline
     reload  other weights of the same architecture between two steps: `weights`; what `served` says is then another
     close   executor first, so that nothing computes any more; then the transport, then sockets
@@ -12,6 +12,6 @@ All methods of `Engine` belong to one thread, the scheduler thread.
 """
 
 from tandem_engine.engine.engine import Engine
-from tandem_engine.engine.peer_side import EnginePort
+from tandem_engine.engine.peer_setup import EnginePort
 
 __all__ = ["Engine", "EnginePort"]

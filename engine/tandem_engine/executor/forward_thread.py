@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tandem_engine.cpu_list import bind_thread
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
-from tandem_engine.memory.page_copy import Copier, CopyReport, PageCopy, refuse_copies
+from tandem_engine.base.linux import bind_thread
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult
+from tandem_engine.memory.page_copies import Copier, CopyReport, PageCopy, refuse_copies
 
 Forward = Callable[[ForwardBatch], ForwardResult]
 T = TypeVar("T")

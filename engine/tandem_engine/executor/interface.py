@@ -9,19 +9,26 @@
 
 Batches and copies run strictly in the order of these calls. An exception in a forward is delivered by
 `future.result()` and leaves the executor usable.
+
+What an exception of a step says about the engine.
+
+RAISED          some request of the step is at fault, or the code is: the requests are tried apart
+OUT_OF_MEMORY   the step was too large together: smaller ones may fit, so they are tried apart as well
+DEVICE_LOST     the device's context is gone; every later step would fail too, whoever is in it
 """
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from enum import Enum
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from tandem_engine.attention.backend import AttentionBackend
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
-from tandem_engine.forward.guesses import Guesses
-from tandem_engine.memory.page_copy import CopyReport, PageCopy
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult, Guesses
+from tandem_engine.memory.page_copies import CopyReport, PageCopy
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention.backend import AttentionBackend
 from tandem_engine.model.base import StepModel
 
 
@@ -70,9 +77,52 @@ class ModelExecutor(Protocol):
         ...
 
     def copy(self, copy: PageCopy) -> Future[CopyReport]:
-        """Queue a copy of pages between the batches, and return at once. See `memory.page_copy`."""
+        """Queue a copy of pages between the batches, and return at once. See `memory.page_copies`."""
         ...
 
     def shutdown(self) -> None:
         """Finish what was launched and stop the thread. Idempotent."""
         ...
+
+
+class StepFault(Enum):
+    """Kinds of failed steps, by what can be done about them."""
+
+    RAISED = "raised"
+    OUT_OF_MEMORY = "out_of_memory"
+    DEVICE_LOST = "device_lost"
+
+
+def fault_of(error: BaseException) -> StepFault:
+    """The kind of `error`, which a forward raised."""
+    # torch reports a failed allocation on a CPU as a plain RuntimeError.
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return StepFault.OUT_OF_MEMORY
+    if isinstance(error, torch.AcceleratorError):
+        return StepFault.DEVICE_LOST
+    return StepFault.RAISED
+
+
+class DeviceLostError(Exception):
+    """The device cannot compute any more. Not an `EngineError`: only a new process helps."""
+
+
+class ForcedFaultError(Exception):
+    """Raised on purpose, by `LosesResults`."""
+
+
+class LosesResults:
+    """Tests only: loses the result of every n-th step with company in it, once it is computed.
+
+    A sequence that runs alone is spared, so that requests tried apart come to their ends.
+    """
+
+    def __init__(self, *, every: int) -> None:
+        self._every = every
+        self._steps = 0
+
+    def __call__(self, batch: ForwardBatch, result: ForwardResult) -> ForwardResult:
+        self._steps += 1
+        if self._steps % self._every == 0 and batch.num_sequences > 1:
+            raise ForcedFaultError(f"step {batch.step} was made to fail")
+        return result

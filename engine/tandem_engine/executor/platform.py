@@ -13,11 +13,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from tandem_engine.attention.backend import AttentionBackend, GraphBackend
-from tandem_engine.attention.spec import AttentionSpec
-from tandem_engine.cpu_list import bind_thread
-from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor
-from tandem_engine.executor.graphs import (
+from tandem_engine.base.linux import bind_thread
+from tandem_engine.executor.cuda.graphs import (
     CudaGraphCapturer,
     DecodeGraphs,
     Decoding,
@@ -26,28 +23,34 @@ from tandem_engine.executor.graphs import (
     capture_decodes,
     measure_graphs,
 )
+from tandem_engine.executor.cuda.runner import StreamRunner
+from tandem_engine.executor.cuda.streams import (
+    CudaStreams,
+    DeviceStreams,
+    PageStreams,
+    Queued,
+    StreamExecutor,
+    StreamName,
+)
+from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor
 from tandem_engine.executor.interface import HiddenObserver, Runner
-from tandem_engine.executor.memory_meter import MemoryMeter, meter_for
-from tandem_engine.executor.page_streams import PageStreams
+from tandem_engine.executor.memory_profile import MemoryMeter, meter_for
 from tandem_engine.executor.runner import ModelRunner
-from tandem_engine.executor.stream_executor import Queued, StreamExecutor
-from tandem_engine.executor.stream_runner import StreamRunner
-from tandem_engine.executor.streams import CudaStreams, DeviceStreams, StreamName
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap
-from tandem_engine.memory.host.pool import HostPool
-from tandem_engine.memory.page_copy import PageCopier
+from tandem_engine.memory.host.pages import HostPool
+from tandem_engine.memory.page_copies import PageCopier
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention.backend import AttentionBackend, AttentionSpec, GraphBackend
 from tandem_engine.model.base import StepModel
-from tandem_engine.parallel.devices import use_device
-from tandem_engine.parallel.group import SingleRank, TpGroup
-from tandem_engine.parallel.joint import JointWork
+from tandem_engine.parallel.group import JointWork, SingleRank, TpGroup, use_device
 from tandem_engine.sampling.sampler import Sampler
 
 T = TypeVar("T")
 
 Settle = Callable[[ForwardBatch, ForwardResult], ForwardResult]
 """What the host makes of a step's results, before anybody else sees them."""
+
 AttentionMaker = Callable[[KvPool, int, Sequence[AttentionSpec], torch.dtype], GraphBackend]
 """Of a pool, for so many query heads of a dtype, with one spec for each layer."""
 
@@ -128,7 +131,7 @@ class OnHost:
         dtype: torch.dtype,  # noqa: ARG002 - its kernels take queries of float32
     ) -> AttentionBackend:
         # Only an engine on a CPU needs numba.
-        from tandem_engine.attention.cpu import CpuAttention
+        from tandem_engine.model.attention.cpu import CpuAttention
 
         return CpuAttention(pool, num_heads=num_heads, specs=specs)
 
@@ -251,6 +254,6 @@ def platform_for(device: str) -> Platform:
 def gpu_attention(pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> GraphBackend:
     """Kernels."""
     # Only an engine on a device needs Triton.
-    from tandem_engine.attention.triton_backend import TritonBackend
+    from tandem_engine.model.attention.triton import TritonBackend
 
     return TritonBackend(pool, num_heads=num_heads, specs=specs, dtype=dtype)

@@ -17,15 +17,13 @@ from typing import Protocol, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tandem_engine.clock import Clock
-from tandem_engine.errors import BusyError, ConfigError
-from tandem_engine.private_files import PRIVATE_FOLDER
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.errors import BusyError, ConfigError
+from tandem_engine.base.linux import PRIVATE_FOLDER
 
 logger = logging.getLogger(__name__)
-
 MAX_STEPS = 1000
 MAX_SECONDS = 60.0
-
 T = TypeVar("T")
 
 

@@ -8,26 +8,101 @@ token history of rows whose requests need it.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tandem_engine.attention.backend import AttentionBackend, AttentionPlan
-from tandem_engine.executor.hidden import hidden_states, keep_guesses
 from tandem_engine.executor.interface import HiddenObserver
-from tandem_engine.executor.telling import telling
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult, Guesses, drafts_ahead, over_runs, wanted_tokens
 from tandem_engine.forward.future_map import FutureMap, token_rows
-from tandem_engine.forward.guesses import Guesses
-from tandem_engine.forward.pooled import sum_pooled
-from tandem_engine.forward.runs import drafts_ahead, over_runs, wanted_tokens
+from tandem_engine.forward.results import sum_pooled
+from tandem_engine.kernels.interface import HeadTurn
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.model.base import StepModel
-from tandem_engine.parallel.group import SingleRank, TpGroup
-from tandem_engine.parallel.step_agreement import agree_on_step
-from tandem_engine.sampling.prompt_logprobs import prompt_scores
+from tandem_engine.model.attention.backend import AttentionBackend, AttentionPlan, ToldPlan, TurningPlan
+from tandem_engine.model.base import Attend, DraftHead, StepModel
+from tandem_engine.parallel.group import SingleRank, TpGroup, agree_on_step
+from tandem_engine.sampling.logprobs import prompt_scores
 from tandem_engine.sampling.sampler import SampleOutput, Sampler
+
+
+def hidden_states(
+    model: StepModel,
+    observer: HiddenObserver | None,
+    batch: ForwardBatch,
+    *,
+    input_ids: Tensor,
+    attend: Attend,
+    wanted: Tensor,
+) -> Tensor:
+    """[W, hidden_size] of the tokens `wanted` [W] of `batch`, whose `input_ids` are resolved.
+
+    An `observer` is shown all tokens', which costs the last layer's shortcut.
+    """
+    if observer is None:
+        return _compute(model, batch, input_ids, attend, wanted)
+    every = torch.arange(batch.num_tokens, device=input_ids.device)
+    return every_hidden_state(model, observer, batch, input_ids=input_ids, attend=attend, every=every).index_select(
+        0, wanted
+    )
+
+
+def every_hidden_state(
+    model: StepModel,
+    observer: HiddenObserver | None,
+    batch: ForwardBatch,
+    *,
+    input_ids: Tensor,
+    attend: Attend,
+    every: Tensor,
+) -> Tensor:
+    """[T, hidden_size] of all tokens of `batch`, whose indices are `every` [T]; `observer` is shown them."""
+    hidden = _compute(model, batch, input_ids, attend, every)
+    if observer is not None:
+        observer.observe(hidden, batch.out_cache_loc)
+    return hidden
+
+
+def keep_guesses(model: StepModel, batch: ForwardBatch, hidden: Tensor, wanted: Tensor) -> None:
+    """Let a head remember what it made of the tokens `wanted` [S], `hidden` [S, hidden_size]."""
+    if isinstance(model, DraftHead):
+        model.keep(hidden, batch.out_cache_loc.index_select(0, wanted))
+
+
+def _compute(model: StepModel, batch: ForwardBatch, input_ids: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
+    if isinstance(model, DraftHead):
+        return model.forward(batch, input_ids, attend, wanted)
+    return model.forward(input_ids, batch.positions, attend, wanted)
+
+
+Wrote = Callable[[int], None]
+"""Called with a layer once its KV is written, or queued to be."""
+
+
+def telling(plan: AttentionPlan, wrote: Wrote) -> AttentionPlan:
+    """`plan`, with word of each layer behind it. It turns heads itself if `plan` does."""
+    return TellingPlan(plan, wrote) if isinstance(plan, TurningPlan) else ToldPlan(plan=plan, wrote=wrote)
+
+
+@dataclass(frozen=True, slots=True)
+class TellingPlan(TurningPlan):
+    """See `telling`."""
+
+    plan: TurningPlan
+    wrote: Wrote
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        gathered = self.plan(layer, q, k, v)
+        self.wrote(layer)
+        return gathered
+
+    def turn_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> Tensor:
+        """See `TurningPlan.turn_and_attend`."""
+        gathered = self.plan.turn_and_attend(layer, q, k, v, turn)
+        self.wrote(layer)
+        return gathered
+
 
 NOTHING_SAMPLED = SampleOutput(token_ids=torch.empty(0, dtype=torch.int64), logprobs=())
 

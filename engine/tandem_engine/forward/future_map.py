@@ -6,15 +6,34 @@
 
 Steps run in launch order on one thread or stream, so a row needs room for one token only. A row that is
 recycled is published anew before anybody resolves it; row 0 is padding.
+
+Host tensors seen by numpy without a new reference to them.
+
+A step begins with a little work on the arrays of its batch, and keeps the interpreter lock through it, for the
+scheduler's thread waits for the lock with the results of the step before. Were it let go before the layers compute,
+the scheduler would run first and the step wait, where both could run at once. torch lets go of it whenever a tensor's
+Python object is freed, and `Tensor.numpy` makes one for the array to hold.
 """
 
+import ctypes
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem_engine.forward.borrowed import borrowed
-from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch
-from tandem_engine.kernels.dispatch import by_triton
+from tandem_engine.forward.batch import RESOLVE, ForwardBatch
+from tandem_engine.kernels.interface import by_triton
+
+
+def borrowed(tensor: Tensor) -> npt.NDArray[Any]:
+    """The int64 numbers of a dense host tensor. The caller keeps the tensor as long as the array."""
+    assert tensor.dtype is torch.int64, f"{tensor.dtype} is not int64"
+    assert tensor.is_contiguous(), f"strides of {tensor.stride()}"
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else bytearray()
+    return np.ndarray(tuple(tensor.shape), np.int64, buffer=memory)
+
 
 _CONSUMED = -1
 
@@ -52,7 +71,7 @@ class FutureMap:
         if self._on_host is not None:
             self._on_host[rows.numpy()] = token_ids.numpy()
         elif by_triton(self._tokens.device):
-            from tandem_engine.kernels.row_tables import publish_tokens
+            from tandem_engine.kernels.triton.row_tables import publish_tokens
 
             publish_tokens(self._tokens, rows, token_ids)
         else:
@@ -67,7 +86,7 @@ class FutureMap:
 
     def _resolve_on_device(self, input_ids: Tensor, token_rows: Tensor) -> Tensor:
         if by_triton(self._tokens.device):
-            from tandem_engine.kernels.row_tables import resolve_tokens
+            from tandem_engine.kernels.triton.row_tables import resolve_tokens
 
             return resolve_tokens(self._tokens, input_ids, token_rows)
         return torch.where(input_ids == RESOLVE, self._tokens[token_rows], input_ids)

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from tandem_engine.clock import Clock
+from tandem_engine.base.clock import Clock
 
 ALL_LAYERS = 1 << 30
 """More than any model has: the step is over."""
+
 VOID = -1
 """The step failed."""
 

@@ -3,7 +3,7 @@
 Most requests ask for nothing, so `SamplingBatch.edits` is None in most steps and a part that nobody in the
 step asked for is None here. Shapes use  S = rows of logits, V = vocabulary; every `index` is int64 into S.
 
-Penalties and bad words depend on the tokens before. Those live on the device (`sampling.editor`), because the
+Penalties and bad words depend on the tokens before. Those live on the device (`sampling.logits_processor`), because the
 host does not know the newest ones yet [device-history]. `histories` brings what the host knows to rows that have just
 been given to a request: after its first prefill, a retraction, a resumption or a handoff [history-rebuilt]. From then
 on the device counts by itself.

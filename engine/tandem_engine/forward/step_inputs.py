@@ -14,15 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
-from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.base.names import DUMMY_PAGE, PADDING_ROW
+from tandem_engine.forward.batch import ForwardBatch, ForwardMode, SamplingBatch, drafts_ahead, over_runs, wanted_tokens
 from tandem_engine.forward.future_map import token_rows
 from tandem_engine.forward.logit_edits import History, LogitEdits, TokenSets
-from tandem_engine.forward.runs import drafts_ahead, over_runs, wanted_tokens
-from tandem_engine.names import DUMMY_PAGE, PADDING_ROW
 
 LONGEST_CATCH_UP = 4
 """Tokens of one sequence, each of which reads its KV. Mostly they are the last draft, if right, and one behind it."""
+
 NO_NUMBERS = torch.empty(0)
 NO_IDS = torch.empty(0, dtype=torch.int64)
 

@@ -15,7 +15,7 @@ must be bound to loopback.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -23,8 +23,8 @@ import zmq
 import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 
-from tandem_engine.addresses import LOOPBACK, Address, AddressError, ip_of, is_ipv6, is_loopback
-from tandem_engine.errors import ConfigError, WireError
+from tandem_engine.base.addresses import LOOPBACK, Address, AddressError, ip_of, is_ipv6, is_loopback
+from tandem_engine.base.errors import ConfigError, WireError
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.codec import MAX_MESSAGE_BYTES, Codec
 
@@ -32,9 +32,12 @@ logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 10_000
 """Messages queued per connection before a slow reader costs drops instead of memory."""
+
 MAX_PER_RECEIVE = 1_000
 """Messages that one call of `receive` takes in, so that a flood of them cannot keep the scheduler from its step."""
+
 HEARTBEAT_MS = 500
+
 HEARTBEAT_TIMEOUT_MS = 2_000
 """A silent peer (SIGSTOP, cable pulled) is disconnected after this [silent-peer-dropped]."""
 
@@ -273,3 +276,48 @@ class PairChannel(Generic[In, Out]):
 
     def close(self) -> None:
         self.socket.close()
+
+
+class Poller:
+    """Waits on ZMQ sockets and plain file descriptors together."""
+
+    def __init__(self, sockets: "Iterable[zmq.Socket[bytes]]", descriptors: Iterable[int] = ()) -> None:
+        self._poller = zmq.Poller()
+        for socket in sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        for descriptor in descriptors:
+            self._poller.register(descriptor, zmq.POLLIN)
+
+    def wait(self, seconds: float) -> bool:
+        """True when something became readable within `seconds`."""
+        return bool(self._poller.poll(int(seconds * 1000)))
+
+
+class CallChannel(Generic[In, Out]):
+    """Sends `Out` and receives `In`. Reconnects by itself; what was on its way then is lost, so callers ask again.
+
+    One thread at a time. Raises `WireError` for an endpoint that cannot be one.
+    """
+
+    def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
+        self._out: DealerChannel[Out] = DealerChannel(context, endpoint, outbound=outbound)
+        self._inbound: Codec[In] = Codec(inbound)
+        self._poller = Poller([self._out.socket])
+        self.refused = 0
+        """Messages that did not decode since start."""
+
+    def send(self, message: Out) -> bool:
+        """False when the queue is full, because nobody has answered for long."""
+        return self._out.send(message)
+
+    def receive(self, timeout_s: float) -> In | None:
+        """The next message, or None when there is none within `timeout_s`. Undecodable ones are counted."""
+        while self._poller.wait(timeout_s):
+            try:
+                return self._inbound.decode(self._out.socket.recv())
+            except WireError:
+                self.refused += 1
+        return None
+
+    def close(self) -> None:
+        self._out.close()

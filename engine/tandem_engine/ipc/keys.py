@@ -9,7 +9,7 @@ from pathlib import Path
 
 import zmq
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 Triton compiles a kernel at its first launch, and again for each other kind of arguments: another constant, an address
 that is no multiple of 16, a number that is 1. A launch that is the first of its kind waits for that, for seconds where
 nothing is cached on disk and for milliseconds where it is, and with it every request. So an engine launches whatever
-it can before it serves (`executor.warm_steps`), and what is compiled later is counted and named: it is missing there.
+it can before it serves (`executor.warm_up`), and what is compiled later is counted and named: it is missing there.
 
 Triton has one listener for a process, so there is one counter. Importing this needs no Triton; `watch` does.
 """
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 logger = logging.getLogger(__name__)
-
 MICROSECOND = 1e-6
 Listener = Callable[..., object]
 

@@ -8,46 +8,168 @@ Life of a request
     1. admitted   checked, and handed to the engine's thread; a full queue is an error at once
     2. growing    each item is the output so far. A reader that falls behind skips states and loses no token, so
                   what is kept for it never exceeds one output
-    3. ended      finished, aborted, or failed with an error of `tandem_engine.errors`
+    3. ended      finished, aborted, or failed with an error of `tandem_engine.base.errors`
        left       the generator is closed or its task cancelled before: the request is aborted
 
 The model computes on a thread of its own (`EngineThread`); nothing here blocks the event loop.
+
+The scheduler loop of one engine on a thread of its own.
+
+    1. launch   on the thread, which is the engine's from then on; the caller waits for it, or gets its error
+    2. turn     what callers asked for, then one step; with nothing to do it sleeps until somebody asks
+    3. end      asked to, or on an error of the engine: whoever asked is told
+
+Callers on any thread hand over functions of the engine; nothing else crosses.
 """
 
 import asyncio
 import itertools
+import logging
+import queue
 import secrets
+import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from tandem_engine.base.errors import EngineError, EngineStoppedError, InvalidRequestError, QueueFullError
+from tandem_engine.base.names import RequestId
 from tandem_engine.engine import Engine
-from tandem_engine.errors import EngineError, EngineStoppedError, InvalidRequestError, QueueFullError
-from tandem_engine.launch import launched_engine
-from tandem_engine.library.answer import Serving, make_answer
-from tandem_engine.library.embedding import make_embedding_answer
-from tandem_engine.library.engine_thread import EngineThread
-from tandem_engine.library.failure import error_of
-from tandem_engine.library.options import config_from_options
+from tandem_engine.engine.launch import launched_engine
+from tandem_engine.library.answer import Pending, Serving, error_of, make_answer, make_embedding_answer
+from tandem_engine.library.llm import config_from_options
 from tandem_engine.library.outputs import EmbeddingRequestOutput, RequestOutput
-from tandem_engine.library.pending import Pending
-from tandem_engine.library.prompts import Conversation, Encoded, Prompt, encode_conversations, encode_prompt
+from tandem_engine.library.prompts import Conversation, Encoded, Prompt, Session, encode_conversations, encode_prompt
 from tandem_engine.library.sampling_params import SamplingParams
-from tandem_engine.library.session import Session
 from tandem_engine.messages.control import PauseMode
-from tandem_engine.messages.engine_stats import EngineStats
 from tandem_engine.messages.outputs import TokenOutput
-from tandem_engine.messages.pooling import PoolingParams
-from tandem_engine.names import RequestId
+from tandem_engine.messages.requests import PoolingParams
+from tandem_engine.messages.stats import EngineStats
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+LONGEST_SLEEP = 0.05
+"""Seconds between looks at deadlines while requests wait, as when generation is paused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a caller wants done on the engine's thread."""
+
+    function: Callable[[Engine], None]
+    refuse: Callable[[EngineStoppedError], None]
+    """Called instead when the engine has ended."""
+
+
+class EngineThread:
+    """Owns the engine between construction and `close`."""
+
+    def __init__(
+        self, launch: Callable[[], AbstractContextManager[Engine]], *, on_failure: Callable[[EngineStoppedError], None]
+    ) -> None:
+        """Start, and wait until the engine that `launch` opens is there. Raises what that raises.
+
+        `on_failure` is called on the thread when the engine stops by an error of its own.
+        """
+        self._launch = launch
+        self._on_failure = on_failure
+        self._asked: queue.SimpleQueue[Asked] = queue.SimpleQueue()
+        self._stopping = False
+        self._ended: EngineStoppedError | None = None
+        self._ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        self._ready.result()
+
+    def ask(self, function: Callable[[Engine], None]) -> None:
+        """Have `function` called between two steps; it must not raise. Forgotten when the engine ends before.
+
+        Raises `EngineStoppedError` when it has ended.
+        """
+        if self._ended is not None:
+            raise self._ended
+        self._put(Asked(function, refuse=lambda error: None))  # noqa: ARG005
+
+    def call(self, function: Callable[[Engine], T]) -> "Future[T]":
+        """Have `function` called between two steps; what it returns or raises is the future's.
+
+        The future raises `EngineStoppedError` when the engine has ended.
+        """
+        answer: Future[T] = Future()
+
+        def run(engine: Engine) -> None:
+            try:
+                answer.set_result(function(engine))
+            except Exception as error:  # noqa: BLE001 - the boundary: the caller's `result()` raises it
+                answer.set_exception(error)
+
+        self._put(Asked(run, refuse=answer.set_exception))
+        return answer
+
+    def close(self) -> None:
+        """End after the current step and wait for it. Idempotent."""
+        self._stopping = True
+        # Wakes a thread that sleeps.
+        self._put(Asked(lambda engine: None, refuse=lambda error: None))  # noqa: ARG005
+        self._thread.join()
+
+    def _put(self, asked: Asked) -> None:
+        self._asked.put(asked)
+        # The thread may have ended since anybody looked, and would not come back for this.
+        if self._ended is not None:
+            self._refuse_all(self._ended)
+
+    # On the thread.
+
+    def _run(self) -> None:
+        try:
+            with self._launch() as engine:
+                self._ready.set_result(None)
+                self._turn_until_stopped(engine)
+        except Exception as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+                return
+            logger.exception("engine stopped by an unexpected error")
+            ended = EngineStoppedError(f"the engine has stopped: {type(error).__name__}: {error}")
+            self._end(ended)
+            self._on_failure(ended)
+        else:
+            self._end(EngineStoppedError("the engine was closed"))
+
+    def _turn_until_stopped(self, engine: Engine) -> None:
+        while not self._stopping:
+            while not self._asked.empty():
+                self._asked.get().function(engine)
+            if not engine.step():
+                self._sleep(engine)
+
+    def _sleep(self, engine: Engine) -> None:
+        """Until somebody asks; not for long while requests wait, for they have deadlines, or weights load."""
+        try:
+            asked = self._asked.get(timeout=None if engine.dormant else LONGEST_SLEEP)
+        except queue.Empty:
+            return
+        asked.function(engine)
+
+    def _end(self, error: EngineStoppedError) -> None:
+        self._ended = error
+        self._refuse_all(error)
+
+    def _refuse_all(self, error: EngineStoppedError) -> None:
+        while True:
+            try:
+                self._asked.get_nowait().refuse(error)
+            except queue.Empty:
+                return
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

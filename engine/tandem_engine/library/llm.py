@@ -6,8 +6,15 @@
 
 Between construction and `close` the calling thread is the engine's scheduler thread: call everything from it,
 and expect torch in it to compute with one thread, because the engine's forwards have all the others.
+
+Engine options as keywords: the table of command-line flags, under the same names.
+
+LLM(path, page_size=32, mem_fraction_static=0.5, disable_radix_cache=True)
+tandem worker --page-size 32 --mem-fraction-static 0.5 --disable-radix-cache
 """
 
+import argparse
+import difflib
 import itertools
 import secrets
 import sys
@@ -17,33 +24,84 @@ from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from tqdm import tqdm
 
-from tandem_engine.errors import ConfigError, InvalidRequestError, RankLostError, SessionError
+from tandem_engine.base.errors import ConfigError, InvalidRequestError, RankLostError, SessionError
+from tandem_engine.config import EngineConfig, Role
+from tandem_engine.config.flags import add_engine_flags, engine_config
+from tandem_engine.engine.launch import launched_engine
 from tandem_engine.executor.profiler import MAX_SECONDS, MAX_STEPS, StepProfiler
-from tandem_engine.launch import launched_engine
-from tandem_engine.library.answer import Serving, make_answer
-from tandem_engine.library.embedding import make_embedding_answer
-from tandem_engine.library.options import config_from_options
+from tandem_engine.library.answer import Pending, Serving, make_answer, make_embedding_answer
 from tandem_engine.library.outputs import EmbeddingRequestOutput, RequestOutput
-from tandem_engine.library.pending import Pending
 from tandem_engine.library.prompts import (
     Conversation,
     Encoded,
     Prompt,
+    Session,
     encode_conversations,
     encode_prompts,
     params_for,
 )
 from tandem_engine.library.sampling_params import SamplingParams
-from tandem_engine.library.session import Session
-from tandem_engine.messages.engine_stats import EngineStats
 from tandem_engine.messages.outputs import TokenOutput
-from tandem_engine.messages.pooling import PoolingParams
+from tandem_engine.messages.requests import PoolingParams
+from tandem_engine.messages.stats import EngineStats
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+
+
+class _OptionParser(argparse.ArgumentParser):
+    """Raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def config_from_options(model: str | Path, options: dict[str, object]) -> EngineConfig:
+    """The configuration of an engine that serves `model`.
+
+    Raises `ConfigError` for an option that does not exist, naming the nearest, and for a value that its flag
+    would not take.
+    """
+    parser = _OptionParser(add_help=False, allow_abbrev=False)
+    add_engine_flags(parser)
+    # Names and aliases, such as vLLM's max_model_len.
+    actions = {
+        flag.lstrip("-").replace("-", "_"): action for action in parser._actions for flag in action.option_strings
+    }
+    argv: list[str] = []
+    for name, value in options.items():
+        if name not in actions:
+            raise ConfigError(f"there is no engine option {name!r}{_nearest(name, [*actions])}")
+        argv += _arguments(actions[name], value)
+    args = parser.parse_args(argv)
+    # It has no peers: nothing that a transfer could not do stands in its way.
+    args.model, args.role, args.transport = str(model), Role.BOTH.value, "none"
+    return engine_config(args)
+
+
+def _arguments(action: argparse.Action, value: object) -> list[str]:
+    flag = action.option_strings[0]
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{action.dest} is a switch and takes True or False, got {value!r}")
+        return [flag] if value else []
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        raise ConfigError(f"{action.dest} takes a value, got {value}")
+    if action.nargs in ("+", "*") and isinstance(value, list | tuple):
+        return [flag, *map(str, value)]
+    # One word, so that a value may begin with a dash.
+    return [f"{flag}={value}"]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(known))}"
+
 
 RELOAD_POLL_S = 0.01
 

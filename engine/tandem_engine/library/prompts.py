@@ -1,21 +1,68 @@
 """What callers pass as prompts, made uniform: text, token ids, or a conversation; one, or a list of them.
 
 A prompt may continue a `Session`. Then it is the new turn alone, and text gets no special tokens around it.
+
+A conversation that the engine keeps, as a caller of the library holds it.
+
+    with llm.open_session() as session:
+        llm.generate("Once upon a time", params, session=session)
+        llm.generate(" And then", params, session=session)      # only what is new
+
+Life of a session
+    1. opened     nothing is kept yet
+    2. continued  each prompt given with it is appended to all prompts and outputs before
+    3. lost       the engine forgot it (`session_ttl`, `max_sessions`): the next prompt raises `SessionLostError`
+    4. closed     the engine lets go of its tokens and pages
+
+A turn that is aborted or fails adds nothing: the next one continues where it began.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
-from tandem_engine.errors import InvalidRequestError
+from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.library.sampling_params import SamplingParams
-from tandem_engine.library.session import Session
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Session:
+    """Give it to `generate`, one prompt at a time. Open one with `open_session`."""
+
+    id: str
+    turns: int = field(default=0, init=False)
+    """Prompts that were answered to their end."""
+    tokens: int = field(default=0, init=False)
+    """Of all their prompts and outputs."""
+    forget: Callable[[str], None] = field(repr=False)
+    """Tells the engine to let go of the session of this id."""
+
+    def turn_ended(self, *, prompt: int, output: int) -> None:
+        """A turn of `prompt` and `output` tokens is part of the conversation now."""
+        self.turns += 1
+        self.tokens += prompt + output
+
+    def close(self) -> None:
+        """Let the engine forget it. Idempotent."""
+        self.forget(self.id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's form of either: {"prompt": text} or {"prompt_token_ids": ids}, and `cache_salt`."""
+
 Message: TypeAlias = Mapping[str, Any]
 """`role`, `content`, and what else the model's chat template knows."""
+
 Conversation: TypeAlias = Sequence[Message]
 _FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 

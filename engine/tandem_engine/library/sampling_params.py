@@ -3,15 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem_engine.errors import InvalidRequestError
+from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.messages import sampling as wire
 from tandem_engine.messages.grammar import GrammarSpec
-from tandem_engine.messages.reasoning import FIELD, ReasoningBudget
+from tandem_engine.messages.sampling import FIELD, ReasoningBudget
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
 MAX_CHOICES = 128
+
 _PROMPT_END_TOKENS = 32
 """Enough to hold a reasoning marker and the blanks behind it, whatever the tokenizer."""
+
 _SEEDS = 1 << 64
 _LOWEST_SEED = -(1 << 63)
 

@@ -22,13 +22,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from tandem_engine.memory.allocator import PageAllocator, Writer
-from tandem_engine.memory.copies import CopyQueue
+from tandem_engine.base.names import PageId
+from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool, Writer
 from tandem_engine.memory.host.memory import HostMemory
+from tandem_engine.memory.page_copies import CopyQueue
 from tandem_engine.memory.prefix_cache import Lock, PrefixCache
 from tandem_engine.memory.request_kv import RequestKv
-from tandem_engine.memory.rows import ReqToTokenPool
-from tandem_engine.names import PageId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ descriptor and a digest reads it in a single pass.
     page 0 is the dummy page: padding reads and writes it, so it must hold finite numbers [finite-padding] [dummy-page]
 
 A pool of float8 has a scale for K and for V of each head of each layer, which its numbers are multiplied with when they
-are read (`kernels.float8`). They are no part of a page: who moves pages must have the same (ADR 0045).
+are read (`kernels.interface`). They are no part of a page: who moves pages must have the same (ADR 0045).
 
 The pool knows nothing about who owns which page.
 """
@@ -19,13 +19,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tandem_engine.errors import ConfigError
-from tandem_engine.kernels.dispatch import by_triton
-from tandem_engine.kernels.float8 import FLOAT8, KvScales, from_float8, to_float8
-from tandem_engine.kernels.head_turn import HeadTurn
-from tandem_engine.names import PageId
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.names import PageId
+from tandem_engine.config import KvCacheDtype
+from tandem_engine.kernels.interface import FLOAT8, HeadTurn, KvScales, by_triton, from_float8, to_float8
 
 GIB = 1 << 30
+
 ALIGNMENT = 4096
 """Of the pool in main memory: that of the machine's pages, which is what registering it for transfers rounds to."""
 
@@ -126,7 +126,7 @@ class KvPool:
         out_cache_loc  [T] int64 slots, `page * page_size + offset`; distinct, but for padding in page 0
         """
         if by_triton(self.data.device):
-            from tandem_engine.kernels.store_kv import store_kv
+            from tandem_engine.kernels.triton.store_kv import store_kv
 
             store_kv(k, v, *self.key_value(layer), out_cache_loc, scales=self.scales_of(layer))
             return
@@ -146,7 +146,7 @@ class KvPool:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_cache_loc: torch.Tensor, turn: HeadTurn
     ) -> torch.Tensor:
         """`store` on a device, of k that is turned on its way; q [T, heads, head_dim] turned as well, in one launch."""
-        from tandem_engine.kernels.rope_store import rotate_and_store
+        from tandem_engine.kernels.triton.rope_store import rotate_and_store
 
         return rotate_and_store(q, k, v, turn, *self.key_value(layer), out_cache_loc, scales=self.scales_of(layer))
 
@@ -157,7 +157,7 @@ class KvPool:
     def copy_pages_of(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """As `copy_pages`, of page ids [N] int64 that are where the pool is."""
         if by_triton(self.data.device):
-            from tandem_engine.kernels.page_copy import copy_pages
+            from tandem_engine.kernels.triton.page_copy import copy_pages
 
             copy_pages(self._bytes, sources, targets)
         else:
@@ -198,3 +198,34 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
+
+
+DTYPES = {
+    KvCacheDtype.FLOAT32: torch.float32,
+    KvCacheDtype.BFLOAT16: torch.bfloat16,
+    KvCacheDtype.FLOAT16: torch.float16,
+    KvCacheDtype.FP8: torch.float8_e4m3fn,
+    KvCacheDtype.FP8_E4M3: torch.float8_e4m3fn,
+    KvCacheDtype.FP8_E5M2: torch.float8_e5m2,
+}
+
+E4M3_CAPABILITY = (8, 9)
+"""Compute capability of the first devices that convert to e4m3."""
+
+
+def kv_dtype(requested: KvCacheDtype, model_dtype: torch.dtype) -> torch.dtype:
+    """Of the pages of a model that computes in `model_dtype`."""
+    return model_dtype if requested is KvCacheDtype.AUTO else DTYPES[requested]
+
+
+def require_kv_dtype(requested: KvCacheDtype, device: str) -> None:
+    """Raise `ConfigError` unless attention on `device`, which is there, reads such pages."""
+    flag = f"--kv-cache-dtype {requested}"
+    if device == "cpu":
+        if requested is KvCacheDtype.FLOAT16:
+            raise ConfigError(f"{flag} needs a GPU: attention on a CPU reads float32, bfloat16, fp8_e4m3 and fp8_e5m2")
+    elif DTYPES.get(requested) is torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < E4M3_CAPABILITY:
+        raise ConfigError(
+            f"{flag} needs a GPU of compute capability {'.'.join(map(str, E4M3_CAPABILITY))} or more, and "
+            f"{torch.cuda.get_device_name(device)} has less: fp8_e5m2 takes as little memory, bfloat16 is exact"
+        )

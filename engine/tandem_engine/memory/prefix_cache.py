@@ -6,14 +6,23 @@ never in the tree. Matching compares tokens, not hashes.
 
     tokens:  0 ............ cache_protected_len ........... kv_committed_len ....... kv_allocated_len
     pages:   tree, locked by the request | private to the request, content valid | content pending
+
+Prefix cache that never holds anything, for `enable_prefix_cache=False`.
+
+A match is empty and an insert adopts nothing, so every page stays private to its request and goes
+straight back to the allocator with it. `KvMemory` needs no second code path. Locks are real, so that
+one given back twice or never is found here as well.
 """
+
+
+# ruff: noqa: ARG002 (the arguments are the contract's; this cache looks at none of them)
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from tandem_engine.messages.kv_events import KvEvent
-from tandem_engine.names import PageId
+from tandem_engine.base.names import PageId
+from tandem_engine.messages.kv_events import AllCleared, KvEvent
 
 
 class Lock(Protocol):
@@ -144,3 +153,71 @@ class PrefixCache(Protocol):
     def audit(self, locks: Iterable[Lock]) -> list[str]:
         """What is wrong with the bookkeeping if exactly `locks` are out; one sentence each."""
         ...
+
+
+class EmptyLock:
+    """Locks an empty path."""
+
+    def __init__(self) -> None:
+        self.released = False
+
+
+class NoPrefixCache:
+    """Implements `PrefixCache`."""
+
+    def __init__(self) -> None:
+        self._locks: set[Lock] = set()
+
+    def match(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> MatchResult:
+        return MatchResult(pages=(), lock=self._lock())
+
+    def peek(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> int:
+        return 0
+
+    def peek_after(self, lock: Lock, token_ids: Sequence[int]) -> int:
+        return 0
+
+    def insert(self, token_ids: Sequence[int], pages: Sequence[PageId], *, salt: str = "") -> InsertResult:
+        return InsertResult(duplicates=(), pages=(), lock=self._lock())
+
+    def extend(self, lock: Lock, token_ids: Sequence[int], pages: Sequence[PageId]) -> InsertResult:
+        self.unlock(lock)
+        return InsertResult(duplicates=(), pages=(), lock=self._lock())
+
+    def unlock(self, lock: Lock, *, spent: bool = False) -> None:
+        assert isinstance(lock, EmptyLock), f"{lock!r} is not a lock of this cache"
+        assert not lock.released, "lock released twice [lock-released-once]"
+        lock.released = True
+        self._locks.remove(lock)
+
+    def evict(self, num_pages: int) -> list[PageId]:
+        return []
+
+    def evictable_pages(self) -> int:
+        return 0
+
+    def shared_pages(self, lock: Lock) -> int:
+        return 0
+
+    def pages(self) -> Iterator[PageId]:
+        return iter(())
+
+    def clear(self) -> list[PageId]:
+        return []
+
+    def take_events(self) -> list[KvEvent]:
+        return []
+
+    def snapshot_events(self) -> list[KvEvent]:
+        return [AllCleared()]
+
+    def audit(self, locks: Iterable[Lock]) -> list[str]:
+        held = {*locks}
+        if held == self._locks:
+            return []
+        return [f"{len(self._locks)} locks are out, requests hold {len(held)}"]
+
+    def _lock(self) -> EmptyLock:
+        lock = EmptyLock()
+        self._locks.add(lock)
+        return lock

@@ -6,8 +6,8 @@ pages:    tree, locked     | private, content valid   | private, content pending
 
 from dataclasses import dataclass, field
 
+from tandem_engine.base.names import PageId, ReqPoolIdx
 from tandem_engine.memory.prefix_cache import NOTHING_LOADED, LoadedPages, Lock, SlowerPrefix
-from tandem_engine.names import PageId, ReqPoolIdx
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -14,12 +14,14 @@ Whatever decides, pages that the memory cannot hold are refused at start, with t
 from dataclasses import dataclass
 from math import ceil, floor
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import CacheConfig, HostConfig
-from tandem_engine.errors import ConfigError
 
 GIB = 1 << 30
+
 LARGEST_FRACTION = 0.98
 """Nothing above is ever proposed: the rest of the machine needs some."""
+
 SMALLEST_POOL = 2
 """Pages, the dummy one included."""
 

@@ -4,11 +4,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from tandem_engine.errors import WireError
+from tandem_engine.base.errors import WireError
 
 WIRE_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
-
 T = TypeVar("T")
 
 

@@ -10,10 +10,9 @@ from typing import Annotated
 
 import msgspec
 
-from tandem_engine.messages.ended_requests import EndedRequests
-from tandem_engine.messages.engine_stats import EngineStats
 from tandem_engine.messages.kv_events import KvEventBatch
 from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.stats import EndedRequests, EngineStats
 
 MAX_LINKS = 64
 """Peers that one engine measures its links to. Reports and registry entries grow with it."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
-from tandem_engine.errors import InvalidRequestError
+from tandem_engine.base.errors import InvalidRequestError
 
 MAX_GRAMMAR_DEPTH = 32
 """Nested objects and arrays in a JSON source: sixteen levels of properties."""
+
 MAX_CHOICES = 256
 MAX_CHOICE_BYTES = 1024
 MAX_WHITESPACE_PATTERN_BYTES = 256

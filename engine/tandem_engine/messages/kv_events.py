@@ -2,9 +2,21 @@
 
 Batches carry a sequence number per incarnation; a reader that sees a gap asks for a replay, which
 starts with `AllCleared` and then names every block the worker holds.
+
+The one chain of block hashes, used by engine events, router and gateway alike.
+
+    h[0] = BLAKE2b-128(seed(salt) ‖ tokens of block 0)
+    h[i] = BLAKE2b-128(h[i−1]     ‖ tokens of block i)
+
+Tokens are little-endian uint32. A block is one KV page (`page_size` tokens); a trailing partial block
+has no hash. The salt separates tenants: equal prompts under different salts share nothing.
 """
 
+import sys
+from array import array
+from collections.abc import Sequence
 from enum import StrEnum
+from hashlib import blake2b
 
 import msgspec
 
@@ -45,3 +57,50 @@ KvEvent = BlockStored | BlockRemoved | AllCleared
 class KvEventBatch(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events"):
     sequence: int
     events: tuple[KvEvent, ...]
+
+
+DIGEST_BYTES = 16
+
+TOKEN_BYTES = 4
+"""Of one packed token."""
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Tokens as the chain hashes them: `TOKEN_BYTES` little-endian bytes each. Several times faster than `struct`."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """What `pack_tokens` was given. Raises `ValueError` when `packed` is not a whole number of tokens."""
+    tokens = array("I")
+    tokens.frombytes(packed)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tuple(tokens)
+
+
+def chain_seed(salt: str) -> bytes:
+    """Parent digest of the first block."""
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"tandem-salt").digest()
+
+
+def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Digest of one block after `parent`."""
+    return blake2b(parent + pack_tokens(tokens), digest_size=DIGEST_BYTES).digest()
+
+
+def chain_hashes(token_ids: Sequence[int], block_size: int, *, parent: bytes) -> list[bytes]:
+    """Digests of the whole blocks of `token_ids` after `parent`."""
+    return chain_packed(pack_tokens(token_ids), block_size * TOKEN_BYTES, parent=parent)
+
+
+def chain_packed(packed: bytes | bytearray, block_bytes: int, *, parent: bytes) -> list[bytes]:
+    """`chain_hashes` of tokens that are packed already."""
+    hashes = []
+    for end in range(block_bytes, len(packed) + 1, block_bytes):
+        parent = blake2b(parent + packed[end - block_bytes : end], digest_size=DIGEST_BYTES).digest()
+        hashes.append(parent)
+    return hashes

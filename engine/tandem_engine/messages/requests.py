@@ -3,6 +3,12 @@
 A client request becomes one `GenerateRequest` per choice and attempt; its `rid` names exactly that
 attempt, so a late answer of an abandoned attempt can never be mistaken for the current one. When two
 workers share the work, both get the same request with the two ends of one `Handoff`.
+
+Where an attempt belongs in its request's trace.
+
+    client ─ traceparent ─▶ gateway ─ TraceContext in each GenerateRequest ─▶ engine ─ EndedRequest ─▶ worker service
+
+The engine knows no tracing library: it keeps the context that it was given, for its log and for its report.
 """
 
 import re
@@ -12,15 +18,93 @@ from typing import Any
 
 import msgspec
 
-from tandem_engine.errors import InvalidRequestError
-from tandem_engine.logs import about_request
-from tandem_engine.messages.pooling import PoolingParams
+from tandem_engine.base.errors import InvalidRequestError
+from tandem_engine.base.logs import about_request
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.messages.trace_context import TraceContext
+
+
+class Pooling(StrEnum):
+    """Which tokens' hidden states, after the final norm, become the embedding."""
+
+    LAST = "last"
+    """The last token's, which alone has seen the whole prompt."""
+    MEAN = "mean"
+    """The mean over all tokens."""
+    CLS = "cls"
+    """The first token's. In a causal model it has seen nothing else."""
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One embedding. Dimensions are cut before the vector is normalised, as Matryoshka models are trained for."""
+
+    pooling: Pooling = Pooling.LAST
+    normalize: bool = True
+    """Scale to length 1."""
+    dimensions: int | None = None
+    """Leading entries to keep; None for all."""
+
+    def check(self, *, hidden_size: int) -> None:
+        """Raise `InvalidRequestError` for what a model of `hidden_size` cannot give; 0 is one that gives none."""
+        if not hidden_size:
+            raise InvalidRequestError("this engine's model has no hidden states to pool", param="pooling")
+        if self.dimensions is not None and not 1 <= self.dimensions <= hidden_size:
+            raise InvalidRequestError(
+                f"dimensions must be between 1 and {hidden_size}, the size of this model's embeddings, "
+                f"got {self.dimensions}",
+                param="dimensions",
+            )
+
+
+MAX_TRACESTATE_CHARACTERS = 512
+"""What W3C Trace Context asks everybody to hand on."""
+
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACESTATE = re.compile(rf"[\x20-\x7e]{{0,{MAX_TRACESTATE_CHARACTERS}}}")
+
+
+class TraceContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """The span that the work is part of, in the form of W3C Trace Context."""
+
+    traceparent: str
+    """00-TRACE-SPAN-FLAGS in hexadecimal."""
+    tracestate: str = ""
+    """What tracing systems add for themselves; handed on as it came."""
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError` for what W3C Trace Context does not allow."""
+        if not _TRACEPARENT.fullmatch(self.traceparent):
+            raise InvalidRequestError("trace.traceparent is not 00-TRACE-SPAN-FLAGS in hexadecimal", param="trace")
+        if not _TRACESTATE.fullmatch(self.tracestate):
+            raise InvalidRequestError(
+                f"trace.tracestate may have at most {MAX_TRACESTATE_CHARACTERS} printable ASCII characters",
+                param="trace",
+            )
+
+    @property
+    def trace_id(self) -> str:
+        """32 hexadecimal digits."""
+        return self.traceparent[3:35]
+
+    @property
+    def span_id(self) -> str:
+        """16 hexadecimal digits."""
+        return self.traceparent[36:52]
+
+    @property
+    def sampled(self) -> bool:
+        """Whether spans of this trace are wanted. False for a context that `check` refuses."""
+        return self.valid and bool(int(self.traceparent[53:], 16) & 1)
+
+    @property
+    def valid(self) -> bool:
+        """Whether `check` would let it pass."""
+        return bool(_TRACEPARENT.fullmatch(self.traceparent) and _TRACESTATE.fullmatch(self.tracestate))
+
 
 MAX_ROOM_BYTES = 256
 MAX_GROUP_BYTES = 256
 MAX_SESSION_BYTES = 256
+
 MAX_GENERATION = 2**53
 """Room and generation travel in every message about a transfer."""
 

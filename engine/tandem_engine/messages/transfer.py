@@ -30,17 +30,15 @@ from typing import Annotated
 
 import msgspec
 
+from tandem_engine.base.names import DigestKind, LinkTransport
 from tandem_engine.messages.outputs import CacheHits, TokenLogprob
 from tandem_engine.messages.requests import HandoffSide, Peer
-from tandem_engine.names import DigestKind, LinkTransport
 
 MAX_OPEN_ROOMS = 1024
 """Rooms that one message may name; a side with more open ones sends several."""
 
-
 MachineName = Annotated[str, msgspec.Meta(max_length=128)]
 TransportNames = Annotated[tuple[LinkTransport, ...], msgspec.Meta(max_length=8)]
-
 
 MAX_RANKS = 64
 """Ranks of one engine."""
@@ -98,7 +96,7 @@ class WriteGrant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     """First prompt position the receiver lacks: a page multiple. Page i holds tokens from there on."""
     pages: tuple[int, ...]
     granted_at: float
-    """By the sender's own clock. The writer knows what that is by its own, or asks (`disaggregation.peer_clocks`)."""
+    """By the sender's own clock. The writer knows what that is by its own, or asks (`disaggregation.grants`)."""
     valid_s: float
     """Seconds from then for which the grant is good; the writer starts no push after that."""
     digest: DigestKind
@@ -246,7 +244,5 @@ class PrefixRecord(msgspec.Struct, frozen=True, kw_only=True, tag="prefix_record
 
 
 ProbeMessage = ProbeRequest | ProbeGrant | ProbeRefusal
-
 HandoffMessage = WriteGrant | HandoffRecord | TransferAborted | DrainAck | StillOpen | GrantsRenewed
-
 PeerMessage = Hello | HandoffMessage | ProbeMessage | PrefixAsk | PrefixRecord

@@ -10,9 +10,9 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.config import ModelConfig
-from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.model.attention.backend import AttentionSpec
 
 
 class Attend(Protocol):

@@ -10,30 +10,159 @@ The files are parsed here, by our own code, with a bound on every number: nothin
 executed, `auto_map` is ignored, and there is no switch that changes this. A model that transformers shall
 compute is read by `fallback`, after the same checks of its weight files: one of another architecture, or one of ours
 whose config.json says something that our layers do not do.
+
+Which tokens end a generation.
+
+`generation_config.json` is the later word: instruction-tuned checkpoints list their end-of-turn token only
+there. config.json decides when it names none.
+
+Identity of a model: equal for the same weights, different for any others, and cheap to compute.
+
+KV pages are only meaningful to workers that run the same weights, so this goes into the compatibility hash
+of a worker. Reading every byte would double the start-up time of a large model; instead a few blocks of
+every tensor are read, which tells apart fine-tunes that share a shape and most of their tensors, and does
+not depend on how the checkpoint is cut into shards.
+
+An output matrix that a checkpoint stores although its config.json says that it is the embedding.
+
+transformers shares the two only if they are equal, so a stored matrix that differs is the one to use. Older exporters
+wrote copies; those are left out, as a shared matrix takes half the memory.
 """
 
+import hashlib
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 
+from tandem_engine.base.errors import CheckpointError, ConfigError, UnsupportedVariantError
 from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
-from tandem_engine.errors import CheckpointError, ConfigError, UnsupportedVariantError
+from tandem_engine.model.checkpoint_files import (
+    ModelDirectory,
+    ReadableTensor,
+    StoredTensor,
+    open_directory,
+    open_tensors,
+    read_json_object,
+    shown,
+)
 from tandem_engine.model.config_fields import ConfigFields
-from tandem_engine.model.directory import ModelDirectory, open_directory
-from tandem_engine.model.eos import read_eos
-from tandem_engine.model.fingerprint import fingerprint
-from tandem_engine.model.json_file import read_json_object
-from tandem_engine.model.quantization.holding import Holding, described, holding_of
-from tandem_engine.model.quantization.scheme import read_scheme
-from tandem_engine.model.registry import find_family, require_family
-from tandem_engine.model.shards import open_tensors
-from tandem_engine.model.stored_head import with_stored_head
-from tandem_engine.model.stored_weights import open_weights
-from tandem_engine.model.tensor_names import require_tensors
+from tandem_engine.model.families import find_family, require_family
+from tandem_engine.model.quantization.dequantized import dequantized
+from tandem_engine.model.quantization.kv_scales import without_scales
+from tandem_engine.model.quantization.scheme import Holding, WeightFormat, described, holding_of, read_scheme
+from tandem_engine.model.tensor_names import EMBEDDING, LM_HEAD, canonical_experts, require_tensors
+
+MAX_GENERATION_CONFIG = 1 << 20
+MAX_EOS_TOKENS = 64
+
+
+def read_eos(directory: ModelDirectory, config: ConfigFields, *, vocab_size: int) -> tuple[int, ...]:
+    """End-of-sequence ids in the order of the file; () when neither file names any.
+
+    Raises:
+        CheckpointError: an id is not an integer of the vocabulary.
+    """
+    owner = config
+    if directory.has("generation_config.json"):
+        path = directory.file("generation_config.json")
+        values = read_json_object(path, max_bytes=MAX_GENERATION_CONFIG)
+        generation = ConfigFields(path=path, values=values)
+        owner = generation if generation.has("eos_token_id") else config
+    ids = owner.items("eos_token_id")
+    if len(ids) > MAX_EOS_TOKENS:
+        owner.refuse("eos_token_id", f"must name at most {MAX_EOS_TOKENS} tokens")
+    return tuple(dict.fromkeys(_token(owner, value, vocab_size) for value in ids))
+
+
+def _token(owner: ConfigFields, value: object, vocab_size: int) -> int:
+    if type(value) is not int or not 0 <= value < vocab_size:
+        owner.refuse("eos_token_id", f"must name tokens of the vocabulary (0 to {vocab_size - 1})")
+    return value
+
+
+DIGEST_BYTES = 16
+BLOCK_BYTES = 4096
+BLOCKS_PER_TENSOR = 4
+
+
+def fingerprint(config: ModelConfig, tensors: Mapping[str, ReadableTensor]) -> str:
+    """Hexadecimal digest of `config`, of the name, dtype and shape of all tensors, and of samples of their bytes.
+
+    Raises:
+        CheckpointError: a file became unreadable since its header was checked.
+    """
+    digest = hashlib.blake2b(msgspec.json.encode(config), digest_size=DIGEST_BYTES)
+    for name in sorted(tensors):
+        for tensor in tensors[name].sources:
+            digest.update(msgspec.json.encode((name, str(tensor.dtype), tensor.shape)))
+            digest.update(_sample(tensor))
+    return digest.hexdigest()
+
+
+def _sample(tensor: StoredTensor) -> bytes:
+    """The whole of a small tensor, evenly spaced blocks of a large one, first and last included."""
+    if tensor.size <= BLOCK_BYTES * BLOCKS_PER_TENSOR:
+        places = {0: tensor.size}
+    else:
+        stride = (tensor.size - BLOCK_BYTES) // (BLOCKS_PER_TENSOR - 1)
+        places = {index * stride: BLOCK_BYTES for index in range(BLOCKS_PER_TENSOR)}
+    try:
+        with tensor.path.open("rb", buffering=0) as file:
+            blocks = []
+            for begin, size in places.items():
+                file.seek(tensor.offset + begin)
+                blocks.append(file.read(size))
+    except OSError as error:
+        raise CheckpointError(f"{tensor.path}: tensor {shown(tensor.name)} cannot be read: {error.strerror}") from error
+    return b"".join(blocks)
+
+
+ROWS = 4096
+"""Compared at a time."""
 
 logger = logging.getLogger(__name__)
+
+
+def with_stored_head(config: ModelConfig, tensors: Mapping[str, ReadableTensor]) -> ModelConfig:
+    """`config`, with `tie_embeddings` off if the stored output matrix is not the embedding.
+
+    Raises:
+        CheckpointError: a file became unreadable since its header was checked.
+    """
+    head, table = tensors.get(LM_HEAD), tensors.get(EMBEDDING)
+    if not config.tie_embeddings or head is None or table is None or _equal(head, table):
+        return config
+    logger.warning(
+        "tie_word_embeddings is true, but the stored lm_head.weight is not the embedding; it is used as it is",
+        extra={"fields": {"path": str(head.path)}},
+    )
+    return replace(config, tie_embeddings=False)
+
+
+def _equal(head: ReadableTensor, table: ReadableTensor) -> bool:
+    if head.shape != table.shape or not head.shape:
+        return False
+    starts = range(0, head.shape[0], ROWS)
+    parts = ((start, min(start + ROWS, head.shape[0])) for start in starts)
+    return all(_same_rows(head.read_part(0, *part), table.read_part(0, *part)) for part in parts)
+
+
+def _same_rows(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return bool((first.float() == second.float()).all())
+
+
+def open_weights(directory: ModelDirectory, scheme: WeightFormat | None) -> dict[str, ReadableTensor]:
+    """Headers alone are read. Scales of KV are no weights and left out: see `kv_scales`.
+
+    Raises:
+        CheckpointError: a file is absent or broken, or parts of a quantized matrix do not fit each other.
+    """
+    return canonical_experts(dequantized(without_scales(open_tensors(directory)), scheme))
+
 
 MAX_CONFIG = 1 << 20
 """Bytes of a config.json."""
@@ -110,10 +239,10 @@ def _read_fallback(directory: ModelDirectory, fields: ConfigFields, reason: str)
     """`reason`: why we do not compute it ourselves."""
     try:
         # Nobody else needs transformers installed, or waits for its import.
-        from tandem_engine.model.fallback.config import fallback_fingerprint, read_fallback_config
+        from tandem_engine.model.fallback_config import fallback_fingerprint, read_fallback_config
     except ImportError as error:
         raise CheckpointError(
-            f"{reason}; transformers, which may compute it, cannot be imported ({error}); install tandem[reference]"
+            f"{reason}; transformers, which may compute it, cannot be imported ({error}); install tandem[lab]"
         ) from error
     config = read_fallback_config(directory, fields)
     logger.info("transformers computes the model", extra={"fields": {"reason": reason}})

@@ -1,11 +1,27 @@
-"""Typed, bounded reads from a config object. Every error names the file, the field and its value."""
+"""Typed, bounded reads from a config object. Every error names the file, the field and its value.
+
+Rotary parameters of a config.json, in either spelling.
+
+Since version 5 transformers writes one object, `rope_parameters`, with `rope_theta` inside. Before, the
+base stood at the top as `rope_theta` and the scaling apart in `rope_scaling`, whose kind was called `type`
+at first. As in transformers, a `rope_scaling` that is not empty wins when a file has both.
+
+Where kinds of layer rotate differently, a family picks the object of a kind itself (`model.families`) and has it read
+by `read_parameters`.
+
+Which layers see only the newest tokens, in the spellings of config.json.
+
+A window that is no shorter than the context never binds and is left out, so that such a layer costs what any
+other costs.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypedDict
 
-from tandem_engine.errors import CheckpointError, UnsupportedVariantError
-from tandem_engine.model.json_file import shown
+from tandem_engine.base.errors import CheckpointError, UnsupportedVariantError
+from tandem_engine.config import Activation, ModelConfig, MoeConfig, RopeConfig
+from tandem_engine.model.checkpoint_files import shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,3 +106,374 @@ class ConfigFields:
         if default is None:
             raise CheckpointError(f"{self.path}: {self.prefix}{name} is missing")
         return default
+
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+ROPE_FIELDS = frozenset(
+    {
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "finetuned",
+        "high_freq_factor",
+        "low_freq_factor",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "rope_theta",
+        "rope_type",
+        "truncate",
+        "type",
+    }
+)
+"""What may stand in a set of rotary parameters. Which of them a kind reads follows below; it ignores the others, as in
+transformers. Exporters wrote `finetuned` beside YaRN; it has no effect."""
+
+ORIGINAL = "original_max_position_embeddings"
+MAX_THETA = 1e12
+MAX_FACTOR = 4096.0
+MAX_POSITION = 1 << 22
+
+
+class YarnFields(TypedDict, total=False):
+    """Fields of `RopeConfig`."""
+
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+    truncate: bool
+
+
+def read_rope(config: ConfigFields, *, max_position: int, theta: float = 10000.0) -> RopeConfig:
+    """Parse the rotary parameters of a config whose `max_position_embeddings` is `max_position`.
+
+    Args:
+        theta: the base when the config names none.
+
+    Raises:
+        CheckpointError: unknown kind, a value out of bounds, or a variant that is not supported.
+    """
+    fields = config.inner("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
+    # A value at the top of the file wins, as in transformers (Phi-3 has it there).
+    original = config if config.has(ORIGINAL) else fields
+    base = fields if fields.has("rope_theta") else config
+    require_whole_rotation(config)
+    return read_parameters(fields, original=original, base=base, max_position=max_position, theta=theta)
+
+
+def read_parameters(
+    fields: ConfigFields, *, original: ConfigFields, base: ConfigFields, max_position: int, theta: float
+) -> RopeConfig:
+    """One set of rotary parameters.
+
+    Args:
+        original: where `original_max_position_embeddings` stands, if anywhere.
+        base: where `rope_theta` stands, if anywhere.
+        theta: what an absent `rope_theta` stands for.
+
+    Raises:
+        CheckpointError: as `read_rope`.
+    """
+    for name, value in fields.values.items():
+        if name not in ROPE_FIELDS and value is not None:
+            fields.defer(name, "is no rotary parameter that is known")
+    require_whole_rotation(fields)
+    spelling = "type" if fields.has("type") and not fields.has("rope_type") else "rope_type"
+    if fields.has(spelling) and fields.values[spelling] not in ROPE_TYPES:
+        fields.defer(spelling, f"must be one of {', '.join(ROPE_TYPES)}")
+    rope_type = fields.choice(spelling, ROPE_TYPES, default="default")
+    before = _original_position(original, rope_type=rope_type, max_position=max_position)
+    if rope_type == "dynamic" and fields.has(ORIGINAL) and fields.values[ORIGINAL] != max_position:
+        fields.defer(ORIGINAL, f"must be max_position_embeddings ({max_position}) for dynamic scaling")
+    return RopeConfig(
+        rope_type=rope_type,
+        theta=base.number("rope_theta", least=1.001, most=MAX_THETA, default=theta),
+        factor=_factor(fields, rope_type=rope_type, implied=max_position / before),
+        original_max_position=None if rope_type in ("default", "linear") else before,
+        low_freq_factor=_llama3_bound(fields, rope_type, "low_freq_factor", otherwise=1.0),
+        high_freq_factor=_llama3_bound(fields, rope_type, "high_freq_factor", otherwise=4.0),
+        **_yarn(fields, rope_type),
+    )
+
+
+def longest_context(rope: RopeConfig, *, max_position: int) -> int:
+    """Positions that the scaling makes usable.
+
+    `max_position_embeddings` of linear checkpoints is the length before scaling, and YaRN names its own; llama3
+    checkpoints state the length after scaling. With dynamic scaling the context ends at `max_position_embeddings`:
+    beyond it a token's angles depend, in transformers, on the longest sequence of its call, which shared pages cannot.
+    """
+    if rope.rope_type == "linear":
+        return int(max_position * rope.factor)
+    if rope.rope_type == "yarn" and rope.original_max_position is not None:
+        return int(rope.original_max_position * rope.factor)
+    return max_position
+
+
+def require_whole_rotation(owner: ConfigFields) -> None:
+    """Raise `UnsupportedVariantError` where only a part of each head rotates."""
+    if owner.number("partial_rotary_factor", least=0, most=1, default=1.0) != 1.0:
+        owner.defer("partial_rotary_factor", "must be 1; partial rotary embedding is not supported")
+
+
+def _original_position(owner: ConfigFields, *, rope_type: str, max_position: int) -> int:
+    """Context before scaling."""
+    if rope_type not in ("llama3", "yarn"):
+        return max_position
+    return owner.integer(ORIGINAL, least=1, most=MAX_POSITION, default=max_position)
+
+
+def _factor(fields: ConfigFields, *, rope_type: str, implied: float) -> float:
+    if rope_type == "default":
+        return 1.0
+    default = implied if rope_type == "yarn" else None
+    return fields.number("factor", least=1.0, most=MAX_FACTOR, default=default)
+
+
+def _llama3_bound(fields: ConfigFields, rope_type: str, name: str, *, otherwise: float) -> float:
+    """Required by llama3, which divides by it and by the difference of both."""
+    if rope_type != "llama3":
+        return otherwise
+    value = fields.number(name, least=1e-3, most=1e6)
+    if name == "high_freq_factor" and value <= fields.number("low_freq_factor", least=1e-3, most=1e6):
+        fields.refuse(name, "must be greater than low_freq_factor")
+    return value
+
+
+def _yarn(fields: ConfigFields, rope_type: str) -> YarnFields:
+    """What YaRN alone reads."""
+    if rope_type != "yarn":
+        return {}
+    if "truncate" in fields.values and not fields.has("truncate"):
+        fields.refuse("truncate", "must be true or false")  # transformers takes null for false
+    return {
+        "beta_fast": fields.number("beta_fast", least=1e-3, most=1e6, default=32.0),
+        "beta_slow": fields.number("beta_slow", least=1e-3, most=1e6, default=1.0),
+        "attention_factor": _optional(fields, "attention_factor"),
+        "mscale": _optional(fields, "mscale"),
+        "mscale_all_dim": _optional(fields, "mscale_all_dim"),
+        "truncate": fields.flag("truncate", default=True),
+    }
+
+
+def _optional(fields: ConfigFields, name: str) -> float | None:
+    return fields.number(name, least=0.0, most=1e6) if fields.has(name) else None
+
+
+MAX_VOCAB = 1 << 22
+MAX_HIDDEN = 1 << 17
+MAX_INTERMEDIATE = 1 << 20
+MAX_LAYERS = 1024
+MAX_HEADS = 1024
+MAX_HEAD_DIM = 1024
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Defaults:
+    """What absent fields stand for in a family, as in its config class of transformers."""
+
+    head_dim: int | None = None
+    """None is hidden_size / num_attention_heads."""
+    num_kv_heads: int | None = None
+    """None is num_attention_heads."""
+    rms_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    tie_embeddings: bool = False
+
+
+def read_decoder(fields: ConfigFields, *, family: str, defaults: Defaults) -> ModelConfig:
+    """A plain pre-norm SwiGLU decoder with one set of rotary parameters; families `replace` what they do otherwise.
+
+    Raises:
+        CheckpointError: a field is missing, out of bounds, or not supported.
+    """
+    max_position = read_positions(fields)
+    rope = read_rope(fields, max_position=max_position, theta=defaults.rope_theta)
+    context = longest_context(rope, max_position=max_position)
+    if context > MAX_POSITION:
+        fields.refuse("max_position_embeddings", f"times the rope factor exceeds {MAX_POSITION} ({context})")
+    return read_sizes(fields, family=family, defaults=defaults, rope=rope, context=context)
+
+
+def read_positions(fields: ConfigFields) -> int:
+    """`max_position_embeddings`."""
+    return fields.integer("max_position_embeddings", least=1, most=MAX_POSITION)
+
+
+def read_sizes(fields: ConfigFields, *, family: str, defaults: Defaults, rope: RopeConfig, context: int) -> ModelConfig:
+    """As `read_decoder`, of a family that reads its rotary parameters `rope` and its longest `context` itself."""
+    hidden_size = fields.integer("hidden_size", least=1, most=MAX_HIDDEN)
+    num_heads = fields.integer("num_attention_heads", least=1, most=MAX_HEADS)
+    return ModelConfig(
+        family=family,
+        vocab_size=fields.integer("vocab_size", least=1, most=MAX_VOCAB),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size", least=1, most=MAX_INTERMEDIATE),
+        num_layers=fields.integer("num_hidden_layers", least=1, most=MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(fields, num_heads, absent=defaults.num_kv_heads),
+        head_dim=_head_dim(fields, hidden_size, num_heads, default=defaults.head_dim),
+        max_position=context,
+        rms_eps=fields.number("rms_norm_eps", least=1e-12, most=0.1, default=defaults.rms_eps),
+        rope=rope,
+        tie_embeddings=fields.flag("tie_word_embeddings", default=defaults.tie_embeddings),
+        dtype=read_dtype(fields),
+    )
+
+
+def require_silu(fields: ConfigFields) -> Activation:
+    """The gate of every family but Gemma."""
+    if fields.has("hidden_act") and fields.values["hidden_act"] != "silu":
+        fields.defer("hidden_act", "must be silu")
+    return Activation.SILU
+
+
+def read_dtype(fields: ConfigFields) -> str:
+    """transformers writes `dtype` since version 5 and `torch_dtype` before; without either it is float32."""
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    return fields.choice(name, DTYPES, default="float32")
+
+
+def _num_kv_heads(fields: ConfigFields, num_heads: int, *, absent: int | None) -> int:
+    """Null means as many as query heads in every family; absent may stand for a number."""
+    default = num_heads if absent is None or "num_key_value_heads" in fields.values else absent
+    count = fields.integer("num_key_value_heads", least=1, most=MAX_HEADS, default=default)
+    if num_heads % count:
+        fields.refuse("num_key_value_heads", f"must divide num_attention_heads ({num_heads})")
+    return count
+
+
+def _head_dim(fields: ConfigFields, hidden_size: int, num_heads: int, *, default: int | None) -> int:
+    if not fields.has("head_dim") and default is None:
+        if hidden_size % num_heads:
+            fields.refuse("num_attention_heads", f"must divide hidden_size ({hidden_size}) without a head_dim")
+        default = hidden_size // num_heads
+    size = fields.integer("head_dim", least=4, most=MAX_HEAD_DIM, default=default)
+    if size % 2 or size < 4:
+        fields.refuse("head_dim", f"must be even and at least 4 for rotary positions, and is {size}")
+    return size
+
+
+MAX_EXPERTS = 4096
+MAX_EXPERTS_PER_TOKEN = 256
+
+
+def read_experts(fields: ConfigFields, *, count: str, size: str) -> MoeConfig:
+    """Experts whose number is in field `count` and whose width is in field `size`, weights normalised.
+
+    Raises:
+        CheckpointError: a number is missing or out of bounds, or a token would choose more than there are.
+    """
+    num_experts = fields.integer(count, least=1, most=MAX_EXPERTS)
+    chosen = fields.integer("num_experts_per_tok", least=1, most=MAX_EXPERTS_PER_TOKEN)
+    if chosen > num_experts:
+        fields.refuse("num_experts_per_tok", f"must be at most {count} ({num_experts})")
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=chosen,
+        intermediate_size=fields.integer(size, least=1, most=MAX_INTERMEDIATE),
+        normalise=True,
+    )
+
+
+def expert_count(fields: ConfigFields, usual: str) -> str:
+    """Name of the field with the number of experts: `usual`, or the other one of the two that transformers has.
+
+    Raises:
+        CheckpointError: the config has both, and they differ.
+    """
+    first, second = "num_local_experts", "num_experts"
+    if fields.has(first) and fields.has(second) and fields.values[first] != fields.values[second]:
+        fields.refuse(second, f"must be {first} ({shown(fields.values[first])}) where a file has both")
+    return next((name for name in (first, second) if fields.has(name)), usual)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+Windows = tuple[int | None, ...]
+"""Of each layer; () when none of them binds."""
+
+
+def read_window(fields: ConfigFields, *, context: int, default: int | None) -> int | None:
+    """`sliding_window`. Absent means `default`, null that there is none, as in transformers."""
+    window = stated_window(fields, default=default)
+    return None if window is None or window >= context else window
+
+
+def stated_window(fields: ConfigFields, *, default: int | None) -> int | None:
+    """As `read_window`, whether it ever binds or not. 1 is refused: caches of transformers keep everything then."""
+    return fields.optional_integer("sliding_window", least=2, most=MAX_POSITION, default=default)
+
+
+def in_all_layers(window: int | None, *, num_layers: int) -> Windows:
+    return () if window is None else (window,) * num_layers
+
+
+def in_sliding_layers(fields: ConfigFields, kinds: tuple[str, ...], *, context: int, default: int | None) -> Windows:
+    """`sliding_window` in the layers of kind `sliding_attention`.
+
+    Raises:
+        CheckpointError: there are such layers, and no window.
+    """
+    if SLIDING not in kinds:
+        return ()
+    if stated_window(fields, default=default) is None:
+        fields.refuse("sliding_window", f"must be a number, as layer_types has {SLIDING}")
+    window = read_window(fields, context=context, default=default)
+    return () if window is None else tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def read_layer_kinds(fields: ConfigFields, *, default: tuple[str, ...]) -> tuple[str, ...]:
+    """`layer_types`, one per layer; absent means `default`.
+
+    Raises:
+        CheckpointError: a kind is neither full nor sliding attention, or their number is not that of the layers.
+    """
+    kinds = fields.items("layer_types")
+    if not fields.has("layer_types"):
+        return default
+    if not all(kind in (FULL, SLIDING) for kind in kinds):
+        fields.refuse("layer_types", f"may name only {FULL} and {SLIDING}")
+    if len(kinds) != len(default):
+        fields.refuse("layer_types", f"must name a kind for each of the {len(default)} layers and names {len(kinds)}")
+    return tuple(str(kind) for kind in kinds)
+
+
+def require_uniform_layers(
+    fields: ConfigFields, *, num_layers: int, default_window: int | None, slides: bool = True
+) -> None:
+    """`layer_types` of a family whose layers all have the window, or none has one.
+
+    transformers reads the field for the cache of such a family and not for its masks, so nothing but what
+    `sliding_window` says anyway has a clear meaning.
+
+    Args:
+        default_window: what an absent `sliding_window` stands for.
+        slides: whether the window counts at all.
+
+    Raises:
+        UnsupportedVariantError: it says something else.
+    """
+    if not fields.has("layer_types"):
+        return
+    window = stated_window(fields, default=default_window) if slides else None
+    uniform = (FULL if window is None else SLIDING,) * num_layers
+    if read_layer_kinds(fields, default=uniform) != uniform:
+        fields.defer("layer_types", f"must be {uniform[0]} in every layer, in accordance with sliding_window")
+
+
+def qwen_windows(fields: ConfigFields, *, num_layers: int, context: int) -> Windows:
+    """Off unless `use_sliding_window`; then in the layers that `layer_types` names, or from `max_window_layers` on."""
+    first = fields.integer("max_window_layers", least=0, most=1 << 20, default=28)
+    slides = fields.flag("use_sliding_window", default=False) and stated_window(fields, default=4096) is not None
+    default = tuple(SLIDING if slides and layer >= first else FULL for layer in range(num_layers))
+    kinds = read_layer_kinds(fields, default=default)
+    if not slides and SLIDING in kinds:
+        fields.refuse("layer_types", f"may name {SLIDING} only with use_sliding_window and a sliding_window")
+    return in_sliding_layers(fields, kinds, context=context, default=4096)

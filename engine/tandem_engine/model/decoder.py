@@ -16,36 +16,44 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.config import ModelConfig, MoeConfig, RopeConfig
-from tandem_engine.kernels.dispatch import by_triton
+from tandem_engine.kernels.interface import by_triton
+from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend
-from tandem_engine.model.expert_tensors import ROUTER, expert_name
-from tandem_engine.model.layers.activation import gated
-from tandem_engine.model.layers.attention import SelfAttention
-from tandem_engine.model.layers.embedding import TokenEmbedding
-from tandem_engine.model.layers.linear import Projection, projection
-from tandem_engine.model.layers.mlp import FeedForward
-from tandem_engine.model.layers.moe import Expert, Router, SparseFeedForward
+from tandem_engine.model.layers.attention import RotaryTable, SelfAttention, rotary_table
+from tandem_engine.model.layers.linear import Projection, TokenEmbedding, projection
+from tandem_engine.model.layers.mlp import Expert, FeedForward, Router, SparseFeedForward, gated
 from tandem_engine.model.layers.norm import Norm, rms_norm
-from tandem_engine.model.layers.rotary import RotaryTable, rotary_table
-from tandem_engine.model.layers.soft_cap import soft_cap_
 from tandem_engine.model.quantization.levels import Levels
-from tandem_engine.model.sharing import Heads, heads_of_rank
-from tandem_engine.model.tensor_names import EMBEDDING, FINAL_NORM, LM_HEAD, has_experts, layer_prefix
+from tandem_engine.model.tensor_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    ROUTER,
+    expert_name,
+    has_experts,
+    layer_prefix,
+)
 from tandem_engine.model.weights import (
+    Heads,
     MatrixReader,
     Weights,
     column_parallel,
     head,
+    heads_of_rank,
     held_projection,
     row_parallel,
     token_embedding,
 )
-from tandem_engine.parallel.split import INPUTS, OUTPUTS, VOCABULARY, Split
+from tandem_engine.parallel.sharding import INPUTS, OUTPUTS, VOCABULARY, Split
 
 if TYPE_CHECKING:
-    from tandem_engine.model.fused.stack import FusedStack
+    from tandem_engine.model.cpu.step import FusedStack
+
+
+def soft_cap_(values: Tensor, cap: float) -> Tensor:
+    """cap · tanh(values / cap), in place."""
+    return values.div_(cap).tanh_().mul_(cap)
 
 
 class Tokenwise(Protocol):
@@ -156,7 +164,7 @@ def _vocabulary(config: ModelConfig, weights: Weights) -> tuple[TokenEmbedding, 
 def _fused(decoder: Decoder, weights: Weights) -> Decoder:
     """With the kernels of its steps, if those cover the model."""
     # Only an engine on a CPU needs numba.
-    from tandem_engine.model.fused.stack import fuse
+    from tandem_engine.model.cpu.step import fuse
 
     fused = fuse(
         decoder.config,
@@ -254,7 +262,7 @@ class BlockBuilder:
 
     def _device_experts(self, prefix: str, moe: MoeConfig, norm: Norm, router: Router) -> Tokenwise:
         # Only an engine on a device needs Triton.
-        from tandem_engine.model.layers.device_experts import DeviceExperts, ExpertMatrices, read_experts
+        from tandem_engine.model.layers.triton_experts import DeviceExperts, ExpertMatrices, read_experts
 
         weights = self.weights
         stacks = read_experts(

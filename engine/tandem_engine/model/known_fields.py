@@ -38,6 +38,7 @@ TRAINING = frozenset(
         "router_jitter_noise",
     }
 )
+
 TOKENS = frozenset(
     {
         "bos_token_id",
@@ -50,6 +51,7 @@ TOKENS = frozenset(
         "unk_token_id",
     }
 )
+
 GENERATION = frozenset(
     {
         "assistant_confidence_threshold",
@@ -92,6 +94,7 @@ GENERATION = frozenset(
     }
 )
 """Defaults of transformers' `generate`; version 5 takes them out of config.json, and requests say what they want."""
+
 NOTES = frozenset(
     {
         "_attn_implementation",
@@ -138,6 +141,7 @@ NOTES = frozenset(
 )
 """What says how a checkpoint came about or which kernels to take. `dual_chunk_attention_config` is for contexts beyond
 `max_position_embeddings`, and transformers does not read it."""
+
 NO_EFFECT = TRAINING | TOKENS | GENERATION | NOTES
 
 ONE_VALUE: Mapping[str, tuple[object, ...]] = {

@@ -5,37 +5,156 @@
 
 Projections that take the same input are stacked into one matrix as they are read, so that a block has four
 GEMMs instead of seven. Besides the weights themselves, memory holds one stored tensor at a time.
+
+Random weights of a model's shapes: `--load-format dummy` measures speed and memory without a checkpoint.
+
+They are drawn on the device that they stay on, in seconds for models that would take minutes to read. Each matrix has
+a seed of its own, so that two engines of the same config, such as a prefill and a decode worker, have the same
+weights. Their scale is that of freshly initialised models: activations stay finite through any number of layers.
+
+How far the reading of weights is, or what follows on it: a bar on a terminal, else a line in the log now and then.
+
+A checkpoint of a hundred gigabytes takes minutes to read, and whoever watches the log of a pod must be able to tell
+that from one that hangs. One that is read within `PERIOD_S` leaves a single line.
 """
 
+import hashlib
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
+from tandem_engine.base.clock import Clock, MonotonicClock
+from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
-from tandem_engine.errors import CheckpointError, ConfigError
 from tandem_engine.model.base import CausalLM
-from tandem_engine.model.checkpoint import read_fields
+from tandem_engine.model.checkpoint import open_weights, read_fields
+from tandem_engine.model.checkpoint_files import ReadableTensor, open_directory, open_tensors
 from tandem_engine.model.decoder import build_decoder
-from tandem_engine.model.directory import open_directory
-from tandem_engine.model.dummy_weights import DummyWeights
-from tandem_engine.model.kv_scales import read_kv_scales
-from tandem_engine.model.layers.quantized import can_multiply
-from tandem_engine.model.load_progress import load_progress
+from tandem_engine.model.layers.linear import can_multiply
 from tandem_engine.model.quantization.dequantized import DequantizedTensor
-from tandem_engine.model.quantization.holding import Holding, holding_of
+from tandem_engine.model.quantization.kv_scales import read_kv_scales
 from tandem_engine.model.quantization.levels import Levels, int8_levels
-from tandem_engine.model.quantization.scheme import read_scheme
-from tandem_engine.model.safetensors_file import ReadableTensor
-from tandem_engine.model.shards import open_tensors
-from tandem_engine.model.sharing import require_shareable
-from tandem_engine.model.stored_part import StoredPart
-from tandem_engine.model.stored_weights import open_weights
+from tandem_engine.model.quantization.scheme import Holding, holding_of, read_scheme
 from tandem_engine.model.tensor_names import EMBEDDING, expected_shapes, require_tensors
+from tandem_engine.model.weights import require_shareable
 from tandem_engine.parallel.group import SingleRank, TpGroup
-from tandem_engine.parallel.split import Split, part_of
+from tandem_engine.parallel.sharding import Part, Split, part_of, shape_of_part
+
+STD = 0.02
+"""`initializer_range` of most families."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DummyWeights:
+    """Implements `Weights` for tensors of the named shapes."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+    device: torch.device
+    group: TpGroup = field(default_factory=SingleRank)
+    holding: Holding = Holding.DTYPE
+    """`PACKED` is that of a checkpoint, and means nothing here."""
+
+    def matrix(self, *names: str, split: Split | None = None, rounded: bool = True) -> Tensor | Levels:
+        """See `Weights.matrix`."""
+        plain = self.stacked(*names, split=split)
+        if not (rounded and self.holding is Holding.INT8):
+            return plain
+        levels = int8_levels(plain)
+        return levels if can_multiply(levels, self.device) else plain
+
+    def stacked(self, *names: str, split: Split | None = None) -> Tensor:
+        """As `Weights.stacked`: normal with deviation `STD`; weights of norms lie around 1."""
+        shapes = [self._held(self.shapes[name], split) for name in names]
+        target = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        target.normal_(0.0, STD, generator=self._dice(names, split))
+        return target.add_(1.0) if all(name.endswith("norm.weight") for name in names) else target
+
+    def _held(self, shape: tuple[int, ...], split: Split | None) -> tuple[int, ...]:
+        return shape_of_part(shape, *part_of(shape, split, rank=self.group.rank, size=self.group.size))
+
+    def _dice(self, names: tuple[str, ...], split: Split | None) -> torch.Generator:
+        rank = 0 if split is None else self.group.rank
+        digest = hashlib.blake2b(f"{rank} {' '.join(names)}".encode(), digest_size=8).digest()
+        return torch.Generator(self.device).manual_seed(int.from_bytes(digest) >> 1)
+
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 10.0
+"""Seconds between two lines."""
+
+GIB = 1 << 30
+
+
+@contextmanager
+def load_progress(
+    total: int, *, shown: bool, doing: str = "loading weights", clock: Clock | None = None
+) -> Iterator[Callable[[int], object]]:
+    """What to tell the bytes of every tensor that was read, of `total`. Without `shown` nobody is told anything.
+
+    `doing`: what the bar and the lines begin with.
+    """
+    with tqdm(total=total, unit="B", unit_scale=True, desc=doing, disable=None if shown else True) as bar:
+        if bar.disable and shown:
+            yield _LogLines(total, doing, clock or MonotonicClock()).advance
+        else:
+            yield bar.update
+
+
+class _LogLines:
+    """One at the beginning, and one in each period in which there is news."""
+
+    def __init__(self, total: int, doing: str, clock: Clock) -> None:
+        self._clock = clock
+        self._total = total
+        self._doing = doing
+        self._done = 0
+        self._due = clock.now() + PERIOD_S
+        logger.info("%s: %.2f GiB", doing, total / GIB)
+
+    def advance(self, done: int) -> None:
+        self._done += done
+        if self._clock.now() < self._due:
+            return
+        self._due = self._clock.now() + PERIOD_S
+        share = 100 * self._done // self._total
+        logger.info("%s: %.2f of %.2f GiB, %d %%", self._doing, self._done / GIB, self._total / GIB, share)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredPart:
+    """A range of one dimension of a stored tensor, with zeros behind it where the split is padded."""
+
+    stored: ReadableTensor
+    dim: int
+    part: Part
+
+    @classmethod
+    def of(cls, stored: ReadableTensor, split: Split | None, group: TpGroup) -> "StoredPart":
+        """What `group`'s rank holds of `stored`."""
+        dim, part = part_of(stored.shape, split, rank=group.rank, size=group.size)
+        return cls(stored=stored, dim=dim, part=part)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Padding included."""
+        return shape_of_part(self.stored.shape, self.dim, self.part)
+
+    def read_into(self, target: Tensor) -> None:
+        """Fill `target`, of this shape. Raises `CheckpointError` as `StoredTensor.read` does."""
+        start, stop = self.part.start, self.part.stop
+        held = stop - start
+        target.narrow(self.dim, 0, held).copy_(self.stored.read_part(self.dim, start, stop))
+        target.narrow(self.dim, held, self.part.length - held).zero_()
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -84,7 +203,7 @@ def load_model(
     positions = min(context_length or config.max_position, config.max_position)
     if config.impl is ModelImpl.TRANSFORMERS:
         # Nobody else needs transformers installed, or waits for its import.
-        from tandem_engine.model.fallback.model import load_fallback
+        from tandem_engine.model.fallback import load_fallback
 
         return load_fallback(
             directory, config, dtype, torch.device(device), context_length=positions, progress=progress

@@ -22,15 +22,19 @@ from tandem_engine.parallel.group import TpGroup
 from tandem_engine.parallel.inputs import Input
 
 T = TypeVar("T")
+
 Least: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 """`Agreement.least`, for who needs no more of it: the least value of all ranks, element by element. Called only while
 there is something to compare, which all ranks have alike."""
 
 INLINE_BYTES = 8192
 """Most turns carry nothing or one prompt: they fit the first message and need no second."""
+
 LENGTH_BYTES = 8
+
 GATHERED_BYTES = 1016
 """Of each rank: a few events of a transport."""
+
 GATHER_WIDTH = LENGTH_BYTES + GATHERED_BYTES
 
 

@@ -103,6 +103,8 @@ EngineInput = (
     | DecodeElsewhere
     | Stop
 )
+
 PeerInput = FromPeer | LosePeer | Meet
 """Of an engine that transfers KV alone."""
+
 Input = EngineInput | PeerInput

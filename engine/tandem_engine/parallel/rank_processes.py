@@ -3,12 +3,17 @@
 Life of the ranks of an engine
     1. started     `tandem-engine rank` with its `RankOrder` on standard input, which then stays open: when it
                    closes, rank 0 is gone and the rank leaves, however rank 0 came to its end
-    2. met         all have come to the store (a file in their `meeting_place`, or between nodes that of `nodes.store`)
+    2. met         all have come to the store (a file in their `meeting_place`, or between nodes that of
+    `parallel.node_store`)
                    and formed their groups
     3. following   each does what rank 0 does, turn by turn
     4. ended       `Stop` was agreed on: they leave by themselves, and are killed if they do not
        or lost     one ended before that, or this rank failed: the rest is killed at once, so that nobody waits
                    in a collective for somebody who will not come, and the engine ends with `RankLostError`
+
+The folder in which the ranks of one engine meet: of this user alone, and gone when they are.
+
+Rank 0 makes it, and removes it when its engine closes. Where rank 0 was killed the others remove it when they notice.
 """
 
 import logging
@@ -17,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,27 +30,34 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import FileStore, Store
 
+from tandem_engine.base.errors import RankLostError
+from tandem_engine.base.logs import configured_format
 from tandem_engine.config import EngineConfig
-from tandem_engine.errors import RankLostError
-from tandem_engine.ipc.calls import CallChannel
-from tandem_engine.logs import configured_format
+from tandem_engine.ipc.channels import CallChannel
+from tandem_engine.ipc.private_tmpdir import own_folder
 from tandem_engine.messages.nodes import LeaderToNode, NodeToLeader
-from tandem_engine.parallel.devices import device_of_rank
-from tandem_engine.parallel.failure import FirstFailure
-from tandem_engine.parallel.group import Parallel
-from tandem_engine.parallel.meeting_place import meeting_place
-from tandem_engine.parallel.nodes.access import Meeting
-from tandem_engine.parallel.nodes.gathering import Gathered
-from tandem_engine.parallel.nodes.store import RemoteStore
+from tandem_engine.parallel.group import FirstFailure, Parallel, device_of_rank
+from tandem_engine.parallel.node_leader import Gathered, Meeting
+from tandem_engine.parallel.node_store import RemoteStore
 from tandem_engine.parallel.torch_group import join_ranks
 
-logger = logging.getLogger(__name__)
+PREFIX = "tandem-ranks-"
 
+
+def meeting_place() -> AbstractContextManager[Path]:
+    """See `own_folder`."""
+    return own_folder(PREFIX)
+
+
+logger = logging.getLogger(__name__)
 POLL_S = 0.05
+
 LAST_WORDS_S = 1.0
 """How long a rank that breaks off may take to end by itself, and so to say why, before it is killed."""
+
 STOP_S = 10.0
 """How long ranks may take to leave after `Stop`."""
+
 COMMAND = (sys.executable, "-m", "tandem_engine.cli", "rank")
 
 

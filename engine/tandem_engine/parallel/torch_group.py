@@ -6,14 +6,27 @@ process: an engine owns its groups, and a process may hold ranks of several engi
 Where all ranks run on one machine, gloo is bound to the loopback device and the store is a file that only this user
 can read, so nothing of a group can be reached from outside [private-channels]. Between
 nodes it is bound to the address by which the nodes reach each other, the store answers ranks of this engine alone
-(`nodes.store`), and each connection is proved to lead to the rank that it should (`nodes.proof`).
+(`parallel.node_store`), and each connection is proved to lead to the rank that it should (`parallel.torch_group`).
+
+That each connection of a gloo group leads to the rank that it should.
+
+Gloo lets whoever connects first, with the number of the pair, be the other end. So once a group between nodes is
+formed, each pair shows that both ends know a secret that stands in the store, which only ranks of this engine can read.
+NCCL asks for such a number by itself: the magic of its unique id.
 """
 
+import fcntl
+import ipaddress
+import secrets
+import socket
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from hashlib import blake2b
+from pathlib import Path
 from typing import Protocol, cast
 
 import torch
@@ -21,14 +34,91 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from tandem_engine.addresses import LOOPBACK, is_ipv6
-from tandem_engine.environment import set_default
-from tandem_engine.errors import ConfigError, RankLostError
-from tandem_engine.parallel.devices import use_device
-from tandem_engine.parallel.failure import FirstFailure
-from tandem_engine.parallel.group import Parallel
-from tandem_engine.parallel.nodes.interfaces import interface_of
-from tandem_engine.parallel.nodes.proof import require_proofs
+from tandem_engine.base.addresses import LOOPBACK, ip_of, is_ipv6
+from tandem_engine.base.environment import set_default
+from tandem_engine.base.errors import ConfigError, RankLostError
+from tandem_engine.parallel.group import FirstFailure, Parallel, use_device
+
+SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of an interface."""
+
+IPV6_TABLE = Path("/proc/net/if_inet6")
+
+
+def interface_of(host: str) -> str:
+    """Name of the interface of this machine with the address `host`. Raises `ConfigError` when none has it."""
+    address = _address(host)
+    found = _by_ipv6(address) if address.version == 6 else _by_ipv4(address)
+    if found is None:
+        raise ConfigError(f"--host {host} is no address of this machine's interfaces; name one that other nodes reach")
+    return found
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    given = ip_of(host)
+    if given is not None:
+        return given
+    try:
+        return ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"--host {host} cannot be resolved: {error}") from error
+
+
+def _by_ipv4(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has none
+            if answer[20:24] == address.packed:
+                return name
+    return None
+
+
+def _by_ipv6(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+    try:
+        rows = [line.split() for line in IPV6_TABLE.read_text("ascii").splitlines()]
+    except OSError:
+        return None
+    return next((row[-1] for row in rows if bytes.fromhex(row[0]) == address.packed), None)
+
+
+PROOF_BYTES = 32
+
+PROOF_KEY = "proof"
+"""In the store of the meeting."""
+
+Exchange = Callable[[Tensor, Tensor], None]
+"""(output, input), both [ranks, PROOF_BYTES] uint8: row r of the input goes to rank r, and row r of the output is
+from rank r."""
+
+
+def require_proofs(store: Store, exchange: Exchange, *, rank: int, size: int) -> None:
+    """Exchange proofs with every rank. `store` is that of this meeting alone.
+
+    Raises `RankLostError` when a connection leads to somebody who does not know the secret.
+    """
+    if rank == 0:
+        store.set(PROOF_KEY, secrets.token_hex(PROOF_BYTES))
+    secret = bytes(store.get(PROOF_KEY))
+    mine = torch.stack([_tensor(proof(secret, sender=rank, receiver=other)) for other in range(size)])
+    theirs = torch.zeros_like(mine)
+    exchange(theirs, mine)
+    for other in range(size):
+        expected = proof(secret, sender=other, receiver=rank)
+        if not secrets.compare_digest(theirs[other].numpy().tobytes(), expected):
+            raise RankLostError(f"rank {rank} of {size} connected to a process that is not rank {other}")
+
+
+def proof(secret: bytes, *, sender: int, receiver: int) -> bytes:
+    """What rank `sender` shows to rank `receiver`: [PROOF_BYTES]."""
+    return blake2b(f"{sender}>{receiver}".encode(), key=secret[:64], digest_size=PROOF_BYTES).digest()
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
 
 NO_TIMEOUT_S = 365 * 24 * 3600.0
 """An engine may have nothing to do for days; the scheduler's ranks notice each other's end by their connections."""

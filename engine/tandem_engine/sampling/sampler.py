@@ -6,22 +6,221 @@
 A row's token is a function of its own logits, parameters, history, seed and position. Nothing here looks
 across rows, so the same row gives the same token alone, in any batch, and on any worker. The only state is
 the history that penalties and bad words need (`editor`).
+
+Which tokens a row may draw, as one number per row: the smallest scaled logit that stays.
+
+    top-k   the k-th largest logit
+    top-p   the last logit of the shortest run, from the largest down, whose probability reaches p;
+            probabilities are those after top-k
+    min-p   the largest logit + log(min_p)
+
+The row's threshold is the largest of the three. Tokens that tie with it all stay, so no result hangs on
+how a sort orders equals, and a row's threshold does not depend on the other rows.
+
+The best token of each row of logits.
+
+torch looks for the place of a maximum number by number, which takes as long for 64 rows as half a layer of a small
+model. The maximum itself it finds by vectors, and compiled code then finds its place, a block of numbers at a time.
+
+Noise without a generator: a pure function of (seed, position, token id).
+
+The same request draws the same noise at the same position on any worker, in any batch, after any
+retraction or resumption, so the output that is resumed is the output that would have been.
+
+    key  = splitmix64's finaliser over seed · a + position · b     64 bits per sampled position
+    bits = murmur3's finaliser over (hash of token id, key)        31 bits per token
+    gumbel = −log(−log(1 − u)),  u = (bits + ½) / 2³¹
+
+argmax(log p + gumbel) is distributed as p. Winners come from small u, where float32 is at its
+finest: even a token of probability 1e-9 is drawn as often as it should be.
+
+All arithmetic is on signed integers that wrap around, which every torch device has.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem_engine.forward.forward_batch import SampledLogprobs, SamplingBatch
-from tandem_engine.sampling.editor import LogitEditor
-from tandem_engine.sampling.filters import keep_thresholds
-from tandem_engine.sampling.greedy import best_tokens
+from tandem_engine.forward.batch import SampledLogprobs, SamplingBatch
+from tandem_engine.kernels.cpu.jit import COMPILES, compiled
+from tandem_engine.sampling.logits_processor import LogitEditor
 from tandem_engine.sampling.logprobs import sampled_logprobs
-from tandem_engine.sampling.noise import gumbel, token_hashes
+
+FIRST_RANKED = 256
+"""Tokens per row that are sorted at first; most of the probability of a language model is in fewer."""
+
+WIDEN = 8
+"""How many times more are sorted when those were too few."""
+
+
+def keep_thresholds(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor | None:
+    """The smallest logit that each row keeps.
+
+    Args:
+        logits: [R, V] float32, divided by the temperature, largest value of each row 0.
+        top_k: [R] int64, 0 for no limit. top_p, min_p: [R] float32.
+
+    Returns:
+        [R] float32, −inf for rows without a filter; None when no row has one.
+    """
+    top_k = top_k.where(top_k < logits.shape[1], 0)
+    ranked = (top_k > 0) | (top_p < 1.0)
+    if not bool((ranked | (min_p > 0.0)).any()):
+        return None
+    thresholds = min_p.log()
+    rows = ranked.nonzero().squeeze(1)
+    if len(rows):
+        cut = _rank(logits[rows], top_k[rows], top_p[rows].double())
+        thresholds[rows] = thresholds[rows].maximum(cut)
+    return thresholds
+
+
+def queued_thresholds(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """As `keep_thresholds`, without a look at any value: sorts the whole vocabulary, of rows without a filter too."""
+    top_k = top_k.where(top_k < logits.shape[1], 0)
+    ranked = (top_k > 0) | (top_p < 1.0)
+    cut = _rank_largest(logits.sort(dim=1, descending=True).values, top_k, top_p.double(), _mass(logits)).thresholds
+    return min_p.log().maximum(cut.where(ranked, -torch.inf))
+
+
+def _rank(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Thresholds of top-k and top-p, sorting no more of the vocabulary than they need."""
+    vocab_size = logits.shape[1]
+    mass = _mass(logits)
+    width = max(FIRST_RANKED if bool((top_p < 1.0).any()) else 1, int(top_k.max()) + 1)
+    while width < vocab_size:
+        ranking = _rank_largest(logits.topk(width, dim=1).values, top_k, top_p, mass)
+        if bool(ranking.complete.all()):
+            return ranking.thresholds
+        width *= WIDEN
+    return _rank_largest(logits.sort(dim=1, descending=True).values, top_k, top_p, mass).thresholds
+
+
+class Ranking(NamedTuple):
+    thresholds: Tensor
+    complete: Tensor
+    """bool [R]: False where the threshold may lie below the tokens that were looked at."""
+
+
+def _rank_largest(logits: Tensor, top_k: Tensor, top_p: Tensor, mass: Tensor) -> Ranking:
+    """Rank by the W largest logits of each row, [R, W] in falling order, where W > top_k or W is everything."""
+    limited = top_k > 0
+    kth = logits.gather(1, (top_k - 1).clamp(min=0)[:, None]).where(limited[:, None], -torch.inf)
+    stays = logits >= kth
+    weights = logits.double().exp() * stays
+    sums = weights.cumsum(dim=1)
+    wanted = top_p * sums[:, -1].where(limited, mass)
+    in_run = stays & (sums - weights < wanted[:, None])
+    last = (in_run.sum(dim=1) - 1).clamp(min=0)
+    by_p = top_p < 1.0
+    thresholds = logits.gather(1, last[:, None]).where(by_p[:, None], kth).squeeze(1)
+    # Ties with the k-th count towards top-p: all of them must be in sight.
+    complete = torch.where(limited, logits[:, -1] < kth.squeeze(1), sums[:, -1] >= wanted)
+    return Ranking(thresholds, complete | ~by_p)
+
+
+def _mass(logits: Tensor) -> Tensor:
+    """[R] float64 Σ exp(logits), whose largest term is 1. Not by `sum`, which splits a lone row over threads."""
+    return logits.log_softmax(dim=1).amax(dim=1).neg().double().exp()
+
+
+BLOCK = 256
+"""Logits that are compared before anybody asks whether one of them was it."""
+
+
+def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of logits [R, V] float32: the largest one [R], and the first id [R] int64 that has it.
+
+    NaN counts as the largest; the id is then that of none in particular.
+    """
+    if not COMPILES or logits.device.type != "cpu":
+        best, token_ids = logits.max(dim=1)
+        return best, token_ids
+    best = logits.amax(dim=1)
+    token_ids = torch.zeros(len(logits), dtype=torch.int64)
+    _find(logits.contiguous().numpy(), best.numpy(), token_ids.numpy())
+    return best, token_ids
+
+
+def _find_in_blocks(
+    logits: npt.NDArray[np.float32], best: npt.NDArray[np.float32], token_ids: npt.NDArray[np.int64]
+) -> None:
+    """token_ids[row] = the first place of best[row] in its row, if it is anywhere."""
+    for row in range(logits.shape[0]):
+        wanted = best[row]
+        for first in range(0, logits.shape[1], BLOCK):
+            block = logits[row, first : first + BLOCK]
+            hits = 0
+            for i in range(block.shape[0]):
+                hits += block[i] == wanted
+            if hits > 0:
+                place = 0
+                while block[place] != wanted:
+                    place += 1
+                token_ids[row] = first + place
+                break
+
+
+_find = compiled(_find_in_blocks)
+
+
+_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15, the increment of splitmix64
+
+# Odd, and so far from small multiples of the other that no two small seeds meet: 0xD1342543DE82EF95, of an LCG.
+_SEED_STEP = -0x2ECBDABC217D106B
+_MIX1, _MIX2 = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_FMIX1, _FMIX2 = -0x7A143595, -0x3D4D51CB  # 0x85EBCA6B, 0xC2B2AE35
+_LARGEST_U = 1.0 - 2.0**-24
+
+
+def token_hashes(token_ids: Tensor) -> Tensor:
+    """int64 token ids to int32 of the same shape: the part of the noise that is the same in every row."""
+    return _mix64(token_ids + _GOLDEN).to(torch.int32)
+
+
+def gumbel(seed: Tensor, position: Tensor, hashes: Tensor) -> Tensor:
+    """Noise of the tokens behind `hashes`.
+
+    Args:
+        seed, position: [S] int64.
+        hashes: [V] for the same tokens in every row, or [S, C] for each row's own.
+
+    Returns:
+        float32 [S, V] or [S, C], between −2.9 and 22.2.
+    """
+    key = _mix64(seed * _SEED_STEP + position * _GOLDEN)[:, None]
+    bits = hashes ^ key.to(torch.int32)
+    _scramble(bits, (key >> 32).to(torch.int32))
+    u = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST_U)
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def _scramble(bits: Tensor, key: Tensor) -> None:
+    """fmix32 in place, with the other half of the key between its multiplications."""
+    bits.bitwise_xor_(_shift_right(bits, 16, width=32)).mul_(_FMIX1).bitwise_xor_(key)
+    bits.bitwise_xor_(_shift_right(bits, 13, width=32)).mul_(_FMIX2)
+    bits.bitwise_xor_(_shift_right(bits, 16, width=32))
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """The output function of splitmix64."""
+    x = (x ^ _shift_right(x, 30, width=64)) * _MIX1
+    x = (x ^ _shift_right(x, 27, width=64)) * _MIX2
+    return x ^ _shift_right(x, 31, width=64)
+
+
+def _shift_right(x: Tensor, count: int, *, width: int) -> Tensor:
+    """Logical shift: torch's keeps the sign."""
+    return (x >> count).bitwise_and_((1 << (width - count)) - 1)
+
 
 FEW = 8
 """Noise is drawn for kept tokens alone when they are at most one in this many."""
+
 UNSOUND = -1
 """Stands for a token that means nothing."""
 

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tandem_engine.clock import Clock
-from tandem_engine.errors import RankLostError
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.errors import RankLostError
+from tandem_engine.base.names import RequestId
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import PeerMessage
-from tandem_engine.names import RequestId
 from tandem_engine.parallel.agreement import Agreement
-from tandem_engine.parallel.failure import FirstFailure
+from tandem_engine.parallel.group import FirstFailure
 from tandem_engine.parallel.inputs import (
     Abort,
     AbortAll,

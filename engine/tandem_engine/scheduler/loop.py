@@ -26,25 +26,25 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from tandem_engine.clock import Clock
+from tandem_engine.base.clock import Clock
 from tandem_engine.executor.interface import ModelExecutor
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult, TokenMasks
 from tandem_engine.forward.kv_progress import KvProgress
-from tandem_engine.forward.token_masks import TokenMasks
-from tandem_engine.scheduler.mask_filler import fill_masks
+from tandem_engine.scheduler.counters import Phase, Tally
+from tandem_engine.scheduler.finishing import Steps
+from tandem_engine.scheduler.grammar import fill_masks
 from tandem_engine.scheduler.planner import Hold, Planner, StepPlan
 from tandem_engine.scheduler.request import sends_kv
 from tandem_engine.scheduler.schedule_batch import BatchBuilder, ScheduleBatch
-from tandem_engine.scheduler.settle import Settlement
 from tandem_engine.scheduler.speculation import NO_DRAFTS, Speculation
 from tandem_engine.scheduler.stage import QueueStage
-from tandem_engine.scheduler.steps import Steps
-from tandem_engine.scheduler.tally import Phase, Tally
+from tandem_engine.scheduler.step_completion import Settlement
 
 logger = logging.getLogger(__name__)
 
 WAIT_SLICE = 0.25
 """Seconds that the loop waits for a step before it lets its owner answer others."""
+
 FIRST_LOOK = 1e-3
 """Seconds into that wait after which it looks at handoffs that are nearly over, and then after twice as long each time:
 a look takes the interpreter from the step for a moment."""

@@ -12,14 +12,14 @@ there are other engines that could serve them: then they are refused.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tandem_engine.errors import BusyError
+from tandem_engine.base.errors import BusyError
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.scheduler.endings import Endings
-from tandem_engine.scheduler.isolation import Isolation
+from tandem_engine.scheduler.counters import Tally
+from tandem_engine.scheduler.fault_isolation import Isolation
+from tandem_engine.scheduler.finishing import Endings
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request, sends_kv
 from tandem_engine.scheduler.sessions import Sessions
-from tandem_engine.scheduler.tally import Tally
 
 
 @dataclass(kw_only=True, slots=True)

@@ -19,25 +19,35 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-from tandem_engine.clock import Clock
+from tandem_engine.base.clock import Clock
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.scheduler.cache_hits import cache_hits
-from tandem_engine.scheduler.endings import Endings
-from tandem_engine.scheduler.isolation import Isolation
-from tandem_engine.scheduler.kept_back import kept_back
-from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
-from tandem_engine.scheduler.policy.delay import PromptDelay
-from tandem_engine.scheduler.policy.interface import Policy
-from tandem_engine.scheduler.preemption import Preemption
-from tandem_engine.scheduler.prefill_adder import Admission, Extend, PrefillAdder, reserved_pages
+from tandem_engine.messages.outputs import CacheHits
+from tandem_engine.scheduler.counters import Tally
+from tandem_engine.scheduler.fault_isolation import Isolation
+from tandem_engine.scheduler.finishing import Endings
+from tandem_engine.scheduler.policies import Policy, PromptDelay
+from tandem_engine.scheduler.prefill_adder import Admission, Extend, PrefillAdder, kept_back, reserved_pages
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request, sends_kv
-from tandem_engine.scheduler.retraction import Retraction, Room
+from tandem_engine.scheduler.retraction import NewTokenRatio, Preemption, Retraction, Return, Room, Swapping
 from tandem_engine.scheduler.sessions import Sessions
 from tandem_engine.scheduler.speculation import Speculation
-from tandem_engine.scheduler.swapping import Return, Swapping
-from tandem_engine.scheduler.tally import Tally
+
+
+def cache_hits(req: Request, page_size: int) -> CacheHits:
+    """Of a request that holds its KV and has its `cached_tokens`, before its first step.
+
+    The device has what comes first, then host memory, then files; what was fetched is on the device by now, at its end.
+    What a resumed request finds of its output is not counted.
+    """
+    loaded = req.held_kv.loaded
+    host, disk = loaded.host * page_size, loaded.disk * page_size
+    on_device = min(req.cached_tokens, req.launched_len - host - disk)
+    slower = req.cached_tokens - on_device
+    fetched = 0 if req.fetched is None else req.fetched.pages * page_size
+    return CacheHits(host=min(host, slower), disk=min(disk, max(0, slower - host)), fetched=min(fetched, on_device))
+
 
 MAX_PREFILL_STREAK = 4
 """Steps without a decode that a running request endures while MIXED is off."""

@@ -12,24 +12,91 @@ Progress is counted in tokens:
                      └ prompt_len
 
 KV ownership lives in `kv` alone and is never derived from the length of `output_ids` [owned-by-cursor].
+
+Where one request stands in its grammar.
+
+The matcher has seen the first `followed` output tokens of its request, never its prompt. Settlement takes it along
+with each run of new tokens; whoever needs a mask first lets it catch up with tokens that came another way: those of
+a resumed attempt, and the first token of a handoff. Retraction changes nothing: output tokens stay.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from tandem_engine.memory.host.swap import SwappedKv
+from tandem_engine.base.errors import InvalidRequestError
+from tandem_engine.base.names import RequestId
+from tandem_engine.memory.host.tier import SwappedKv
 from tandem_engine.memory.request_kv import RequestKv
-from tandem_engine.messages.outputs import CacheHits, FetchReport, Finish, TokenLogprob, TransferReport
-from tandem_engine.messages.requests import Handoff, HandoffSide, PrefixFetch, about_attempt
+from tandem_engine.messages.outputs import CacheHits, FetchReport, Finish, FinishReason, TokenLogprob, TransferReport
+from tandem_engine.messages.requests import Handoff, HandoffSide, PrefixFetch, TraceContext, about_attempt
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.messages.trace_context import TraceContext
-from tandem_engine.names import RequestId
-from tandem_engine.scheduler.grammar_progress import GrammarProgress
-from tandem_engine.scheduler.pooling import PooledPrompt
-from tandem_engine.scheduler.prompt_logprobs import PromptLogprobs
-from tandem_engine.scheduler.stop import PlainEnd
-from tandem_engine.speculative.lengths import Acceptance
+from tandem_engine.sampling.grammar.backend import CompiledGrammar, Matcher
+from tandem_engine.scheduler.prompt_results import PooledPrompt, PromptLogprobs
+from tandem_engine.scheduler.stop import Cut, PlainEnd
+from tandem_engine.speculative.adaptive_length import Acceptance
+
+GRAMMAR_ENDED = Finish(reason=FinishReason.STOP, by_grammar=True)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class GrammarProgress:
+    """Scheduler thread only."""
+
+    compiled: CompiledGrammar
+    matcher: Matcher
+    followed: int = 0
+
+    @classmethod
+    def start(cls, compiled: CompiledGrammar) -> Self:
+        """Nothing of the output seen so far."""
+        return cls(compiled=compiled, matcher=compiled.matcher())
+
+    def start_over(self, outputs: Sequence[int]) -> None:
+        """Follow `outputs` with a new matcher: this one went along drafts into a state that it cannot leave."""
+        self.matcher, self.followed = self.compiled.matcher(), 0
+        self.catch_up(outputs)
+
+    def catch_up(self, outputs: Sequence[int]) -> None:
+        """Follow the settled `outputs` to their end. Raises `InvalidRequestError` when they break the grammar."""
+        if self.followed == len(outputs):
+            return
+        self.followed += self.matcher.accept(outputs[self.followed :])
+        if self.followed < len(outputs):
+            raise InvalidRequestError(
+                f"output token {self.followed} (id {outputs[self.followed]}) does not fit the grammar"
+                if not self.matcher.ended
+                else f"the grammar ends after {self.followed} output tokens, {len(outputs)} were given",
+                param="resume_ids",
+            )
+
+    def cut(self, run: Sequence[int], cut: Cut) -> Cut:
+        """Follow `run` as far as `cut` keeps it, and end the output where the grammar ends.
+
+        A grammar that is satisfied and allows nothing more ends the output as `stop`, whatever `min_tokens` and
+        `ignore_eos` say, and also at the last token that `max_tokens` allows. Raises `InvalidRequestError` for a
+        token that does not fit, as the mask left none that other constraints of the request would allow, and for one
+        that fits but leads to where the grammar is too large to be followed.
+        """
+        kept = self.matcher.accept(run[: cut.keep])
+        self.followed += kept
+        if self.matcher.ended:
+            stopped = kept == cut.keep and cut.finish is not None and cut.finish.reason is FinishReason.STOP
+            return cut if stopped else Cut(keep=kept, finish=GRAMMAR_ENDED)
+        if kept < cut.keep:
+            if self.matcher.problem is not None:
+                raise self.not_followed()
+            raise InvalidRequestError(
+                f"after {self.followed} output tokens no token satisfies both the grammar and the request's other "
+                "constraints on tokens (min_tokens, bad_words, allowed_token_ids)",
+                param="grammar",
+            )
+        return cut
+
+    def not_followed(self) -> InvalidRequestError:
+        """The end of a request whose matcher has a `problem`."""
+        reason = f"the grammar cannot be followed after {self.followed} output tokens: {self.matcher.problem}"
+        return InvalidRequestError(reason, param="grammar")
 
 
 @dataclass(kw_only=True, slots=True, weakref_slot=True, eq=False)
@@ -97,7 +164,7 @@ class Request:
     """Set once the grammar it asked for is compiled, before its first token can be sampled."""
     first_scheduled_at: float | None = None
     delayed_since: float | None = None
-    """When the last plan left it in the queue for the scheduling delay (`policy.delay`)."""
+    """When the last plan left it in the queue for the scheduling delay (`scheduler.policies`)."""
     delayed_s: float = 0.0
     """Time that it has waited for that."""
     first_token_at: float | None = None

@@ -9,23 +9,173 @@ them. It returns to the head of the queue, to be computed again, or is swapped t
 predicted to be cheaper (`swapping`). It is never in flight: the planner asks to settle first,
 which also lets a request that is about to end do so and give up its pages for nothing [finish-before-retract]
 [settle-before-retract].
+
+How much of their allowed output requests are expected to use.
+
+Most requests stop long before max_tokens; reserving all of it would leave the pool half empty. So
+admission reserves a share, which shrinks with each decode step that went well and is set back by a
+retraction, that is, when the guess was too low.
+
+Retracted requests whose KV goes to host memory and comes back, instead of being computed again.
+
+Life of a swapped request
+    1. retracted   swapping is predicted to be cheaper, and host memory has room
+    2. swapped     at the head of its line: the newest gives way first, so the oldest stands first
+    3. back        before anybody who waits is admitted, and only while all who run can go on: never in a step
+                   that takes pages from somebody. It decodes in the step that is being planned
+       waiting     if the cache has lost a prefix that it shared when it was swapped: computed again
+
+    swap        (pages to move) / (measured pages/s out)  +  the same / (measured pages/s back)
+    recompute   (tokens of those pages) / (measured prefill tokens/s)
+
+Pages that other requests have locked are expected to stay in the prefix cache and count for neither. Until a
+copy has been measured a request is swapped, which measures; until a prefill has been, it is recomputed.
+Output is the same either way.
+
+Room for a waiting request that matters more, made by putting back running ones that matter less.
+
+    1. the head of the queue cannot be admitted for want of a seat, a row, pages, or a turn for its chunks
+    2. the policy says which running requests it outranks
+    3. those that are outranked have enough to give, or nobody is disturbed
+    4. no step is in flight, or the loop settles first [settle-before-retract]
+    5. one after the other is put back, the most expendable first, until the head fits
+
+A request that is put back waits under the policy as any other, whatever the cap on the queue [retraction-bounded], and
+its computed pages stay in the prefix cache while there is room. It is put back no more than `max_retractions` times.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
-from tandem_engine.config import SchedulerConfig
-from tandem_engine.errors import OutOfPagesError
+from tandem_engine.base.errors import OutOfPagesError
+from tandem_engine.config import PreemptionMode, SchedulerConfig
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.scheduler.endings import Endings, error_finish
-from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
-from tandem_engine.scheduler.policy.interface import Policy
+from tandem_engine.memory.page_copies import CopyKind
+from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.scheduler.counters import Tally
+from tandem_engine.scheduler.finishing import Endings, error_finish
+from tandem_engine.scheduler.policies import ByPriority, Policy
+from tandem_engine.scheduler.prefill_adder import Admission, expected_pages, reserved_pages
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request, sends_kv
 from tandem_engine.scheduler.sessions import Sessions
-from tandem_engine.scheduler.swapping import Swapping
-from tandem_engine.scheduler.tally import Tally
+
+
+@dataclass(kw_only=True, slots=True)
+class NewTokenRatio:
+    """Share of the remaining output tokens, between the configured minimum and initial value."""
+
+    config: SchedulerConfig
+    value: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.value = self.config.init_new_token_ratio
+
+    def decay(self) -> None:
+        """A decode step found room for everybody."""
+        span = self.config.init_new_token_ratio - self.config.min_new_token_ratio
+        step = span / max(1, self.config.new_token_ratio_decay_steps)
+        self.value = max(self.config.min_new_token_ratio, self.value - step)
+
+    def reset(self) -> None:
+        """A request had to be retracted."""
+        self.value = self.config.init_new_token_ratio
+
+
+class Return(Enum):
+    """What became of a swapped request that was looked at."""
+
+    BACK = "back"
+    RECOMPUTE = "recompute"
+    LATER = "later"
+
+
+@dataclass(kw_only=True, slots=True)
+class Swapping:
+    """Swaps requests out and in. Without host memory it never does."""
+
+    config: SchedulerConfig
+    memory: KvMemory
+    queues: Queues
+    endings: Endings
+    tally: Tally
+
+    def swap_out(self, req: Request) -> bool:
+        """Take the memory of `req`, which decodes and has left the running batch. False: recompute it instead."""
+        if self.memory.host is None or self.config.preemption_mode is PreemptionMode.RECOMPUTE:
+            return False
+        swap, kv = self.memory.host.swap, req.held_kv
+        assert kv.lock is not None, f"request {req.rid} holds no lock"
+        shared = self.memory.cache.shared_pages(kv.lock)
+        if not self._pays(swap.pages_to_move(kv, shared=shared)):
+            return False
+        swapped = swap.out(kv, shared=shared)
+        if swapped is None:
+            return False
+        self.endings.release(req, checkpoint=True)
+        req.swapped = swapped
+        self.queues.swapped.appendleft(req)
+        self.tally.swapped_out += 1
+        return True
+
+    def bring_back(self, *, reserved: int | None, ratio: float) -> Return:
+        """Let the first swapped request run again if it fits.
+
+        `reserved`: pages promised to those who run; None when nobody does, and it may have all there is.
+        `ratio`: share of its remaining output that a request is expected to need.
+        """
+        assert self.memory.host is not None, "requests are swapped and there is no host memory"
+        swap, req = self.memory.host.swap, self.queues.swapped[0]
+        swapped = req.swapped
+        assert swapped is not None, f"request {req.rid} stands among the swapped and has no KV there"
+        tokens = req.token_ids(0, req.seq_len)
+        kv = self.memory.begin(tokens, salt=req.cache_salt, max_match=swapped.committed_len)
+        if kv is None:
+            return Return.LATER
+        complete = swap.completes(swapped, kv)
+        if not complete or not self._fits(req, kv, reserved, ratio):
+            self.memory.release(kv, (), checkpoint=False, after_step=None)
+            return Return.LATER if complete else self._recompute(req)
+        self.memory.load_back(kv, tokens)
+        swap.back(swapped, kv)
+        self._resume(req, kv)
+        return Return.BACK
+
+    def _resume(self, req: Request, kv: RequestKv) -> None:
+        self.queues.swapped.remove(req)
+        req.swapped, req.kv = None, kv
+        req.extend_target = req.launched_len = kv.committed_len
+        self.queues.running.append(req)
+        self.tally.swapped_in += 1
+
+    def _recompute(self, req: Request) -> Return:
+        self.endings.release(req, checkpoint=False)
+        self.queues.swapped.remove(req)
+        self.queues.waiting.return_to_head(req)
+        self.tally.swap_misses += 1
+        return Return.RECOMPUTE
+
+    def _fits(self, req: Request, kv: RequestKv, reserved: int | None, ratio: float) -> bool:
+        if reserved is not None:
+            missing = expected_pages(self.memory, req, req.seq_len, ratio) - len(kv.pages)
+            if missing > self.memory.available_pages() - reserved:
+                return False
+        return self.memory.ensure(kv, req.seq_len)
+
+    def _pays(self, pages: int) -> bool:
+        """Whether moving `pages` out and back is predicted to take less than computing their tokens again."""
+        if self.config.preemption_mode is PreemptionMode.SWAP:
+            return True
+        out = self.memory.copies.pages_per_s(CopyKind.DEVICE_TO_HOST)
+        back = self.memory.copies.pages_per_s(CopyKind.HOST_TO_DEVICE) or out
+        prefill = self.tally.prefill_tokens_per_s
+        if prefill <= 0.0:
+            return False
+        if out is None or back is None:
+            return True
+        return pages / out + pages / back < pages * self.memory.page_size / prefill
 
 
 class Room(Enum):
@@ -147,3 +297,63 @@ class Retraction:
         """Whether the next decode step retracts somebody, short of pages or not."""
         every = self.config.force_retract_every
         return every > 0 and self.decode_steps >= every
+
+
+Ask: TypeAlias = Callable[[Request], Admission]
+"""Whether a waiting request would be admitted now. Changes nothing."""
+
+CURABLE = frozenset({Admission.NO_SEAT, Admission.NO_ROW, Admission.NO_PAGES, Admission.WATERMARK})
+"""What a request that is put back gives."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Preemption:
+    """Before each plan under the policy `priority`."""
+
+    config: SchedulerConfig
+    memory: KvMemory
+    queues: Queues
+    policy: ByPriority
+    retraction: Retraction
+    ratio: NewTokenRatio
+
+    def make_way(self, ask: Ask, *, in_flight: bool) -> Room:
+        """Put back whom the head of the queue outranks, if that gets it in."""
+        head = next(self.policy.order(self.queues), None)
+        victims = [] if head is None else self.policy.outranked(head, self._candidates())
+        if head is None or not victims:
+            return Room.READY
+        victims = self._useful(victims, ask(head))
+        if not victims or not self._enough(head, victims):
+            return Room.READY
+        if in_flight:
+            return Room.SETTLE_FIRST
+        for victim in victims:
+            self.retraction.preempt(victim)
+            if ask(head).ok:
+                break
+        return Room.READY
+
+    def _candidates(self) -> list[Request]:
+        """Who may be put back; pages that are being sent must stay what they are [settled-only-sent]."""
+        holders = [*self.queues.running]
+        if self.queues.chunked is not None and not sends_kv(self.queues.chunked):
+            holders.append(self.queues.chunked)
+        return [req for req in holders if req.to_finish is None and req.retractions < self.config.max_retractions]
+
+    def _useful(self, victims: Sequence[Request], answer: Admission) -> list[Request]:
+        """Those of `victims` that can change `answer`."""
+        if answer is Admission.CHUNK_IN_PROGRESS:
+            return [req for req in victims if req is self.queues.chunked]
+        return [*victims] if answer in CURABLE else []
+
+    def _enough(self, head: Request, victims: Sequence[Request]) -> bool:
+        """Whether `head` could fit without `victims`. Pages that they share with others count as theirs."""
+        ratio = self.ratio.value
+        staying = [req for req in self.queues.running if req not in victims]
+        spare = self.memory.available_pages() - reserved_pages(self.memory, staying, ratio)
+        given = sum(len(req.held_kv.pages) for req in victims)
+        tokens = head.token_ids(0, head.seq_len)
+        cached = self.memory.cached_len(tokens, salt=head.cache_salt, max_match=head.longest_match)
+        needed = expected_pages(self.memory, head, len(tokens), ratio) - self.memory.pages_for(cached)
+        return needed <= spare + given

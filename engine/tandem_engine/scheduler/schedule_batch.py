@@ -10,6 +10,15 @@ grows with the number of tokens is done by numpy.
     samplers     the sequences that yield a token: last chunks and decodes, in the same order
     runs         a decode with drafts computes them behind its last token and samples after each: its row of
                  sampling is repeated for every position of its run
+
+The logit edits of a list of requests, as the device wants them.
+
+    `of`          what follows from parameters, slots and rows: the same while samplers and their rows stay
+    `histories`   what a row that was given to its request since the last step must be told first
+
+Which rows those are is decided by identity: every (re)admission of a request, whatever the reason, gives it a new
+`RequestKv`, and the device knows the history of the holding in `req.recalled`. Nothing is in flight then, so
+what the host knows is everything [device-history] [history-rebuilt].
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,20 +30,169 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, SamplingBatch
-from tandem_engine.forward.forward_mode import ForwardMode
-from tandem_engine.forward.guesses import GuessedIds
+from tandem_engine.forward.batch import RESOLVE, ForwardBatch, ForwardMode, GuessedIds, PromptPositions, SamplingBatch
 from tandem_engine.forward.kv_progress import KvProgress
-from tandem_engine.forward.pooled import PooledTokens
+from tandem_engine.forward.logit_edits import ANY, BadWords, History, LogitEdits, Penalties, TokenBiases, TokenSets
+from tandem_engine.forward.results import PooledTokens
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.scheduler.edit_columns import NO_EDITS, EditColumns
-from tandem_engine.scheduler.mask_filler import open_masks
-from tandem_engine.scheduler.penalty_slots import PenaltySlots
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.scheduler.finishing import PenaltySlots
+from tandem_engine.scheduler.grammar import open_masks
 from tandem_engine.scheduler.prefill_adder import Extend
-from tandem_engine.scheduler.prompt_positions import prompt_positions
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.speculation import NO_DRAFTS, StepDrafts
 from tandem_engine.scheduler.stop import StopRule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EditColumns:
+    """Edits of samplers, in their order."""
+
+    edits: LogitEdits | None
+    """Without histories; None when nobody asks."""
+    recalling: tuple[Request, ...] = ()
+    """Samplers whose edits depend on their tokens."""
+
+    @staticmethod
+    def of(samplers: Sequence[Request], slots: PenaltySlots) -> "EditColumns":
+        """Requests that need a slot get one."""
+        if not any(req.sampling.edits_logits for req in samplers):
+            return NO_EDITS
+        numbered = [(index, req) for index, req in enumerate(samplers) if req.sampling.edits_logits]
+        return EditColumns(
+            edits=LogitEdits(
+                penalties=_penalties(numbered, slots),
+                biases=_biases(numbered),
+                allowed=_pairs([(index, token) for index, req in numbered for token in req.sampling.allowed_token_ids]),
+                forbidden=_pairs(
+                    [(index, word[0]) for index, req in numbered for word in req.sampling.bad_words if len(word) == 1]
+                ),
+                bad_words=_bad_words(numbered),
+            ),
+            recalling=tuple(req for _, req in numbered if req.sampling.recalls_tokens),
+        )
+
+    @property
+    def stale(self) -> bool:
+        """Some request has moved to a row that does not know its tokens: slots and rows here may be old ones."""
+        return any(req.recalled is not req.kv for req in self.recalling)
+
+    def with_histories(self) -> LogitEdits | None:
+        """The edits of the next step. What it tells the device now, it will not tell again."""
+        if not self.stale:
+            return self.edits
+        assert self.edits is not None, "only requests with edits recall tokens"
+        moved = [req for req in self.recalling if req.recalled is not req.kv]
+        return replace(self.edits, histories=tuple(_recall(req) for req in moved))
+
+
+NO_EDITS = EditColumns(edits=None)
+
+
+def _recall(req: Request) -> History:
+    assert not req.tokens_in_flight, f"request {req.rid} moved with {req.tokens_in_flight} tokens in flight"
+    req.recalled = req.held_kv
+    return History(
+        row=req.held_kv.row,
+        slot=req.penalty_slot,
+        prompt_ids=req.origin_input_ids if req.sampling.repetition_penalty != 1.0 else (),
+        output_ids=tuple(req.output_ids),
+    )
+
+
+Numbered = Sequence[tuple[int, Request]]
+"""Samplers with edits, and their places among the samplers."""
+
+
+def _penalties(numbered: Numbered, slots: PenaltySlots) -> Penalties | None:
+    penalised = [(index, req) for index, req in numbered if req.sampling.penalised]
+    if not penalised:
+        return None
+    params = [req.sampling for _, req in penalised]
+    return Penalties(
+        index=_int_tensor([index for index, _ in penalised]),
+        slots=_int_tensor([slots.of(req) for _, req in penalised]),
+        repetition=_pinned_floats([p.repetition_penalty for p in params]),
+        frequency=_pinned_floats([p.frequency_penalty for p in params]),
+        presence=_pinned_floats([p.presence_penalty for p in params]),
+    )
+
+
+def _biases(numbered: Numbered) -> TokenBiases | None:
+    biases = [(index, token, bias) for index, req in numbered for token, bias in req.sampling.logit_bias]
+    if not biases:
+        return None
+    indices, tokens, values = zip(*biases, strict=True)
+    return TokenBiases(index=_int_tensor(indices), token_ids=_int_tensor(tokens), values=_pinned_floats(values))
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> TokenSets | None:
+    if not pairs:
+        return None
+    indices, tokens = zip(*pairs, strict=True)
+    return TokenSets(index=_int_tensor(indices), token_ids=_int_tensor(tokens))
+
+
+def _bad_words(numbered: Numbered) -> BadWords | None:
+    words = [(index, req, word) for index, req in numbered for word in sequences(req.sampling)]
+    if not words:
+        return None
+    longest = max(len(word) for _, _, word in words) - 1
+    prefixes = np.full((len(words), longest), ANY, dtype=np.int64)
+    for line, (_, _, word) in zip(prefixes, words, strict=True):
+        line[longest + 1 - len(word) :] = word[:-1]
+    recalled = {index: req for index, req, _ in words}
+    return BadWords(
+        index=_int_tensor([index for index, _, _ in words]),
+        rows=_int_tensor([req.held_kv.row for _, req, _ in words]),
+        prefixes=torch.from_numpy(prefixes),
+        last=_int_tensor([word[-1] for _, _, word in words]),
+        recalled_index=_int_tensor([*recalled]),
+        recalled_rows=_int_tensor([req.held_kv.row for req in recalled.values()]),
+    )
+
+
+def sequences(sampling: SamplingParams) -> list[tuple[int, ...]]:
+    """Bad words of more than one token."""
+    return [word for word in sampling.bad_words if len(word) > 1]
+
+
+def _int_tensor(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _pinned_floats(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def prompt_positions(extends: Sequence[Extend]) -> tuple[PromptPositions, ...]:
+    """What the step of `extends`, whose tokens come first and in this order, yields of their prompts' logprobs."""
+    if all(extend.req.prompt_logprobs is None for extend in extends):
+        return ()
+    wanted, offset = [], 0
+    for sequence, extend in enumerate(extends):
+        positions = _of_extend(extend, sequence, offset)
+        if positions is not None:
+            wanted.append(positions)
+        offset += extend.stop - extend.start
+    return tuple(wanted)
+
+
+def _of_extend(extend: Extend, sequence: int, offset: int) -> PromptPositions | None:
+    """`offset`: where the tokens of the extend begin in the step."""
+    collection = extend.req.prompt_logprobs
+    positions = range(0) if collection is None else collection.positions(extend.start, extend.stop)
+    if collection is None or not positions:
+        return None
+    tokens = torch.arange(positions.start, positions.stop) - 1 - extend.start + offset
+    return PromptPositions(
+        sequence=sequence,
+        first=positions.start,
+        tokens=tokens,
+        token_ids=torch.tensor(extend.req.origin_input_ids[positions.start : positions.stop]),
+        top=collection.top,
+    )
+
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -124,10 +282,10 @@ class SamplingColumns:
         return SamplingColumns(
             samplers=samplers,
             temperature=_floats([0.0 if p.greedy else p.temperature for p in params]),
-            top_k=torch.from_numpy(_ints([p.top_k for p in params])),
+            top_k=torch.from_numpy(_int_array([p.top_k for p in params])),
             top_p=_floats([p.top_p for p in params]),
             min_p=_floats([p.min_p for p in params]),
-            seed=torch.from_numpy(_ints([p.seed for p in params])),
+            seed=torch.from_numpy(_int_array([p.seed for p in params])),
             logprobs=wanted if max(wanted, default=-1) >= 0 else (),
             logprob_ids=_named([p.logprob_token_ids for p in params]),
             all_greedy=all(p.greedy for p in params),
@@ -203,7 +361,7 @@ class BatchBuilder:
         starts += [req.launched_len for req in batch.decodes]
         lens += [1 + len(chain) for chain in batch.drafts.chains] or [1] * len(batch.decodes)
         sampled += range(len(batch.extends), len(rows))
-        return _ints(rows), _ints(starts), _ints(lens), _ints(sampled)
+        return _int_array(rows), _int_array(starts), _int_array(lens), _int_array(sampled)
 
     def _input_ids(self, batch: ScheduleBatch) -> tuple[Ints, GuessedIds | None]:
         """Known tokens; `RESOLVE` for a decode whose last token is still being computed, and 0 for guesses."""
@@ -212,12 +370,12 @@ class BatchBuilder:
             ids += extend.req.token_ids(extend.start, extend.stop)
         if not batch.drafts.chains:
             ids += [RESOLVE if req.tokens_in_flight else req.output_ids[-1] for req in batch.decodes]
-            return _ints(ids), None
+            return _int_array(ids), None
         guesses, first = batch.drafts.guesses, len(ids)
         for req, drafts in batch.decode_runs:
             assert not req.tokens_in_flight, f"{req.rid} is in flight while a step with drafts is built"
             ids += (req.output_ids[-1], *(drafts if guesses is None else repeat(0, len(drafts))))
-        return _ints(ids), None if guesses is None else GuessedIds.of(guesses, batch.drafts.chains, first=first)
+        return _int_array(ids), None if guesses is None else GuessedIds.of(guesses, batch.drafts.chains, first=first)
 
     def _slots(self, table: npt.NDArray[np.int32], rows: Ints, positions: Ints) -> Ints:
         page_size = self.memory.page_size
@@ -232,7 +390,7 @@ class BatchBuilder:
             self.edits = EditColumns.of(samplers, self.slots)
         columns, positions = self.columns, seq_lens
         if draft_lens:
-            drafts = _ints(draft_lens)
+            drafts = _int_array(draft_lens)
             columns, positions = columns.repeated(drafts + 1), _ranges(seq_lens - drafts, drafts + 1)
         return SamplingBatch(
             temperature=columns.temperature,
@@ -283,7 +441,7 @@ def _pooled_tokens(extends: Sequence[Extend]) -> tuple[PooledTokens, ...]:
     return tuple(wanted)
 
 
-def _ints(values: Sequence[int]) -> Ints:
+def _int_array(values: Sequence[int]) -> Ints:
     return np.array(values, dtype=np.int64)
 
 

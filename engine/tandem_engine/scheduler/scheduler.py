@@ -14,40 +14,194 @@ Life of a turn (`step`)
 One thread calls everything here. Nothing blocks but the wait for a launched step.
 
 `for_stages` is what stages call back, from inside their own methods.
+
+The scheduler as queue stages see it: what a stage may call, from inside its own methods.
+
+    admit_prebuilt, finish    for a request that `accept` kept; each takes it over
+    release, finish           for one that `prefill_settled` kept: its KV was sent, or it failed
+
+The rest tells what a stage may reserve of the memory and the places that requests of the scheduler need as well.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from math import inf
 
-from tandem_engine.clock import Clock
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.errors import DrainingError, EngineError
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import SchedulerConfig
-from tandem_engine.errors import DrainingError, EngineError
 from tandem_engine.executor.interface import ModelExecutor
-from tandem_engine.memory.conservation import ConservationReport
+from tandem_engine.memory.audit import ConservationReport
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest
-from tandem_engine.names import RequestId
+from tandem_engine.messages.stats import SpeculationStats
 from tandem_engine.parallel.agreement import Least
 from tandem_engine.sampling.grammar.compiler import Grammars, NoGrammars
-from tandem_engine.scheduler.deadlines import Deadlines
-from tandem_engine.scheduler.departures import is_moving
-from tandem_engine.scheduler.ended_log import EndedLog
-from tandem_engine.scheduler.endings import error_finish
-from tandem_engine.scheduler.model_facts import ModelFacts
-from tandem_engine.scheduler.new_token_ratio import NewTokenRatio
-from tandem_engine.scheduler.parts import Shared, make_parts
-from tandem_engine.scheduler.policy.choose import make_policy
-from tandem_engine.scheduler.policy.interface import Policy
-from tandem_engine.scheduler.report import scheduler_stats
+from tandem_engine.scheduler.components import SchedulerParts, Shared, make_parts
+from tandem_engine.scheduler.counters import Phase, SchedulerStats
+from tandem_engine.scheduler.finishing import EndedLog, error_finish
+from tandem_engine.scheduler.migration import is_moving
+from tandem_engine.scheduler.output_stream import OutputStream, Sink
+from tandem_engine.scheduler.policies import Policy, make_policy
+from tandem_engine.scheduler.prefill_adder import KeptBack, expected_pages, kept_back
+from tandem_engine.scheduler.queues import Deadlines
+from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.retraction import NewTokenRatio
 from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.stage import QueueStage
-from tandem_engine.scheduler.stage_side import StageSide
-from tandem_engine.scheduler.stop import DecodeText, StopRule
-from tandem_engine.scheduler.stream import OutputStream, Sink
-from tandem_engine.scheduler.tally import SchedulerStats
+from tandem_engine.scheduler.stop import DecodeText, ModelFacts, StopRule
+
+
+def scheduler_stats(shared: Shared, parts: SchedulerParts) -> SchedulerStats:
+    """As it is now."""
+    tally = shared.tally
+    queues = shared.queues
+    return SchedulerStats(
+        loop_count=tally.loops,
+        running=len(queues.requests) - queues.without_memory,
+        waiting=queues.num_waiting,
+        waiting_tokens=queues.waiting_tokens(),
+        oldest_wait_s=queues.oldest_wait(shared.clock.now()),
+        prefill_tokens_per_s=tally.prefill_tokens_per_s,
+        decode_step_s=tally.decode_step_s,
+        prompt_tokens_total=tally.prompt_tokens,
+        cached_tokens_total=tally.cached_tokens,
+        output_tokens_total=tally.output_tokens,
+        requests_total=tally.requests,
+        aborted_total=tally.aborted,
+        failed_total=tally.failed,
+        refused_total=tally.refused,
+        retracted_total=tally.retracted,
+        preempted_total=tally.preempted,
+        head_waits=parts.planner.head_waits.value if len(queues.waiting) else "",
+        swapped=len(queues.swapped),
+        swapped_out_total=tally.swapped_out,
+        swapped_in_total=tally.swapped_in,
+        swap_misses_total=tally.swap_misses,
+        host_cached_tokens_total=tally.host_cached_tokens,
+        disk_cached_tokens_total=tally.disk_cached_tokens,
+        engine_errors_total=tally.engine_errors,
+        convicted_total=tally.convicted,
+        unsound_total=tally.unsound,
+        audit_failures_total=tally.audit_failures,
+        overlap_hidden_s=tally.overlap_hidden_s,
+        schedule_s=tally.schedule_s,
+        speculation=_speculation_stats(shared.speculation),
+        plan_s=tally.spent_s[Phase.PLAN],
+        launch_s=tally.spent_s[Phase.LAUNCH],
+        settle_s=tally.spent_s[Phase.SETTLE],
+        wait_s=tally.spent_s[Phase.WAIT],
+        paused=parts.pausing.paused,
+        leaving=sum(1 for _ in parts.departures.leaving()),
+    )
+
+
+def _speculation_stats(speculation: Speculation | None) -> SpeculationStats | None:
+    return None if speculation is None else speculation.tally.stats(speculation.proposer.name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageSide:
+    """One per scheduler."""
+
+    shared: Shared
+    parts: SchedulerParts
+
+    @property
+    def memory(self) -> KvMemory:
+        return self.shared.memory
+
+    @property
+    def clock(self) -> Clock:
+        """What decisions go by."""
+        return self.shared.clock
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.shared.facts.vocab_size
+
+    @property
+    def launched(self) -> int:
+        """Steps launched since start."""
+        return self.shared.tally.launched
+
+    @property
+    def step_in_flight(self) -> int | None:
+        """Newest launched step that has not settled: what freed memory has to wait for."""
+        return self.shared.steps.newest_in_flight
+
+    def admit_prebuilt(self, req: Request) -> None:
+        """`req` joins the running batch at the next plan; the stage gives it up.
+
+        The stage has set `req.kv`, with KV of all tokens but the newest committed; at least one token in
+        `req.output_ids`; and `req.streamed`, those that somebody else sends to the client. `req.transfer`
+        goes out with the next output. An output that is complete already (`stop_of`) belongs to `finish`.
+        """
+        assert req.output_ids, f"prebuilt request {req.rid} has no token to continue from"
+        kv = req.held_kv
+        assert kv.committed_len == req.seq_len - 1, (
+            f"prebuilt request {req.rid} of {req.seq_len} tokens has KV of {kv.committed_len}"
+        )
+        assert req.remaining_tokens > 0, f"prebuilt request {req.rid} has its {len(req.output_ids)} tokens already"
+        req.extend_target = req.launched_len = kv.committed_len
+        self.shared.queues.take_over(req)
+        if req.to_finish is not None:
+            self.shared.queues.wishes.append(req)
+
+    def stop_of(self, req: Request) -> Finish | None:
+        """How the newest token of `req.output_ids` ends the output, None if it does not."""
+        *outputs, newest = req.output_ids
+        cut = self.shared.stop.cut_at_stop(req.sampling, prompt_len=req.prompt_len, outputs=outputs, run=(newest,))
+        return cut.finish
+
+    def release(self, req: Request, *, checkpoint: bool = True) -> None:
+        """Give back row and pages of a request that a stage keeps. The only way to do so; no-op without KV.
+
+        `checkpoint` leaves its settled whole pages in the prefix cache. The client hears nothing.
+        """
+        self.parts.endings.release(req, checkpoint=checkpoint)
+        self.shared.queues.leave_group(req)
+        self.shared.ended.note(req, None)
+
+    def finish(self, req: Request, finish: Finish, *, checkpoint: bool = True) -> None:
+        """End a request that a stage keeps: release it, tell the client, call `aborted` if it failed."""
+        self.parts.endings.finish(req, finish, checkpoint=checkpoint)
+
+    def spare_pages(self) -> int:
+        """Free and evictable pages beyond what admitted requests and the head of the queue are expected to take.
+
+        May be negative. A stage that reserves pages for requests to come stays within it, so that it
+        neither pushes running requests into retraction nor starves the queue.
+        """
+        spare = self.memory.available_pages() - self.parts.planner.reserved_pages()
+        head = self.shared.queues.head
+        if head is not None:
+            spare -= expected_pages(self.memory, head, head.seq_len, self.shared.ratio.value)
+        return spare
+
+    def kept_back(self, req: Request) -> KeptBack:
+        """What `req`, for which a stage reserves memory, has to leave to prompts that other workers wait for."""
+        return kept_back(self.memory, self.shared.queues, req)
+
+    def give_way(self) -> bool:
+        """Make pages evictable that only wait for a next turn. False when there are none."""
+        return self.parts.sessions.give_way()
+
+    def next_outside(self, requests: Iterable[Request]) -> Request | None:
+        """See `Policy.next_outside`."""
+        return self.shared.policy.next_outside(requests)
+
+    def spare_requests(self) -> int:
+        """Requests that the running batch can still take. May be negative. A stage counts its own on top."""
+        queues = self.shared.queues
+        taken = len(queues.running) + len(queues.parked()) + (queues.chunked is not None)
+        taken += sum(1 for _ in self.parts.isolation.suspects())
+        return self.shared.config.max_running_requests - taken
+
 
 ABORTED = Finish(reason=FinishReason.ABORT)
 TURNED_AWAY = error_finish(DrainingError("worker is draining and had not started the request"))
@@ -301,7 +455,7 @@ class Scheduler:
         return self._parts.health.audit()
 
     def stats(self) -> SchedulerStats:
-        """Numbers for `messages.engine_stats.EngineStats`."""
+        """Numbers for `messages.stats.EngineStats`."""
         return scheduler_stats(self._shared, self._parts)
 
     @property

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem_engine.clock import Clock
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.errors import InvalidRequestError, SessionError, SessionLostError
 from tandem_engine.config import SchedulerConfig
-from tandem_engine.errors import InvalidRequestError, SessionError, SessionLostError
 from tandem_engine.memory.kv_memory import KvMemory, Pin
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, HandoffSide

@@ -21,16 +21,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from tandem_engine.clock import Clock
-from tandem_engine.forward.guesses import Chains, Guesses
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.names import RequestId
+from tandem_engine.forward.batch import Chains, Guesses
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
-from tandem_engine.names import RequestId
+from tandem_engine.scheduler.counters import SpeculationTally
 from tandem_engine.scheduler.request import Request
-from tandem_engine.scheduler.tally import SpeculationTally
+from tandem_engine.speculative.adaptive_length import DraftLengths, Seeker, Settled, TurnTimer
 from tandem_engine.speculative.interface import DraftRequest, Proposer
-from tandem_engine.speculative.lengths import DraftLengths, Seeker
-from tandem_engine.speculative.turn_timer import Settled, TurnTimer
 
 logger = logging.getLogger(__name__)
 

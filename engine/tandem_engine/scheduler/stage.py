@@ -21,9 +21,9 @@ Every method runs on the scheduler thread and must not block.
 from collections.abc import Iterator
 from typing import Protocol
 
+from tandem_engine.base.names import PageId, RequestId
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish
-from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
 
 

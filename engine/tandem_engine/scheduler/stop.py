@@ -18,7 +18,19 @@ from typing import NamedTuple, TypeAlias
 
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.scheduler.model_facts import ModelFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """Limits that admission checks and tokens that end an output."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    context_length: int
+    """Longest prompt + output of one request, in tokens."""
+    hidden_size: int = 0
+    """Size of embeddings; 0 when the model gives none."""
+
 
 DecodeText: TypeAlias = Callable[[Sequence[int]], str]
 """Token ids → text. Called with a short window of output tokens, never with a whole output."""

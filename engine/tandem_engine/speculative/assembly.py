@@ -13,30 +13,27 @@ from pathlib import Path
 
 import torch
 
+from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.config import ModelConfig, SpecAlgorithm, SpecConfig
-from tandem_engine.errors import CheckpointError, ConfigError
 from tandem_engine.executor.interface import Runner
 from tandem_engine.executor.platform import Platform, RunnerParts
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import CausalLM, StepModel
 from tandem_engine.model.checkpoint import read_model_config
+from tandem_engine.model.checkpoint_files import read_json_object
 from tandem_engine.model.decoder import Decoder
-from tandem_engine.model.json_file import read_json_object
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.tensor_names import expected_shapes
 from tandem_engine.parallel.group import TpGroup
-from tandem_engine.speculative.eagle import EagleModel
-from tandem_engine.speculative.eagle_weights import head_shapes, load_head, read_head_config
-from tandem_engine.speculative.hidden_states import HiddenStates
+from tandem_engine.speculative.draft_history import PageStamps, RecentText, WholeText
+from tandem_engine.speculative.draft_model import ModelProposer, OnForwardThread
+from tandem_engine.speculative.eagle import EagleModel, HiddenStates, head_shapes, load_head, read_head_config
 from tandem_engine.speculative.interface import Proposer
-from tandem_engine.speculative.model_proposer import ModelProposer, OnForwardThread
 from tandem_engine.speculative.ngram import NgramProposer
-from tandem_engine.speculative.page_stamps import PageStamps
-from tandem_engine.speculative.recent_text import RecentText
-from tandem_engine.speculative.whole_text import WholeText
 
 HEAD_CONTEXT = 256
 """Tokens that a head looks at when it first meets a request."""
+
 TOKENIZER = "tokenizer.json"
 MAX_TOKENIZER = 1 << 28
 

@@ -9,16 +9,66 @@ turned out right: their draft KV is there already. Everything else that a reques
 that was cached or handed over, a retraction, another page for equal tokens, comes down to draft KV that is
 not where it should be, and is noticed in one of two ways: the request's KV is another object, or it holds
 other pages. Then its pages are looked through anew, by their stamps.
+
+What a draft model's pages hold, page by page.
+
+A page of draft KV is a function of the tokens up to its end, as a page of KV is. Its stamp is a hash of
+these tokens, written when the page is: whoever finds the stamp of its own tokens on a page of its own may
+use what is there, whichever request computed it and however the page came to it. A page that is filled by
+somebody else (handed over by another worker, loaded from another tier) keeps the stamp of what the draft
+model last wrote there, which is then the stamp of other tokens. So nobody has to say when pages change hands.
+
+A collision costs some acceptance and no token.
+
+History of a draft head: it looks at the last tokens only, and only at those with known hidden states.
+
+The head reads the text through the target's hidden states, each of which knows all the text before it. So its
+own attention need not reach far: it starts on the last `longest` tokens when it first meets a request, and on
+all that follow. Where the states of earlier tokens are not here, because their KV was handed over by another
+worker or loaded from another tier, the window starts behind them, at a page of its own; a request that was
+just handed over is drafted for from its next page on.
+
+Its draft KV is computed from the window's start and found by nobody else. What the stamps tell here is whose
+hidden states are on a page.
+
+History of a draft model that needs every token before the one it guesses.
+
+Pages of a cached prefix whose stamps fit are taken as they are; what is missing is computed again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from tandem_engine.base.names import PageId, ReqPoolIdx
 from tandem_engine.memory.request_kv import RequestKv
-from tandem_engine.names import PageId
 from tandem_engine.speculative.interface import DraftRequest
-from tandem_engine.speculative.page_stamps import EMPTY_TEXT, UNKNOWN, PageStamps, next_text
+
+UNKNOWN = 0
+
+EMPTY_TEXT = 1
+"""Hash of the text before the first page."""
+
+
+class PageStamps:
+    """One stamp per page of the pool. Scheduler thread only."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._stamps = [UNKNOWN] * num_pages
+
+    def has(self, page: PageId, text: int) -> bool:
+        """Whether `page` holds the tokens that hash to `text`."""
+        return self._stamps[page] == text
+
+    def write(self, page: PageId, text: int) -> None:
+        """`page` holds the tokens that hash to `text`; `UNKNOWN` while it is being filled."""
+        self._stamps[page] = text
+
+
+def next_text(text: int, tokens: Sequence[int]) -> int:
+    """Hash of a text with one more page of `tokens`."""
+    return hash((text, *tokens)) or EMPTY_TEXT
+
 
 Guessed: TypeAlias = Callable[[], Sequence[int]]
 """Guesses, asked for once their step has settled: before, somebody might wait for a device."""
@@ -91,3 +141,84 @@ def stamp_pages(
     texts = [*page_texts(token_ids, page_size)]
     for index in range(first, len(pages)):
         stamps.write(pages[index], texts[index] if index < len(texts) else UNKNOWN)
+
+
+@dataclass(kw_only=True, slots=True)
+class RecentText:
+    """Implements `DraftHistory`. The stamps are those of hidden states."""
+
+    stamps: PageStamps
+    longest: int
+    _sequences: dict[ReqPoolIdx, DraftSequence] = field(default_factory=dict)
+
+    def of(self, request: DraftRequest) -> DraftSequence:
+        """See `DraftHistory.of`."""
+        sequence = self._sequences.get(request.kv.row)
+        if sequence is None or sequence.kv is not request.kv or not sequence.current:
+            window = self._window(request)
+            sequence = DraftSequence(kv=request.kv, window=window, covered=window)
+            self._sequences[request.kv.row] = sequence
+        sequence.settle(request)
+        return sequence
+
+    def caught_up(self, sequence: DraftSequence, request: DraftRequest, guessed: Guessed) -> None:
+        """See `DraftHistory.caught_up`."""
+        del request
+        sequence.guessed = guessed
+
+    def release(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
+        """Stamp the pages that the request computed, drafted for or not: whoever finds them cached has their states."""
+        self._sequences.pop(kv.row, None)
+        first = kv.computed_from // kv.page_size
+        stamp_pages(self.stamps, kv.pages, token_ids, page_size=kv.page_size, first=first)
+
+    def _window(self, request: DraftRequest) -> int:
+        """Where the head starts to read: a page all of whose states, and those of all pages behind it, are here."""
+        kv = request.kv
+        farthest = max(0, request.seq_len - self.longest) // kv.page_size
+        page = -(-kv.computed_from // kv.page_size)
+        if kv.computed_from % kv.page_size == 0:
+            texts = [*page_texts(request.token_ids(0, kv.computed_from), kv.page_size)]
+            while page > farthest and self.stamps.has(kv.pages[page - 1], texts[page - 1]):
+                page -= 1
+        return max(page, farthest) * kv.page_size
+
+
+@dataclass(kw_only=True, slots=True)
+class WholeText:
+    """Implements `DraftHistory`. The stamps are those of draft KV."""
+
+    stamps: PageStamps
+    _sequences: dict[ReqPoolIdx, DraftSequence] = field(default_factory=dict)
+
+    def of(self, request: DraftRequest) -> DraftSequence:
+        sequence = self._sequences.get(request.kv.row)
+        if sequence is None or sequence.kv is not request.kv or not sequence.current:
+            sequence = self._sequences[request.kv.row] = self._look_through(request)
+        sequence.settle(request)
+        return sequence
+
+    def caught_up(self, sequence: DraftSequence, request: DraftRequest, guessed: Guessed) -> None:
+        if not sequence.stamped:
+            # Requests with the same prompt need not wait for this one's end.
+            text = request.token_ids(0, sequence.adopted)
+            stamp_pages(self.stamps, request.kv.pages, text, page_size=request.kv.page_size)
+            sequence.stamped = True
+        sequence.guessed = guessed
+
+    def release(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
+        """Stamp the pages: their draft KV outlives the request as long as their KV does."""
+        sequence = self._sequences.pop(kv.row, None)
+        if sequence is not None and sequence.kv is kv and sequence.current:
+            stamp_pages(self.stamps, kv.pages, token_ids[: sequence.covered], page_size=kv.page_size)
+
+    def _look_through(self, request: DraftRequest) -> DraftSequence:
+        kv = request.kv
+        # The last token is computed again in any case: what follows it is the question.
+        text = request.token_ids(0, request.seq_len - 1)
+        matched = 0
+        for page, stamp in zip(kv.pages, page_texts(text, kv.page_size), strict=False):
+            if not self.stamps.has(page, stamp):
+                break
+            matched += 1
+        return DraftSequence(kv=kv, window=0, covered=matched * kv.page_size)

@@ -12,23 +12,104 @@ output matrix.
 The pair for token i is kept at slot i, so draft KV is a function of the same tokens as KV is. EAGLE numbers
 the pair by the hidden state, which makes it depend on one token more, and every length differ by one between
 the two pools [one-length-unit].
+
+The target's hidden states, kept for a draft head in the order of its KV.
+
+    states[page * page_size + offset]   hidden state of the token whose KV is in that slot
+
+Written by every forward of the target right after the model ran, where forwards run. A head's input at a position is
+the state of the position before, which is then one slot back, in whichever step it was computed; a prefix that is
+shared shares its states too. One vector per token: a few per cent of what its KV takes.
+
+The newest token of a text, and guesses behind it, have no state of the target yet. Until then their slots have what
+the head made of them, which is what its next guess goes on from. Whenever the target computes such a token, it writes
+there.
+
+A head's folder: config.json, which describes its block as that of a model of one layer, and its tensors.
+
+    fc.weight                   [hidden_size, 2 * hidden_size]: embedding first, then hidden state
+    model.layers.0.…            the block and the final norm, as a model of that family names them
+    model.norm.weight
+
+Embedding and output matrix are the target's and not stored. The files are checked as those of a model are.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tandem_engine.attention.spec import AttentionSpec
+from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import ModelConfig
-from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.kernels.interface import by_triton
+from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend, DraftHead
-from tandem_engine.model.decoder import Block, attention_specs
-from tandem_engine.model.layers.linear import Projection
-from tandem_engine.model.layers.norm import Norm
-from tandem_engine.model.layers.rotary import RotaryTable
-from tandem_engine.speculative.hidden_states import HiddenStates
+from tandem_engine.model.checkpoint import parse_config
+from tandem_engine.model.checkpoint_files import ReadableTensor, open_directory, open_tensors, shown
+from tandem_engine.model.decoder import Block, BlockBuilder, attention_specs
+from tandem_engine.model.layers.attention import RotaryTable, rotary_table
+from tandem_engine.model.layers.linear import Projection, projection
+from tandem_engine.model.layers.norm import Norm, rms_norm
+from tandem_engine.model.loader import WeightReader
+from tandem_engine.model.tensor_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    canonical_experts,
+    expected_shapes,
+    require_weights,
+)
+from tandem_engine.model.weights import heads_of_rank
+
+NOWHERE = -1
+"""The slot of what is before the first token."""
+
+
+class HiddenStates:
+    """Implements `HiddenObserver`. Used where forwards run, and in their order; waits for no device."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self._page_size = page_size
+        self._states = torch.zeros(num_pages * page_size, hidden_size, dtype=dtype, device=device)
+
+    def observe(self, hidden: Tensor, out_cache_loc: Tensor) -> None:
+        """See `HiddenObserver.observe`."""
+        if by_triton(self._states.device):
+            from tandem_engine.kernels.triton.row_tables import scatter_rows
+
+            scatter_rows(self._states, out_cache_loc, hidden)
+        else:
+            self._states.index_copy_(0, out_cache_loc, hidden)
+
+    def before(self, batch: ForwardBatch) -> Tensor:
+        """[T, hidden_size] the state before each token of `batch`: zeros for the first token of a sequence."""
+        slots = self._slots_before(batch)
+        if by_triton(self._states.device):
+            from tandem_engine.kernels.triton.row_tables import gather_rows
+
+            return gather_rows(self._states, slots)
+        states = self._states.index_select(0, slots.clamp(min=0))
+        return states.masked_fill_((slots == NOWHERE)[:, None], 0.0)
+
+    def _slots_before(self, batch: ForwardBatch) -> Tensor:
+        """[T] int64: of the token before in the batch, or, for the first of a sequence, of the last that it has."""
+        firsts = batch.extend_lens.cumsum(0) - batch.extend_lens
+        previous = batch.seq_lens - batch.extend_lens - 1
+        inside = previous.clamp(min=0)
+        pages = batch.page_table.gather(1, (inside // self._page_size).long()[:, None]).squeeze(1)
+        last = (pages * self._page_size + inside % self._page_size).masked_fill(previous < 0, NOWHERE)
+        return batch.out_cache_loc.roll(1).index_copy_(0, firsts, last.long())
 
 
 class EagleTarget(Protocol):
@@ -98,3 +179,65 @@ class EagleModel(DraftHead):
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
         return self.target.logits(hidden)
+
+
+FUSE = "fc.weight"
+SHARED = (EMBEDDING, LM_HEAD)
+
+
+def read_head_config(path: str, target: ModelConfig) -> ModelConfig:
+    """The head's config, compared with the model it is to draft for and with the tensors beside it.
+
+    Raises:
+        CheckpointError: the folder is no head, or the head of another model.
+    """
+    directory = open_directory(path)
+    config = parse_config(directory)
+    if config.num_layers != 1:
+        raise CheckpointError(
+            f"{path} is a model of {config.num_layers} layers; --speculative-algorithm EAGLE takes a head of one, "
+            "DRAFT a whole model"
+        )
+    if config.hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"the draft head in {path} reads hidden states of {config.hidden_size}, the model's have "
+            f"{target.hidden_size}; use a head that was trained for this model"
+        )
+    _require(head_shapes(config), _tensors(path), where=directory.path)
+    return config
+
+
+def load_head(path: str, config: ModelConfig, *, dtype: torch.dtype, device: str, positions: int) -> EagleHead:
+    """Read the weights of a head whose config `read_head_config` has accepted. Raises `CheckpointError`."""
+    place = torch.device(device)
+    weights = WeightReader(tensors=_tensors(path), dtype=dtype, device=place, advance=lambda _size: None)
+    rope = config.local_rope if 0 in config.local_layers else None
+    return EagleHead(
+        fc=projection(weights.stacked(FUSE)),
+        block=BlockBuilder(config=config, weights=weights, heads=heads_of_rank(config, 1)).block(0),
+        norm=rms_norm(weights.stacked(FINAL_NORM), eps=config.rms_eps, kind=config.norm),
+        rotary=rotary_table(
+            rope or config.rope, head_dim=config.head_dim, positions=positions, dtype=dtype, device=place
+        ),
+    )
+
+
+def _tensors(path: str) -> dict[str, ReadableTensor]:
+    return canonical_experts(open_tensors(open_directory(path)))
+
+
+def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of every tensor in the folder of a head."""
+    block = {name: shape for name, shape in expected_shapes(config).items() if name not in SHARED}
+    return {FUSE: (config.hidden_size, 2 * config.hidden_size), **block}
+
+
+def _require(shapes: dict[str, tuple[int, ...]], tensors: dict[str, ReadableTensor], *, where: Path) -> None:
+    for name, shape in shapes.items():
+        stored = tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"the draft head in {where} lacks tensor {name}")
+        require_weights(stored, shape)
+    unknown = sorted(tensors.keys() - shapes.keys())
+    if unknown:
+        raise CheckpointError(f"tensor {shown(unknown[0])} is no part of a draft head; {where} has it")

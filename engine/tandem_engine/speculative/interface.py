@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem_engine.forward.guesses import Chains, Guesses
+from tandem_engine.forward.batch import Chains, Guesses
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.sampling import SamplingParams
 

@@ -5,7 +5,7 @@ equals the token sampled at its own position. The token sampled after the last a
 free (the bonus token), so a run yields at least one token.
 
 Why that is exact, greedy or not: a token is a pure function of the history before it, the request's
-parameters, its seed and its position (`sampling.noise`). At a position whose history is accepted drafts the
+parameters, its seed and its position (`sampling.sampler`). At a position whose history is accepted drafts the
 forward had the very inputs an ordinary decode would have had, so it sampled the very token. Output with
 drafts is therefore the output without them, token for token; an equal distribution follows.
 
@@ -26,8 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
-from tandem_engine.forward.runs import NO_DRAFT, drafts_of
+from tandem_engine.forward.batch import NO_DRAFT, ForwardBatch, ForwardResult, drafts_of
 from tandem_engine.speculative.interface import AcceptResult, DraftTokens, Verifier
 
 

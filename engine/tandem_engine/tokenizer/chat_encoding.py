@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from tandem_engine.errors import InvalidRequestError
+from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.tokenizer.traced_text import CONTENT, TEMPLATE, TracedText, origin_of
 
 MAX_PASSES = 8

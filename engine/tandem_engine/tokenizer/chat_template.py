@@ -5,9 +5,22 @@ with the functions Hugging Face templates expect and nothing else (CVE-2026-5760
 
 `render` is what transformers renders. `render_traced` renders the same text a second time and records which characters
 the template wrote itself (`TracedText`); it costs several times as much.
+
+The texts of one tokenizer's special tokens, and whether a rendering has to follow where its text comes from.
+
+A control token in a prompt must come from the chat template, never from what a client sent. Following the origin of
+every character (`TracedText`) costs more than rendering, so it is done only where text of a client could be part of a
+control literal:
+
+    contents    a string of the client's has the first or last character of a literal, such as "<" or ">"
+    template    the template writes literals in pieces (`"<|" + message.role + "|>"`), translates characters, or changes
+                the case of text where a literal begins or ends with a letter
+
+Without either, a literal in the rendered text begins and ends in the template's own text, in one piece.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -19,14 +32,21 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tandem_engine.errors import CheckpointError, InvalidRequestError
-from tandem_engine.tokenizer.template_functions import RefusedMessagesError, clock, plain_json, raise_exception
-from tandem_engine.tokenizer.traced_environment import TracedEnvironment
+from tandem_engine.base.errors import CheckpointError, InvalidRequestError
+from tandem_engine.tokenizer.traced_environment import (
+    RefusedMessagesError,
+    TracedEnvironment,
+    clock,
+    plain_json,
+    raise_exception,
+)
 from tandem_engine.tokenizer.traced_text import CONTENT, TEMPLATE, TracedText, origin_of, traced
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
+
 _ROLES = frozenset(("assistant", "developer", "function", "ipython", "observation", "system", "tool", "user"))
 """Roles of messages that a template may write into its control literals, as in `"<|" + message.role + "|>"`."""
+
 _RENDERING_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -193,3 +213,37 @@ def _environment(*, traced: bool = False) -> ImmutableSandboxedEnvironment:
         environment.filters["tojson"] = plain_json
     environment.globals["raise_exception"] = raise_exception
     return environment
+
+
+class ControlLiterals:
+    """Immutable."""
+
+    def __init__(self, literals: Sequence[str]) -> None:
+        self._literals = tuple(literals)
+        edges = {edge for text in literals for edge in (text[0], text[-1])}
+        self.begin_with_letters = any(edge.lower() != edge.upper() for edge in edges)
+        """Or end with one."""
+        self._edge = re.compile(f"[{re.escape(''.join(sorted(edges)))}]" if edges else r"(?!)")
+
+    def may_begin_in(self, value: Any) -> bool:
+        """Whether any string in a JSON-like value, keys included, has the first or last character of a literal."""
+        if isinstance(value, str):
+            return self._edge.search(value) is not None
+        if isinstance(value, Mapping):
+            return any(self.may_begin_in(key) or self.may_begin_in(item) for key, item in value.items())
+        if isinstance(value, (list, tuple)):
+            return any(map(self.may_begin_in, value))
+        return False
+
+    def pieced_together(self, constants: Iterable[str]) -> bool:
+        """Whether one of `constants` ends with the beginning of a literal, and one begins with its end, so that text
+        between them completes it."""
+        constants = list(constants)
+        return any(_is_completed(literal, constants) for literal in self._literals)
+
+
+def _is_completed(literal: str, constants: Sequence[str]) -> bool:
+    lengths = range(1, len(literal))
+    head = next((n for n in lengths if any(text.endswith(literal[:n]) for text in constants)), None)
+    tail = next((n for n in lengths if any(text.startswith(literal[-n:]) for text in constants)), None)
+    return head is not None and tail is not None and head + tail < len(literal)

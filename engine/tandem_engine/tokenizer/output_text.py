@@ -2,12 +2,101 @@
 
 Gateways show the text; engines only ask whether it has ended. Both use this class, so that they agree on
 which token completes a stop string.
+
+Incremental detokenising: token ids in, whole characters out.
+
+A token may end inside a character. The undecided bytes wait until a later token completes or refutes
+them, so no piece of a stream holds half a character and the pieces concatenate to the whole text.
+
+Stop strings over a stream of text pieces.
+
+Text that may yet become a stop string is held back, so that its beginning never reaches the client.
+The result does not depend on how the text is cut into pieces: of all occurrences the one that ends first
+wins, and of those that end together the longest. An early match inside a long
+piece is not missed [stop-window].
 """
 
+from codecs import getincrementaldecoder
+from typing import NamedTuple
+
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.tokenizer.detokenize import Detokenizer
-from tandem_engine.tokenizer.stop_strings import Cut, StopWindow
 from tandem_engine.tokenizer.vocabulary import Vocabulary
+
+_new_utf8_decoder = getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """Text of one growing output. Not shared between outputs."""
+
+    __slots__ = ("_pending", "_skipped", "_vocabulary")
+
+    def __init__(
+        self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True, visible: frozenset[int] = frozenset()
+    ) -> None:
+        """`visible`: special tokens whose text is wanted although special tokens are skipped."""
+        self._vocabulary = vocabulary
+        self._skipped = vocabulary.special_ids - visible if skip_special_tokens else frozenset[int]()
+        self._pending = _new_utf8_decoder("replace")
+
+    def push(self, token_id: int) -> str:
+        """The characters that `token_id` completes; often none or several."""
+        if token_id in self._skipped:
+            return ""
+        return self._pending.decode(self._vocabulary.bytes_of(token_id))
+
+    def flush(self) -> str:
+        """U+FFFD for a character that never was completed, else nothing. Ends the output."""
+        return self._pending.decode(b"", final=True)
+
+
+class Cut(NamedTuple):
+    """What a piece of text became."""
+
+    text: str
+    """Safe to show now."""
+    matched: str | None
+    """The stop string that ended the output; nothing may be pushed after it."""
+
+
+class StopWindow:
+    """Looks for `stops` in one output. With `keep_match` the matched text stays in the output."""
+
+    __slots__ = ("_held", "_keep_match", "_prefixes", "_stops")
+
+    def __init__(self, stops: tuple[str, ...], *, keep_match: bool = False) -> None:
+        self._stops = stops
+        self._keep_match = keep_match
+        self._prefixes = tuple({stop[:length] for stop in stops for length in range(1, len(stop))})
+        self._held = ""
+
+    def push(self, piece: str, *, armed: bool = True) -> Cut:
+        """Add `piece`. A stop string that ends in an unarmed piece (min_tokens) is ordinary text."""
+        if not self._stops:
+            return Cut(piece, None)
+        window = self._held + piece
+        match = self._first_match(window, len(self._held)) if armed else None
+        if match is not None:
+            start, stop = match
+            self._held = ""
+            return Cut(window[: start + len(stop) * self._keep_match], stop)
+        kept = self._undecided(window)
+        self._held = window[len(window) - kept :]
+        return Cut(window[: len(window) - kept], None)
+
+    def flush(self) -> str:
+        """Text held back when the output ended for another reason."""
+        text, self._held = self._held, ""
+        return text
+
+    def _first_match(self, window: str, seen: int) -> tuple[int, str] | None:
+        """Start and text of the first match that ends after the `seen` characters that were searched before."""
+        starts = ((window.find(stop, max(0, seen - len(stop) + 1)), stop) for stop in self._stops)
+        found = [(start, stop) for start, stop in starts if start >= 0]
+        return min(found, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
+
+    def _undecided(self, window: str) -> int:
+        """Length of the longest end of `window` with which a stop string begins."""
+        return max((len(prefix) for prefix in self._prefixes if window.endswith(prefix)), default=0)
 
 
 class OutputText:

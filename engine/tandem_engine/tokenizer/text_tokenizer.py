@@ -9,33 +9,169 @@ Text becomes ids in two ways:
 
 Added tokens that are not special, such as `<think>` in many checkpoints, are parsed in both. All methods are
 thread-safe and release the GIL while they encode, so that long texts can be encoded beside an event loop.
+
+Fill in the middle: marks by which code models are asked for the text between a prefix and a suffix.
+
+prefix first   PRE prefix SUF suffix MID      Qwen2.5-Coder, StarCoder, CodeLlama, DeepSeek-Coder, CodeGemma
+suffix first   SUF suffix PRE prefix [MID]    Codestral, Seed-Coder
 """
 
 import json
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from tokenizers import Tokenizer
 
-from tandem_engine.errors import CheckpointError, InvalidRequestError
+from tandem_engine.base.errors import CheckpointError, InvalidRequestError
 from tandem_engine.tokenizer.chat_encoding import ChatEncoder
-from tandem_engine.tokenizer.chat_template import ChatTemplate
-from tandem_engine.tokenizer.control_literals import ControlLiterals
-from tandem_engine.tokenizer.files import (
-    chat_template_text,
-    eos_token_ids,
-    named_special_tokens,
-    read_json,
-    read_optional_json,
-    special_token_text,
-)
-from tandem_engine.tokenizer.fill_in_middle import FimMarks, find_fim_marks
+from tandem_engine.tokenizer.chat_template import ChatTemplate, ControlLiterals
 from tandem_engine.tokenizer.traced_text import TracedText
-from tandem_engine.tokenizer.truncation import Truncation
 from tandem_engine.tokenizer.vocabulary import Vocabulary, read_vocabulary
+
+MAX_FILE_BYTES = 256 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises `CheckpointError` when the file is absent, too large, or holds anything else."""
+    try:
+        document = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(document).__name__}")
+    return document
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """As `read_json`, but an absent file is an empty object."""
+    return read_json(path) if path.exists() else {}
+
+
+def read_text(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes, at most {MAX_FILE_BYTES} are read")
+        return path.read_text("utf-8")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"no {path.name} in {path.parent}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 text") from error
+
+
+def special_token_text(value: Any) -> str | None:
+    """`tokenizer_config.json` spells a special token as a string or as an object with `content`."""
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
+
+
+def named_special_tokens(tokenizer_config: dict[str, Any]) -> frozenset[str]:
+    """Texts that `tokenizer_config.json` makes special, or control tokens of chats; `tokenizer.json` has others."""
+    named = [value for name, value in tokenizer_config.items() if name.endswith("_token")]
+    for name in ("additional_special_tokens", "extra_special_tokens", "chat_control_tokens"):
+        more = tokenizer_config.get(name) or ()
+        named += more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+    decoder = tokenizer_config.get("added_tokens_decoder")
+    entries = decoder.values() if isinstance(decoder, dict) else ()
+    named += [entry for entry in entries if isinstance(entry, dict) and entry.get("special")]
+    return frozenset(text for text in map(special_token_text, named) if text)
+
+
+def chat_template_text(folder: Path, tokenizer_config: dict[str, Any]) -> tuple[str, Path] | None:
+    """The template and its file: `chat_template.jinja`, else `tokenizer_config.json` (its `default` of several)."""
+    jinja_file = folder / "chat_template.jinja"
+    if jinja_file.exists():
+        return read_text(jinja_file), jinja_file
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return (template, folder / "tokenizer_config.json") if isinstance(template, str) else None
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end an output: the first of generation_config.json and config.json that names any."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_optional_json(folder / name).get("eos_token_id")
+        if value is not None:
+            return _id_tuple(value, folder / name)
+    return ()
+
+
+def _id_tuple(value: Any, path: Path) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r:.100}")
+    return tuple(ids)
+
+
+class _Family(NamedTuple):
+    prefix: str
+    suffix: str
+    middle: str | None
+    suffix_first: bool = False
+    end: str | None = None
+
+
+_FAMILIES = (
+    _Family("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    _Family("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    _Family("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    _Family("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    _Family("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    _Family("▁<PRE>", "▁<SUF>", "▁<MID>", end="▁<EOT>"),
+    _Family("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
+    _Family("[PREFIX]", "[SUFFIX]", None, suffix_first=True),
+)
+
+
+class FimMarks(NamedTuple):
+    """Token ids of one tokenizer's marks."""
+
+    prefix: int
+    suffix: int
+    middle: int | None
+    suffix_first: bool
+    end: int | None
+    """Ends the middle, beside the end-of-sequence tokens."""
+
+    def around(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
+        """A prompt that asks for what stands between `prefix` and `suffix`."""
+        marked = [[self.prefix, *prefix], [self.suffix, *suffix]]
+        first, second = reversed(marked) if self.suffix_first else marked
+        return [*first, *second, *(() if self.middle is None else (self.middle,))]
+
+
+def find_fim_marks(token_of: Callable[[str], int | None]) -> FimMarks | None:
+    """The marks that a vocabulary has; None without any. `token_of`: the id of an added token."""
+    for family in _FAMILIES:
+        prefix, suffix = token_of(family.prefix), token_of(family.suffix)
+        middle = None if family.middle is None else token_of(family.middle)
+        if prefix is None or suffix is None or (middle is None and family.middle is not None):
+            continue
+        end = None if family.end is None else token_of(family.end)
+        return FimMarks(prefix, suffix, middle, family.suffix_first, end)
+    return None
+
+
+TruncationSide = Literal["left", "right"]
+"""The end that is cut off: `left` keeps the newest tokens."""
+
+
+class Truncation(NamedTuple):
+    tokens: int
+    """At most so many stay: at least 1."""
+    side: TruncationSide
+
+    def of(self, ids: Sequence[int]) -> tuple[int, ...]:
+        kept = ids[-self.tokens :] if self.side == "left" else ids[: self.tokens]
+        return tuple(kept)
+
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 

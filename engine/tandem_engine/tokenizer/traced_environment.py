@@ -5,8 +5,10 @@ filters call functions that keep them. What is not listed here works too; its st
 """
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from string import Formatter
 from typing import Any
 
@@ -15,7 +17,6 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
-from tandem_engine.tokenizer.template_functions import plain_json
 from tandem_engine.tokenizer.traced_text import (
     CONTENT,
     TEMPLATE,
@@ -28,6 +29,39 @@ from tandem_engine.tokenizer.traced_text import (
     origin_of,
     traced,
 )
+
+
+class RefusedMessagesError(Exception):
+    """A template called `raise_exception`: it cannot express these messages."""
+
+
+def raise_exception(message: str) -> None:
+    raise RefusedMessagesError(message)
+
+
+def plain_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson`. Jinja's own escapes HTML, which prompts do not want."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def clock(now: datetime) -> Callable[[str], str]:
+    """`strftime_now`, standing still: two renderings of one conversation show the same time."""
+
+    def strftime_now(pattern: str) -> str:
+        text = now.strftime(pattern)
+        if not isinstance(pattern, TracedText):
+            return text
+        origin = TEMPLATE if only_origin(pattern) == TEMPLATE else UNKNOWN
+        return TracedText(text, origin * len(text))
+
+    return strftime_now
+
 
 _MARKUP = re.compile(r"[^\w\s.,:;!?'()-]")
 """Characters that control literals are made of."""

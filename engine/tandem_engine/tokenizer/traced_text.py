@@ -18,7 +18,6 @@ from typing import Any, Final, SupportsIndex
 TEMPLATE: Final = b"t"
 CONTENT: Final = b"c"
 UNKNOWN: Final = b"?"
-
 _ESCAPES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "'": "&#39;", '"': "&#34;"}
 _CONVERSION = re.compile(r"%(?:\(([^)]*)\))?([#0\- +]*(?:\*|\d+)?(?:\.(?:\*|\d+))?)[hlL]?(.)", re.DOTALL)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tandem_engine.errors import CheckpointError
+from tandem_engine.base.errors import CheckpointError
 
 MAX_VOCABULARY = 4 << 20
 """Ids above this are a broken file, not a vocabulary, and must not size a table."""

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from tandem_operator.api.markers import Api, LabelKey, Rule, Share, printable, within_folder
+from tandem_operator.api.types import Api, LabelKey, Rule, Share, printable, within_folder
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 GiB = Annotated[float, msgspec.Meta(gt=0.0, le=65536.0)]

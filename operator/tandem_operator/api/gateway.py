@@ -4,8 +4,8 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from tandem_operator.api.markers import Annotations, Api, Name, Port, Rule, printable
 from tandem_operator.api.pods import PodOverrides, Resources
+from tandem_operator.api.types import Annotations, Api, Name, Port, Rule, printable
 
 
 class GatewayLimits(Api, frozen=True, kw_only=True):

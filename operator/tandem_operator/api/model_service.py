@@ -7,21 +7,255 @@ Life cycle: applied → pools, gateway, Redis and their policies are made → po
 through the gateway → `Ready` is true. Deleted → pods drain first.
 """
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from tandem_operator.api.autoscaling import Autoscaling, RoleScaling
-from tandem_operator.api.conditions import Conditions
 from tandem_operator.api.engine import Engine, Transfer
 from tandem_operator.api.gateway import Gateway
-from tandem_operator.api.images import Images
-from tandem_operator.api.markers import Api, Count, ModelName, Quantity, Rule, Seconds
-from tandem_operator.api.model_source import ModelSource
-from tandem_operator.api.observability import Observability
-from tandem_operator.api.pods import PodOverrides, Resources
-from tandem_operator.api.redis import Redis
-from tandem_operator.api.security import Security
+from tandem_operator.api.pods import PodOverrides, Resources, SecretKey
+from tandem_operator.api.types import (
+    AbsolutePath,
+    Api,
+    Conditions,
+    Count,
+    HttpUrl,
+    Image,
+    Labels,
+    ModelName,
+    Name,
+    Port,
+    Quantity,
+    RelativePath,
+    Rule,
+    Seconds,
+    Share,
+    within_folder,
+)
+
+
+class RoleScaling(Api, frozen=True, kw_only=True):
+    """Bounds and target of one role."""
+
+    min_replicas: Count = 1
+    """Minimum number of workers; 0 for both roles allows scale to zero."""
+    max_replicas: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 4
+    """Maximum number of workers."""
+    target_queue_seconds: Seconds = 1.0
+    """Acceptable wait in seconds; requests that wait longer are backlog and require more workers."""
+    clear_seconds: Seconds = 30.0
+    """Time in which a backlog is to be cleared, in seconds: about the start time of a pod."""
+    target_kv_usage: Share = 0.85
+    """Share of KV pages in use above which decode gets more workers."""
+
+    RULES: ClassVar = (
+        Rule(
+            "(has(self.minReplicas) ? self.minReplicas : 1) <= (has(self.maxReplicas) ? self.maxReplicas : 4)",
+            "minReplicas must not be above maxReplicas",
+        ),
+    )
+
+
+class Autoscaling(Api, frozen=True, kw_only=True):
+    """The autoscaler."""
+
+    mode: Literal["none", "internal", "external"] = "none"
+    """none: `replicas` as written. internal: by queue depth, both roles together. external: an HPA, KEDA or
+    `kubectl scale` owns the pools."""
+    gpu_budget: Annotated[int, msgspec.Meta(ge=1, le=100_000)] | None = None
+    """Maximum number of GPUs of both roles together."""
+    flip_roles: bool = True
+    """Change the role of a running worker before adding or removing pods."""
+    period_seconds: Seconds = 5.0
+    """Seconds between two decisions."""
+    scale_up_window_seconds: Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)] = 0.0
+    """Seconds for which more workers must be required before workers are added."""
+    scale_down_window_seconds: Annotated[float, msgspec.Meta(ge=0.0, le=86400.0)] = 300.0
+    """Seconds for which fewer workers must suffice before workers are removed."""
+    tolerance: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.1
+    """Relative distance from the target within which nothing changes."""
+    max_step_up: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 4
+    """Maximum number of workers that one decision adds to a role."""
+    max_step_down: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
+    """Maximum number of workers that one decision removes from a role."""
+    idle_seconds_to_zero: Annotated[float, msgspec.Meta(ge=0.0, le=86400.0)] = 0.0
+    """Idle seconds after which both roles scale to 0; 0: never. The first request then waits in the gateway."""
+    cooldown_seconds: Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)] = 30.0
+    """Minimum seconds between opposite changes of a role."""
+
+
+class Images(Api, frozen=True, kw_only=True):
+    """Container images; by default those of the operator's version."""
+
+    engine: Image | None = None
+    """Image of the workers of both roles. Empty: the operator's image for CPUs or for GPUs, by the role's
+    `engine.device`."""
+    services: Image | None = None
+    """Image of the gateway."""
+    redis: Image | None = None
+    """Image of a managed Redis."""
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When images are pulled; empty: the cluster's default."""
+    pull_secrets: Annotated[list[Name], msgspec.Meta(max_length=8)] = []
+    """Secrets for pulling images."""
+
+
+class ClaimSource(Api, frozen=True, kw_only=True):
+    """A directory of a persistent volume, mounted read-only by all pods (access mode ReadOnlyMany or more)."""
+
+    claim_name: Name
+    """PersistentVolumeClaim in the same namespace."""
+    path: RelativePath = ""
+    """Directory of the checkpoint within the volume; empty: its root."""
+
+
+class ImageSource(Api, frozen=True, kw_only=True):
+    """An OCI image or artifact that holds the checkpoint, mounted as a volume (Kubernetes 1.31 and later)."""
+
+    reference: Image
+    """Image, preferably by digest."""
+    path: RelativePath = ""
+    """Directory of the checkpoint within the image; empty: its root."""
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When it is pulled; empty: the cluster's default."""
+
+
+class HuggingFaceSource(Api, frozen=True, kw_only=True):
+    """A model of the Hugging Face hub, downloaded by an init container of each pod."""
+
+    id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][-._A-Za-z0-9]*/[A-Za-z0-9][-._A-Za-z0-9]*$", max_length=192)]
+    """owner/name."""
+    revision: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][-._/A-Za-z0-9]*$", max_length=128)] = "main"
+    """Branch, tag or commit. With a commit all pods of a revision have the same model, whenever they start."""
+    token_secret: SecretKey | None = None
+    """Access token, for gated models."""
+    cache_claim: Name | None = None
+    """PersistentVolumeClaim for downloads; without it each pod has a separate copy."""
+    size_limit: Quantity | None = None
+    """Size limit of a pod's separate copy, 1Ti by default; a pod that exceeds it is evicted."""
+    resources: Resources = Resources(requests={"cpu": "250m", "memory": "512Mi"}, limits={"memory": "4Gi"})
+    """Resources of the init container that downloads."""
+
+    RULES: ClassVar = (
+        within_folder("revision"),
+        Rule(
+            "!(has(self.sizeLimit) && has(self.cacheClaim))",
+            "sizeLimit is that of a pod's own copy, and with cacheClaim there is none: give one of them",
+        ),
+    )
+
+
+class ModelSource(Api, frozen=True, kw_only=True):
+    """Exactly one of its fields."""
+
+    path: AbsolutePath | None = None
+    """Directory within the engine's and the gateway's image."""
+    claim: ClaimSource | None = None
+    """Directory of a persistent volume."""
+    image: ImageSource | None = None
+    """OCI image with the checkpoint."""
+    hugging_face: HuggingFaceSource | None = None
+    """Model of the Hugging Face hub."""
+
+    RULES: ClassVar = (
+        within_folder("path"),
+        Rule(
+            "[has(self.path), has(self.claim), has(self.image), has(self.huggingFace)].filter(x, x).size() == 1",
+            "give exactly one of path, claim, image and huggingFace",
+        ),
+        Rule(
+            "has(self.path) == has(oldSelf.path) && has(self.claim) == has(oldSelf.claim) && "
+            "has(self.image) == has(oldSelf.image) && has(self.huggingFace) == has(oldSelf.huggingFace)",
+            "the kind of source cannot change: make another ModelService",
+        ),
+    )
+
+
+class Observability(Api, frozen=True, kw_only=True):
+    """Logs, traces and monitors."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level of log lines."""
+    otlp_traces_endpoint: HttpUrl | None = None
+    """OpenTelemetry collector for traces, over HTTP; default: no traces."""
+    service_monitor: bool = False
+    """Create PodMonitors of gateways and workers; requires the Prometheus operator."""
+    metrics_namespaces: Labels = {}
+    """Labels of namespaces, such as that of Prometheus, whose pods the network policies allow to read metrics. Empty:
+    none."""
+
+
+class ManagedRedis(Api, frozen=True, kw_only=True):
+    """One pod with a generated password, without a disk: workers republish its contents after a loss."""
+
+    resources: Resources = Resources(requests={"cpu": "250m", "memory": "512Mi"}, limits={"memory": "1Gi"})
+    """Its resources. The index of a million cached blocks takes about 100 MiB."""
+    pod: PodOverrides = PodOverrides()
+    """Changes to its pod."""
+
+
+class ExternalRedis(Api, frozen=True, kw_only=True):
+    """An existing Redis (7 or later) or Valkey; several services may share it."""
+
+    url: Annotated[
+        str, msgspec.Meta(pattern=r"^rediss?://([-._a-zA-Z0-9]+@)?[-._a-zA-Z0-9\[\]:]+(/[0-9]+)?$", max_length=512)
+    ]
+    """redis:// or rediss:// for TLS, with the ACL user before an @. No password."""
+    password: SecretKey | None = None
+    """Its password."""
+    ca_secret: SecretKey | None = None
+    """Certificate authority of a rediss:// address, PEM; default: those of the image."""
+
+    RULES: ClassVar = (
+        Rule("!has(self.caSecret) || self.url.startsWith('rediss://')", "caSecret is for TLS: a url with rediss://"),
+    )
+
+
+class Redis(Api, frozen=True, kw_only=True):
+    """Managed, or external."""
+
+    managed: ManagedRedis | None = None
+    """A Redis only for this service; the default."""
+    external: ExternalRedis | None = None
+    """An existing Redis."""
+
+    RULES: ClassVar = (Rule("!(has(self.managed) && has(self.external))", "give managed or external, not both"),)
+
+
+class EgressRule(Api, frozen=True, kw_only=True):
+    """A destination outside of the service that its pods may reach."""
+
+    cidr: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$", max_length=49)] | None = None
+    """Addresses, such as 10.0.0.0/8; default: all."""
+    ports: Annotated[list[Port], msgspec.Meta(max_length=16)] = []
+    """TCP ports; empty: all ports of all protocols."""
+
+
+class Security(Api, frozen=True, kw_only=True):
+    """Network policies, users and keys."""
+
+    network_policies: bool = True
+    """Deny all connections that the components do not need: clients reach only the gateway."""
+    egress: Annotated[list[EgressRule], msgspec.Meta(max_length=16)] = []
+    """Additional destinations that the network policies allow for workers, gateways and routers. Always allowed are
+    each other, DNS and, if the spec names them, an external Redis, the collector of traces and the Hugging Face hub
+    (port 443)."""
+    client_namespaces: Labels = {}
+    """Labels of namespaces whose pods may reach the gateway; empty: all may."""
+    run_as_user: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 10001
+    """User and group of all containers; never root."""
+    curve_secret: Name | None = None
+    """Secret with the key file of the sockets between the components (key `keys.json`); default: one is created. It
+    cannot change: other keys require another ModelService."""
+
+    RULES: ClassVar = (
+        Rule(
+            "has(self.curveSecret) == has(oldSelf.curveSecret) && "
+            "(!has(self.curveSecret) || self.curveSecret == oldSelf.curveSecret)",
+            "curveSecret cannot change: pods with other keys do not talk to those that run; make another ModelService",
+        ),
+    )
+
 
 GROUP = "tandem.dev"
 VERSION = "v1alpha1"

@@ -1,5 +1,5 @@
 """What a resource may say of its pods. A host path, a service account or a privilege may be asked for, and is denied
-unless the operator's own flag allows it (`builders.privileges`): who may write these resources must not thereby get
+unless the operator's own flag allows it (`builders.containers`): who may write these resources must not thereby get
 more than they have [spec-grants-nothing].
 """
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from tandem_operator.api.markers import (
+from tandem_operator.api.types import (
     AbsolutePath,
     Api,
     DnsName,

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from tandem_operator.api.crds import crds
-from tandem_operator.api.schema import Schema
+from tandem_operator.api.crds import Schema, crds
 
 HEAD = """\
 # Custom resources

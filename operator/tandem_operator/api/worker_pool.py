@@ -7,9 +7,7 @@ workers below it and leaves the number alone. What the workers are like follows 
 
 from typing import ClassVar
 
-from tandem_operator.api.conditions import Conditions
-from tandem_operator.api.markers import Api, Count, Name, Rule
-from tandem_operator.api.roles import RoleName
+from tandem_operator.api.types import Api, Conditions, Count, Name, RoleName, Rule
 
 
 class WorkerPoolSpec(Api, frozen=True, kw_only=True):

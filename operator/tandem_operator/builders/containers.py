@@ -1,21 +1,88 @@
 """What all pods have in common: they meet the Pod Security Standard "restricted" and get nothing they do not need, but
-for what `privileges` adds where it is allowed.
+for what `containers` adds where it is allowed.
+
+What pods get beyond the Pod Security Standard "restricted": nothing, unless a resource asks for it and the
+operator's administrator has allowed it (`tandem-operator --allow`) [spec-grants-nothing].
+
+Who may write ModelServices has it then, for every pod of theirs: a node's files, the rights of a ServiceAccount, or
+the node itself. The namespace has to admit such pods, too.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 import msgspec
 
-from tandem_operator.api.pods import EnvVar, PodOverrides, Resources
+from tandem_operator.api.pods import EnvVar, HostPath, PodOverrides, Resources
 from tandem_operator.builders.naming import Labels, selector_of
-from tandem_operator.builders.privileges import with_privileges
+from tandem_operator.settings import POD_PRIVILEGES, PodPrivilege
 
 Manifest = dict[str, Any]
 
-TMP = "/tmp"  # noqa: S108 - a volume of the pod, mounted there
+FIELDS: dict[PodPrivilege, str] = {
+    "service-accounts": "serviceAccountName",
+    "host-paths": "hostPaths",
+    "privileged": "privileged",
+}
+"""By which field of `pod` each is asked for."""
 
+
+def privileges_of(overrides: PodOverrides) -> list[PodPrivilege]:
+    """What these pods ask for."""
+    asked: dict[PodPrivilege, bool] = {
+        "service-accounts": overrides.service_account_name is not None,
+        "host-paths": bool(overrides.host_paths),
+        "privileged": overrides.privileged is True,
+    }
+    return [name for name in POD_PRIVILEGES if asked[name]]
+
+
+def with_privileges(pod: Manifest, overrides: PodOverrides) -> Manifest:
+    """The spec of a pod with what `overrides` ask for; main containers alone, init containers stay as they are."""
+    if not privileges_of(overrides):
+        return pod
+    mounts = [_mount(number, one) for number, one in enumerate(overrides.host_paths)]
+    containers = [_raised(one, mounts, privileged=overrides.privileged is True) for one in pod["containers"]]
+    volumes = [_volume(number, one) for number, one in enumerate(overrides.host_paths)]
+    raised = {**pod, "containers": containers, "volumes": [*pod.get("volumes", ()), *volumes]}
+    if overrides.service_account_name is not None:
+        # The older field is filled in by the API server, and would bring the account back when it is taken out.
+        raised |= dict.fromkeys(("serviceAccountName", "serviceAccount"), overrides.service_account_name)
+    return raised
+
+
+def _raised(container: Manifest, mounts: list[Manifest], *, privileged: bool) -> Manifest:
+    raised = {**container, "volumeMounts": [*container.get("volumeMounts", ()), *mounts]}
+    if privileged:
+        # Capabilities of a container count for root alone.
+        raised["securityContext"] = {
+            "privileged": True,
+            "allowPrivilegeEscalation": True,
+            "runAsNonRoot": False,
+            "runAsUser": 0,
+            "runAsGroup": 0,
+            "readOnlyRootFilesystem": True,
+        }
+    return raised
+
+
+def _volume(number: int, wanted: HostPath) -> Manifest:
+    return {"name": _name(number), "hostPath": {"path": wanted.path, "type": "Directory"}}
+
+
+def _mount(number: int, wanted: HostPath) -> Manifest:
+    return {"name": _name(number), "mountPath": wanted.mount_path, "readOnly": wanted.read_only}
+
+
+def _name(number: int) -> str:
+    return f"host-{number}"
+
+
+TMP = "/tmp"  # noqa: S108 - a volume of the pod, mounted there
 _CONTAINERS = ("initContainers", "containers")
+
 _LAST_WORDS = {"terminationMessagePolicy": "FallbackToLogsOnError"}
 """The end of the log of a container that failed stands in its pod's status: conditions quote it."""
 
@@ -161,3 +228,20 @@ def _placement(overrides: PodOverrides, labels: Labels) -> Manifest:
         "schedulerName": overrides.scheduler_name,
     }
     return {key: value for key, value in placement.items() if value}
+
+
+_FACTORS = {
+    "": Decimal(1),
+    "m": Decimal(1) / 1000,
+    **{prefix: Decimal(1000) ** power for power, prefix in enumerate(("k", "M", "G", "T", "P"), start=1)},
+    **{f"{prefix}i": Decimal(1024) ** power for power, prefix in enumerate(("K", "M", "G", "T", "P"), start=1)},
+}
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)")
+
+
+def parse_quantity(text: int | str) -> Decimal:
+    """The number that `text` stands for: bytes, cores, devices. Raises `ValueError` when it is no quantity."""
+    match = _QUANTITY.fullmatch(str(text))
+    if match is None or match[2] not in _FACTORS:
+        raise ValueError(f"{text!r} is no quantity: write it like 2, 500m or 16Gi")
+    return Decimal(match[1]) * _FACTORS[match[2]]

@@ -1,21 +1,116 @@
-"""The gateway of a ModelService: Deployment, Service and, where asked for, an HTTPRoute."""
+"""The gateway of a ModelService: Deployment, Service and, where asked for, an HTTPRoute.
+
+Pods that serve HTTP from the services image: gateways, and routers of an InferencePool.
+
+Each has the model's tokenizer, the key that engines know it by, what Redis wants, and the API keys, if there are any.
+"""
+
+from collections.abc import Sequence
 
 import msgspec
 
-from tandem_engine.addresses import EVERY_ADDRESS
+from tandem_engine.base.addresses import EVERY_ADDRESS
 from tandem_operator.api.gateway import GatewayLimits, RouteTimeouts
 from tandem_operator.api.model_service import ModelServiceSpec
-from tandem_operator.builders.containers import Manifest, container_port, from_pod
+from tandem_operator.api.pods import PodOverrides, Resources
+from tandem_operator.builders.containers import (
+    TMP,
+    Manifest,
+    container_port,
+    container_security,
+    env_of,
+    from_pod,
+    http_probe,
+    pod_security,
+    pod_template,
+    resources_of,
+    scratch,
+    scratch_limit,
+    secret_volume,
+    spread_apart,
+    value,
+)
 from tandem_operator.builders.model_mount import ModelMount, model_mount
-from tandem_operator.builders.naming import gateway_name, labels_of, selector_of
-from tandem_operator.builders.redis_access import redis_words
+from tandem_operator.builders.naming import Labels, gateway_name, labels_of, selector_of
+from tandem_operator.builders.redis import redis_volumes, redis_words
 from tandem_operator.builders.served import Served
-from tandem_operator.builders.services_pod import KEYS_FOLDER, services_pod
 from tandem_operator.builders.worker import CURVE_FOLDER, CURVE_KEY, DRAIN_NOTICE_S, traced
+
+KEYS_FOLDER = "/etc/tandem/keys"
+SCRATCH_LIMIT = "4Gi"
+
+
+def services_pod(
+    service: Served,
+    labels: Labels,
+    mount: ModelMount,
+    *,
+    name: str,
+    arguments: Sequence[str],
+    ports: Sequence[Manifest],
+    resources: Resources,
+    overrides: PodOverrides,
+    grace_s: int,
+    environment: Sequence[Manifest] = (),
+) -> Manifest:
+    """The pod template of `tandem NAME`, whose port "http" answers /live and /ready.
+
+    Args:
+        grace_s: from SIGTERM to SIGKILL.
+        environment: variables beside those that every such pod has and those of `overrides`.
+    """
+    spec = service.spec
+    pairs = _volumes(service, overrides)
+    container: Manifest = {
+        "name": name,
+        "image": service.services_image,
+        "command": ["tandem", name],
+        "args": list(arguments),
+        "env": [
+            *environment,
+            value("TANDEM_LOG_LEVEL", spec.observability.log_level),
+            value("HOME", TMP),
+            *env_of(overrides.env),
+        ],
+        "ports": list(ports),
+        "resources": resources_of(resources),
+        "securityContext": container_security(),
+        "volumeMounts": [place for _, place in pairs] + list(mount.mounts),
+        "startupProbe": http_probe("/live", "http", periodSeconds=2, failureThreshold=150),
+        "livenessProbe": http_probe("/live", "http", periodSeconds=10, failureThreshold=3, timeoutSeconds=5),
+        "readinessProbe": http_probe("/ready", "http", periodSeconds=2, failureThreshold=2, timeoutSeconds=5),
+    }
+    if spec.images.pull_policy is not None:
+        container["imagePullPolicy"] = spec.images.pull_policy
+    pod: Manifest = {
+        "topologySpreadConstraints": spread_apart(labels),
+        "securityContext": pod_security(spec.security.run_as_user),
+        "terminationGracePeriodSeconds": grace_s,
+        "initContainers": list(mount.init_containers),
+        "containers": [container],
+        "volumes": [volume for volume, _ in pairs] + list(mount.volumes),
+        "imagePullSecrets": [{"name": secret} for secret in spec.images.pull_secrets],
+    }
+    return pod_template(labels=labels, overrides=overrides, spec={key: part for key, part in pod.items() if part != []})
+
+
+def _volumes(service: Served, overrides: PodOverrides) -> list[tuple[Manifest, Manifest]]:
+    """Each with its place in the container."""
+    spec = service.spec
+    pairs = [
+        scratch("tmp", TMP, limit=scratch_limit(overrides, SCRATCH_LIMIT)),
+        secret_volume("curve", service.curve_secret, CURVE_FOLDER, {CURVE_KEY: CURVE_KEY}),
+    ]
+    pairs += redis_volumes(spec.redis, service.name)
+    if spec.gateway.auth_secret is not None:
+        pairs.append(secret_volume("api-keys", spec.gateway.auth_secret, KEYS_FOLDER))
+    return pairs
+
 
 PORT = 8000
 ADMIN_PORT = 8001
 INFERENCE_GROUP = "inference.networking.k8s.io"
+
 FROM_ZERO_S = 540
 """At zero a request waits so long for the first pair: a little less than it may take altogether."""
 

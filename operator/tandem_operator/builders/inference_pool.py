@@ -5,22 +5,22 @@
 docs/routing.md ("Inference Gateways") has the protocol; docs/adr/0020 says why the endpoints are gateways.
 """
 
-from tandem_engine.addresses import EVERY_ADDRESS, Address
+from tandem_engine.base.addresses import EVERY_ADDRESS, Address
 from tandem_operator.api.gateway import InferencePool
 from tandem_operator.builders.containers import Manifest, container_port
-from tandem_operator.builders.gateway import INFERENCE_GROUP, gateway_labels
+from tandem_operator.builders.gateway import INFERENCE_GROUP, KEYS_FOLDER, gateway_labels, services_pod
 from tandem_operator.builders.gateway import PORT as GATEWAY_PORT
 from tandem_operator.builders.model_mount import ModelMount, model_mount
 from tandem_operator.builders.naming import Labels, gateways_name, labels_of, router_name, selector_of
-from tandem_operator.builders.redis_access import redis_words
+from tandem_operator.builders.redis import redis_words
 from tandem_operator.builders.served import Served
-from tandem_operator.builders.services_pod import KEYS_FOLDER, services_pod
 from tandem_operator.builders.worker import CURVE_FOLDER, CURVE_KEY
 
 API_VERSION = f"{INFERENCE_GROUP}/v1"
 PORT = 8100
 GRPC_PORT = 9002
 DRAIN_NOTICE_S = 5
+
 GRACE_S = 45
 """After its notice a router lets exchanges that run end for up to 30 s."""
 

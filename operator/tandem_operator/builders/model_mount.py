@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass
 
-from tandem_operator.api.model_source import ClaimSource, HuggingFaceSource, ImageSource, ModelSource
+from tandem_operator.api.model_service import ClaimSource, HuggingFaceSource, ImageSource, ModelSource
 from tandem_operator.api.pods import SecretKey
 from tandem_operator.builders.containers import TMP, Manifest, container_security, resources_of, scratch, value
 
 MOUNT = "/models"
 DOWNLOADED = f"{MOUNT}/model"
 MODEL_LIMIT = "1Ti"
+
 HUB_CACHE_LIMIT = "16Gi"
 """Of the hub client's own files beside the model: chunks under way."""
+
 TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "*.txt")
 """What a gateway needs of a checkpoint."""
 

@@ -3,9 +3,7 @@
 from tandem_operator.api.model_service import GROUP
 
 Labels = dict[str, str]
-
 MANAGED_BY = "tandem-operator"
-
 SERVICE_LABEL = f"{GROUP}/service"
 ROLE_LABEL = f"{GROUP}/role"
 REVISION_LABEL = f"{GROUP}/revision"

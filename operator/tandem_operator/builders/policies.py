@@ -4,21 +4,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from tandem_operator.api.roles import ROLES, RoleName
-from tandem_operator.api.security import EgressRule
+from tandem_operator.api.model_service import EgressRule
+from tandem_operator.api.types import ROLES, RoleName
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.gateway import ADMIN_PORT, PORT, gateway_labels
 from tandem_operator.builders.inference_pool import GRPC_PORT
 from tandem_operator.builders.inference_pool import PORT as ROUTER_PORT
-from tandem_operator.builders.naming import SERVICE_LABEL, Labels, deployment_name, labels_of, selector_of
-from tandem_operator.builders.redis_access import PORT as REDIS_PORT
+from tandem_operator.builders.naming import (
+    REVISION_LABEL,
+    ROLE_LABEL,
+    SERVICE_LABEL,
+    Labels,
+    deployment_name,
+    labels_of,
+    selector_of,
+)
+from tandem_operator.builders.redis import PORT as REDIS_PORT
 from tandem_operator.builders.served import Served
-from tandem_operator.builders.worker import HEALTH_PORT, worker_labels
-from tandem_operator.builders.worker_group import FOLLOWER
+from tandem_operator.builders.worker import FOLLOWER, HEALTH_PORT, worker_labels
 from tandem_operator.settings import OperatorSettings
 
 DNS = (53, 5353)
 """Of a cluster's DNS servers; on OpenShift their pods have the second."""
+
 HTTP, HTTPS = 80, 443
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
@@ -165,3 +173,30 @@ def _policy(service: Served, part: str, ingress: list[Manifest], egress: list[Ma
 
 def _port(number: int, protocol: str = "TCP") -> Manifest:
     return {"protocol": protocol, "port": number}
+
+
+API_VERSION = "monitoring.coreos.com/v1"
+
+PORTS = {"gateway": "admin", "worker": "health"}
+"""Where `/metrics` is, by component: names of container ports."""
+
+
+def pod_monitors(service: Served) -> list[Manifest]:
+    """None unless they are wanted."""
+    if not service.spec.observability.service_monitor:
+        return []
+    return [_monitor(service, component, port) for component, port in PORTS.items()]
+
+
+def _monitor(service: Served, component: str, port: str) -> Manifest:
+    labels = labels_of(service.name, component)
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "PodMonitor",
+        "metadata": {"name": f"{service.name}-{component}", "namespace": service.namespace, "labels": labels},
+        "spec": {
+            "selector": {"matchLabels": selector_of(labels)},
+            "podTargetLabels": [SERVICE_LABEL, ROLE_LABEL, REVISION_LABEL],
+            "podMetricsEndpoints": [{"port": port, "path": "/metrics"}],
+        },
+    }

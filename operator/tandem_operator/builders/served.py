@@ -6,13 +6,11 @@ from dataclasses import dataclass
 import msgspec
 
 from tandem_operator.api.engine import Engine
-from tandem_operator.api.images import Images
-from tandem_operator.api.model_service import ModelServiceSpec, Role
-from tandem_operator.api.redis import ManagedRedis, Redis
-from tandem_operator.api.roles import RoleName
-from tandem_operator.builders.devices import Device, device_of, nodes_of
-from tandem_operator.builders.engine_flags import merged
-from tandem_operator.builders.naming import cluster_name, curve_secret_name
+from tandem_operator.api.model_service import GROUP, VERSION, Images, ManagedRedis, ModelServiceSpec, Redis, Role
+from tandem_operator.api.types import RoleName
+from tandem_operator.builders.containers import Manifest
+from tandem_operator.builders.engine_flags import Device, device_of, merged, nodes_of
+from tandem_operator.builders.naming import cluster_name, curve_secret_name, labels_of, pool_name
 from tandem_operator.settings import OperatorSettings
 
 
@@ -85,3 +83,19 @@ def served(name: str, namespace: str, spec: ModelServiceSpec, settings: Operator
         spec=msgspec.structs.replace(spec, images=images, redis=redis),
         engine_images={"cpu": settings.engine_image, "cuda": settings.cuda_engine_image},
     )
+
+
+def worker_pool(service: Served, role: RoleName) -> Manifest:
+    """The object without `replicas`: that field is written through the scale subresource alone, so that applying
+    never takes it from an HPA, KEDA or `kubectl scale`.
+    """
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "WorkerPool",
+        "metadata": {
+            "name": pool_name(service.name, role),
+            "namespace": service.namespace,
+            "labels": labels_of(service.name, "worker", role=role),
+        },
+        "spec": {"serviceName": service.name, "role": role},
+    }

@@ -1,11 +1,20 @@
-"""Deployment of the workers of one role of one revision, and the pods that they are made of."""
+"""Deployment of the workers of one role of one revision, and the pods that they are made of.
+
+LeaderWorkerSet of the workers of one role of one revision, where each has its ranks on several pods.
+
+    LeaderWorkerSet          one per role and revision, as a Deployment is of workers of one pod
+    group of `nodes` pods    one worker. The leader, index 0, is the worker to everybody else; the others follow it
+    $(LWS_WORKER_INDEX)      which of them a container is in; $(LWS_LEADER_ADDRESS), where they meet
+
+A container that ends takes its group with it: ranks are lost as a whole (ADR 43). Followers have a component label of
+their own, so that nothing takes one for a worker.
+"""
 
 import msgspec
 
-from tandem_engine.addresses import EVERY_ADDRESS
-from tandem_operator.api.model_service import ModelServiceSpec, Role
-from tandem_operator.api.observability import Observability
-from tandem_operator.api.roles import RoleName
+from tandem_engine.base.addresses import EVERY_ADDRESS
+from tandem_operator.api.model_service import ModelServiceSpec, Observability, Role
+from tandem_operator.api.types import RoleName
 from tandem_operator.builders.containers import (
     TMP,
     Manifest,
@@ -32,27 +41,36 @@ from tandem_operator.builders.naming import (
     labels_of,
     selector_of,
 )
-from tandem_operator.builders.redis_access import redis_volumes, redis_words
+from tandem_operator.builders.redis import redis_volumes, redis_words
 from tandem_operator.builders.served import Served
 
 HEALTH_PORT = 9090
+
 MEETING_PORT = 5757
 """Of a leader, for the other pods of its group."""
+
 CURVE_FOLDER = "/etc/tandem/curve"
 CURVE_KEY = "keys.json"
+
 DRAIN_NOTICE_S = 5
 """Load balancers have so long to see that a gateway goes before its port closes."""
+
 STAY_S = DRAIN_NOTICE_S + 5
 """A worker takes requests for so long after its deletion. Gateways and workers may be deleted at the same moment, as
 with a namespace or with `--cascade=foreground`: what gateways accept in their notice begins before a worker drains."""
+
 GRACE_AFTER_DRAIN_S = 15
 """After the drain a worker says good-bye to Redis and its peers, and its engine has 10 s to end."""
+
 AWAIT_LINKS_S = 20
 """A pod is not ready before the links to the peers that it finds were tested: in a large fleet that takes a while."""
+
 LEAST = {"cpu": "500m", "memory": "1Gi"}
 """Requests of a worker that names neither a request nor a limit."""
+
 SCRATCH_LIMIT = "16Gi"
 """Of compiled kernels and temporary files."""
+
 START_PROBES = 360
 """Every five seconds: half an hour to download and load weights before the pod is restarted."""
 
@@ -205,3 +223,47 @@ def _near_prefill(service: Served, role: RoleName) -> Manifest:
         return {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}}
     preferred = {"weight": 100, "podAffinityTerm": term}
     return {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [preferred]}}}
+
+
+LEADER_WORKER_SETS = "leaderworkerset.x-k8s.io/v1"
+
+FOLLOWER = "follower"
+"""Component of the pods of a group that are not its leader."""
+
+
+def workers(service: Served, role: RoleName, revision: str, replicas: int, *, standby: bool = False) -> Manifest:
+    """A Deployment where a worker is one pod, else a LeaderWorkerSet. `standby`: they stand by until offered."""
+    if service.nodes(role) == 1:
+        return worker_deployment(service, role, revision, replicas, standby=standby)
+    labels = worker_labels(service, role, revision)
+    rollout = service.spec.rollout
+    following = labels_of(service.name, FOLLOWER, role=role, revision=revision)
+    return {
+        "apiVersion": LEADER_WORKER_SETS,
+        "kind": "LeaderWorkerSet",
+        "metadata": {
+            "name": deployment_name(service.name, role, revision),
+            "namespace": service.namespace,
+            "labels": labels,
+        },
+        "spec": {
+            "replicas": replicas,
+            # Leaders wait for their followers, so these cannot wait for leaders that are ready.
+            "startupPolicy": "LeaderCreated",
+            "rolloutStrategy": {
+                "type": "RollingUpdate",
+                "rollingUpdateConfiguration": {
+                    "partition": 0,
+                    "maxSurge": rollout.max_surge,
+                    "maxUnavailable": rollout.max_unavailable,
+                },
+            },
+            "networkConfig": {"subdomainPolicy": "Shared"},
+            "leaderWorkerTemplate": {
+                "size": service.nodes(role),
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "leaderTemplate": worker_template(service, role, labels, standby=standby),
+                "workerTemplate": worker_template(service, role, following, standby=standby),
+            },
+        },
+    }

@@ -10,6 +10,7 @@ before leadership was lost is not sent after it [one-leader].
 
 import asyncio
 import json
+import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -23,19 +24,32 @@ from kubernetes.aio.config import load_incluster_config, load_kube_config
 from kubernetes.aio.config.config_exception import ConfigException
 
 from tandem_operator.builders.containers import Manifest
-from tandem_operator.controller.kinds import Kind, kind_of
+from tandem_operator.controller.store import (
+    BUDGETS,
+    DEPLOYMENT,
+    HTTP_ROUTE,
+    INFERENCE_POOL,
+    LEADER_WORKER_SET,
+    MODEL_SERVICE,
+    NETWORK_POLICY,
+    POD,
+    POD_MONITOR,
+    SERVICE,
+    WORKER_POOL,
+    Kind,
+    kind_of,
+)
 from tandem_operator.planning.observed import Ref
-from tandem_operator.settings import in_cluster
+from tandem_operator.settings import ClusterApis, in_cluster
 
 FIELD_MANAGER = "tandem-operator"
-
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
+
 PAGE = 500
 """Objects per answer of a list."""
 
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
-
 _BUSY = (429, 503)
 _MAX_ATTEMPTS = 4
 _MAX_PAUSE_S = 10.0
@@ -279,3 +293,45 @@ def _error(status: int, data: bytes) -> ApiError:
         return ApiError(status, answer.get("reason", ""), answer.get("message", ""))
     except (ValueError, AttributeError):
         return ApiError(status, "", data[:200].decode(errors="replace"))
+
+
+logger = logging.getLogger(__name__)
+RETRY_S = 5.0
+
+
+async def discover(cluster: Cluster) -> ClusterApis:
+    """Optional interfaces. Raises `ApiError` when the API server does not answer."""
+    budgets = [kind for kind in BUDGETS if await cluster.serves(kind)]
+    return ClusterApis(
+        pod_disruption_budget=(budgets or list(BUDGETS))[0].api_version,
+        pod_monitors=await cluster.serves(POD_MONITOR),
+        http_routes=await cluster.serves(HTTP_ROUTE),
+        inference_pools=await cluster.serves(INFERENCE_POOL),
+        leader_worker_sets=await cluster.serves(LEADER_WORKER_SET),
+    )
+
+
+async def wait_for_cluster(cluster: Cluster, pause: Callable[[float], Awaitable[None]] = asyncio.sleep) -> ClusterApis:
+    """Waits for the API server and for both custom resources, saying what for; then as `discover`."""
+    while True:
+        try:
+            missing = [kind.plural for kind in (MODEL_SERVICE, WORKER_POOL) if not await cluster.serves(kind)]
+            if not missing:
+                return await discover(cluster)
+            logger.warning("waiting for the CRDs of %s: kubectl apply -f charts/tandem/crds", " and ".join(missing))
+        except ApiError as error:
+            logger.warning("waiting for the API server: %s", error)
+        await pause(RETRY_S)
+
+
+def watched_kinds(apis: ClusterApis) -> tuple[Kind, ...]:
+    """Everything that reconciles read or write, but Secrets, which are looked up by name."""
+    budget = next(kind for kind in BUDGETS if kind.api_version == apis.pod_disruption_budget)
+    offered = (
+        (HTTP_ROUTE, apis.http_routes),
+        (INFERENCE_POOL, apis.inference_pools),
+        (POD_MONITOR, apis.pod_monitors),
+        (LEADER_WORKER_SET, apis.leader_worker_sets),
+    )
+    optional = [kind for kind, there in offered if there]
+    return (MODEL_SERVICE, WORKER_POOL, DEPLOYMENT, POD, SERVICE, NETWORK_POLICY, budget, *optional)

@@ -11,17 +11,16 @@ from datetime import UTC, datetime
 from typing import Literal
 from uuid import uuid4
 
-from tandem_operator.api.conditions import Condition
 from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.api.types import Condition
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.controller.cluster import ApiError, Cluster
-from tandem_operator.controller.kinds import EVENT
-from tandem_operator.controller.objects import Seen
-from tandem_operator.planning.conditions import DEGRADED, READY, TRANSPORT_READY, VALID
+from tandem_operator.controller.store import EVENT, Seen
+from tandem_operator.planning.status import DEGRADED, READY, TRANSPORT_READY, VALID
 
 logger = logging.getLogger(__name__)
-
 CONTROLLER = "tandem.dev/operator"
+
 MAX_NOTE = 1000
 """Characters of its sentence; the API server takes 1024 bytes."""
 

@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tandem_engine.addresses import EVERY_ADDRESS, Address, AddressError, family_of
+from tandem_engine.base.addresses import EVERY_ADDRESS, Address, AddressError, family_of
+from tandem_operator.telemetry.external import ScalingFigures
 
 
 class PortTakenError(Exception):
@@ -16,7 +17,6 @@ class PortTakenError(Exception):
 
 Health = Callable[[], str]
 """Why not; empty when all is well."""
-
 
 Scaling = Callable[[str, str, str], tuple[int, dict[str, float | str]]]
 """Namespace, service, role → status and JSON."""
@@ -77,3 +77,49 @@ def _listener(address: Address) -> socket.socket:
     if host == EVERY_ADDRESS and not both:
         host = "0.0.0.0"  # noqa: S104 - as the user has asked
     return socket.create_server((host, address.port), family=family_of(host), dualstack_ipv6=both)
+
+
+RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class OperatorMetrics:
+    """All series, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.reconciles = Counter(
+            "tandem_operator_reconciles",
+            "Reconciliations of a ModelService, by result: unchanged, changed, failed, stopped (leadership was lost)",
+            ["result"],
+            registry=self.registry,
+        )
+        self.reconcile_seconds = Histogram(
+            "tandem_operator_reconcile_seconds",
+            "Duration of a reconciliation, writes included",
+            buckets=RECONCILE_BUCKETS,
+            registry=self.registry,
+        )
+        self.api_writes = Counter(
+            "tandem_operator_api_writes",
+            "Write requests to the API server",
+            ["verb", "kind"],
+            registry=self.registry,
+        )
+        self.errors = Counter(
+            "tandem_operator_errors", "Failures, by component", ["part", "reason"], registry=self.registry
+        )
+        self.leader = Gauge("tandem_operator_leader", "1 while this operator is the leader", registry=self.registry)
+        self.queue = Gauge(
+            "tandem_operator_queue_length", "Services that wait for a reconciliation", registry=self.registry
+        )
+        self.services = Gauge("tandem_operator_services", "Known ModelServices", registry=self.registry)
+        self.scaling = ScalingFigures()
+        """Of services that others scale."""
+        self.registry.register(self.scaling)
+        self.watch_events = Counter(
+            "tandem_operator_watch_events", "Watch events received", ["kind"], registry=self.registry
+        )
+
+    def wrote(self, verb: str, kind: str) -> None:
+        """A request that changes something was sent."""
+        self.api_writes.labels(verb, kind).inc()

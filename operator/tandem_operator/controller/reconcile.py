@@ -4,37 +4,136 @@
     spec ─▶ Observed ─▶ make_plan ─▶ Executor ─▶ events of what has changed
 
 Level-triggered: it does not matter which event it was, or how many, or whether one was missed.
+
+Which pods go when a plan leaves fewer: the emptiest, whoever made the number smaller. Pure.
+
+Kubernetes takes the pods of a Deployment with the least pod-deletion-cost first, so their costs are noted before the
+number is written: for the autoscaler's scalings, a rollout's, an HPA's and those of `kubectl scale` alike.
 """
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import msgspec
 
 from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
-from tandem_operator.builders.naming import curve_secret_name, redis_secret_name
+from tandem_operator.api.types import ROLES
+from tandem_operator.builders.naming import ROLE_LABEL, curve_secret_name, redis_secret_name
 from tandem_operator.builders.served import Served, served
-from tandem_operator.controller.carry_out import Executor
+from tandem_operator.controller.applier import Executor, SecretLookup, pods_that_hold
 from tandem_operator.controller.cluster import ApiError
 from tandem_operator.controller.events import EventPoster, Told, transitions
-from tandem_operator.controller.facts import Parts
-from tandem_operator.controller.farewell import Farewells
-from tandem_operator.controller.findings import Findings, FindingsBoard, canaries_by_readiness
-from tandem_operator.controller.kinds import ServiceKey
-from tandem_operator.controller.leadership import NotLeading
-from tandem_operator.controller.objects import Seen
-from tandem_operator.controller.resources import generation_of, spec_of, status_of
-from tandem_operator.controller.secrets import SecretLookup
-from tandem_operator.controller.shrinking import costs_before
-from tandem_operator.controller.store import Store
-from tandem_operator.planning.deletion import FORMER_FINALIZER, leaving
-from tandem_operator.planning.observed import Observed
+from tandem_operator.controller.leader_election import NotLeading
+from tandem_operator.controller.observations import Findings, FindingsBoard, Parts, canaries_by_readiness
+from tandem_operator.controller.store import (
+    DEPLOYMENT,
+    WORKER_POOL,
+    Seen,
+    ServiceKey,
+    Store,
+    generation_of,
+    spec_of,
+    status_of,
+)
+from tandem_operator.planning.deletion import FORMER_FINALIZER, drain_bound_s, leaving
+from tandem_operator.planning.observed import DeploymentSeen, Observed
 from tandem_operator.planning.plan import Plan, make_plan, refused, wanted_workers
 from tandem_operator.planning.status import not_applied, referenced_secrets
 from tandem_operator.settings import OperatorSettings
+from tandem_operator.telemetry.autoscaler import changed_costs
+from tandem_operator.telemetry.pods import PodSeen
+from tandem_operator.telemetry.samples import Seen as SeenPods
+
+DEFAULT_GRACE_S = 30.0
+"""Of a pod that names none: Kubernetes' own default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """What became of one step."""
+
+    wrote: bool = False
+    again_s: float | None = None
+
+
+class Farewells:
+    """Services that are gone. `clock` is monotonic: a clock that jumps neither hurries nor holds anything."""
+
+    def __init__(self, executor: Executor, events: EventPoster, clock: Callable[[], float]) -> None:
+        self._executor = executor
+        self._events = events
+        self._clock = clock
+        self._since: dict[ServiceKey, float] = {}
+
+    async def step(self, key: ServiceKey, left: Iterable[Seen]) -> Parting:
+        """`left`: objects with the service's label that no service of that name owns any more. Raises `ApiError`."""
+        left = list(left)
+        draining = {pool.uid: pods for pool in left if _is_pool(pool) and (pods := _ending(pool, left))}
+        if not draining:
+            self.forget(key)
+            return Parting()
+        elapsed = self._clock() - self._since.setdefault(key, self._clock())
+        bound = drain_bound_s(max(_grace_s(pod) for pods in draining.values() for pod in pods))
+        if elapsed < bound:
+            return Parting(again_s=bound - elapsed)
+        for pool in (one for one in left if one.uid in draining):
+            note = f"gateways did not finish within {bound:.0f} s; remaining requests are aborted"
+            await self._events.post(pool, Told("Warning", "DrainTimedOut", note))
+            await self._executor.delete(pool)
+        self.forget(key)
+        return Parting(wrote=True)
+
+    def forget(self, key: ServiceKey) -> None:
+        self._since.pop(key, None)
+
+
+def _is_pool(seen: Seen) -> bool:
+    return seen.ref.kind == WORKER_POOL.name and not seen.deleting
+
+
+def _ending(pool: Seen, left: list[Seen]) -> list[Seen]:
+    """The gateway pods that hold it, if all of them are being deleted. Others are served on: the service was deleted
+    without what it owns (`kubectl delete --cascade=orphan`).
+    """
+    pods = pods_that_hold(pool, left)
+    return pods if all(pod.deleting for pod in pods) else []
+
+
+def _grace_s(pod: Seen) -> float:
+    return float(pod.body["spec"].get("terminationGracePeriodSeconds", DEFAULT_GRACE_S))
+
+
+def costs_before(plan: Plan, observed: Observed, pods: Iterable[PodSeen], seen: SeenPods) -> dict[str, int]:
+    """New pod-deletion-costs by pod name, of Deployments that shrink and go on with some of their pods."""
+    wanted = _replicas(plan)
+    shrinking = [one for one in observed.workers() if 0 < wanted.get(one.name, one.replicas) < one.replicas]
+    costs: dict[str, int] = {}
+    everybody = list(pods)
+    for one in shrinking:
+        role = next(role for role in ROLES if role == one.role)
+        costs |= changed_costs(_of(one, everybody), seen, pools={role}, roles={role})
+    return costs
+
+
+def _replicas(plan: Plan) -> dict[str, int]:
+    """What it wants of Deployments of workers, by name."""
+    wanted = {scaling.ref.name: scaling.replicas for scaling in plan.scale if scaling.ref.kind == DEPLOYMENT.name}
+    for manifest in plan.apply:
+        if manifest["kind"] == DEPLOYMENT.name and ROLE_LABEL in manifest["metadata"]["labels"]:
+            wanted[manifest["metadata"]["name"]] = manifest["spec"]["replicas"]
+    return wanted
+
+
+def _of(deployment: DeploymentSeen, pods: Iterable[PodSeen]) -> list[PodSeen]:
+    return [
+        pod
+        for pod in pods
+        if pod.worker_role == deployment.role and pod.revision == deployment.revision and not pod.terminating
+    ]
+
 
 logger = logging.getLogger(__name__)
 

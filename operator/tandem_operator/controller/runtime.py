@@ -23,37 +23,29 @@ import httpx
 import kopf
 from kubernetes.aio.client.api_client import ApiClient
 
-from tandem_engine.addresses import EVERY_ADDRESS
-from tandem_operator.controller.canaries import Ask, CanaryBook
-from tandem_operator.controller.carry_out import Executor
-from tandem_operator.controller.cluster import ApiError, Cluster, connected
-from tandem_operator.controller.discovery import wait_for_cluster, watched_kinds
-from tandem_operator.controller.dispatch import Dispatcher
-from tandem_operator.controller.election import Election, ElectionConfig
+from tandem_engine.base.addresses import EVERY_ADDRESS
+from tandem_operator.controller.applier import Executor, SecretLookup
+from tandem_operator.controller.canary_runner import Ask, CanaryBook, SendCanary, Trials
+from tandem_operator.controller.cluster import ApiError, Cluster, connected, wait_for_cluster, watched_kinds
 from tandem_operator.controller.events import EventPoster
-from tandem_operator.controller.external_looks import ExternalLooks
-from tandem_operator.controller.findings import FindingsBoard
-from tandem_operator.controller.handlers import registry_for
-from tandem_operator.controller.kinds import POD, ServiceKey
-from tandem_operator.controller.leadership import Leadership
-from tandem_operator.controller.lookout import Lookout
-from tandem_operator.controller.lookouts import Lookouts
-from tandem_operator.controller.metrics import OperatorMetrics
-from tandem_operator.controller.probes import probe_app, serving
+from tandem_operator.controller.leader_election import Election, ElectionConfig, Leadership
+from tandem_operator.controller.observations import FindingsBoard
+from tandem_operator.controller.pod_poller import ExternalLooks, Lookout, Lookouts
+from tandem_operator.controller.probes import OperatorMetrics, probe_app, serving
 from tandem_operator.controller.reconcile import Reconciler
-from tandem_operator.controller.resync import Resync
-from tandem_operator.controller.secrets import SecretLookup
-from tandem_operator.controller.store import Store
-from tandem_operator.controller.trials import SendCanary, Trials
+from tandem_operator.controller.store import POD, ServiceKey, Store
+from tandem_operator.controller.watch import Resync, registry_for
+from tandem_operator.controller.workqueue import Dispatcher
 from tandem_operator.planning.observed import Canary
 from tandem_operator.settings import OperatorSettings
-from tandem_operator.telemetry.canary import run_canary
-from tandem_operator.telemetry.fetching import ANSWER_S
+from tandem_operator.telemetry.pods import ANSWER_S
+from tandem_operator.telemetry.worker_control import run_canary
 
 logger = logging.getLogger(__name__)
 
 FINISH_S = 10.0
 """Looks that run when the operator is told to end may take so long."""
+
 SILENT_S = 60.0
 """An event loop or an election that has not moved for so long is beyond help."""
 

@@ -6,16 +6,206 @@
 
 Older versions never replace newer ones, so the three may arrive in any order, and a reconcile sees what the one before
 it has written. What a watch has missed (it was interrupted, the object went meanwhile) the next full list puts right.
+
+Objects of the cluster as the operator keeps them: the parts that it reads, and a fingerprint of what others change.
+
+fingerprint   of what a manifest of ours can say: labels, owners, annotations and spec. Equal fingerprints and an
+              equal manifest mean that applying again would change nothing. It is compared with what the API server
+              answered when it was applied, defaults filled in and amounts in its own writing; so nothing here has
+              to know either.
 """
 
+import hashlib
+import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from tandem_operator.controller.kinds import MODEL_SERVICE, Kind, ServiceKey
-from tandem_operator.controller.objects import Seen
+import msgspec
+
+from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceSpec, ModelServiceStatus
+from tandem_operator.api.worker_pool import WorkerPoolStatus
+from tandem_operator.builders.containers import Manifest
+from tandem_operator.builders.naming import SERVICE_LABEL
+from tandem_operator.builders.worker import LEADER_WORKER_SETS
 from tandem_operator.planning.observed import Ref
+
+
+class ServiceKey(NamedTuple):
+    """A ModelService by its name: what is queued, locked and looked up."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind in one version."""
+
+    api_version: str
+    name: str
+    plural: str
+
+    def path(self, namespace: str | None, name: str = "", subresource: str = "") -> str:
+        """Of an object, of all of a namespace, or of all there are."""
+        root = f"/api/{self.api_version}" if "/" not in self.api_version else f"/apis/{self.api_version}"
+        within = f"/namespaces/{namespace}" if namespace is not None else ""
+        return root + within + "".join(f"/{part}" for part in (self.plural, name, subresource) if part)
+
+    def ref(self, name: str) -> Ref:
+        return Ref(api_version=self.api_version, kind=self.name, name=name)
+
+    @property
+    def group(self) -> str:
+        """Empty of the core group."""
+        return self.api_version.rpartition("/")[0]
+
+    @property
+    def version(self) -> str:
+        return self.api_version.rpartition("/")[2]
+
+
+OURS = f"{GROUP}/{VERSION}"
+MODEL_SERVICE = Kind(OURS, "ModelService", "modelservices")
+WORKER_POOL = Kind(OURS, "WorkerPool", "workerpools")
+DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+POD = Kind("v1", "Pod", "pods")
+SERVICE = Kind("v1", "Service", "services")
+SECRET = Kind("v1", "Secret", "secrets")
+EVENT = Kind("events.k8s.io/v1", "Event", "events")
+LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
+NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+HTTP_ROUTE = Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes")
+INFERENCE_POOL = Kind("inference.networking.k8s.io/v1", "InferencePool", "inferencepools")
+POD_MONITOR = Kind("monitoring.coreos.com/v1", "PodMonitor", "podmonitors")
+LEADER_WORKER_SET = Kind(LEADER_WORKER_SETS, "LeaderWorkerSet", "leaderworkersets")
+
+BUDGETS = tuple(
+    Kind(f"policy/{version}", "PodDisruptionBudget", "poddisruptionbudgets") for version in ("v1", "v1beta1")
+)
+
+_BY_NAME = {
+    (kind.api_version, kind.name): kind
+    for kind in (
+        MODEL_SERVICE,
+        WORKER_POOL,
+        DEPLOYMENT,
+        POD,
+        SERVICE,
+        SECRET,
+        EVENT,
+        LEASE,
+        NETWORK_POLICY,
+        HTTP_ROUTE,
+        INFERENCE_POOL,
+        POD_MONITOR,
+        LEADER_WORKER_SET,
+        *BUDGETS,
+    )
+}
+
+
+def kind_of(api_version: str, name: str) -> Kind:
+    """The kind of that name. Raises `KeyError` for one that no manifest of ours has."""
+    return _BY_NAME[api_version, name]
+
+
+_POD_SPEC = ("nodeName", "terminationGracePeriodSeconds")
+_POD_STATUS = ("phase", "podIP", "conditions", "containerStatuses", "initContainerStatuses", "message", "reason")
+
+_METADATA = (
+    "name",
+    "namespace",
+    "uid",
+    "resourceVersion",
+    "generation",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "labels",
+    "annotations",
+    "ownerReferences",
+    "finalizers",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """One object as last heard of."""
+
+    ref: Ref
+    namespace: str
+    uid: str
+    version: int
+    """resourceVersion: a greater one is newer. Kubernetes promises that they compare as numbers since 1.35, and etcd
+    has made them so ever before."""
+    owner: str
+    """UID of its controller; empty without one."""
+    service: str
+    """Name of the ModelService that its labels name; empty without."""
+    fingerprint: bytes
+    body: Manifest
+    """Without `managedFields`; of a pod only what is read of it."""
+
+    @property
+    def key(self) -> ServiceKey:
+        """The service whose reconcile it concerns; a ModelService concerns itself."""
+        return ServiceKey(self.namespace, self.ref.name if self.ref.kind == MODEL_SERVICE.name else self.service)
+
+    @property
+    def deleting(self) -> bool:
+        return self.body["metadata"].get("deletionTimestamp") is not None
+
+    @staticmethod
+    def of(body: Mapping[str, Any]) -> "Seen":
+        """From the API's own JSON."""
+        given = body["metadata"]
+        metadata = {name: given[name] for name in _METADATA if name in given}
+        ref = Ref(api_version=body["apiVersion"], kind=body["kind"], name=given["name"])
+        kept: Manifest = {"apiVersion": ref.api_version, "kind": ref.kind, "metadata": metadata}
+        if ref.kind == POD.name:
+            kept |= _pod(body)
+        else:
+            kept |= {part: body[part] for part in ("spec", "status") if part in body}
+        return Seen(
+            ref=ref,
+            namespace=given.get("namespace", ""),
+            uid=given["uid"],
+            version=int(given["resourceVersion"]),
+            owner=next((one["uid"] for one in given.get("ownerReferences", ()) if one.get("controller")), ""),
+            service=given.get("labels", {}).get(SERVICE_LABEL, ""),
+            fingerprint=b"" if ref.kind == POD.name else _fingerprint(kept),
+            body=kept,
+        )
+
+
+def digest(part: object) -> bytes:
+    """Equal for equal JSON, whatever the order of keys."""
+    return hashlib.blake2b(msgspec.json.encode(part, order="deterministic"), digest_size=16).digest()
+
+
+def _pod(body: Mapping[str, Any]) -> Manifest:
+    spec, status = body.get("spec", {}), body.get("status", {})
+    containers = [{key: one[key] for key in ("name", "ports") if key in one} for one in spec.get("containers", ())]
+    return {
+        "spec": {"containers": containers, **{name: spec[name] for name in _POD_SPEC if name in spec}},
+        "status": {name: status[name] for name in _POD_STATUS if name in status},
+    }
+
+
+def _fingerprint(body: Manifest) -> bytes:
+    metadata, spec = body["metadata"], dict(body.get("spec", {}))
+    if body["kind"] == WORKER_POOL.name:
+        # Whoever owns the pool writes this; manifests never do.
+        spec.pop("replicas", None)
+    # Controllers of the cluster keep notes on objects under their own names.
+    notes = {key: text for key, text in metadata.get("annotations", {}).items() if "kubernetes.io/" not in key}
+    return digest([metadata.get("labels"), notes, metadata.get("ownerReferences"), spec])
+
 
 TOMBSTONE_S = 600.0
 """An object that is gone is remembered so long: older news of it that comes late does not bring it back."""
@@ -101,3 +291,44 @@ class Store:
     def _forget_the_dead(self) -> None:
         limit = self._clock() - TOMBSTONE_S
         self._gone = {uid: one for uid, one in self._gone.items() if one.at > limit}
+
+
+logger = logging.getLogger(__name__)
+
+
+def spec_of(service: Seen) -> ModelServiceSpec:
+    """Raises `ValueError` with one sentence when it is not what this operator's schema says: an older CRD let it
+    pass, or a newer one [definitions-skew]."""
+    try:
+        return msgspec.convert(service.body.get("spec"), ModelServiceSpec)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{_path(str(error))}; apply the CRDs of this operator's version and correct it") from None
+
+
+def status_of(service: Seen) -> ModelServiceStatus:
+    """As last written; an empty one when it cannot be read, for it is written anew anyway."""
+    try:
+        return msgspec.convert(service.body.get("status", {}), ModelServiceStatus)
+    except msgspec.ValidationError as error:
+        logger.warning("resetting the invalid status of %s: %s", service.key, error)
+        return ModelServiceStatus()
+
+
+def pool_status_of(pool: Seen) -> WorkerPoolStatus:
+    """As `status_of`."""
+    try:
+        return msgspec.convert(pool.body.get("status", {}), WorkerPoolStatus)
+    except msgspec.ValidationError as error:
+        logger.warning("resetting the invalid status of pool %s: %s", pool.ref.name, error)
+        return WorkerPoolStatus()
+
+
+def generation_of(seen: Seen) -> int:
+    """Of its spec."""
+    return int(seen.body["metadata"].get("generation", 0))
+
+
+def _path(error: str) -> str:
+    """msgspec names places as `$.prefill`; people know them as spec.prefill."""
+    text, found, place = error.partition(" - at `$")
+    return f"spec{place.rstrip('`')}: {text}" if found else f"spec: {text}"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tandem_operator.api.model_service import Decision
-from tandem_operator.api.roles import RoleName
+from tandem_operator.api.types import RoleName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

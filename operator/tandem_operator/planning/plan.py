@@ -8,22 +8,35 @@ Life cycle of a reconcile:
     revision, wanted workers ─▶ rollout.next_step ─▶ manifests, scalings, deletions ─▶ conditions
 
 A plan made again from the state that it brought about changes nothing.
+
+`spec.rollout.paused` within a revision: Deployments are paused, as `kubectl rollout pause` does it. Pure.
+
+    changed template, paused       its pods stay as they are; more are made like them, fewer are taken from them
+    paused no longer               the Deployment exchanges its pods for the newest template
+
+A Deployment makes its first pods from a template that it has taken up, and a paused one takes none up: it is paused
+once it has pods, and stays so as long as the spec says, whatever becomes of them. A LeaderWorkerSet has no such field:
+it exchanges no group below its partition, which is all of them then.
+
+Which revision a spec is: a hash of what KV and weights depend on, what computes them included.
+
+Workers of different revisions are never paired: a change of one of these makes new workers beside the old ones
+(`planning.rollout`). Everything else is changed within the revision, pod by pod, by its Deployment.
 """
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
-from tandem_engine.addresses import Address
-from tandem_operator.api.conditions import Condition
+from tandem_engine.base.addresses import Address
 from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceStatus, RevisionStatus, RoleStatus
-from tandem_operator.api.roles import ROLES, RoleName
+from tandem_operator.api.types import ROLES, Condition, RoleName
 from tandem_operator.api.worker_pool import WorkerPoolStatus
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.gateway import gateway_deployment, gateway_service, http_route
 from tandem_operator.builders.inference_pool import inference_pool
-from tandem_operator.builders.monitors import pod_monitors
 from tandem_operator.builders.naming import (
     curve_secret_name,
     gateway_name,
@@ -32,19 +45,64 @@ from tandem_operator.builders.naming import (
     redis_secret_name,
     selector_of,
 )
-from tandem_operator.builders.policies import WorkerSet, disruption_budgets, network_policies
-from tandem_operator.builders.pools import worker_pool
+from tandem_operator.builders.policies import WorkerSet, disruption_budgets, network_policies, pod_monitors
 from tandem_operator.builders.redis import redis_deployment, redis_service
-from tandem_operator.builders.served import Served
-from tandem_operator.builders.worker_group import LEADER_WORKER_SETS, workers
-from tandem_operator.planning.conditions import READY, ready, settled, trouble_of
+from tandem_operator.builders.served import Served, worker_pool
+from tandem_operator.builders.worker import LEADER_WORKER_SETS, workers
 from tandem_operator.planning.observed import Observed, Ref
-from tandem_operator.planning.pausing import held
-from tandem_operator.planning.revision import revision_of
 from tandem_operator.planning.rollout import Counts, RevisionSeen, Step, next_step
-from tandem_operator.planning.status import health_of, invalid, name_taken
+from tandem_operator.planning.status import READY, health_of, invalid, name_taken, ready, settled, trouble_of
 from tandem_operator.planning.validation import problems_of
 from tandem_operator.settings import OperatorSettings
+
+
+def held(manifests: Iterable[Manifest], service: Served, observed: Observed) -> tuple[Manifest, ...]:
+    """`manifests`, Deployments among them paused where the spec says so."""
+    if not service.spec.rollout.paused:
+        return tuple(manifests)
+    running = {one.name for one in observed.deployments if one.paused or one.pods}
+    return tuple(_paused(one) if one["metadata"]["name"] in running else one for one in manifests)
+
+
+def _paused(manifest: Manifest) -> Manifest:
+    spec = manifest["spec"]
+    match manifest["kind"]:
+        case "Deployment":
+            return {**manifest, "spec": {**spec, "paused": True}}
+        case "LeaderWorkerSet":
+            strategy = spec["rolloutStrategy"]
+            update = {**strategy["rollingUpdateConfiguration"], "partition": spec["replicas"]}
+            return {**manifest, "spec": {**spec, "rolloutStrategy": {**strategy, "rollingUpdateConfiguration": update}}}
+    return manifest
+
+
+DIGITS = 8
+
+
+def revision_of(service: Served) -> str:
+    """Equal for equal checkpoints, engine images, devices, pods of a worker, number formats and page sizes; ten years
+    from now too.
+    """
+    spec = service.spec
+    parts = {
+        "model": msgspec.to_builtins(spec.model),
+        "image": service.engine_image("prefill"),
+        "dtype": spec.engine.dtype,
+        "page_size": spec.engine.page_size,
+    }
+    devices = {role: service.device(role) for role in ROLES}
+    if set(devices.values()) != {"cpu"}:
+        # Left out of CPUs', whose revisions are older than this field.
+        parts |= {"devices": devices, "decode_image": service.engine_image("decode")}
+    nodes = {role: service.nodes(role) for role in ROLES}
+    if set(nodes.values()) != {1}:
+        # One pod and several are objects of different kinds, which do not take over from each other.
+        parts["nodes"] = nodes
+    if spec.engine.kv_cache_dtype is not None:
+        parts["kv_cache_dtype"] = spec.engine.kv_cache_dtype
+    canonical = msgspec.json.encode(parts, order="deterministic")
+    return hashlib.blake2b(canonical, digest_size=DIGITS // 2).hexdigest()
+
 
 MAX_REVISIONS_SHOWN = 16
 """Revisions with workers that a status names."""

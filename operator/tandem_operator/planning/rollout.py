@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tandem_operator.api.model_service import Rollout
-from tandem_operator.api.roles import ROLES, RoleName
+from tandem_operator.api.types import ROLES, RoleName
 
 Counts = dict[RoleName, int]
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Set
 from typing import NamedTuple
 
 from tandem_operator.api.pods import PodOverrides
-from tandem_operator.api.roles import ROLES, RoleName
-from tandem_operator.builders.devices import OTHER_GPUS, SHARED_GPU, gpus_of, nvidia_gpus_of, shares_gpu
-from tandem_operator.builders.privileges import FIELDS, privileges_of
-from tandem_operator.builders.quantities import parse_quantity
+from tandem_operator.api.types import ROLES, RoleName
+from tandem_operator.builders.containers import FIELDS, parse_quantity, privileges_of
+from tandem_operator.builders.engine_flags import OTHER_GPUS, SHARED_GPU, gpus_of, nvidia_gpus_of, shares_gpu
 from tandem_operator.builders.served import Served
 from tandem_operator.settings import ClusterApis, ObjectPrivilege, Privilege
 
@@ -33,12 +32,14 @@ ROUTE = _Optional(
     "HTTPRoutes of the Gateway API (gateway.networking.k8s.io/v1)",
     "https://gateway-api.sigs.k8s.io",
 )
+
 POOL = _Optional(
     "spec.gateway.inferencePool",
     "routes",
     "the Gateway API Inference Extension (inference.networking.k8s.io/v1)",
     "https://gateway-api-inference-extension.sigs.k8s.io",
 )
+
 MONITOR = _Optional(
     "spec.observability.serviceMonitor",
     "monitors",

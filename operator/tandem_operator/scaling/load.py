@@ -1,4 +1,15 @@
-"""What the autoscaler knows of a service at one moment, in units that do not depend on the model's size."""
+"""What the autoscaler knows of a service at one moment, in units that do not depend on the model's size.
+
+How many workers a load needs: the law of the autoscaler, without memory and without limits.
+
+    prefill   (tokens that come per second + backlog / clear time) / tokens per second of a worker
+    decode    the greater of   (sequences at once + what clears those that wait) / places of a worker
+              and              KV pages in use / (pages of a worker x target use)
+
+Sequences at once are those that come per second times how long one decodes (Little's law), or those that run, if that
+is more. Backlog is what waits beyond the target time. It is to be gone within the clear time, about as long as a pod
+takes to start: cleared faster it would be gone before the pods it asked for are there, and those would be for nothing.
+"""
 
 import math
 from dataclasses import dataclass, fields
@@ -77,3 +88,64 @@ class Load:
             and self.decode.running == 0
             and self.decode.waiting == 0
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """Workers, not rounded, and why."""
+
+    workers: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """Of one role."""
+
+    queue_seconds: float
+    """What waits so long is no backlog."""
+    kv_usage: float
+    """Share of the KV pages that may be in use."""
+    clear_seconds: float = 30.0
+    """A backlog is to be gone within this time."""
+
+
+def prefill_need(load: PrefillLoad, targets: Targets) -> Need:
+    """0 workers when nothing comes and nothing waits. One when nobody has measured a rate yet and something waits."""
+    if load.worker_tokens_per_s <= 0:
+        waits = load.queued_tokens > 0
+        return Need(workers=float(waits), reason="no rate measured yet" if waits else "idle")
+    backlog = max(0.0, load.queued_tokens - load.arrived_tokens_per_s * targets.queue_seconds)
+    demand = load.arrived_tokens_per_s + backlog / targets.clear_seconds
+    return Need(
+        workers=demand / load.worker_tokens_per_s,
+        reason=(
+            f"{load.arrived_tokens_per_s:.0f} tokens/s come, {load.queued_tokens:.0f} are queued, the oldest for "
+            f"{load.oldest_wait_s:.1f} s; a worker computes {load.worker_tokens_per_s:.0f} tokens/s"
+        ),
+    )
+
+
+def decode_need(load: DecodeLoad, targets: Targets) -> Need:
+    """As `prefill_need`, by places and by memory."""
+    if load.worker_places <= 0 or load.worker_pages <= 0:
+        waits = load.running + load.waiting > 0
+        return Need(workers=float(waits), reason="no size measured yet" if waits else "idle")
+    at_once = max(load.running, load.arrived_per_s * load.seconds_each)
+    backlog = max(0.0, load.waiting - load.arrived_per_s * targets.queue_seconds)
+    clearing = backlog * min(1.0, load.seconds_each / targets.clear_seconds)
+    by_places = (at_once + clearing) / load.worker_places
+    by_pages = load.used_pages / (load.worker_pages * targets.kv_usage)
+    if load.running:
+        # Who is to run will hold as many pages as those that do.
+        by_pages *= (at_once + clearing) / load.running
+    if by_pages > by_places:
+        share = load.used_pages / load.worker_pages
+        return Need(workers=by_pages, reason=f"KV pages of {share:.2f} workers in use, {load.waiting:.0f} wait")
+    return Need(
+        workers=by_places,
+        reason=(
+            f"{load.running:.0f} run and {load.waiting:.0f} wait, {load.arrived_per_s:.1f} per second come; "
+            f"a worker has {load.worker_places:.0f} places"
+        ),
+    )

@@ -7,18 +7,164 @@
 Pure: the caller brings pods and figures, and carries the outcome out, costs first, then flips, then pools. What is lost
 with its process are the windows alone: a new leader holds until it has looked twice, and waits the whole window before
 anything shrinks [figures-or-hold].
+
+Which pods of a shrinking pool go first: the ReplicaSet controller takes the cheapest.
+
+Emptiest first, for what runs on a pod that goes has to move. Pods that serve in the role of which there are too many
+go before those that were lent to the other one.
+
+Workers that change their role without a restart: who has, who should, and the order to do so.
+
+An order is safe to repeat: a worker that serves in that role already goes on. What a worker serves as is in its own
+metrics, so nothing is remembered here: a worker that restarts comes back in the role of its Deployment, and the next
+look shows it.
+
+Pods of pools and workers of roles: two ways of counting the same workers.
+
+A WorkerPool counts the pods of its Deployments, whatever they serve as: a worker that has flipped goes on counting
+there, and there it comes back after a restart. The law of scaling counts who serves in which role.
+
+The last decisions as status and events tell them.
+
+A hold that lasts is told once: its sentence has figures in it that change each period, and a status that changed with
+them would be written for ever.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tandem_operator.api.roles import ROLES, RoleName
-from tandem_operator.scaling.law import Decision, Memory, ScalingConfig, decide
-from tandem_operator.telemetry.deletion_costs import changed_costs
-from tandem_operator.telemetry.flips import Flip, candidates, flips_of
-from tandem_operator.telemetry.looks import Seen
-from tandem_operator.telemetry.pods import PodSeen
-from tandem_operator.telemetry.pool_counts import Counts, PoolCounts
+import httpx
+
+from tandem_operator.api.model_service import Decision as Told
+from tandem_operator.api.types import ROLES, RoleName
+from tandem_operator.builders.engine_flags import gpus_of
+from tandem_operator.builders.served import Served
+from tandem_operator.scaling.load import Targets
+from tandem_operator.scaling.policy import Decision, Memory, RoleBounds, ScalingConfig, decide
+from tandem_operator.telemetry.pods import HEALTH_PORT, PodSeen
+from tandem_operator.telemetry.samples import Seen
+from tandem_operator.telemetry.worker_control import post_order
+
+KEPT = 1_000_000
+"""Above whatever can be outstanding on one worker."""
+
+UNKNOWN = KEPT // 2
+"""Of a pod that says nothing: it may be full. Those that are not ready go before all others anyway."""
+
+
+def changed_costs(
+    workers: Iterable[PodSeen], seen: Seen, *, pools: Collection[RoleName], roles: Collection[RoleName]
+) -> dict[str, int]:
+    """New costs by pod name, where they differ. `pools` are those that shrink, `roles` those with too many workers."""
+    costs = {pod.name: cost_of(pod, seen, roles) for pod in workers if pod.worker_role in pools}
+    before = {pod.name: pod.deletion_cost for pod in workers}
+    return {name: cost for name, cost in costs.items() if cost != before[name]}
+
+
+def cost_of(pod: PodSeen, seen: Seen, roles: Collection[RoleName]) -> int:
+    """Of one pod."""
+    figures = seen.workers.get(pod.name)
+    outstanding = UNKNOWN if figures is None else min(round(figures.outstanding), UNKNOWN)
+    return outstanding if seen.serves(pod) in roles else outstanding + KEPT
+
+
+ORDER_S = 35.0
+"""The worker gives its engine 30 s: a step that is being computed has to end first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """A live worker is to serve in another role."""
+
+    pod: PodSeen
+    role: RoleName
+
+
+def flips_of(workers: Iterable[PodSeen], seen: Seen) -> dict[RoleName, int]:
+    """Pods that serve in each role and belong to the other's pool."""
+    lent: dict[RoleName, int] = {"prefill": 0, "decode": 0}
+    for pod in workers:
+        serves = seen.serves(pod)
+        if serves is not None and serves != pod.worker_role:
+            lent[serves] += 1
+    return lent
+
+
+def candidates(count: int, workers: Iterable[PodSeen], seen: Seen) -> tuple[Flip, ...]:
+    """Who flips: `count` from decode to prefill, negative the other way; fewer where fewer can.
+
+    Those that come home go first, then the emptiest. A worker that says nothing, or drains, is left alone.
+    """
+    giver: RoleName = "decode" if count > 0 else "prefill"
+    taker: RoleName = "prefill" if count > 0 else "decode"
+    able = [
+        pod
+        for pod in workers
+        if pod.ready
+        and pod.name in seen.workers
+        and not seen.workers[pod.name].draining
+        and seen.workers[pod.name].serves == giver
+    ]
+    # The last worker of a role stays: without it nothing is served, whatever figures said.
+    able = sorted(able, key=lambda pod: _price(pod, taker, seen))[: max(0, len(able) - 1)]
+    return tuple(Flip(pod, taker) for pod in able[: abs(count)])
+
+
+def _price(pod: PodSeen, taker: RoleName, seen: Seen) -> tuple[bool, float, str]:
+    return (pod.worker_role != taker, seen.workers[pod.name].outstanding, pod.name)
+
+
+async def order_flip(client: httpx.AsyncClient, flip: Flip, token: str) -> None:
+    """Have it done. Raises `OrderFailedError` with what the worker, or the network, said."""
+    await post_order(client, flip.pod, HEALTH_PORT, "/role", {"role": flip.role}, token=token, within_s=ORDER_S)
+
+
+Counts = dict[RoleName, int]
+OTHER: dict[RoleName, RoleName] = {"prefill": "decode", "decode": "prefill"}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """Pods of each pool, and how many of the other pool's pods serve in each role."""
+
+    pools: Counts
+    lent: Counts
+    """By the role they serve in: pods of the other pool. Never more than that pool has."""
+
+    @staticmethod
+    def of(pools: Mapping[RoleName, int], lent: Mapping[RoleName, int]) -> "PoolCounts":
+        """A pool that has been made smaller than the pods it has lent lends no more than it has."""
+        return PoolCounts(
+            {role: pools[role] for role in ROLES}, {role: min(lent[role], pools[OTHER[role]]) for role in ROLES}
+        )
+
+    @property
+    def serving(self) -> Counts:
+        """Workers of each role. Pods that are wanted and not there yet will serve as their pool says."""
+        return {role: self.pools[role] + self.lent[role] - self.lent[OTHER[role]] for role in ROLES}
+
+    def after(self, flips: Iterable[Flip]) -> "PoolCounts":
+        lent = dict(self.lent)
+        for flip in flips:
+            if flip.pod.worker_role == flip.role:
+                lent[OTHER[flip.role]] -= 1
+            else:
+                lent[flip.role] += 1
+        return PoolCounts.of(self.pools, {role: max(0, lent[role]) for role in ROLES})
+
+    def pools_for(self, wanted: Mapping[RoleName, int], config: ScalingConfig) -> Counts:
+        """Pods of each pool so that `wanted` workers serve in each role. Of a role that shrinks, lent ones go first.
+
+        No pool leaves its bounds for that: more than `maxReplicas` pods are never made, wherever they would serve.
+        """
+        pools, serving = dict(self.pools), self.serving
+        for role in ROLES:
+            change = wanted[role] - serving[role]
+            back = min(max(0, -change), self.lent[role])
+            pools[OTHER[role]] -= back
+            pools[role] += change + back
+        return {role: min(max(pools[role], config.bounds(role).least), config.bounds(role).most) for role in ROLES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,3 +230,86 @@ def _hold(pools: Counts, reason: str) -> Scaled:
     total = sum(pools.values())
     held = Decision(role="both", action="hold", before=total, after=total, reason=reason)
     return Scaled(pools=pools, decisions=(held,), holding=reason)
+
+
+def scaling_config(service: Served) -> ScalingConfig:
+    """Bounds, targets and windows of both roles."""
+    given = service.spec.autoscaling
+    return ScalingConfig(
+        prefill=_bounds(service, "prefill"),
+        decode=_bounds(service, "decode"),
+        gpu_budget=given.gpu_budget,
+        flip_roles=given.flip_roles,
+        scale_up_window_s=given.scale_up_window_seconds,
+        scale_down_window_s=given.scale_down_window_seconds,
+        tolerance=given.tolerance,
+        max_step_up=given.max_step_up,
+        max_step_down=given.max_step_down,
+        idle_s_to_zero=given.idle_seconds_to_zero,
+        cooldown_s=given.cooldown_seconds,
+    )
+
+
+def _bounds(service: Served, name: RoleName) -> RoleBounds:
+    role = service.role(name)
+    return RoleBounds(
+        least=role.scaling.min_replicas,
+        most=role.scaling.max_replicas,
+        targets=Targets(
+            queue_seconds=role.scaling.target_queue_seconds,
+            kv_usage=role.scaling.target_kv_usage,
+            clear_seconds=role.scaling.clear_seconds,
+        ),
+        gpus=gpus_of(role.resources) * service.nodes(name),
+    )
+
+
+MOST = 10
+MAX_REASON = 1024
+_FIGURES = re.compile(r"[\d.]+")
+
+
+def remembered(before: Sequence[Told], new: Iterable[Decision], now: str) -> list[Told]:
+    """Newest first, at most `MOST`; `before` itself where nothing is new. `now`: RFC 3339."""
+    told = list(before)
+    for decision in worth_telling(before, new):
+        told.insert(0, _told(decision, now))
+    return told[:MOST]
+
+
+def worth_telling(before: Sequence[Told], new: Iterable[Decision]) -> list[Decision]:
+    """Those of `new` that say something else than the last one that was told: these become events."""
+    told: list[Decision] = []
+    last = _kind(before[0].action, before[0].reason) if before else None
+    for decision in new:
+        kind = _kind(decision.action, decision.reason)
+        if decision.action != "hold" or kind != last:
+            told.append(decision)
+            last = kind
+    return told
+
+
+def event_of(decision: Decision) -> tuple[str, str, str]:
+    """Type, reason and message of a Kubernetes event."""
+    if decision.action == "hold":
+        return "Warning", "ScalingHeld", f"{decision.after} workers stay: {decision.reason}"
+    if decision.action == "flip":
+        return "Normal", "RolesFlipped", f"{decision.after} workers flip {decision.reason}"
+    direction = "up" if decision.after > decision.before else "down"
+    change = f"{decision.role} from {decision.before} to {decision.after}"
+    return "Normal", f"Scaled{direction.capitalize()}", f"{change}: {decision.reason}"
+
+
+def _told(decision: Decision, now: str) -> Told:
+    return Told(
+        time=now,
+        role=decision.role,
+        action=decision.action,
+        before=decision.before,
+        after=decision.after,
+        reason=decision.reason[:MAX_REASON],
+    )
+
+
+def _kind(action: str, reason: str) -> tuple[str, str]:
+    return action, _FIGURES.sub("#", reason)

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tandem_operator.api.roles import ROLES, RoleName
-from tandem_operator.scaling.law import ScalingConfig
-from tandem_operator.scaling.load import Load
-from tandem_operator.scaling.need import decode_need, prefill_need
-from tandem_operator.telemetry.looks import Seen
+from tandem_operator.api.types import ROLES, RoleName
+from tandem_operator.scaling.load import Load, decode_need, prefill_need
+from tandem_operator.scaling.policy import ScalingConfig
+from tandem_operator.telemetry.samples import Seen
 
 LEAST = 0.01
 """Of a worker: more than nothing, which is what brings a scaler from zero."""
@@ -37,6 +36,7 @@ _GAUGES = {
     "held_requests": "Requests that gateways hold because no worker can take them.",
 }
 PREFIX = "tandem_scaling_"
+
 LABELS = ("service_namespace", "model_service", "role")
 """Not `namespace`: that is the operator's own, by whoever scrapes it."""
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from tandem_engine.flags import positive_int
-from tandem_services.cli.api_key import add_api_key, key_headers
-from tandem_services.cli.numbers import non_negative_float
+from tandem_engine.config.flags import positive_int
+from tandem_services.cli.flags import add_api_key, key_headers, non_negative_float
 from tandem_services.common.errors import RemoteError
 
 EXAMPLES = """\

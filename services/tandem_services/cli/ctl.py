@@ -3,17 +3,42 @@
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tandem_engine.addresses import Address, AddressError
+from tandem_engine.base.addresses import Address, AddressError
 from tandem_engine.config import Role
-from tandem_engine.flags import positive_int
-from tandem_services.cli.link_table import links_table
-from tandem_services.cli.numbers import positive_float
+from tandem_engine.config.flags import positive_int
+from tandem_services.cli.flags import positive_float
 from tandem_services.common.errors import StartupError
 from tandem_services.common.settings import read_settings
+
+HEADER = ("PEER", "GB/s", "1 PAGE", "TRANSPORT", "AGE", "NOTE")
+
+
+def links_table(links: Sequence[Mapping[str, Any]]) -> str:
+    """`links` as `GET /links` answers them; fields that say nothing are absent there."""
+    rows = [HEADER, *sorted(map(_row, links))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _row(link: Mapping[str, Any]) -> tuple[str, ...]:
+    rate, latency = link.get("bytes_per_s", 0.0), link.get("latency_s", 0.0)
+    notes = (link.get("condition", ""), "broken" if link.get("broken") else "", link.get("problem", ""))
+    return (
+        link["peer"],
+        f"{rate / 1e9:.2f}" if rate else "-",
+        f"{latency * 1e3:.2f} ms" if latency else "-",
+        link.get("transport", "unknown"),
+        f"{link.get('age_s', 0.0):.0f} s" if rate else "-",
+        "; ".join(note for note in notes if note),
+    )
+
 
 ORDER_TIMEOUT = 1830.0
 """A little more than the worker gives the engine to reload."""
@@ -45,7 +70,6 @@ PATHS = {
     "drain": "/drain",
     "offer": "/offer",
 }
-
 QUESTIONS = {"audit": "/audit", "links": "/links"}
 
 
@@ -139,7 +163,7 @@ def _url(worker: str) -> str:
 def _token(url: str, keys: Path | None) -> str | None:
     """What orders to `url` need; None where it is not known here."""
     from tandem_engine.ipc.keys import KeyPair
-    from tandem_services.common.order_token import order_token, token_of
+    from tandem_services.common.tokens import order_token, token_of
 
     if keys is not None:
         return order_token(KeyPair.load(keys))

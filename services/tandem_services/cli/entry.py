@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from tandem_engine.errors import ConfigError, EngineError
-from tandem_engine.extras import lacking
+from tandem_engine.base.errors import ConfigError, EngineError
+from tandem_engine.base.extras import lacking
 from tandem_services.common.errors import ServiceError
 from tandem_services.common.settings import read_settings
 

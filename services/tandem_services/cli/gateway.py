@@ -4,13 +4,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem_engine.addresses import LOOPBACK
-from tandem_engine.errors import ConfigError
-from tandem_engine.flags import host_address, non_negative_int
-from tandem_engine.private_files import keep_files_private
-from tandem_services.cli.bundled import model_folder
-from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
-from tandem_services.cli.shared_flags import (
+from tandem_engine.base.addresses import LOOPBACK
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.linux import keep_files_private
+from tandem_engine.config.flags import host_address, non_negative_int
+from tandem_services.cli.flags import (
     add_allowed_hosts,
     add_api_keys,
     add_body_memory,
@@ -23,6 +21,10 @@ from tandem_services.cli.shared_flags import (
     add_router_policy,
     add_special_tokens,
     add_tracing,
+    model_folder,
+    non_negative_float,
+    port_number,
+    positive_float,
     served_names,
     tracing_of,
 )
@@ -30,6 +32,7 @@ from tandem_services.common.settings import read_settings
 
 if TYPE_CHECKING:
     from tandem_services.gateway.config import ModelConfig
+
 
 EXAMPLES = """\
 examples:
@@ -140,9 +143,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    from tandem_engine.logs import LogFormat
-    from tandem_services.gateway.config import ModelsSource
-    from tandem_services.gateway.serve import GatewayConfig, serve
+    from tandem_engine.base.logs import LogFormat
+    from tandem_services.gateway.config import GatewayConfig, ModelsSource
+    from tandem_services.gateway.serve import serve
 
     keep_files_private()
     return serve(
@@ -175,7 +178,7 @@ def from_zero(timeout_s: float | None) -> dict[str, Any]:
 
 def models_of(args: argparse.Namespace) -> "tuple[ModelConfig, ...]":
     """Those of the file, or the one that the flags say. Raises `ConfigError`."""
-    from tandem_services.gateway.models_file import check_models, read_models
+    from tandem_services.gateway.models.file import check_models, read_models
 
     if args.models is not None and (args.model is not None or args.served_model_name is not None):
         raise ConfigError("--models names all models: leave out --model and --served-model-name")
@@ -190,7 +193,7 @@ def model_flags(args: argparse.Namespace) -> "ModelConfig":
     """The one model that the flags say or, with a file, what its entries leave out. Raises `ConfigError`."""
     from tandem_services.common.redis_client import RedisAddress
     from tandem_services.gateway.config import ModelConfig
-    from tandem_services.router.policies.by_role import PolicyNames
+    from tandem_services.router.policies import PolicyNames
 
     folder = Path() if args.models is not None else model_folder(args.model)
     return ModelConfig(

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tandem_engine.errors import ConfigError
-from tandem_engine.flags import positive_int
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.config.flags import positive_int
 from tandem_services.common.errors import StartupError
 
 EXAMPLES = """\
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 def _create(args: argparse.Namespace) -> int:
     import msgspec
 
-    from tandem_services.gateway.access.api_key import digest_of, new_key
+    from tandem_services.gateway.access.keys import digest_of, new_key
     from tandem_services.gateway.access.tenants import Tenant
 
     key = new_key()
@@ -103,7 +103,7 @@ def _add_entry(path: Path, entry: dict[str, Any]) -> None:
 
     Raises `ConfigError` for a file that cannot be read or written, or that no gateway would take afterwards.
     """
-    from tandem_services.gateway.access.key_file import KeyFileError, parse_keys
+    from tandem_services.gateway.access.keys import KeyFileError, parse_keys
 
     path = path.resolve()
     try:
@@ -193,7 +193,7 @@ def _give_to_owner_of(former: os.stat_result, descriptor: int, path: Path) -> No
 
 
 def _hash() -> int:
-    from tandem_services.gateway.access.api_key import digest_of
+    from tandem_services.gateway.access.keys import digest_of
 
     key = sys.stdin.readline().strip()
     if not key:
@@ -203,8 +203,7 @@ def _hash() -> int:
 
 
 def _check(path: Path) -> int:
-    from tandem_services.gateway.access.key_file import KeyFileError
-    from tandem_services.gateway.access.key_watch import read_keys
+    from tandem_services.gateway.access.keys import KeyFileError, read_keys
 
     try:
         ring = read_keys(path)

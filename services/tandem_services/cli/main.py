@@ -1,32 +1,25 @@
 """`tandem`: one command for everything a person does with Tandem.
 
 Each subcommand is a module with `add_parser` (cheap: argparse alone, so that `--help` is instant) and
-`run` (imports what it needs).
+`run` (imports what it needs). Those of `tandem_lab`, which compare and measure, are found where it is installed.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
+from types import ModuleType
 
-from tandem_services.cli import (
-    accuracy,
-    bench,
-    chat,
-    ctl,
-    gateway,
-    keys,
-    quarantine,
-    router,
-    simulate,
-    up,
-    verify,
-    worker,
-)
+from tandem_services.cli import chat, ctl, gateway, keys, quarantine, router, up, worker
 from tandem_services.cli.entry import TeachingParser, run_command
 from tandem_services.cli.k8s import command as k8s
+from tandem_services.common.errors import StartupError
 
-COMMANDS = (up, chat, bench, verify, accuracy, simulate, gateway, router, worker, ctl, k8s, quarantine, keys)
+LAB = ("bench", "verify", "accuracy", "simulate")
+"""Commands of `tandem_lab`: an image that only serves has no lab."""
+COMMANDS: tuple[ModuleType | str, ...] = (up, chat, *LAB, gateway, router, worker, ctl, k8s, quarantine, keys)
 
 EPILOG = """\
 first steps:
@@ -51,8 +44,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tandem {version('tandem')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=TeachingParser)
     for command in COMMANDS:
-        command.add_parser(commands)
+        if isinstance(command, ModuleType):
+            command.add_parser(commands)
+        elif find_spec("tandem_lab") is None:
+            missing = commands.add_parser(command, help="not installed", add_help=False, prefix_chars="\0")
+            missing.add_argument("options", nargs="*")  # whatever they are
+            missing.set_defaults(run=_no_lab)
+        else:
+            import_module(f"tandem_lab.cli.{command}").add_parser(commands)
     return parser
+
+
+def _no_lab(_: argparse.Namespace) -> int:
+    raise StartupError("tandem_lab is not installed here: pip install 'tandem[lab]'")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 
-from tandem_services.cli.shared_flags import add_cluster, add_curve_keys, add_redis
+from tandem_services.cli.flags import add_cluster, add_curve_keys, add_redis
 from tandem_services.common.errors import StartupError
 
 TIMEOUT_S = 5.0
@@ -50,7 +50,7 @@ async def _run(args: argparse.Namespace) -> int:
     from tandem_services.common.redis_client import RedisAddress, RedisClient, RedisUnavailableError
     from tandem_services.router.deployment import Deployment
     from tandem_services.router.keys import Keys
-    from tandem_services.router.quarantine_board import QuarantineBoard
+    from tandem_services.router.shared_state import QuarantineBoard
 
     address = RedisAddress(url=args.redis_url, password_file=args.redis_password_file)
     client = RedisClient(address, timeout_s=TIMEOUT_S)

@@ -4,23 +4,26 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem_engine.addresses import LOOPBACK
-from tandem_engine.errors import ConfigError
-from tandem_engine.flags import host_address
-from tandem_engine.private_files import keep_files_private
-from tandem_services.cli.bundled import model_folder
-from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
-from tandem_services.cli.shared_flags import (
+from tandem_engine.base.addresses import LOOPBACK
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.linux import keep_files_private
+from tandem_engine.config.flags import host_address
+from tandem_services.cli.flags import (
     add_allowed_hosts,
     add_deployment,
     add_local_prefill,
     add_router_policy,
     add_special_tokens,
+    model_folder,
+    non_negative_float,
+    port_number,
+    positive_float,
 )
 from tandem_services.common.settings import read_settings
 
 if TYPE_CHECKING:
     from tandem_services.router_server.config import TokenizedModel
+
 
 EXAMPLES = """\
 examples:
@@ -124,9 +127,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    from tandem_engine.logs import LogFormat
+    from tandem_engine.base.logs import LogFormat
     from tandem_services.common.redis_client import RedisAddress
-    from tandem_services.router.policies.by_role import PolicyNames
+    from tandem_services.router.policies import PolicyNames
     from tandem_services.router_server.config import RouterServerConfig
     from tandem_services.router_server.serve import serve
 

@@ -2,40 +2,234 @@
 
 Order: Redis (unless --redis-url) → workers → gateway; ready when the gateway routes to a worker of every
 role. Then it watches and restarts what dies, until Ctrl-C, SIGTERM or SIGHUP stops everything in reverse order.
+
+Cores for the workers of one `tandem up`, which no other `tandem up` of this user gives to its own.
+
+    free → claimed by a file lock per core → held as long as the `Cores` live, at most until the process ends, however
+
+Two systems that both bound their workers to the first cores would fight over them while others are idle; the second
+takes what the first has left, or binds nothing where that is too little.
 """
 
 import argparse
+import fcntl
+import os
 import signal
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
-from tandem_engine.addresses import Address, loopback_beside, reachable_here
-from tandem_engine.cpu_list import allowed_cpus
-from tandem_engine.errors import ConfigError
-from tandem_engine.flags import AUTO_AFFINITY, NO_AFFINITY, add_engine_flags, engine_argv, engine_config
-from tandem_engine.private_files import keep_files_private
-from tandem_services.cli.bundled import model_folder
-from tandem_services.cli.cores import Cores, claim
-from tandem_services.cli.greeting import greeting
-from tandem_services.cli.processes import Child, Supervisor
-from tandem_services.cli.redis_process import CONFIG_FILE, python_command, require_redis, start_redis
-from tandem_services.cli.run_dir import prepare_run_dir
-from tandem_services.cli.shared_flags import body_memory_argv, served_names, tracing_argv, tracing_of
-from tandem_services.cli.up_flags import add_up_flags
+from tandem_engine.base.addresses import LOOPBACK, Address, is_loopback, loopback_beside, reachable_here
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.linux import allowed_cpus, can_bind, format_cpus, keep_files_private
+from tandem_engine.config.flags import (
+    AUTO_AFFINITY,
+    NO_AFFINITY,
+    add_engine_flags,
+    engine_argv,
+    engine_config,
+    host_address,
+    non_negative_int,
+)
+from tandem_services.cli.flags import (
+    add_allowed_hosts,
+    add_api_keys,
+    add_body_memory,
+    add_cluster,
+    add_console,
+    add_local_prefill,
+    add_log_format,
+    add_model,
+    add_output_parsers,
+    add_redis,
+    add_router_policy,
+    add_special_tokens,
+    add_tracing,
+    body_memory_argv,
+    model_folder,
+    port_number,
+    positive_float,
+    served_names,
+    tracing_argv,
+    tracing_of,
+)
+from tandem_services.cli.processes import (
+    CONFIG_FILE,
+    Child,
+    Supervisor,
+    prepare_run_dir,
+    python_command,
+    require_redis,
+    start_redis,
+)
 from tandem_services.common.errors import StartupError
-from tandem_services.common.listening import listen
-from tandem_services.common.ports import free_port
-from tandem_services.common.signals import ending_signals
+from tandem_services.common.sockets import free_port, listen
+from tandem_services.common.tasks import ending_signals
 from tandem_services.common.tracing import require_opentelemetry
 
 if TYPE_CHECKING:
     import httpx
 
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Those of each worker, as `--cpu-affinity` takes them; empty where they are not bound."""
+
+    of_worker: tuple[str, ...] = ()
+    locks: tuple[IO[str], ...] = field(default=(), repr=False, compare=False)
+
+    def flag(self, worker: int) -> str | None:
+        """For worker number `worker`; None where it is not bound."""
+        return self.of_worker[worker] if self.of_worker else None
+
+    def release(self) -> None:
+        """Others may have them."""
+        for lock in self.locks:
+            lock.close()
+
+
+def claim(allowed: Collection[int], *, workers: int, threads: int, folder: Path | None = None) -> Cores:
+    """`threads` cores for each worker; none for any of them where there are too few, or cores cannot be claimed.
+
+    `folder`: of the locks, instead of one of this user's.
+    """
+    if not can_bind() or workers < 2 or workers * threads > len(allowed):
+        return Cores()
+    try:
+        taken = _lock(sorted(allowed), workers * threads, folder or _own_folder())
+    except OSError:
+        # Not being bound costs little; not starting would cost everything.
+        return Cores()
+    if len(taken) < workers * threads:
+        for lock in taken.values():
+            lock.close()
+        return Cores()
+    cpus = list(taken)
+    shares = (cpus[worker * threads : (worker + 1) * threads] for worker in range(workers))
+    return Cores(of_worker=tuple(map(format_cpus, shares)), locks=tuple(taken.values()))
+
+
+def _own_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"tandem-cores-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    return folder
+
+
+def _lock(cpus: Collection[int], wanted: int, folder: Path) -> dict[int, IO[str]]:
+    """The first that are free, at most as many as wanted."""
+    taken: dict[int, IO[str]] = {}
+    for cpu in cpus:
+        if len(taken) == wanted:
+            break
+        lock = (folder / str(cpu)).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+        else:
+            taken[cpu] = lock
+    return taken
+
+
+def greeting(args: argparse.Namespace, *, url: str, model: str, workers: Mapping[str, int], run_dir: Path) -> str:
+    """`url`: of the API, as this machine reaches it; `workers`: health port by name."""
+    keyed = args.api_keys is not None
+    header = " -H 'Authorization: Bearer KEY'" if keyed else ""
+    chat = f"{'TANDEM_API_KEY=KEY ' if keyed else ''}tandem chat{'' if url.endswith(':8000') else f' --url {url}'}"
+    name, port = next(iter(workers.items()))
+    address = Address(loopback_beside(args.host), port)
+    return f"""
+Tandem serves {model} at {url}
+
+  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{{"model": "{model}", \
+"stream": true, "messages": [{{"role": "user", "content": "Tell me a story about a fox who lives near a river."}}]}}'
+
+  {chat}          chat in the terminal
+  {url}/metrics   numbers; GET /v1/requests/ID/explain shows where a request ran
+{_console_line(args, url)}  tandem ctl {address} links   commands to {name}{_others(workers)}
+  {run_dir}   logs
+
+Ctrl-C stops everything.
+"""
+
+
+def _console_line(args: argparse.Namespace, url: str) -> str:
+    guarded = args.api_keys is not None or is_loopback(args.host)
+    served = guarded if args.console is None else args.console
+    return f"  {url}/console   the fleet, requests' timelines and a playground, in a browser\n" if served else ""
+
+
+def _others(workers: Mapping[str, int]) -> str:
+    rest = [f"{name} {port}" for name, port in list(workers.items())[1:]]
+    return f"; others: {', '.join(rest)}" if rest else ""
+
+
+def add_up_flags(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    add_model(model)
+    add_output_parsers(model)
+    _add_workers(parser.add_argument_group("workers"))
+    _add_api(parser.add_argument_group("API"))
+    routing = parser.add_argument_group("routing")
+    add_local_prefill(routing)
+    add_router_policy(routing)
+    redis = parser.add_argument_group("Redis")
+    add_redis(redis, required=False)
+    add_cluster(redis)
+    _add_start(parser.add_argument_group("start"))
+    observability = parser.add_argument_group("logs and traces")
+    add_log_format(observability)
+    add_tracing(observability)
+
+
+def _add_workers(group: argparse._ArgumentGroup) -> None:
+    for name, default, what in (
+        ("prefill", 1, "prefill workers"),
+        ("decode", 1, "decode workers"),
+        ("both", 0, "workers that do both"),
+    ):
+        group.add_argument(
+            f"--{name}", type=non_negative_int, default=default, metavar="N", help=f"{what} (default: {default})"
+        )
+
+
+def _add_api(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--host",
+        type=host_address,
+        default=LOOPBACK,
+        help="address of the API; workers use the loopback address of its family (default: %(default)s)",
+    )
+    group.add_argument(
+        "--port", type=port_number, default=8000, help="port of the API; 0 picks a free one (default: 8000)"
+    )
+    add_allowed_hosts(group, what="requests may be for")
+    add_api_keys(group)
+    add_special_tokens(group)
+    add_body_memory(group)
+    add_console(group)
+
+
+def _add_start(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--run-dir", type=Path, metavar="DIR", help="keys and logs (default: .tandem/PORT)")
+    group.add_argument(
+        "--ready-timeout",
+        type=positive_float,
+        default=120.0,
+        metavar="S",
+        help="give up starting after this (default: 120)",
+    )
+
+
 STOP_GRACE = 5.0
 """Running requests may take this long to finish after Ctrl-C."""
+
 POLL_SECONDS = 0.1
 KEYS_FILE = "keys.json"
 REDIS_LOGIN_FILE = "redis-password"
@@ -128,8 +322,7 @@ def plan(args: argparse.Namespace) -> Plan:
 
 def _require_keys(path: Path | None) -> None:
     """Raise `ConfigError` for a key file that the gateway would not start with."""
-    from tandem_services.gateway.access.key_file import KeyFileError
-    from tandem_services.gateway.access.key_watch import read_keys
+    from tandem_services.gateway.access.keys import KeyFileError, read_keys
 
     try:
         if path is not None:

@@ -4,17 +4,19 @@ import argparse
 import os
 import platform
 
-from tandem_engine.addresses import LOOPBACK
+from tandem_engine.base.addresses import LOOPBACK
+from tandem_engine.base.linux import keep_files_private
 from tandem_engine.config import Role
-from tandem_engine.flags import add_engine_flags, engine_argv, engine_config, host_address
-from tandem_engine.private_files import keep_files_private
-from tandem_services.cli.bundled import model_folder
-from tandem_services.cli.numbers import non_negative_float, port_number, positive_float
-from tandem_services.cli.shared_flags import (
+from tandem_engine.config.flags import add_engine_flags, engine_argv, engine_config, host_address
+from tandem_services.cli.flags import (
     add_allowed_hosts,
     add_deployment,
     add_model,
     add_tracing,
+    model_folder,
+    non_negative_float,
+    port_number,
+    positive_float,
     served_names,
     tracing_of,
 )
@@ -118,7 +120,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    from tandem_engine.logs import LogFormat, configure_logging
+    from tandem_engine.base.logs import LogFormat, configure_logging
     from tandem_services.common.redis_client import RedisAddress
     from tandem_services.worker.config import WorkerConfig
     from tandem_services.worker.main import run_worker

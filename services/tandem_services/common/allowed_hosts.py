@@ -22,8 +22,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem_engine.addresses import Address, AddressError, bare_host, ip_of, is_loopback
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.addresses import Address, AddressError, bare_host, ip_of, is_loopback
+from tandem_engine.base.errors import ConfigError
 
 ANY = "*"
 RESOLVER = Path("/etc/resolv.conf")

@@ -6,14 +6,13 @@ deployment, and its scheduler loop turns.
 
 import asyncio
 
-from tandem_engine.errors import WireError
+from tandem_engine.base.errors import WireError
 from tandem_engine.ipc.async_channels import AsyncDealerChannel
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.outputs import EngineReply, Pong
 from tandem_engine.messages.requests import EngineRequest, Ping
 
 ASK_EVERY_S = 0.5
-
 Channel = AsyncDealerChannel[EngineReply, EngineRequest]
 
 

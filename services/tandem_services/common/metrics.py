@@ -25,8 +25,10 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """Buckets for durations of whole requests and of their phases."""
+
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
 """Buckets for the time between two tokens."""
+
 TRANSFER_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Buckets for moving the KV of one request: less than a millisecond where memory is shared, seconds over slow lines."""
 

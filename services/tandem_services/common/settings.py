@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
 
 PREFIX = "TANDEM_"
+
 OPENAI_API_KEY = "OPENAI_API_KEY"
 """Where clients of OpenAI's API have their key."""
 

@@ -4,14 +4,18 @@
 (`gen_ai.request.id`, `gen_ai.latency.…`), and `tandem.…` otherwise. Durations are seconds unless a name says `_ms`.
 """
 
+from tandem_engine.messages.outputs import CacheHits
+
 PROVIDER = "tandem"
 
 # Spans.
 QUEUE = "queue"
 ROUTE = "route"
 ATTEMPT = "attempt"
+
 LLM_REQUEST = "llm_request"
 """vLLM's name for the part of an engine."""
+
 PREFILL = "prefill"
 KV_SEND = "kv_send"
 KV_RECEIVE = "kv_receive"
@@ -60,6 +64,7 @@ OUTCOME = "tandem.attempt.outcome"
 RESUMED_TOKENS = "tandem.resumed_tokens"
 DECODE_WORKER = "tandem.worker.decode"
 PREFILL_WORKER = "tandem.worker.prefill"
+
 LINK = "tandem.link"
 """Of a link to the attempt before: retries, resumes or moves."""
 
@@ -78,8 +83,10 @@ HANDOFF = "tandem.handoff"
 RETRACTIONS = "tandem.retractions"
 CACHED_HOST_TOKENS = "tandem.cache.host_tokens"
 CACHED_DISK_TOKENS = "tandem.cache.disk_tokens"
+
 CACHED_FETCHED_TOKENS = "tandem.cache.fetched_tokens"
 """Of the cached tokens, those that were not simply on the device; absent for none."""
+
 TRANSFER_BYTES = "tandem.transfer.bytes"
 TRANSFER_PAGES = "tandem.transfer.pages"
 TRANSFER_REUSED = "tandem.transfer.pages_reused"
@@ -89,3 +96,15 @@ FETCH_PEER = "tandem.fetch.peer"
 FETCH_PAGES = "tandem.fetch.pages"
 FETCH_BYTES = "tandem.fetch.bytes"
 FETCH_MS = "tandem.fetch.duration_ms"
+
+
+def hit_attributes(hits: CacheHits | None) -> dict[str, int]:
+    """Of those that were not simply on the device, by place: only where there are some."""
+    if hits is None:
+        return {}
+    tokens = {
+        CACHED_HOST_TOKENS: hits.host,
+        CACHED_DISK_TOKENS: hits.disk,
+        CACHED_FETCHED_TOKENS: hits.fetched,
+    }
+    return {name: count for name, count in tokens.items() if count}

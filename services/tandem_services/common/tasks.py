@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,3 +45,9 @@ async def for_ever(
         except Exception:
             logger.exception(complaint)
         await asyncio.sleep(every_s)
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """SIGINT, SIGTERM, and SIGHUP unless it is ignored: what `nohup` starts is to outlive its terminal."""
+    hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hang_up)

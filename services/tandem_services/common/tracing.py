@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
 from tandem_services.common.errors import StartupError
 
 if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport
 
+
 PROTOCOL = "http/protobuf"
 TRACES_PATH = "/v1/traces"
+
 LAST_SPANS_S = 2.0
 """The end of a process waits so long for the collector."""
 

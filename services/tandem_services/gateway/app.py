@@ -14,48 +14,206 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem_engine.clock import Clock, MonotonicClock
-from tandem_engine.logs import quoted
+from tandem_engine.base.clock import Clock, MonotonicClock
+from tandem_engine.base.logs import quoted
+from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.errors import not_found
 from tandem_services.common.health import Health
-from tandem_services.gateway.access.authentication import Authentication
-from tandem_services.gateway.access.tenant_limits import Board as UsageBoard
-from tandem_services.gateway.answer import GenerationEndpoint, Planner
-from tandem_services.gateway.boundary import RequestBoundary, identity_of
-from tandem_services.gateway.chat import ChatPlanner
-from tandem_services.gateway.completions import CompletionPlanner
-from tandem_services.gateway.composition import Gateway, build_gateway
+from tandem_services.common.metrics import MetricFamilies, new_registry
+from tandem_services.common.tokens import OrderAccess, token_for
+from tandem_services.gateway.access.keys import KeyWatch, cache_secret, deployment_secret
+from tandem_services.gateway.access.tenants import AccessMetrics, TenantLimits
+from tandem_services.gateway.access.tenants import Board as UsageBoard
+from tandem_services.gateway.api.anthropic.answers import models_answer
+from tandem_services.gateway.api.anthropic.requests import MessagesPlanner, TokenCount
+from tandem_services.gateway.api.chat import ChatPlanner
+from tandem_services.gateway.api.completions import CompletionPlanner
+from tandem_services.gateway.api.embeddings import EmbeddingEndpoint
+from tandem_services.gateway.api.openapi.document import Traits, document_route
+from tandem_services.gateway.api.response_writer import Answering, GenerationEndpoint, Planner
+from tandem_services.gateway.api.responses.requests import ResponsesPlanner
+from tandem_services.gateway.api.sessions import SessionRoutes
+from tandem_services.gateway.api.tokenize import Tokenization
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.console.routes import Console
-from tandem_services.gateway.embeddings import EmbeddingEndpoint
-from tandem_services.gateway.messages.count_tokens import TokenCount
-from tandem_services.gateway.messages.models import models_answer
-from tandem_services.gateway.messages.planner import MessagesPlanner
-from tandem_services.gateway.model_service import Fleet
-from tandem_services.gateway.openapi.document import Traits, document_route
-from tandem_services.gateway.operations import READ, http_error, json_response, operations_routes
-from tandem_services.gateway.probe_schemas import VERSION, Load
-from tandem_services.gateway.responses.planner import ResponsesPlanner
-from tandem_services.gateway.session_routes import SessionRoutes
-from tandem_services.gateway.tokenization import Tokenization
+from tandem_services.gateway.dispatch.engine_client import LivenessTiming
+from tandem_services.gateway.http.authentication import Access, Authentication
+from tandem_services.gateway.http.middleware import RequestBoundary, identity_of
+from tandem_services.gateway.http.monitoring_routes import (
+    METRICS_PATH,
+    READ,
+    VERSION,
+    Load,
+    http_error,
+    json_response,
+    operations_routes,
+)
+from tandem_services.gateway.limits import BodyBudget
+from tandem_services.gateway.models.catalog import ModelCatalog
+from tandem_services.gateway.models.prompts import TokenizerThreads
+from tandem_services.gateway.models.service import Fleet, ModelService, Shared, build_model_service
+from tandem_services.gateway.observe.explain import RequestJournal
+from tandem_services.gateway.observe.metrics import PREFIX, HttpMetrics
+from tandem_services.gateway.observe.tracing import Traces, pass_on
 
 if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gateway:
+    """The parts of a gateway that routes use."""
+
+    registry: CollectorRegistry
+    metrics: HttpMetrics
+    models: ModelCatalog
+    shared: Shared
+    """What its model services are lent."""
+    tokenizing: TokenizerThreads
+    answering: Answering
+    bodies: BodyBudget
+    """Of all its ports."""
+    access: Access | None
+    """None: everybody may do everything."""
+    order_access: OrderAccess
+    """What orders on the administrators' port need."""
+    hosts: AllowedHosts
+    """That requests may be for, on either port."""
+    health: Health
+    clock: Clock
+    traces: Traces
+    strict_fields: bool
+    """Requests with fields that nobody knows are refused."""
+
+    def build_service(self, fleet: Fleet) -> ModelService:
+        """One more model service, of `fleet`. Whoever makes it known to `models` starts it before."""
+        return build_model_service(fleet if self.access is not None else _unshared(fleet), self.shared)
+
+    def background(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """What runs as long as the gateway serves beside its model services, by name."""
+        if self.access is None:
+            return {}
+        return {"api keys": self.access.keys.run(), "leases of requests": self.access.limits.run()}
+
+    async def close(self) -> None:
+        """Stop what the gateway itself started. Running requests have ended."""
+        for service in self.models:
+            await service.close()
+        if self.access is not None:
+            await self.access.limits.close()
+        self.tokenizing.close()
+
+
+def build_gateway(
+    config: GatewayConfig,
+    fleets: Sequence[Fleet],
+    *,
+    clock: Clock,
+    health: Health,
+    usage: UsageBoard | None = None,
+    spans: "SpanExport | None" = None,
+) -> Gateway:
+    """Compose the parts. The caller owns what it passes, and closes it after the gateway. `spans`: where traces go.
+
+    `fleets` are those of `config.models`; `usage` is what all gateways share of it, None where this one is alone.
+
+    Raises `ConfigError` for a key file that is no good.
+    """
+    registry = new_registry()
+    families = MetricFamilies(registry)
+    tokenizing = TokenizerThreads(long_threads=config.tokenizer_threads)
+    shared = Shared(
+        clock=clock,
+        families=families,
+        tokenizing=tokenizing,
+        timing=LivenessTiming(ping_interval_s=config.ping_interval_s, unanswered_pings=config.unanswered_pings),
+        turn_s=config.request_timeout_s,
+    )
+    known = fleets if config.api_keys is not None else [_unshared(fleet) for fleet in fleets]
+    models = ModelCatalog([build_model_service(fleet, shared) for fleet in known])
+    bodies = BodyBudget(most=config.bodies_bytes, most_per_client=config.bodies_bytes_per_client)
+    metrics = HttpMetrics(families)
+    metrics.watch_bodies(lambda: bodies.held)
+    first = fleets[0]
+    listening = (config.host,) if config.admin_port is None else (config.host, config.admin_host)
+    hosts = AllowedHosts.of(config.allowed_hosts, listening=listening)
+    secret = deployment_secret(first.context.keys, first.config.cluster)
+    health.add_check("workers", lambda: _missing_workers(models))
+    return Gateway(
+        registry=registry,
+        metrics=metrics,
+        models=models,
+        shared=shared,
+        tokenizing=tokenizing,
+        answering=Answering(
+            journal=RequestJournal(config.explain_records), clock=clock, timeout_s=config.request_timeout_s
+        ),
+        bodies=bodies,
+        access=_access(config, registry, usage, secret, clock),
+        order_access=OrderAccess(token=token_for(first.context.keys), hosts=hosts),
+        hosts=hosts,
+        health=health,
+        clock=clock,
+        traces=_traces(models, registry, spans, clock),
+        strict_fields=config.strict_fields,
+    )
+
+
+def _unshared(fleet: Fleet) -> Fleet:
+    """Without keys there is one tenant, and nothing to share out."""
+    return replace(fleet, fairness=None)
+
+
+def _traces(models: ModelCatalog, registry: CollectorRegistry, spans: "SpanExport | None", clock: Clock) -> Traces:
+    if spans is None:
+        return pass_on
+    from tandem_services.common.span_export import SpanMetrics
+    from tandem_services.gateway.observe.spans import GatewayTraces
+
+    registry.register(SpanMetrics(PREFIX, spans.counts))
+    return GatewayTraces(tracer=spans.tracer, clock=clock, policies_of=models.policies_of)
+
+
+def _missing_workers(models: ModelCatalog) -> str | None:
+    """A gateway is of use as long as one of its models is served, or would be as soon as somebody asks."""
+    of_use = any(service.model.context_length or service.model.from_zero for service in models)
+    return None if of_use else "no worker is registered"
+
+
+def _access(
+    config: GatewayConfig, registry: CollectorRegistry, board: UsageBoard | None, secret: bytes, clock: Clock
+) -> Access | None:
+    if config.api_keys is None:
+        return None
+    metrics = AccessMetrics(registry)
+    keys = KeyWatch(path=config.api_keys, metrics=metrics)
+    keys.start()
+    return Access(
+        keys=keys,
+        limits=TenantLimits(clock=clock, metrics=metrics, board=board),
+        metrics=metrics,
+        cache_secret=cache_secret(secret),
+        admin_paths=(METRICS_PATH,),
+    )
+
+
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MessagesPlanner.endpoint)
 TOKENIZER_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
 _OTHER_PATHS = (EmbeddingEndpoint.path, TokenCount.path, "/v1/models", "/v1/sessions")
+
 LABELLED_PATHS = frozenset({*GENERATION_PATHS, *TOKENIZER_PATHS, *_OTHER_PATHS})
 """Paths that are metric labels; every other one counts as "other"."""
 

@@ -5,12 +5,12 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem_engine.addresses import LOOPBACK, is_loopback
-from tandem_engine.logs import LogFormat
+from tandem_engine.base.addresses import LOOPBACK, is_loopback
+from tandem_engine.base.logs import LogFormat
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.tracing import TracingConfig
 from tandem_services.gateway.limits import BODIES_BYTES, BODIES_BYTES_PER_CLIENT
-from tandem_services.router.policies.by_role import PolicyNames
+from tandem_services.router.policies import PolicyNames
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

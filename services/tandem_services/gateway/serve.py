@@ -20,8 +20,9 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,39 +31,153 @@ import uvloop
 from fastapi import FastAPI
 from starlette.applications import Starlette
 
-from tandem_engine.addresses import Address, is_loopback, is_wildcard
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.addresses import Address, is_loopback, is_wildcard
+from tandem_engine.base.clock import MonotonicClock
+from tandem_engine.base.logs import configure_logging
+from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
-from tandem_engine.logs import configure_logging
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
-from tandem_services.common.listening import listen
-from tandem_services.common.order_token import TokenFile
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.common.signals import ending_signals
+from tandem_services.common.sockets import listen
+from tandem_services.common.tasks import ending_signals
+from tandem_services.common.tokens import TokenFile
 from tandem_services.common.tracing import open_spans, require_opentelemetry
 from tandem_services.gateway.admin import create_admin_app
-from tandem_services.gateway.app import api_app
-from tandem_services.gateway.closing import Closing
-from tandem_services.gateway.composition import Gateway, build_gateway
+from tandem_services.gateway.app import Gateway, api_app, build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
-from tandem_services.gateway.connection import GatewayConnection
-from tandem_services.gateway.console.composition import console_of
-from tandem_services.gateway.console.routes import Console
-from tandem_services.gateway.live_models import LiveModels
-from tandem_services.gateway.models_watch import ModelsFileMetrics, ModelsWatch
-from tandem_services.gateway.routed_fleet import OpenFleets, RoutedFleet, key_pair_of
-from tandem_services.router.router import Router
+from tandem_services.gateway.console.fleet_document import (
+    GatewayFigures,
+    ViewedFleet,
+    fleet_document,
+    latest_requests,
+    traffic,
+)
+from tandem_services.gateway.console.routes import Console, SharedDocument
+from tandem_services.gateway.http.connection import GatewayConnection
+from tandem_services.gateway.http.middleware import Closing
+from tandem_services.gateway.models.catalog import LiveModels
+from tandem_services.gateway.models.file import ModelsFileMetrics, ModelsWatch
+from tandem_services.gateway.models.service import Fleet
+from tandem_services.router.deployment import Deployment
+from tandem_services.router.router import Router, RouterConfig
 
 if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport
 
+
+def console_of(gateway: Gateway, fleets: Callable[[], Sequence[ViewedFleet]]) -> Console:
+    """`fleets`: those of its models now, at least one."""
+    journal = gateway.answering.journal
+    figures = GatewayFigures(
+        health=gateway.health,
+        running=lambda: journal.running,
+        waiting=lambda: sum(len(service.dispatcher.placing.admission.binding.queue) for service in gateway.models),
+        traffic=lambda: traffic(journal),
+    )
+    return Console(
+        fleet=SharedDocument(build=lambda: fleet_document(fleets(), figures), clock=gateway.clock),
+        requests=SharedDocument(build=lambda: latest_requests(journal), clock=gateway.clock),
+        journal=journal,
+    )
+
+
+LATER_START_S = 5.0
+"""A fleet that is opened while others are served waits for its Redis no longer than this; it is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedFleet:
+    """One of them."""
+
+    router: Router
+    parts: Fleet
+
+    @staticmethod
+    def of(
+        config: ModelConfig, tokenizer: TextTokenizer, keys: KeyPair | None, *, start_timeout_s: float = 30.0
+    ) -> "RoutedFleet":
+        router = Router(
+            RouterConfig(
+                redis=config.redis,
+                cluster=config.cluster,
+                deployment=Deployment.of(keys),
+                local_prefill_tokens=config.local_prefill_tokens,
+                policies=config.policies,
+                exploration=config.exploration,
+                told_per_second=config.explain_candidates,
+                start_timeout_s=start_timeout_s,
+            )
+        )
+        parts = Fleet(
+            config=config,
+            chooser=router,
+            sessions=router.sessions,
+            context=IpcContext(keys),
+            tokenizer=tokenizer,
+            quarantine=router.quarantine,
+            fairness=router.fairness,
+        )
+        return RoutedFleet(router, parts)
+
+    @property
+    def view(self) -> ViewedFleet:
+        """For people."""
+        return ViewedFleet(self.parts.config.cluster, self.router.fleet)
+
+    async def close(self) -> None:
+        await self.router.stop()
+        self.parts.context.close()
+
+
+@dataclass(slots=True)
+class OpenFleets:
+    """All that are open. Who makes one closes it at the end, with `close_all`, or before."""
+
+    _open: list[RoutedFleet] = field(default_factory=list)
+
+    def add(
+        self,
+        models: Sequence[ModelConfig],
+        tokenizers: Mapping[Path, TextTokenizer],
+        keys: Mapping[str, KeyPair | None],
+    ) -> list[RoutedFleet]:
+        """Those of `models`, not started yet."""
+        fleets = [RoutedFleet.of(model, tokenizers[model.path], keys[model.name]) for model in models]
+        self._open += fleets
+        return fleets
+
+    async def open(self, model: ModelConfig) -> RoutedFleet:
+        """One more, started. Raises `ConfigError`, `CheckpointError` and `RedisUnavailableError`."""
+        tokenizer = await asyncio.to_thread(TextTokenizer.load, model.path)
+        fleet = RoutedFleet.of(model, tokenizer, key_pair_of(model), start_timeout_s=LATER_START_S)
+        try:
+            await fleet.router.start()
+        except RedisUnavailableError:
+            await fleet.close()
+            raise
+        self._open.append(fleet)
+        return fleet
+
+    async def close(self, fleet: RoutedFleet) -> None:
+        self._open.remove(fleet)
+        await fleet.close()
+
+    async def close_all(self) -> None:
+        while self._open:
+            await self._open.pop().close()
+
+
+def key_pair_of(model: ModelConfig) -> KeyPair | None:
+    """Raises `ConfigError`."""
+    return None if model.curve_keys is None else KeyPair.load(model.curve_keys)
+
+
 __all__ = ["GatewayConfig", "ModelConfig", "listen", "serve"]
-
 logger = logging.getLogger(__name__)
-
 SERVICE = "tandem-gateway"
+
 LAST_WORDS_S = 2.0
 """For the last events of what is ended: a client that does not read them by then is cut off."""
 

@@ -19,9 +19,13 @@ again, and to compute a prompt remotely or locally, is one question: which sum i
 what a step takes whatever it computes is paid wherever the prompt is computed.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import TypeVar
 
 from tandem_engine.config import Role
+from tandem_services.router.decision import WorkerView
 
 ASSUMED_PREFILL_RATE = 2_000.0
 """Tokens per second of a worker that has published no rate: a slow one, so that it is tried but not flooded."""
@@ -168,3 +172,60 @@ def decode_load_s(load: Load) -> float:
 def decode_room_s(load: Load, demand: Demand) -> float:
     full = load.sequences >= load.max_sequences or room_needed(demand) > load.room_tokens
     return NO_ROOM_S if full else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PricedFetch:
+    """A cached prefix that another worker would send before this one computes."""
+
+    source: WorkerView
+    tokens: int
+    """Of the prompt, that the source has cached."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One worker that may serve."""
+
+    view: WorkerView
+    load: Load
+    matched: int
+    """Prompt tokens in its prefix cache, in device or host memory."""
+    in_host: int = 0
+    """Of them, those in host memory alone."""
+    in_flight: int = 0
+    """Of `matched`, those that a prompt in flight will leave there. They are not computed again, and not fetched."""
+    links: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per second of its writes by the receiver's incarnation; 0 for a broken link."""
+    fetch: PricedFetch | None = None
+    """What it had better fetch if it computes the prompt."""
+
+    @property
+    def held(self) -> int:
+        """Prompt tokens in its prefix cache now."""
+        return self.matched - self.in_flight
+
+    @property
+    def known(self) -> int:
+        """Prompt tokens that it need not compute."""
+        return self.matched if self.fetch is None else self.fetch.tokens
+
+    @property
+    def fetched(self) -> int:
+        """Of them, those that come from another worker."""
+        return self.known - self.matched
+
+
+PAIR_ENDS = 4
+"""Prefill workers and decode workers of which every pair is priced, and workers that a prefix may be fetched from."""
+
+T = TypeVar("T")
+
+
+def shortlist(entries: Sequence[T], costs: Sequence[float], random: Random) -> Sequence[T]:
+    """The `PAIR_ENDS` cheapest; which of equals is left to chance."""
+    if len(entries) <= PAIR_ENDS:
+        return entries
+    order = sorted(range(len(entries)), key=lambda index: (costs[index], random.random()))
+    return [entries[index] for index in order[:PAIR_ENDS]]

@@ -23,8 +23,10 @@ from tandem_engine.ipc.keys import KeyPair
 
 PROOF_BYTES = 16
 NAMESPACE_BYTES = 8
+
 PROOF_FIELD = "proof"
 """Of a row."""
+
 UNSIGNED_FIELDS = frozenset({PROOF_FIELD, "number"})
 """`number` is written by the script."""
 

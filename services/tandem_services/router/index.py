@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem_services.router.choice import (
+from tandem_services.router.cost import Demand
+from tandem_services.router.decision import (
     TOLD_OPTIONS,
     Claim,
     PricedOption,
@@ -21,10 +22,9 @@ from tandem_services.router.choice import (
     Reservation,
     ScoreTerm,
 )
-from tandem_services.router.cost import Demand
+from tandem_services.router.in_flight import named_blocks
 from tandem_services.router.keys import DIGEST_BYTES, Keys
-from tandem_services.router.library import FunctionLibrary
-from tandem_services.router.named_blocks import named_blocks
+from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import model_digest
 
 

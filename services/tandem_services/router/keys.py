@@ -33,8 +33,8 @@ routing decision costs a look or a few per worker (scripts/settle.lua).
 Commands used, for the ACL. Inside functions: TIME TYPE EXISTS STRLEN HLEN HEXISTS HGET HSET HDEL HGETALL
 HRANDFIELD ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients:
 FCALL, PING, for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME TYPE ZADD ZRANGE ZREM
-ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.library`). For
-instance:
+ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.redis_functions`).
+For instance:
 
     ACL SETUSER tandem on >secret resetkeys ~tandem:{default}:* -@all +fcall +ping +function|load +time +type
         +exists +strlen +hlen +hexists +hget +hset +hdel +hgetall +hrandfield +zadd +zscore +zremrangebyscore
@@ -45,7 +45,7 @@ instance:
 import re
 from dataclasses import dataclass
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
 
 HEARTBEAT_S = 1.0
 """How often a worker reports and a gateway refreshes its view."""

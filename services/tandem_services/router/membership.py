@@ -1,7 +1,7 @@
 """A gateway's view of the fleet: who can be proved to be a member, as Redis names them and as they answer themselves.
 
 Redis is a hint. It tells where workers are and how they are doing; whether one is a member its own answers prove
-(`member_proofs`).
+(`decision`).
 
 1. Each heartbeat a snapshot from Redis brings rows. Only signed ones get here. A worker is offered once it has
    answered.
@@ -13,24 +13,78 @@ Redis is a hint. It tells where workers are and how they are doing; whether one 
 5. `mark_dead`: the gateway lost the connection. The worker is left out until `mark_alive`, because it has answered
    since, until it is gone from the registry, or until it has been there for another `FORGIVE_S`.
 6. `note_refusal`: the worker answers, and sends requests away. It has that state until a view knows more (`refusals`).
+
+Workers that have sent a request away, because they drain or are paused, and what the last view did not know of it.
+
+Redis knows within milliseconds, for such a worker tells it at once. A gateway's own view is a heartbeat old, and while
+it decides, every request until the next heartbeat would find out for itself.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from tandem_engine.clock import Clock
-from tandem_services.router.choice import WorkerView
+from tandem_engine.base.clock import Clock
+from tandem_services.router.decision import MemberProofs, WorkerView
 from tandem_services.router.deployment import supersedes
-from tandem_services.router.fleet import FleetMember
 from tandem_services.router.keys import LEASE_MS, worker_id_of
-from tandem_services.router.member_proofs import MemberProofs
-from tandem_services.router.refusals import Refusals
 from tandem_services.router.registry import FleetSnapshot, WorkerRecord, WorkerState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetMember:
+    record: WorkerRecord
+    suspect: bool
+    """This gateway has lost its connection to it and does not choose it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetView:
+    """What routing goes by now."""
+
+    members: tuple[FleetMember, ...]
+    age_s: float
+    """Since Redis last told who there is; longer than a few heartbeats: Redis is away, and the last view decides."""
+
+
+TOLD_S = 0.25
+"""A view that was asked for sooner after a refusal may be from before the worker told Redis."""
+
+ASK_AGAIN_S = 2.0
+"""While Redis is away there is no view, and only the worker can say that it takes requests again: then it is asked."""
+
+
+class _Refusal(NamedTuple):
+    state: WorkerState
+    at: float
+
+
+@dataclass(slots=True)
+class Refusals:
+    """One router's."""
+
+    clock: Clock
+    _latest: dict[str, _Refusal] = field(default_factory=dict)
+
+    def note(self, incarnation: str, state: WorkerState) -> None:
+        """`state`: why it refused."""
+        self._latest[incarnation] = _Refusal(state, self.clock.now())
+
+    def state(self, incarnation: str) -> WorkerState | None:
+        """What is known of it beyond the view; None: nothing."""
+        refusal = self._latest.get(incarnation)
+        if refusal is None or self.clock.now() - refusal.at > ASK_AGAIN_S:
+            return None
+        return refusal.state
+
+    def settle(self, *, asked_at: float) -> None:
+        """A view that was asked for at `asked_at` is here: it knows of what was refused well before."""
+        self._latest = {who: each for who, each in self._latest.items() if each.at + TOLD_S > asked_at}
+
 
 FORGIVE_S = 10.0
 """As long as it takes until a silent incarnation is fenced for good (`keys.FENCE_AFTER_MS`)."""
-
 
 PROOF_WAIT_S = 0.25
 """How long a request waits for the first answer of a worker that has just registered."""

@@ -9,6 +9,14 @@
 
 What is read back is untrusted: a record, a claim or a verdict that no process of the deployment has signed, or that
 does not make sense, is counted and left out.
+
+What a worker tells about itself for people to see. Nothing of it takes part in routing.
+
+    1. The worker writes the figures into its readable hash with every heartbeat.
+    2. A gateway's view of the fleet keeps them as the text that came.
+    3. They are parsed when somebody looks: a fleet that nobody watches costs nothing.
+
+What is read back is untrusted: figures that make no sense are no figures, and the worker is still a worker.
 """
 
 import re
@@ -23,16 +31,69 @@ from typing import Annotated
 
 import msgspec
 
-from tandem_engine.addresses import Address
+from tandem_engine.base.addresses import Address
 from tandem_engine.config import Role
 from tandem_engine.messages.control import MAX_LINKS
-from tandem_engine.messages.engine_stats import LinkReport
-from tandem_services.router.choice import WorkerView
+from tandem_engine.messages.stats import LinkReport
 from tandem_services.router.cost import ASSUMED_TRANSFER_RATE, Load, token_s
+from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import PROOF_FIELD, Deployment
-from tandem_services.router.figures import kept_figures
 from tandem_services.router.keys import Keys, worker_id_of
-from tandem_services.router.library import FunctionLibrary
+from tandem_services.router.redis_functions import FunctionLibrary
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""No further than a browser can count."""
+
+Rate = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
+Label = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one worker. Totals count since its start. 0 where its release tells nothing."""
+
+    running: Count = 0
+    waiting: Count = 0
+    transferring: Count = 0
+    inflight: Count = 0
+    total_pages: Count = 0
+    """Of the KV pool: used by requests, held by the prefix cache alone (evictable), quarantined, or free."""
+    free_pages: Count = 0
+    evictable_pages: Count = 0
+    quarantined_pages: Count = 0
+    host_pages: Count = 0
+    host_pages_used: Count = 0
+    stored_blocks: Count = 0
+    prompt_tokens_total: Count = 0
+    cached_tokens_total: Count = 0
+    """Of the prompt tokens, from whichever tier; the next two are parts of it."""
+    host_cached_tokens_total: Count = 0
+    disk_cached_tokens_total: Count = 0
+    output_tokens_total: Count = 0
+    output_tokens_per_s: Rate = 0.0
+    transfers_total: Count = 0
+    transfer_failures_total: Count = 0
+    transfer_bytes_total: Count = 0
+    fetched_total: Count = 0
+    """Prefixes brought from other workers."""
+    transport: Label = ""
+    dtype: Label = ""
+
+
+FIGURES = frozenset(field.name for field in msgspec.structs.fields(Figures))
+
+
+def kept_figures(fields: Mapping[str, str]) -> dict[str, str | int | float]:
+    """The figures of a worker's hash, as they came."""
+    return {name: fields[name] for name in FIGURES & fields.keys()}
+
+
+def read_figures(details: Mapping[str, str | int | float]) -> Figures | None:
+    """None for what makes no sense."""
+    try:
+        return msgspec.convert(dict(details), Figures, strict=False)
+    except msgspec.ValidationError:
+        return None
+
 
 ROW = struct.Struct("<BBII8s16s7d")
 """The routing row after its Redis times; its fields are documented in scripts/fleet_row.lua."""
@@ -46,7 +107,6 @@ MOST = 1e18
 """No rate, time or number of tokens that is measured comes near it."""
 
 _ROLE_BITS = {Role.PREFILL: 1, Role.DECODE: 2, Role.BOTH: 3}
-
 _Links = Annotated[tuple[LinkReport, ...], msgspec.Meta(max_length=MAX_LINKS)]
 
 

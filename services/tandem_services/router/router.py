@@ -7,24 +7,34 @@
    because of Redis, and none waits for it longer than the routing deadline. Where Redis does not name some of the
    members, the view decides for their share of the requests.
 4. `release` when an attempt has ended, however it ended.
+
+Which decisions tell what they chose from: all, as long as there are not many.
+
+It takes Redis, router and journal some microseconds and bytes, which nobody notices at a hundred decisions a second and
+somebody may at five thousand. Those of a busy second are a sample: its first ones.
 """
 
 import asyncio
 import logging
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from random import Random
 
-from tandem_engine.clock import Clock, MonotonicClock
+from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import (
     BACKGROUND_TIMEOUT_S,
+    ROUTING_TIMEOUT_S,
+    RedisAddress,
     RedisClient,
     RedisUnavailableError,
 )
 from tandem_services.common.tasks import for_ever
-from tandem_services.router.choice import (
+from tandem_services.router.cost import Demand, room_needed
+from tandem_services.router.decision import (
     Choice,
     Claim,
+    MemberProofs,
     NoWorkersError,
     Placement,
     Reservation,
@@ -32,32 +42,112 @@ from tandem_services.router.choice import (
     Source,
     WorkerView,
 )
-from tandem_services.router.config import RouterConfig, RouterCounters
-from tandem_services.router.cost import Demand, room_needed
-from tandem_services.router.exclusions import Exclusions
-from tandem_services.router.fair_board import FairBoard
-from tandem_services.router.fleet import FleetView
-from tandem_services.router.held_choices import HeldChoices
+from tandem_services.router.deployment import Deployment
 from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import HEARTBEAT_S, Keys
-from tandem_services.router.library import FunctionLibrary, LibrarySource, library_source
-from tandem_services.router.local import LocalRouting, OwnLoad
-from tandem_services.router.local_choices import LocalChoices
-from tandem_services.router.member_proofs import MemberProofs
-from tandem_services.router.membership import PROOF_WAIT_S, Membership
-from tandem_services.router.newcomers import Newcomers
-from tandem_services.router.policies.by_role import PoliciesByRole
-from tandem_services.router.prompt_chain import LastChain
-from tandem_services.router.quarantine_board import QuarantineBoard
+from tandem_services.router.membership import PROOF_WAIT_S, FleetView, Membership
+from tandem_services.router.policies import Newcomers, PoliciesByRole, PolicyNames
+from tandem_services.router.redis_functions import FunctionLibrary, LibrarySource, library_source
 from tandem_services.router.registry import Registry, WorkerState
 from tandem_services.router.scoring import has_to_wait
-from tandem_services.router.session_bindings import SessionBindings
-from tandem_services.router.shared_choices import SharedChoices
-from tandem_services.router.telling import TellingBudget
-from tandem_services.router.ticketed_choices import TicketedChoices
+from tandem_services.router.selection import (
+    HeldChoices,
+    LastChain,
+    LocalChoices,
+    LocalRouting,
+    OwnLoad,
+    SharedChoices,
+    TicketedChoices,
+)
+from tandem_services.router.shared_state import FairBoard, QuarantineBoard, SessionBindings, UsageBoard
 from tandem_services.router.tickets import TicketBoard
-from tandem_services.router.usage_board import UsageBoard
+
+LOCAL_PREFILL_TOKENS = 2048
+"""A longer prompt would keep a decode worker from decoding for too long, whatever the prediction."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    """Of one fleet."""
+
+    redis: RedisAddress
+    cluster: str = "default"
+    deployment: Deployment = field(default_factory=Deployment)
+    """Whose rows count, and whose namespace it is."""
+    local_prefill_tokens: int = LOCAL_PREFILL_TOKENS
+    """A decode worker computes a prompt alone where that is predicted to be faster and it lacks no more tokens than
+    this; 0: only when no prefill worker can."""
+    policies: PolicyNames = field(default_factory=PolicyNames)
+    """Who is left for the price to choose among, by role."""
+    exploration: float = 0.0
+    """Share of requests that go to workers at random, so that what is never chosen stays known."""
+    told_per_second: int = 0
+    """Most decisions of a second that tell what they chose from (`Choice.priced`)."""
+    routing_timeout_s: float = ROUTING_TIMEOUT_S
+    start_timeout_s: float = 30.0
+    """How long `start` waits for Redis."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RouterCounters:
+    """Since start, for the metrics endpoint."""
+
+    redis: int = 0
+    local: int = 0
+    none: int = 0
+    placements: Counter[Placement] = field(default_factory=Counter)
+    rubbish: int = 0
+    """Values in Redis that made no sense [redis-values-untrusted]."""
+    refresh_failures: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exclusions:
+    """One per router."""
+
+    membership: Membership
+    policies: PoliciesByRole
+
+    def narrowed(self, query: RouteQuery) -> RouteQuery:
+        """`query`, which excludes all of them."""
+        query = replace(query, exclude=query.exclude | self.membership.unusable | self._strangers(query))
+        return replace(query, exclude=query.exclude | self._passed_over(query))
+
+    def _strangers(self, query: RouteQuery) -> frozenset[str]:
+        """Workers that cannot continue what others have begun."""
+        if query.compat_hash is None:
+            return frozenset()
+        workers = self.membership.workers()
+        return frozenset(each.incarnation for each in workers if each.compat_hash != query.compat_hash)
+
+    def _passed_over(self, query: RouteQuery) -> frozenset[str]:
+        if not self.policies.narrows:
+            return frozenset()
+        records = self.membership.candidates(query.model, prompt_tokens=len(query.token_ids), exclude=query.exclude)
+        return self.policies.passed_over((record.view for record in records), query)
+
+
+@dataclass(kw_only=True, slots=True)
+class TellingBudget:
+    """One per router."""
+
+    clock: Clock
+    per_second: int
+    """0: none tells."""
+    _second: int = -1
+    _spent: int = 0
+
+    def spend(self) -> bool:
+        """Whether this decision tells."""
+        second = int(self.clock.now())
+        if second != self._second:
+            self._second, self._spent = second, 0
+        if self._spent >= self.per_second:
+            return False
+        self._spent += 1
+        return True
+
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,11 @@
     void      not redeemed in time, or for another prompt: the gateway chooses as if there had been none
 
 A ticket names incarnations, never addresses: who redeems it finds them in its own view of the fleet.
+
+The ticket that came with a request: workers that a stand-alone router has chosen for it, and reserved.
+
+It is for the first attempt at the request's one prompt. Whoever asks first gets its id; what is no id, expired, or was
+issued for another prompt changes nothing: the gateway then chooses by itself (`Router.redeem`).
 """
 
 import re
@@ -18,9 +23,8 @@ from typing import Annotated
 
 import msgspec
 
-from tandem_services.common.redis_client import RedisClient
-from tandem_services.common.redis_replies import decoded
-from tandem_services.router.choice import (
+from tandem_services.common.redis_client import RedisClient, decoded
+from tandem_services.router.decision import (
     Choice,
     Claim,
     Placement,
@@ -35,7 +39,6 @@ from tandem_services.router.keys import RESERVATION_MS, Keys
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**32)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
-
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -161,3 +164,20 @@ class TicketBoard:
 def _prompt_digest(query: RouteQuery) -> bytes:
     head = f"{query.model}\0{query.cache_salt}\0".encode("utf-8", "surrogatepass")
     return blake2b(head + array("q", query.token_ids).tobytes(), digest_size=16).digest()
+
+
+TICKET_HEADER = "x-tandem-reservation"
+
+
+class RouteTicket:
+    """One request's, from its head to its first attempt."""
+
+    __slots__ = ("_id",)
+
+    def __init__(self, header: str | None = None) -> None:
+        self._id = header if header is not None and is_ticket_id(header) else None
+
+    def take(self) -> str | None:
+        """The id, once."""
+        ticket_id, self._id = self._id, None
+        return ticket_id

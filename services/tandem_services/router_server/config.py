@@ -4,10 +4,10 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem_engine.addresses import LOOPBACK
-from tandem_engine.logs import LogFormat
+from tandem_engine.base.addresses import LOOPBACK
+from tandem_engine.base.logs import LogFormat
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.policies.by_role import PolicyNames
+from tandem_services.router.policies import PolicyNames
 
 
 @dataclass(frozen=True, slots=True)

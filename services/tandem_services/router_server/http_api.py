@@ -25,21 +25,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem_engine.clock import Clock
-from tandem_engine.logs import quoted
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.logs import quoted
 from tandem_services.common.allowed_hosts import AllowedHosts
-from tandem_services.common.bearer_token import BearerToken
 from tandem_services.common.errors import ApiError, bad_request, not_found
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import CONTENT_TYPE, render
-from tandem_services.gateway.boundary import RequestBoundary
-from tandem_services.gateway.operations import READ, http_error, json_response
-from tandem_services.gateway.request_body import BodyDecoder, decode_body, read_body
-from tandem_services.router.choice import RouteQuery
-from tandem_services.router_server.desk import RoutingDesk
-from tandem_services.router_server.metrics import RouterMetrics
-from tandem_services.router_server.places import Places
+from tandem_services.common.tokens import BearerToken
+from tandem_services.gateway.http.body import BodyDecoder, decode_body, read_body
+from tandem_services.gateway.http.middleware import RequestBoundary
+from tandem_services.gateway.http.monitoring_routes import READ, http_error, json_response
+from tandem_services.router.decision import RouteQuery
 from tandem_services.router_server.request_reading import RequestReading
+from tandem_services.router_server.routing_service import Places, RouterMetrics, RoutingDesk
 from tandem_services.router_server.schemas import (
     ChoiceList,
     ChoiceRecord,
@@ -52,8 +50,10 @@ from tandem_services.router_server.schemas import (
 
 LABELLED_PATHS = frozenset({"/v1/choose", "/v1/release", "/v1/workers", "/v1/choices", "/metrics"})
 PROBES = frozenset({"/live", "/ready", "/health"})
+
 Background = Callable[[], dict[str, Coroutine[Any, Any, None]]]
 """Makes what runs as long as the application does, by name."""
+
 DEFAULT_LISTED = 20
 MAX_LISTED = 200
 

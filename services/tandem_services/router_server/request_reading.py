@@ -8,22 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tandem_engine.errors import InvalidRequestError
-from tandem_engine.logs import quoted
+from tandem_engine.base.errors import InvalidRequestError
+from tandem_engine.base.logs import quoted
 from tandem_services.common.errors import bad_request, not_found
 from tandem_services.gateway.access.caller import Caller
-from tandem_services.gateway.answer import Planner
-from tandem_services.gateway.chat import ChatPlanner
-from tandem_services.gateway.chat_messages import template_messages
-from tandem_services.gateway.completions import CompletionPlanner
+from tandem_services.gateway.api.anthropic.requests import MessagesPlanner
+from tandem_services.gateway.api.chat import ChatPlanner, template_messages
+from tandem_services.gateway.api.completions import CompletionPlanner
+from tandem_services.gateway.api.response_writer import Planner
+from tandem_services.gateway.api.responses.requests import ResponsesPlanner
+from tandem_services.gateway.dispatch.plan import GenerationPlan
+from tandem_services.gateway.dispatch.sessions import SessionDesk
+from tandem_services.gateway.http.body import decode_body
 from tandem_services.gateway.limits import check_context, check_token_ids
-from tandem_services.gateway.messages.planner import MessagesPlanner
-from tandem_services.gateway.models import ServedModel
-from tandem_services.gateway.plan import GenerationPlan
-from tandem_services.gateway.prompts import PromptEncoder
-from tandem_services.gateway.request_body import decode_body
-from tandem_services.gateway.responses.planner import ResponsesPlanner
-from tandem_services.gateway.session_turns import SessionDesk
+from tandem_services.gateway.models.model import ServedModel
+from tandem_services.gateway.models.prompts import PromptEncoder
 from tandem_services.router_server.schemas import ChooseAsk
 
 

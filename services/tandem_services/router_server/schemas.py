@@ -1,11 +1,12 @@
-"""What the router's own API takes and gives, as JSON; `grpc_messages` says the same in protobuf."""
+"""What the router's own API takes and gives, as JSON; `grpc_server` says the same in protobuf."""
 
 from typing import Annotated
 
 import msgspec
 
-from tandem_engine.logs import quoted
+from tandem_engine.base.logs import quoted
 from tandem_services.common.errors import bad_request
+from tandem_services.gateway.api.openai_schemas import ChatMessage
 from tandem_services.gateway.limits import (
     MAX_OUTPUT_TOKENS,
     MAX_REQUEST_ID_CHARACTERS,
@@ -13,15 +14,14 @@ from tandem_services.gateway.limits import (
     check_cache_salt,
     check_priority,
 )
-from tandem_services.gateway.openai_schemas import ChatMessage
-from tandem_services.router.choice import PlannedFetch, ScoreTerm, WorkerView
+from tandem_services.router.decision import PlannedFetch, ScoreTerm, WorkerView
 
 MAX_TOKEN_IDS = 1 << 21
 """Of one prompt: beyond any context."""
+
 MAX_EXCLUDED = 256
 MAX_NAME_CHARACTERS = 512
 DEFAULT_MAX_TOKENS = 256
-
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 

@@ -17,41 +17,34 @@ import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
-from tandem_engine.clock import Clock, MonotonicClock
+from tandem_engine.base.clock import Clock, MonotonicClock
+from tandem_engine.base.logs import configure_logging
 from tandem_engine.ipc.keys import KeyPair
-from tandem_engine.logs import configure_logging
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.allowed_hosts import AllowedHosts
-from tandem_services.common.bearer_token import BearerToken
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import new_registry
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.gateway.access.access_metrics import AccessMetrics
-from tandem_services.gateway.access.deployment_secret import cache_secret, deployment_secret
-from tandem_services.gateway.access.key_watch import KeyWatch
-from tandem_services.gateway.connection import GatewayConnection
-from tandem_services.gateway.models import ServedModel
-from tandem_services.gateway.output_dialect import OutputDialect
-from tandem_services.gateway.prompts import PromptEncoder
-from tandem_services.gateway.serve import LAST_WORDS_S, GatewayServer, listen
-from tandem_services.gateway.session_turns import SessionDesk, SessionDirectory
-from tandem_services.gateway.tokenizer_threads import TokenizerThreads
-from tandem_services.router.config import RouterConfig
+from tandem_services.common.sockets import listen
+from tandem_services.common.tokens import BearerToken
+from tandem_services.gateway.access.keys import KeyWatch, cache_secret, deployment_secret
+from tandem_services.gateway.access.tenants import AccessMetrics
+from tandem_services.gateway.dispatch.sessions import SessionDesk, SessionDirectory
+from tandem_services.gateway.http.connection import GatewayConnection
+from tandem_services.gateway.models.model import ServedModel
+from tandem_services.gateway.models.prompts import PromptEncoder, TokenizerThreads
+from tandem_services.gateway.output.reader import OutputDialect
+from tandem_services.gateway.serve import LAST_WORDS_S, GatewayServer
 from tandem_services.router.deployment import Deployment
-from tandem_services.router.router import Router
+from tandem_services.router.router import Router, RouterConfig
 from tandem_services.router_server.config import RouterServerConfig, TokenizedModel
-from tandem_services.router_server.desk import Chooser, RoutingDesk
-from tandem_services.router_server.endpoints import GatewayEndpoints, gateway_address
+from tandem_services.router_server.endpoint_picker import EndpointPicker, GatewayEndpoints, gateway_address
 from tandem_services.router_server.ext_proc import MAX_BODIES_BYTES, ExternalProcessor
-from tandem_services.router_server.grpc_api import RouterService
-from tandem_services.router_server.grpc_server import GrpcServer, tls_credentials
-from tandem_services.router_server.holds import Holds
+from tandem_services.router_server.grpc_server import GrpcServer, RouterService, tls_credentials
 from tandem_services.router_server.http_api import RouterApi, http_app
-from tandem_services.router_server.metrics import RouterMetrics
-from tandem_services.router_server.picking import EndpointPicker
-from tandem_services.router_server.places import Places
 from tandem_services.router_server.request_reading import ModelReader, RequestReading
+from tandem_services.router_server.routing_service import Chooser, Holds, Places, RouterMetrics, RoutingDesk
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem_engine.addresses import LOOPBACK
+from tandem_engine.base.addresses import LOOPBACK
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.logs import LogFormat
 from tandem_engine.config import Role
-from tandem_engine.errors import ConfigError
-from tandem_engine.logs import LogFormat
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.tracing import TracingConfig
 from tandem_services.router.keys import check_name

@@ -17,12 +17,12 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.util.types import Attributes, AttributeValue
 
-from tandem_engine.messages.ended_requests import EndedRequest
 from tandem_engine.messages.outputs import FinishReason, TransferReport
 from tandem_engine.messages.requests import HandoffSide
+from tandem_engine.messages.stats import EndedRequest
 from tandem_services.common import span_names as names
-from tandem_services.common.cache_hit_spans import hit_attributes
 from tandem_services.common.span_export import parent_of
+from tandem_services.common.span_names import hit_attributes
 
 
 class Phase(NamedTuple):

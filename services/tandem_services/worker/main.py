@@ -1,24 +1,159 @@
-"""Entry point of a worker: signals, exit status, and the order of opening and closing."""
+"""Entry point of a worker: signals, exit status, and the order of opening and closing.
+
+A machine that computes for the worker on another one: `tandem worker` with a `--node-rank` above 0.
+
+Start    health port → `tandem-engine follow`, which joins node 0 and starts this machine's ranks
+Run      /ready while those ranks take part in the engine's steps, /live while their process answers and node 0 does
+Leave    SIGTERM: node 0 is asked to drain; it moves its requests, ends the engine, and this ends with it
+End      the ranks' process exits: with its status, so that whoever restarts pods restarts the group
+
+It registers nowhere and serves no requests: to gateways and routers the worker is node 0.
+"""
 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from tandem_engine.clock import MonotonicClock
-from tandem_engine.errors import ConfigError
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tandem_engine.base.clock import Clock, MonotonicClock
+from tandem_engine.base.errors import ConfigError, WireError
+from tandem_engine.ipc.async_channels import AsyncPairServer
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
-from tandem_engine.ipc.own_folder import own_folder
+from tandem_engine.ipc.private_tmpdir import own_folder
+from tandem_engine.messages.control import EngineFailed, EngineToWorker, NodeReport, Shutdown, WorkerToEngine
 from tandem_services.common.errors import StartupError
+from tandem_services.common.health import Health
+from tandem_services.common.metrics import CONTENT_TYPE, new_registry, render
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.common.signals import ending_signals
+from tandem_services.common.tasks import ending_signals
 from tandem_services.common.tracing import require_opentelemetry
 from tandem_services.worker.config import WorkerConfig
-from tandem_services.worker.ending import EXIT_FAILED
-from tandem_services.worker.follower import FollowerService
-from tandem_services.worker.service import WorkerService
+from tandem_services.worker.engine_process import EngineChild, node_argv
+from tandem_services.worker.http_api import LIVE_S, HealthServer, json_response
+from tandem_services.worker.service import EXIT_FAILED, WorkerService
 
 logger = logging.getLogger(__name__)
+
+END_GRACE_S = 15.0
+"""From the end of the worker's drain until its engine has said that it is over."""
+
+
+@dataclass(kw_only=True, slots=True)
+class NodeState:
+    """What the probes ask."""
+
+    clock: Clock
+    serving: bool = False
+    heard_at: float | None = None
+    health: Health = field(default_factory=Health)
+
+    def __post_init__(self) -> None:
+        self.health.add_check("ranks", lambda: None if self.serving else "waiting for node 0 and its ranks")
+        self.health.add_check("node-0", lambda: f"silent for {self.silent_s:.0f} s" if self.silent_s > LIVE_S else None)
+
+    @property
+    def silent_s(self) -> float:
+        """Since the last sign of life, 0 before the first."""
+        return 0.0 if self.heard_at is None else self.clock.now() - self.heard_at
+
+    def hear(self, report: NodeReport) -> None:
+        self.heard_at = self.clock.now()
+        self.serving = report.serving
+
+
+def build_node_app(state: NodeState, registry: CollectorRegistry) -> Starlette:
+    """GET /live, /ready and /metrics, as a worker has them. There is nobody to give orders to."""
+
+    async def live(request: Request) -> Response:
+        del request
+        if state.silent_s > LIVE_S:
+            return json_response({"status": "stalled", "stalled_s": round(state.silent_s, 1)}, 503)
+        return json_response({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        del request
+        report = state.health.report()
+        return json_response(report, report.http_status)
+
+    async def metrics(request: Request) -> Response:
+        del request
+        return Response(await render(registry), media_type=CONTENT_TYPE)
+
+    return Starlette(routes=[Route("/live", live), Route("/ready", ready), Route("/metrics", metrics)])
+
+
+class FollowerService:
+    """One start of one following machine. `run` once."""
+
+    def __init__(self, config: WorkerConfig, context: IpcContext, folder: Path, clock: Clock) -> None:
+        self.state = NodeState(clock=clock)
+        self._config = config
+        self._endpoint = f"ipc://{folder}/control"
+        self._channel: AsyncPairServer[EngineToWorker, WorkerToEngine] = AsyncPairServer(
+            context, self._endpoint, inbound=EngineToWorker, outbound=WorkerToEngine
+        )
+        self._leaving = asyncio.Event()
+        self._health_server = HealthServer(
+            build_node_app(self.state, new_registry()), config.health_host, config.health_port, advertised=config.host
+        )
+
+    def leave(self) -> None:
+        """Have the engine drained and ended; this ends with it."""
+        self.state.health.drain()
+        self._leaving.set()
+
+    async def run(self) -> int:
+        """Until the ranks' process has ended; returns its exit status, 1 for a signal.
+
+        Raises `StartupError` when it cannot be started at all.
+        """
+        child = await EngineChild.start(node_argv(self._config, control=self._endpoint))
+        works = (self._health_server.run_until_closed(), self._hear(), self._end(child))
+        tasks = [asyncio.create_task(work) for work in works]
+        try:
+            status = await child.wait()
+            log = logger.info if status == 0 else logger.error
+            log("node %d exits: its ranks' process exited with status %d", self._config.node_rank, status)
+            return status if status >= 0 else 1
+        finally:
+            self._health_server.close()
+            await _cancelled(tasks[1:])
+            await tasks[0]
+            self._channel.close()
+
+    async def _hear(self) -> None:
+        while True:
+            try:
+                message = await self._channel.receive()
+            except WireError as error:
+                logger.warning("ignored a malformed message of the ranks' process: %s", error)
+                continue
+            if isinstance(message, NodeReport):
+                self.state.hear(message)
+            elif isinstance(message, EngineFailed):
+                logger.error("node %d failed (%s): %s", self._config.node_rank, message.code, message.message)
+
+    async def _end(self, child: EngineChild) -> None:
+        """Once asked to leave: by message, and by signals when the engine takes longer than its drain may."""
+        await self._leaving.wait()
+        logger.info("node %d requests a drain from node 0", self._config.node_rank)
+        await self._channel.send(Shutdown())
+        await child.stop(grace_s=self._config.drain_timeout_s + END_GRACE_S)
+
+
+async def _cancelled(tasks: "list[asyncio.Task[None]]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
 
 EXIT_USAGE = 2
 

@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 
 from tandem_engine.config import Role
 from tandem_engine.messages.control import EngineReady
-from tandem_engine.messages.engine_stats import EngineStats, LinkReport, SpeculationStats
 from tandem_engine.messages.kv_events import Tier
+from tandem_engine.messages.stats import EngineStats, LinkReport, SpeculationStats
 from tandem_services.router.keys import worker_id_of
 
 PREFIX = "tandem_worker_"

@@ -2,18 +2,76 @@
 
     superseded  a newer incarnation of the same worker has signed its claim: the older one is gone, at once
     missing     it is registered no longer, and nothing says why: it has left, it has died, it does not reach Redis, or
-                Redis has lost it. It is asked itself (`peer_checks`), and is gone when it does not answer
+                Redis has lost it. It is asked itself (`peers`), and is gone when it does not answer
 
 A wiped registry (new epoch) proves even less: its old members get one fencing period to come back before they are
 asked. So do incarnations that the engine waits for and no list names.
+
+Tells the engine which peers it may exchange KV with, so that it gets to know and measures the links to them.
+
+1. The fleet has changed, this worker's KV has another shape, or `REFRESH_S` have passed
+2. after a random while, so that a rollout's workers do not all ask at once, the registry is read
+3. the peers of complementary role and equal `compat_hash` are named to the engine, when they are others than before
+
+Redis away: nothing is lost, the next round names them. What is gone is told elsewhere, at once (`registration`).
+
+Whether the process of a fenced peer has ended, which it is not asked: it may be stopped in the middle of a write.
+
+A process that is stopped says nothing for as long as it is, and then goes on where it was: with copying KV into pages
+that it was granted, if that is where it was. So silence, however long, does not free these pages. That its kernel
+refuses connections to its socket does, for then the process is gone.
+
+    fenced ──▶ knock ─┬─ refused ──────────────────────────────▶ ended
+                ▲     ├─ no answer, for `UNREACHABLE_S` ────────▶ ended: its machine is gone, or what led to it
+                │     └─ connected ─▶ wait for the end of the line ─┐
+                └───────────────────────────────────────────────────┘
+    a later incarnation is registered at its endpoint ─────────▶ ended: a socket has one owner
+
+Nothing is sent. A stopped process is waited for until it is killed, as Kubernetes does when its probes fail, or goes on
+and ends by itself, as the fenced do.
+
+Asks peers that the registry names no longer whether they live, and tells what is gone.
+
+    1. due        the registry has lost a peer (`peers`)
+    2. asked      the registry: whether a signed verdict says that it is over; then the peer itself, by a ping over an
+                  authenticated socket
+    3. answered   it stays a peer: it does not reach Redis, or Redis has lost it
+       or gone    the engine drops its agents, mappings and grants, and the verdict is signed and written, so that the
+                  incarnation ends when it reaches Redis again: its peers act on nothing that it says any more
+
+Without Redis nothing is due. A verdict that cannot be written is written after a later heartbeat.
+
+Whether the links to this worker's first peers have been tested: until then a pod is not said to be ready.
+
+    not introduced ─▶ introduced ─▶ each link has a figure, or a reason why it has none ─▶ warm, for good
+                        nobody is there to be introduced to ─▶ warm        `patience_s` are over ─▶ warm
+
+Peers that come later are measured while it serves. A link that fails its test does not keep the worker back either: it
+is slow or broken, which metrics, registry and router know; requests go another way.
 """
 
-from collections.abc import Iterable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
+from hashlib import blake2b
+from random import Random
+from typing import Protocol
 
-from tandem_engine.clock import Clock
+from tandem_engine.base.addresses import Address
+from tandem_engine.base.clock import Clock
+from tandem_engine.config import Role
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.messages.control import MAX_LINKS, MeetPeers, PeerEnded
+from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.stats import LinkReport
+from tandem_services.common.engine_ping import answers
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import supersedes
 from tandem_services.router.keys import FENCE_AFTER_MS, worker_id_of
+from tandem_services.router.registry import FleetSnapshot, Registry
 
 ASK_AGAIN_S = 5.0
 """A peer that answers and is not registered is asked again after this long."""
@@ -66,3 +124,296 @@ class PeerWatch:
     def _expect(self, incarnations: Iterable[str], *, within_s: float) -> None:
         for incarnation in incarnations:
             self._missing.setdefault(incarnation, self.clock.now() + within_s)
+
+
+logger = logging.getLogger(__name__)
+
+REFRESH_S = 30.0
+"""Changes that the registry's generation does not tell, such as a role, are noticed within this time."""
+
+WITHIN_S = 1.0
+"""Spread of the answers to one change."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Introductions:
+    """Runs for as long as the engine does."""
+
+    registry: Registry
+    own: Callable[[], WorkerView]
+    order: Callable[[MeetPeers], Awaitable[None]]
+    observe: Callable[[list[WorkerView]], None] = lambda _: None
+    """Told who is registered, with each look."""
+    random: Random = field(default_factory=Random)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    named: tuple[Peer, ...] | None = None
+    """Whom the engine was told to meet last; None: the registry has not been read yet."""
+
+    def fleet_changed(self) -> None:
+        """Look again soon."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        while True:
+            self._changed.clear()
+            await self.introduce()
+            try:
+                async with asyncio.timeout(REFRESH_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+            await asyncio.sleep(self.random.uniform(0.0, WITHIN_S))
+
+    async def introduce(self) -> None:
+        """Name the peers of now, unless they are those of before."""
+        try:
+            snapshot = await self.registry.snapshot()
+        except RedisUnavailableError:
+            return
+        views = [record.view for record in snapshot.workers]
+        self.observe(views)
+        peers = whom_to_meet(self.own(), views)
+        changed = peers != (self.named or ())
+        self.named = peers
+        if changed:
+            await self.order(MeetPeers(peers=peers))
+
+
+def whom_to_meet(own: WorkerView, others: Iterable[WorkerView]) -> tuple[Peer, ...]:
+    """At most `MAX_LINKS` workers that KV may go to or come from; in a larger fleet another part for each worker."""
+    views = [other for other in others if other.worker_id != own.worker_id and _complementary(own, other)]
+    views.sort(key=lambda view: _affinity(own.incarnation, view.incarnation))
+    return tuple(
+        Peer(
+            worker_id=view.worker_id,
+            incarnation=view.incarnation,
+            endpoint=view.peer_endpoint,
+            compat_hash=view.compat_hash,
+        )
+        for view in views[:MAX_LINKS]
+    )
+
+
+def _complementary(own: WorkerView, other: WorkerView) -> bool:
+    alike = own.role is other.role and own.role is not Role.BOTH
+    return own.compat_hash == other.compat_hash and own.model == other.model and not alike
+
+
+def _affinity(own: str, other: str) -> bytes:
+    return blake2b(f"{own} {other}".encode(), digest_size=8).digest()
+
+
+KNOCK_S = 1.0
+
+UNREACHABLE_S = 3.0
+"""Connections that nobody answers or refuses for so long end at no machine."""
+
+RECHECK_S = 5.0
+"""Between looks at the registry while a line is open."""
+
+PAUSE_S = 0.5
+"""Between knocks."""
+
+
+class _Line(Enum):
+    REFUSED = "refused"
+    UNREACHABLE = "unreachable"
+    LIVED = "lived"
+    """It was connected, for a while at least."""
+
+
+class Snapshots(Protocol):
+    """The registry, as far as it tells who listens where."""
+
+    async def snapshot(self) -> FleetSnapshot: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class Lifelines:
+    """Of one worker. Belongs to its event loop."""
+
+    registry: Snapshots
+    order: Callable[[PeerEnded], Awaitable[None]]
+    clock: Clock
+    recheck_s: float = RECHECK_S
+    _followed: set[str] = field(default_factory=set)
+
+    def unfollowed(self, peers: Iterable[Peer]) -> list[Peer]:
+        """Those of `peers` whose end nobody waits for yet."""
+        return [peer for peer in peers if peer.incarnation not in self._followed]
+
+    async def follow(self, peer: Peer) -> None:
+        """Wait until its process has ended, and tell the engine."""
+        self._followed.add(peer.incarnation)
+        try:
+            await self._until_ended(peer)
+            logger.info("process of %s has exited", peer.incarnation)
+            await self.order(PeerEnded(incarnation=peer.incarnation))
+        finally:
+            self._followed.discard(peer.incarnation)
+
+    async def _until_ended(self, peer: Peer) -> None:
+        silent_since: float | None = None
+        while not await self._replaced(peer):
+            line = await self._knock(peer)
+            if line is _Line.REFUSED:
+                return
+            if line is _Line.LIVED:
+                silent_since = None
+            elif silent_since is None:
+                silent_since = self.clock.now() - KNOCK_S
+            elif self.clock.now() - silent_since >= UNREACHABLE_S:
+                return
+            await asyncio.sleep(PAUSE_S)
+
+    async def _replaced(self, peer: Peer) -> bool:
+        """Whether a later incarnation has its endpoint. The row of an earlier one, written again, proves nothing."""
+        try:
+            snapshot = await self.registry.snapshot()
+        except RedisUnavailableError:
+            return False
+        views = (record.view for record in snapshot.workers)
+        return any(view.peer_endpoint == peer.endpoint and _later(view.incarnation, peer.incarnation) for view in views)
+
+    async def _knock(self, peer: Peer) -> _Line:
+        try:
+            address = Address.of_endpoint(peer.endpoint)
+            async with asyncio.timeout(KNOCK_S):
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+        except ConnectionRefusedError:
+            return _Line.REFUSED
+        except (OSError, ValueError):  # a gateway named the endpoint, and it may be none
+            return _Line.UNREACHABLE
+        try:
+            await self._stay(reader, peer)
+        finally:
+            writer.close()
+        return _Line.LIVED
+
+    async def _stay(self, reader: asyncio.StreamReader, peer: Peer) -> None:
+        """Until the line ends, or another incarnation has the endpoint. What is said on it is nothing to us."""
+        while not await self._replaced(peer):
+            try:
+                async with asyncio.timeout(self.recheck_s):
+                    if not await reader.read(4096):
+                        return
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+
+
+def _later(incarnation: str, other: str) -> bool:
+    """Whether `incarnation`, of whichever worker, was started after `other`: numbers are microseconds of the start."""
+    number, other_number = (name.rpartition("@")[2] for name in (incarnation, other))
+    return number.isdigit() and other_number.isdigit() and int(number) > int(other_number)
+
+
+ANSWER_S = 2.0
+"""As long as lines between processes may be silent (`channels.HEARTBEAT_TIMEOUT_MS`)."""
+
+
+class Verdicts(Protocol):
+    """The registry, as far as it tells and takes who is over."""
+
+    async def snapshot(self, missing: Iterable[str] = ()) -> FleetSnapshot: ...
+
+    async def fence(self, incarnation: str, *, by: str) -> None: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class PeerChecks:
+    """Of one worker. Belongs to its event loop."""
+
+    registry: Verdicts
+    watch: PeerWatch
+    context: IpcContext
+    gone: Callable[[str], None]
+    answer_s: float = ANSWER_S
+    _endpoints: dict[str, str] = field(default_factory=dict)
+    """Of the engines of peers, from signed rows."""
+    _asked: set[str] = field(default_factory=set)
+    _unwritten: set[str] = field(default_factory=set)
+    """Found dead, and Redis has not taken the verdict yet."""
+
+    def observe(self, views: Iterable[WorkerView]) -> None:
+        """Where peers are, as a snapshot says."""
+        self._endpoints |= {view.incarnation: view.request_endpoint for view in views}
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is anything to ask or to write."""
+        return bool(self._unwritten or self.watch.due() - self._asked)
+
+    async def run_due(self) -> None:
+        """Ask whoever is due and not asked yet. Takes `answer_s` at most, and what Redis takes."""
+        due = self.watch.due() - self._asked
+        self._asked |= due
+        try:
+            await self._write()
+            await self._ask(due)
+        except RedisUnavailableError:
+            return
+        finally:
+            self._asked -= due
+
+    async def _ask(self, due: frozenset[str]) -> None:
+        snapshot = await self.registry.snapshot(missing=sorted(due))
+        self.observe(record.view for record in snapshot.workers)
+        for incarnation in sorted(due & snapshot.fenced):
+            self._drop(incarnation)
+        asked = sorted(due - snapshot.fenced)
+        for incarnation, lives in zip(asked, await asyncio.gather(*map(self._lives, asked)), strict=True):
+            if lives:
+                self.watch.answered(incarnation)
+            elif incarnation in self.watch.due():  # not registered again meanwhile
+                self._drop(incarnation)
+                self._unwritten.add(incarnation)
+        await self._write()
+
+    async def _lives(self, incarnation: str) -> bool:
+        """Not, where it never was in a row: it lived between two looks at the registry."""
+        endpoint = self._endpoints.get(incarnation)
+        return endpoint is not None and await answers(self.context, endpoint, incarnation, within_s=self.answer_s)
+
+    def _drop(self, incarnation: str) -> None:
+        self.watch.forget(incarnation)
+        self._endpoints.pop(incarnation, None)
+        self.gone(incarnation)
+
+    async def _write(self) -> None:
+        for incarnation in sorted(self._unwritten):
+            await self.registry.fence(incarnation, by=self.watch.own)
+            self._unwritten.discard(incarnation)
+
+
+@dataclass(kw_only=True, slots=True)
+class WarmLinks:
+    """A readiness check (`common.health.Check`)."""
+
+    clock: Clock
+    patience_s: float
+    """From the first question on; 0: nothing is waited for."""
+    named: Callable[[], tuple[Peer, ...] | None]
+    """Whom the engine was told to meet; None: nobody has looked yet."""
+    links: Callable[[], tuple[LinkReport, ...]]
+    _asked_at: float | None = None
+    _warm: bool = False
+
+    def check(self) -> str | None:
+        """What is missing."""
+        if self._warm:
+            return None
+        now = self.clock.now()
+        self._asked_at = now if self._asked_at is None else self._asked_at
+        missing = self._missing()
+        self._warm = missing is None or now - self._asked_at >= self.patience_s
+        return None if self._warm else missing
+
+    def _missing(self) -> str | None:
+        peers = self.named()
+        if peers is None:
+            return "not introduced to its peers yet"
+        tested = {link.peer for link in self.links() if link.bytes_per_s > 0 or link.problem or link.broken}
+        untested = [peer.worker_id for peer in peers if peer.incarnation not in tested]
+        return f"{len(untested)} of {len(peers)} links are not tested yet" if untested else None

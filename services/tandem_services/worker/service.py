@@ -16,13 +16,15 @@ The parts share nothing but the event loop; this module wires them and decides w
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from tandem_engine.clock import Clock
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import Role
-from tandem_engine.errors import ConfigError
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.control import (
     DecodeElsewhere,
@@ -36,44 +38,98 @@ from tandem_engine.messages.control import (
     ReplayCache,
     Shutdown,
 )
-from tandem_engine.messages.engine_stats import EngineStats, LinkReport
+from tandem_engine.messages.stats import EngineStats, LinkReport
 from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import new_registry
-from tandem_services.common.order_access import OrderAccess
-from tandem_services.common.order_token import token_for
 from tandem_services.common.redis_client import BACKGROUND_TIMEOUT_S, BreakerState, RedisClient
+from tandem_services.common.tokens import OrderAccess, token_for
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import Keys
-from tandem_services.router.library import FunctionLibrary
+from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
 from tandem_services.worker.config import WorkerConfig, new_incarnation
-from tandem_services.worker.control import EngineLink, OrderRefusedError, Subscribers
-from tandem_services.worker.ending import EXIT_ENGINE_REFUSED, EXIT_FAILED, EXIT_OK, FirstEnding
-from tandem_services.worker.engine_process import EngineChild, engine_argv
-from tandem_services.worker.health import HealthServer, WorkerProbes, build_app
-from tandem_services.worker.index_feed import IndexFeed
-from tandem_services.worker.introductions import Introductions
-from tandem_services.worker.lifelines import Lifelines
-from tandem_services.worker.load import LoadMonitor, describe, drain_summary
+from tandem_services.worker.engine_process import EngineChild, EngineLink, OrderRefusedError, Subscribers, engine_argv
+from tandem_services.worker.http_api import BUSY, HealthServer, WorkerProbes, build_app
+from tandem_services.worker.index_publisher import IndexFeed
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
-from tandem_services.worker.operator_routes import BUSY
-from tandem_services.worker.peer_checks import PeerChecks
-from tandem_services.worker.peers import PeerWatch
-from tandem_services.worker.registration import Consequences, Registration
+from tandem_services.worker.peers import Introductions, Lifelines, PeerChecks, PeerWatch, WarmLinks
+from tandem_services.worker.registration import Consequences, LoadMonitor, Registration, describe, drain_summary
 from tandem_services.worker.standby import Standby
-from tandem_services.worker.tasks import NamedTasks
-from tandem_services.worker.traces import WorkerTraces
-from tandem_services.worker.warm_links import WarmLinks
+from tandem_services.worker.tracing import WorkerTraces
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+
+EXIT_ENGINE_REFUSED = 3
+"""The engine said why it cannot start: a checkpoint or a flag that cannot work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The sentence is for the log."""
+
+    status: int
+    reason: str
+
+
+@dataclass(slots=True)
+class FirstEnding:
+    """Of one worker. Made in its event loop."""
+
+    _said: "asyncio.Future[Ending]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def say(self, status: int, reason: str) -> None:
+        """Whoever was first counts."""
+        if not self._said.done():
+            self._said.set_result(Ending(status, reason))
+
+    async def wait(self) -> Ending:
+        """Until somebody has said so."""
+        return await self._said
+
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class NamedTasks:
+    """Run until they return, or until `cancel`."""
+
+    failed: Callable[[str], None]
+    """Told the name of a task that raised; the error is in the log."""
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def start(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def cancel(self, *, keep: Collection[str]) -> None:
+        """End all but those named in `keep`."""
+        cancelled = [task for task in self._tasks if task.get_name() not in keep]
+        for task in cancelled:
+            task.cancel()
+        await asyncio.gather(*cancelled, return_exceptions=True)
+
+    async def settle(self) -> None:
+        """Wait for what is under way. Call at shutdown."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("task %s failed", task.get_name(), exc_info=task.exception())
+            self.failed(task.get_name())
+
 
 SETTLE_S = 1.0
 """A request routed here just before the drain may still be on its way: idle counts only after this."""
 
 IDLE_POLL_S = 0.1
 ORDER_TIMEOUT_S = 1.0
+
 SHUTDOWN_GRACE_S = 10.0
 """The engine closes its transports after `Shutdown`."""
 

@@ -16,19 +16,21 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from tandem_engine.clock import Clock
+from tandem_engine.base.clock import Clock
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.choice import WorkerView
+from tandem_services.router.decision import WorkerView
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
 
 logger = logging.getLogger(__name__)
-
 LOOK_S = 1.0
+
 UNTRIED_S = 30.0
 """Longer than an operator takes to find a worker that stands by, or to be replaced by its second replica."""
+
 HOLD_S = 45.0
 """After each word that a canary is on its way: longer than that one lasts, and than the pause until the next."""
+
 ALONE_S = 60.0
 """Longer than an operator takes to send a canary, or to be replaced by another one."""
 

@@ -8,12 +8,10 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.router import keys
 from tandem_services.router.cost import Demand
-from tandem_services.router.fair_board import Charge, FairBoard, Report
-from tandem_services.router.library import FunctionLibrary
-from tandem_services.router.quarantine_board import QuarantineBoard
+from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import LeaseStatus, WorkerState
-from tandem_services.router.usage_board import UsageBoard
-from tandem_services.router.usage_windows import Ask, Refused, UsageLimits
+from tandem_services.router.shared_state import Charge, FairBoard, QuarantineBoard, Report, UsageBoard
+from tandem_services.router.usage_counters import Ask, Refused, UsageLimits
 from tandem_testing.router_builders import HOUR_MS, MODEL, PAGE, Fleet, chain_of, make_load, make_record
 
 BRIEF = {"LEASE_MS": 400, "FENCE_AFTER_MS": HOUR_MS, "SWEEP_EVERY_MS": 0}

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.router.choice import NoWorkersError, Placement, Source
+from tandem_services.router.decision import NoWorkersError, Placement, Source
 from tandem_testing.router_builders import (
     PAGE,
     chain_of,

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.router.choice import Source
+from tandem_services.router.decision import Source
 from tandem_services.router.registry import WorkerState
 from tandem_testing.router_builders import (
     PAGE,

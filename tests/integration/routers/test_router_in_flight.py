@@ -6,9 +6,8 @@ from random import Random
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.router.candidate import Candidate
-from tandem_services.router.choice import Choice, Source
-from tandem_services.router.cost import Demand
+from tandem_services.router.cost import Candidate, Demand
+from tandem_services.router.decision import Choice, Source
 from tandem_services.router.index import IndexUpdate, UpdateKind
 from tandem_services.router.scoring import select
 from tandem_testing.redis_server import RedisServer

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.router.choice import RouteQuery, Source
+from tandem_services.router.decision import RouteQuery, Source
 from tandem_services.router.router import Router
 from tandem_services.router.tickets import new_ticket_id
 from tandem_testing.router_builders import LASTING, MODEL, PAGE, make_record, patient_router

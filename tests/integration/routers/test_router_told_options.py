@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.router.choice import TOLD_OPTIONS, Source
+from tandem_services.router.decision import TOLD_OPTIONS, Source
 from tandem_testing.router_builders import (
     PAGE,
     chain_of,

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tandem_engine.base.names import LinkTransport
 from tandem_engine.config import Role
-from tandem_engine.messages.engine_stats import LinkReport
-from tandem_engine.names import LinkTransport
-from tandem_services.router.fleet import FleetMember, FleetView
+from tandem_engine.messages.stats import LinkReport
+from tandem_services.router.membership import FleetMember, FleetView
 from tandem_services.router.registry import WorkerState
 from tandem_testing.router_builders import make_load, make_record
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tandem_engine.attention.spec import AttentionSpec
+from tandem_engine.model.attention.backend import AttentionSpec
 
 
 @dataclass

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tandem_engine.executor.streams import StreamName
+from tandem_engine.executor.cuda.streams import StreamName
 
 ATEN = torch.ops.aten
 RUBBISH = 0x5B

@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem_engine.disaggregation.word_mixing import word_bytes
+from tandem_engine.disaggregation.digest_words import word_bytes
 from tandem_engine.memory.pool import KvPool
 
 _TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}

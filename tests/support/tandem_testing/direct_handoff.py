@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tandem_engine.base.names import PageId, RequestId
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.memory.allocator import Writer
 from tandem_engine.messages.outputs import Finish
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
-from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
 from tandem_testing.quiet_stage import FetchesNothing
 from tandem_testing.scheduler_builders import Engine

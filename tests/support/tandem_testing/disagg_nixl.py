@@ -15,13 +15,13 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
+from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.nixl.transport import NixlTransport
 from tandem_engine.disaggregation.transport import Push, PushDone, PushKey, TransportEvent
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import PageId
 from tandem_testing.disagg_network import make_peer
 
 PATIENCE = 90.0

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem_engine.config import DisaggConfig
-from tandem_engine.disaggregation.fake import FakeFabric, FakeTransport
 from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.messages.outputs import Finish
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
 from tandem_testing.disagg_network import MemoryLink, PeerNetwork, make_peer
+from tandem_testing.fake_transport import FakeFabric, FakeTransport
 from tandem_testing.scheduler_builders import Engine, expected_output, make_engine, make_message
 
 PROMPT = tuple(range(1, 11))

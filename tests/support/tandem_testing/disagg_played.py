@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from tandem_engine.disaggregation.fake import FakeFabric
-from tandem_engine.executor.fake import next_token
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import TransferAborted, WriteGrant
 from tandem_testing.disagg_network import PeerNetwork, make_peer
 from tandem_testing.disagg_pair import PROMPT, Side, handoff, make_side
 from tandem_testing.disagg_script import ScriptedPeer, make_scripted_peer
+from tandem_testing.fake_executor import next_token
+from tandem_testing.fake_transport import FakeFabric
 from tandem_testing.scheduler_builders import VOCAB, make_message
 
 ROOM = "room-r"

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
+from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.fake import FakeFabric, FakeTransport
 from tandem_engine.disaggregation.transport import Push, PushKey
-from tandem_engine.executor.fake import make_fake_pool
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.messages.requests import HandoffSide, Peer
 from tandem_engine.messages.transfer import (
@@ -19,8 +18,9 @@ from tandem_engine.messages.transfer import (
     TransferAborted,
     WriteGrant,
 )
-from tandem_engine.names import DigestKind, PageId
 from tandem_testing.disagg_network import M, MemoryLink, PeerNetwork
+from tandem_testing.fake_executor import make_fake_pool
+from tandem_testing.fake_transport import FakeFabric, FakeTransport
 from tandem_testing.scheduler_builders import ManualClock
 
 PAGE_SIZE = 4

@@ -3,18 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tandem_engine.executor.fake import FakeModel, make_fake_pool
-from tandem_engine.forward.forward_batch import ForwardBatch
-from tandem_engine.forward.forward_mode import ForwardMode
-from tandem_engine.forward.guesses import Guesses
+from tandem_engine.forward.batch import ForwardBatch, ForwardMode, Guesses
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.speculative.draft_history import PageStamps, WholeText
+from tandem_engine.speculative.draft_model import ModelProposer
 from tandem_engine.speculative.interface import DraftRequest
-from tandem_engine.speculative.model_proposer import ModelProposer
-from tandem_engine.speculative.page_stamps import PageStamps
-from tandem_engine.speculative.whole_text import WholeText
+from tandem_testing.fake_executor import FakeModel, make_fake_pool
 from tandem_testing.memory_builders import make_memory
 
 

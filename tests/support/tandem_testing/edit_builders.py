@@ -6,9 +6,9 @@ from dataclasses import replace
 from tandem_engine.forward.logit_edits import LogitEdits
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.scheduler.edit_columns import EditColumns
-from tandem_engine.scheduler.penalty_slots import PenaltySlots
+from tandem_engine.scheduler.finishing import PenaltySlots
 from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.schedule_batch import EditColumns
 
 
 def make_request(

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tandem_engine.executor.fake import hidden_state
-from tandem_engine.messages.pooling import Pooling, PoolingParams
-from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.requests import GenerateRequest, Pooling, PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_testing.fake_executor import hidden_state
 from tandem_testing.scheduler_builders import Engine
 
 

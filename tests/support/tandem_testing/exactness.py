@@ -5,19 +5,14 @@ from pathlib import Path
 
 import torch
 
-from tandem_engine.addresses import LOOPBACK
+from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.config import EngineConfig, KvCacheDtype, ModelImpl
-from tandem_engine.loaded_model import LoadedModel, load
-from tandem_engine.verify.compare import PathResult
-from tandem_engine.verify.draft_paths import DraftPaths
-from tandem_engine.verify.edited import edits_against
-from tandem_engine.verify.paths import make_paths
-from tandem_engine.verify.prompts import PromptSet, make_prompts
-from tandem_engine.verify.rank_paths import on_ranks
-from tandem_engine.verify.ranks import PlatformMaker, ThreadRanks, platform_of_device
-from tandem_engine.verify.reference import TransformersReference
-from tandem_engine.verify.rounded import MIN_BOUND, RememberedScores, Score, logprob_bound
-from tandem_engine.verify.verification import Verification
+from tandem_engine.engine.loaded_model import LoadedModel, load
+from tandem_lab.verify.compare import MIN_BOUND, PathResult, RememberedScores, Score, logprob_bound
+from tandem_lab.verify.engines import PlatformMaker, ThreadRanks, platform_of_device
+from tandem_lab.verify.paths import DraftPaths, make_paths, on_ranks
+from tandem_lab.verify.reference import PromptSet, TransformersReference, edits_against, make_prompts
+from tandem_lab.verify.verification import Verification
 
 CHUNKED, CACHED, MIXED, RETRACTED = "chunked by 7, overlap", "prefix-cached", "mixed, staggered", "retracted (forced)"
 CONTINUED = "continued in sessions"

@@ -5,21 +5,21 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
+from tandem_engine.base.names import LinkTransport
 from tandem_engine.config import Role
-from tandem_engine.messages.engine_stats import LinkReport, SpeculationStats
 from tandem_engine.messages.outputs import TransferReport
-from tandem_engine.names import LinkTransport
+from tandem_engine.messages.stats import LinkReport, SpeculationStats
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.common.span_export import SpanCounts, SpanMetrics
-from tandem_services.gateway.access.access_metrics import AccessMetrics
-from tandem_services.gateway.explain import AttemptRecord, ChoiceRecord, RequestRecord
-from tandem_services.gateway.metrics import PREFIX as GATEWAY_PREFIX
-from tandem_services.gateway.metrics import GatewayMetrics, HttpMetrics
-from tandem_services.gateway.models_watch import ModelsFileMetrics
-from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
-from tandem_services.router_server.metrics import RouterMetrics
+from tandem_services.gateway.access.tenants import AccessMetrics
+from tandem_services.gateway.models.file import ModelsFileMetrics
+from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord, RequestRecord
+from tandem_services.gateway.observe.metrics import PREFIX as GATEWAY_PREFIX
+from tandem_services.gateway.observe.metrics import GatewayMetrics, HttpMetrics
+from tandem_services.gateway.queueing.admission import QueueMetrics
+from tandem_services.router_server.routing_service import RouterMetrics
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
-from tandem_services.worker.traces import trace_metrics
+from tandem_services.worker.tracing import trace_metrics
 from tandem_testing.mock_engine_process import idle_stats, ready_message
 
 

@@ -16,8 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
-from tandem_engine.memory.page_copy import Copier, CopyReport, PageCopy
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult
+from tandem_engine.memory.page_copies import Copier, CopyReport, PageCopy
 
 PATIENCE = 2
 T = TypeVar("T")

@@ -5,10 +5,9 @@ Prefill is tokens per second through a queue. A decode sequence holds a place an
 
 from dataclasses import dataclass, field
 
-from tandem_operator.api.roles import ROLES
-from tandem_operator.scaling.law import Memory, Outcome, RoleBounds, ScalingConfig, decide
-from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad
-from tandem_operator.scaling.need import Targets
+from tandem_operator.api.types import ROLES
+from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad, Targets
+from tandem_operator.scaling.policy import Memory, Outcome, RoleBounds, ScalingConfig, decide
 
 PERIOD_S = 5.0
 

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tandem_engine.attention.spec import AttentionSpec
-from tandem_engine.forward.forward_batch import ForwardBatch, SamplingBatch
-from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.batch import ForwardBatch, ForwardMode, SamplingBatch, TokenMasks
 from tandem_engine.forward.logit_edits import LogitEdits
-from tandem_engine.forward.token_masks import TokenMasks
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention.backend import AttentionSpec
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 4, 2, 16
 """Heads as in `tiny_checkpoints`, so that all tests share the same compiled kernels."""

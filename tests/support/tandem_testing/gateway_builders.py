@@ -10,39 +10,38 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 import msgspec
 
-from tandem_engine.clock import Clock, MonotonicClock
+from tandem_engine.base.clock import Clock, MonotonicClock
+from tandem_engine.config import Role
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.gateway.app import api_app
-from tandem_services.gateway.composition import Gateway, build_gateway
+from tandem_services.common.sockets import listen
+from tandem_services.gateway.app import Gateway, api_app, build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
-from tandem_services.gateway.console.composition import console_of
 from tandem_services.gateway.console.fleet_document import ViewedFleet
 from tandem_services.gateway.console.routes import Console
-from tandem_services.gateway.model_service import Fleet
-from tandem_services.gateway.serve import http_server, listen
-from tandem_services.router.choice import (
+from tandem_services.gateway.models.service import Fleet
+from tandem_services.gateway.serve import console_of, http_server
+from tandem_services.router.cost import NO_ROOM_S
+from tandem_services.router.decision import (
     Choice,
+    MemberProofs,
     NoWorkersError,
     PlannedFetch,
     PricedOption,
     PricedOptions,
     PricedPrefix,
     Reservation,
-    Role,
     RouteQuery,
     ScoreTerm,
     Source,
     WorkerView,
 )
-from tandem_services.router.cost import NO_ROOM_S
-from tandem_services.router.fleet import FleetView
-from tandem_services.router.member_proofs import MemberProofs
+from tandem_services.router.membership import FleetView
 from tandem_services.router.registry import WorkerState
 from tandem_services.router.scoring import DECODE_ROOM, placement_of
-from tandem_services.router.session_bindings import SessionBinding, SessionName
+from tandem_services.router.shared_state import SessionBinding, SessionName
 from tandem_testing.mock_engine import MockBehaviour, MockEngine
 from tandem_testing.router_builders import make_choice
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tandem_engine.executor.streams import StreamName
+from tandem_engine.executor.cuda.streams import StreamName
 from tandem_testing.device_twin import TwinStreams
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tandem_services.gateway.access.api_key import digest_of
+from tandem_services.gateway.access.keys import digest_of
 
 
 def key_of(tenant: str) -> str:

@@ -4,8 +4,7 @@ import itertools
 from typing import Any
 
 from tandem_operator.builders.naming import labels_of
-from tandem_operator.controller.kinds import DEPLOYMENT, MODEL_SERVICE, POD, Kind
-from tandem_operator.controller.objects import Seen
+from tandem_operator.controller.store import DEPLOYMENT, MODEL_SERVICE, POD, Kind, Seen
 
 _versions = itertools.count(1)
 

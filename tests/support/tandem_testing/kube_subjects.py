@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.builders.served import Served
-from tandem_operator.controller.facts import Parts
-from tandem_operator.controller.kinds import WORKER_POOL
-from tandem_operator.controller.subject import Subject
+from tandem_operator.controller.observations import Parts, Subject
+from tandem_operator.controller.store import WORKER_POOL
 from tandem_operator.telemetry.pods import PodSeen
 from tandem_testing.kube_cluster import service_of
 from tandem_testing.kube_objects import a_deployment, a_pod, a_service, an_object

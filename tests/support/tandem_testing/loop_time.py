@@ -1,7 +1,8 @@
 """The clock of an event loop, which a test sets forward instead of waiting for a timer.
 
 `asyncio.sleep`, `asyncio.timeout` and `call_later` go by it. What is due by then is done in the loop's next turns; a
-thread that gets no processor for seconds changes nothing. The product's own clocks (`tandem_engine.clock`) stay right.
+thread that gets no processor for seconds changes nothing. The product's own clocks (`tandem_engine.base.clock`) stay
+right.
 """
 
 import asyncio

@@ -3,18 +3,16 @@
 from collections.abc import Iterable
 from concurrent.futures import Future
 
-from tandem_engine.memory.allocator import PageAllocator
-from tandem_engine.memory.conservation import ConservationReport, check_conservation
-from tandem_engine.memory.copies import CopyQueue
+from tandem_engine.base.names import PageId
+from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool
+from tandem_engine.memory.audit import ConservationReport, check_conservation
 from tandem_engine.memory.host.memory import HostMemory
-from tandem_engine.memory.host.swap import SwappedKv
+from tandem_engine.memory.host.tier import SwappedKv
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.memory.page_copy import CopyReport, PageCopy
+from tandem_engine.memory.page_copies import CopyQueue, CopyReport, PageCopy
 from tandem_engine.memory.prefix_cache import PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.request_kv import RequestKv
-from tandem_engine.memory.rows import ReqToTokenPool
-from tandem_engine.names import PageId
 
 
 def copy_at_once(copy: PageCopy) -> Future[CopyReport]:

@@ -33,7 +33,7 @@ from tandem_engine.messages.requests import (
     HandoffSide,
     Ping,
 )
-from tandem_services.router.choice import WorkerView
+from tandem_services.router.decision import WorkerView
 
 WAIT_S = 60.0
 

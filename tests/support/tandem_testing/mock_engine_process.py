@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
+from tandem_engine.base.linux import die_with_parent
 from tandem_engine.ipc.channels import IpcContext, PairChannel
-from tandem_engine.ipc.parent import die_with_parent
 from tandem_engine.messages.control import (
     Audit,
     AuditReport,
@@ -39,8 +39,8 @@ from tandem_engine.messages.control import (
     Shutdown,
     WorkerToEngine,
 )
-from tandem_engine.messages.engine_stats import EngineStats
 from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
+from tandem_engine.messages.stats import EngineStats
 
 STATS_PERIOD_S = 0.05
 LAST_WORDS_S = 30.0

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tandem_engine.disaggregation.fake import FakeFabric
+from tandem_engine.base.names import RequestId
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob, TokenOutput
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide
-from tandem_engine.names import RequestId
 from tandem_testing.disagg_network import PeerNetwork, make_peer
 from tandem_testing.disagg_pair import Side, make_side
+from tandem_testing.fake_transport import FakeFabric
 from tandem_testing.scheduler_builders import expected_output
 
 

@@ -8,10 +8,10 @@ import sys
 import numpy as np
 import torch
 
-from tandem_engine.attention.cpu import CpuAttention
-from tandem_engine.attention.pieces import compiled_kernel
-from tandem_engine.attention.torch_ref import TorchReferenceBackend
-from tandem_engine.attention.vectors import LANES, MULTIPLIES_PAIRS, PANEL, TILE_ROWS, product, product_of_pairs
+from tandem_engine.kernels.cpu.pieces import compiled_kernel
+from tandem_engine.kernels.cpu.vectors import LANES, MULTIPLIES_PAIRS, PANEL, TILE_ROWS, product, product_of_pairs
+from tandem_engine.model.attention.cpu import CpuAttention
+from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_testing.forward_builders import NUM_HEADS, PLAIN, PageDealer, make_batch, make_pool, make_qkv
 
 DEPTH, ROWS = 37, TILE_ROWS + 3

@@ -12,11 +12,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tandem_engine.executor.cuda.runner import StreamRunner, tensors_of
+from tandem_engine.executor.cuda.streams import StreamName
 from tandem_engine.executor.platform import OnStreams, RunnerParts, gpu_attention
-from tandem_engine.executor.stream_runner import StreamRunner
-from tandem_engine.executor.streams import StreamName
 from tandem_engine.forward.kv_progress import Event
-from tandem_engine.forward.tensor_tree import tensors_of
 
 T = TypeVar("T")
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-from tandem_engine.messages.reasoning import ReasoningBudget
+from tandem_engine.messages.sampling import ReasoningBudget
 from tandem_engine.sampling.grammar.reasoning import LEAD
-from tandem_engine.verify.reasoning import forced_token
+from tandem_lab.verify.reference import forced_token
 
 Rule = Callable[[Sequence[int]], Collection[int]]
 """Tokens that a grammar allows after some of the answer."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tandem_operator.telemetry.figures import GatewayFigures, GatewayTotals, WorkerFigures
+from tandem_operator.telemetry.pod_metrics import GatewayFigures, GatewayTotals, WorkerFigures
 from tandem_operator.telemetry.pods import PodSeen
 
 PORTS = {"health": 9090, "http": 8000, "admin": 8001}

@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
-from tandem_engine.forward.forward_batch import SamplingBatch
+from tandem_engine.executor.cuda.runner import tensors_of, with_tensors
+from tandem_engine.forward.batch import SamplingBatch
 from tandem_engine.forward.step_inputs import step_inputs
-from tandem_engine.forward.tensor_tree import tensors_of, with_tensors
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.sampling.queued_sampler import QueuedSampler
+from tandem_engine.sampling.device_sampler import QueuedSampler
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.forward_builders import Seq, make_batch, make_sampling
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from tandem_engine.base.names import PageId, RequestId
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish
-from tandem_engine.names import PageId, RequestId
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.stage import AwaitedPages
 

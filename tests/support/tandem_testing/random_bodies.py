@@ -13,10 +13,15 @@ from typing import Any
 
 import msgspec
 
-from tandem_services.gateway.embedding_schemas import EmbeddingRequest
-from tandem_services.gateway.messages.schemas import MessagesRequest
-from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from tandem_services.gateway.responses.schemas import ResponsesRequest
+from tandem_services.gateway.api.anthropic.schemas import MessagesRequest
+from tandem_services.gateway.api.embeddings import EmbeddingRequest
+from tandem_services.gateway.api.openai_schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from tandem_services.gateway.api.responses.schemas import ResponsesRequest
 
 Schema = dict[str, Any]
 

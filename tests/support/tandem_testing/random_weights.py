@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem_engine.config import ModelConfig, RopeConfig
 from tandem_engine.model.tensor_names import expected_shapes
 from tandem_engine.parallel.group import SingleRank
-from tandem_engine.parallel.split import Split
+from tandem_engine.parallel.sharding import Split
 
 
 def small_config(**fields: object) -> ModelConfig:

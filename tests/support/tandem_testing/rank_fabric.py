@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 
 import torch
 
-from tandem_engine.disaggregation.fake import FakeFabric, FakeTransport
-from tandem_engine.disaggregation.ranks.head_plan import heads_on
+from tandem_engine.disaggregation.ranks.slices import heads_on
 from tandem_engine.disaggregation.ranks.transport import RankedTransport, RankPlace
 from tandem_engine.disaggregation.transport import TransportEvent
 from tandem_engine.memory.pool import KvPool
 from tandem_testing.disagg_network import make_peer
+from tandem_testing.fake_transport import FakeFabric, FakeTransport
 from tandem_testing.scheduler_builders import ManualClock
 
 T = TypeVar("T")

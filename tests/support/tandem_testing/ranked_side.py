@@ -8,20 +8,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import DisaggConfig
-from tandem_engine.disaggregation.fake import FakeFabric
-from tandem_engine.disaggregation.ranks.head_plan import heads_on
 from tandem_engine.disaggregation.ranks.peers import PeerInputs, RankedPeers
+from tandem_engine.disaggregation.ranks.slices import heads_on
 from tandem_engine.disaggregation.ranks.transport import RankedTransport, RankPlace
 from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import Finish
 from tandem_engine.messages.requests import GenerateRequest, Peer
-from tandem_engine.names import RequestId
 from tandem_engine.parallel.inputs import Input
 from tandem_engine.scheduler.lockstep import apply
 from tandem_testing.disagg_network import PeerNetwork
 from tandem_testing.disagg_pair import CONFIG, Side
+from tandem_testing.fake_transport import FakeFabric
 from tandem_testing.rank_fabric import Meeting
 from tandem_testing.scheduler_builders import Engine, ManualClock, Received, make_engine
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tandem_engine.addresses import Address
-from tandem_services.common.ports import free_port
+from tandem_engine.base.addresses import Address
+from tandem_services.common.sockets import free_port
 
 REDIS_SERVER = shutil.which("redis-server")
 """None where Redis is not installed; tests that need it skip."""

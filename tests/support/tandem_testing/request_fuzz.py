@@ -31,7 +31,7 @@ from typing import Any
 
 import httpx
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
 from tandem_services.gateway.app import create_app

@@ -5,20 +5,19 @@ from collections.abc import AsyncIterator, Sequence
 from random import Random
 from typing import Any
 
-from tandem_engine.clock import Clock
+from tandem_engine.base.clock import Clock
 from tandem_engine.config import Role
-from tandem_engine.messages.block_hash import chain_hashes, chain_seed
-from tandem_engine.messages.engine_stats import LinkReport
+from tandem_engine.messages.kv_events import chain_hashes, chain_seed
+from tandem_engine.messages.stats import LinkReport
 from tandem_services.common.redis_client import RedisAddress, RedisClient
-from tandem_services.router.choice import Choice, Placement, Reservation, RouteQuery, ScoreTerm, Source, WorkerView
-from tandem_services.router.config import RouterConfig
 from tandem_services.router.cost import Load
+from tandem_services.router.decision import Choice, Placement, Reservation, RouteQuery, ScoreTerm, Source, WorkerView
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.index import Applied, BlockIndex, IndexUpdate, UpdateKind
 from tandem_services.router.keys import Keys
-from tandem_services.router.library import CONSTANTS, FunctionLibrary, library_source
+from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, library_source
 from tandem_services.router.registry import HeartbeatReply, Registry, WorkerRecord, WorkerState
-from tandem_services.router.router import Router
+from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.service_clock import ServiceClock
 

@@ -14,13 +14,12 @@ import grpc
 import grpc.aio
 import httpx
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
-from tandem_services.gateway.app import api_app
-from tandem_services.gateway.composition import build_gateway
+from tandem_services.common.sockets import listen
+from tandem_services.gateway.app import api_app, build_gateway
 from tandem_services.gateway.serve import http_server as gateway_http_server
-from tandem_services.gateway.serve import listen
 from tandem_services.router.router import Router
 from tandem_services.router_server.config import RouterServerConfig, TokenizedModel
 from tandem_services.router_server.serve import RouterServer, build_router_server, http_server

@@ -4,28 +4,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tandem_engine.config import HostConfig, SchedulerConfig
-from tandem_engine.executor.fake import HIDDEN_SIZE, FakeModel, make_fake_pool, next_token, prompt_logprob, ramp
 from tandem_engine.executor.interface import ModelExecutor
-from tandem_engine.memory.copies import CopyQueue
 from tandem_engine.memory.host.memory import HostMemory
-from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.host.storage import HostStorage
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.memory.no_cache import NoPrefixCache
+from tandem_engine.memory.page_copies import CopyQueue
+from tandem_engine.memory.prefix_cache import NoPrefixCache
 from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput
-from tandem_engine.messages.requests import GenerateRequest, Handoff, PrefixFetch, SessionRef
+from tandem_engine.messages.requests import GenerateRequest, Handoff, PrefixFetch, SessionRef, TraceContext
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.messages.trace_context import TraceContext
+from tandem_engine.parallel.agreement import Least
 from tandem_engine.sampling.grammar.compiler import Grammars
-from tandem_engine.scheduler.grammar_gate import Least
-from tandem_engine.scheduler.model_facts import ModelFacts
 from tandem_engine.scheduler.scheduler import Scheduler
 from tandem_engine.scheduler.speculation import Speculation
-from tandem_engine.scheduler.stop import DecodeText
+from tandem_engine.scheduler.stop import DecodeText, ModelFacts
+from tandem_engine.speculative.adaptive_length import DraftLengths, TurnTimer
 from tandem_engine.speculative.interface import Proposer
-from tandem_engine.speculative.lengths import DraftLengths
-from tandem_engine.speculative.turn_timer import TurnTimer
 from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
+from tandem_testing.fake_executor import HIDDEN_SIZE, FakeModel, make_fake_pool, next_token, prompt_logprob, ramp
 from tandem_testing.fake_executors import Computed, EagerExecutor, LateExecutor
 from tandem_testing.memory_builders import make_memory
 from tandem_testing.plain_reasoning import allowed_after, answer_of

@@ -4,10 +4,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tandem_engine.executor.fake import next_token
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.speculative.interface import DraftRequest, DraftTokens
+from tandem_testing.fake_executor import next_token
 
 Mistake = Callable[[int], bool]
 """Position of a draft → whether it is wrong."""

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tandem_engine.attention.torch_ref import TorchReferenceBackend
+from tandem_engine.executor.cuda.runner import StreamRunner
 from tandem_engine.executor.platform import RunnerParts
 from tandem_engine.executor.runner import ModelRunner
-from tandem_engine.executor.stream_runner import StreamRunner
 from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_engine.model.base import CausalLM
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.forward_builders import NUM_HEADS, PLAIN, make_pool

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem_engine.addresses import Address
+from tandem_engine.base.addresses import Address
 from tandem_testing.waiting import wait_for
 
 START_TIMEOUT_S = 200.0

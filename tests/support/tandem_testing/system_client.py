@@ -9,10 +9,8 @@ from typing import Any
 import httpx
 
 from tandem_engine.ipc.keys import KeyPair
-from tandem_services.common.order_token import order_token
-from tandem_services.loadgen.run import at_concurrency
-from tandem_services.loadgen.stream_client import Measurement, StreamCheck, Target
-from tandem_services.loadgen.workload import Prompt, RequestSpec
+from tandem_lab.bench.load import Measurement, Prompt, RequestSpec, StreamCheck, Target, at_concurrency
+from tandem_services.common.tokens import order_token
 from tandem_testing.metric_text import metric_sum
 from tandem_testing.system import System
 from tandem_testing.waiting import until

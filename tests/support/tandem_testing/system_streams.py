@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tandem_services.loadgen.stream_client import Measurement
-from tandem_services.loadgen.workload import RequestSpec
+from tandem_lab.bench.load import Measurement, RequestSpec
 from tandem_testing.metric_text import metric_sum
 from tandem_testing.system_client import Reference, Sampling, SystemClient
 from tandem_testing.waiting import until

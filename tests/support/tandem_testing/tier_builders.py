@@ -5,12 +5,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tandem_engine.config import HostConfig, WritePolicy
-from tandem_engine.memory.copies import CopyQueue
 from tandem_engine.memory.host.memory import HostMemory
-from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.host.storage import HostStorage
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.memory.page_copy import CopyKind, CopyReport, PageCopy
+from tandem_engine.memory.page_copies import CopyKind, CopyQueue, CopyReport, PageCopy
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.kv_events import Tier
 from tandem_testing.memory_builders import assert_conserved, make_memory, start_request

@@ -11,11 +11,11 @@ from concurrent.futures import Future
 import msgspec
 import numpy as np
 
-from tandem_engine.errors import InvalidRequestError
-from tandem_engine.forward.token_masks import TokenMasks
+from tandem_engine.base.errors import InvalidRequestError
+from tandem_engine.forward.batch import TokenMasks
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.sampling.grammar.backend import Bits, CompiledGrammar, Matcher
-from tandem_engine.sampling.grammar.cache import GrammarCache
+from tandem_engine.sampling.grammar.compiler import GrammarCache
 
 VOCAB = 97
 EOS = 0

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.config import ModelConfig, RopeConfig
+from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend
 from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, PLAIN
 

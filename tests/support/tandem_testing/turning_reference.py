@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tandem_engine.attention.backend import GraphPlan, TurningPlan
-from tandem_engine.attention.torch_ref import TorchReferenceBackend, TorchReferencePlan
-from tandem_engine.forward.forward_batch import ForwardBatch
-from tandem_engine.kernels.head_turn import HeadTurn
+from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.kernels.interface import HeadTurn
+from tandem_engine.model.attention.backend import GraphPlan, TurningPlan
+from tandem_engine.model.attention.reference import TorchReferenceBackend, TorchReferencePlan
+from tandem_engine.model.layers.attention import Rotation
 from tandem_engine.model.layers.norm import OffsetRmsNorm, RmsNorm
-from tandem_engine.model.layers.rotary import Rotation
 
 
 class TurningReference(TorchReferenceBackend):

@@ -5,15 +5,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from tandem_engine.attention.spec import AttentionSpec
 from tandem_engine.config import EngineConfig
-from tandem_engine.executor.graphs import Decoding
+from tandem_engine.engine.loaded_model import LoadedModel, load
+from tandem_engine.executor.cuda.graphs import Decoding
+from tandem_engine.executor.cuda.runner import StreamRunner
 from tandem_engine.executor.platform import OnStreams, RunnerParts
-from tandem_engine.executor.stream_runner import StreamRunner
-from tandem_engine.loaded_model import LoadedModel, load
-from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.model.fused import stack
+from tandem_engine.model.attention.backend import AttentionSpec
+from tandem_engine.model.cpu import step
 from tandem_testing.device_twin import TwinStreams
 from tandem_testing.graph_tape import TapeCapturer
 from tandem_testing.turning_reference import TurningReference
@@ -90,5 +90,5 @@ def load_for_twin(checkpoint: Path, **config: object) -> LoadedModel:
 
 @contextmanager
 def without_fused_steps() -> Iterator[None]:
-    with patch.object(stack, "fuse", lambda *_, **__: None):
+    with patch.object(step, "fuse", lambda *_, **__: None):
         yield

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from tandem_engine.config import EngineConfig, ParallelConfig
+from tandem_engine.engine.loaded_model import LoadedModel, load
 from tandem_engine.executor.platform import Platform
-from tandem_engine.loaded_model import LoadedModel, load
 from tandem_engine.parallel.group import TpGroup
 from tandem_engine.parallel.torch_group import join_ranks
-from tandem_engine.verify.ranks import ThreadRanks
+from tandem_lab.verify.engines import ThreadRanks
 from tandem_testing.twin_platform import without_fused_steps
 
 NAMESPACE = "tandem_testing"

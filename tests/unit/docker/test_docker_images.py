@@ -15,8 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tandem_operator.api.model_service import ModelServiceStatus
-from tandem_operator.api.security import Security
+from tandem_operator.api.model_service import ModelServiceStatus, Security
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
 from tandem_operator.settings import OperatorSettings
@@ -132,7 +131,7 @@ def test_packages_are_installed_without_recommendations_and_lists_are_removed():
 @pytest.mark.parametrize("example", ["minimal", "gpu", "full"])
 def test_images_hold_what_pods_start(example: str):
     spec = yaml.safe_load((ROOT / "examples" / f"{example}.yaml").read_text())["spec"]
-    subcommands = {module.__name__.rpartition(".")[2] for module in COMMANDS}
+    subcommands = {getattr(command, "__name__", str(command)).rpartition(".")[2] for command in COMMANDS}
     for container in containers({**spec, "images": {}}):
         command = container["command"]
         match container["name"]:

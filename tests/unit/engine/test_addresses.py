@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_engine.addresses import (
+from tandem_engine.base.addresses import (
     Address,
     AddressError,
     bare_host,

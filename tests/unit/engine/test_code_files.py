@@ -8,7 +8,7 @@ numba = pytest.importorskip("numba")
 
 from numba.core.caching import IndexDataCacheFile  # noqa: E402
 
-from tandem_engine.compiled import compiled  # noqa: E402
+from tandem_engine.kernels.cpu.jit import compiled  # noqa: E402
 
 
 @pytest.fixture

@@ -1,17 +1,16 @@
-import importlib.util
+import ast
+import importlib
 from pathlib import Path
 from types import ModuleType
 
-import numba
 import pytest
+from numba.extending import is_jitted
 
-from tandem_engine.attention import cpu_kernels
-from tandem_engine.attention.cpu_queries import cut_queries
-from tandem_engine.attention.task_groups import group_tasks, shared_end
-from tandem_engine.compiled import compiled, revision_of
-from tandem_engine.disaggregation import word_mixing
-from tandem_engine.disaggregation.full_words import full_digests
-from tandem_engine.disaggregation.sampled_words import sampled_digests
+from tandem_engine.disaggregation.digest_words import full_digests, sampled_digests
+from tandem_engine.disaggregation.nixl.layout import _describe
+from tandem_engine.kernels.cpu.attention_work import cut_queries, group_tasks, listed, shared_end
+from tandem_engine.kernels.cpu.jit import revision_of
+from tandem_engine.sampling.sampler import _find
 
 
 @pytest.fixture
@@ -30,48 +29,31 @@ def test_a_revision_changes_with_source_and_constant(module, tmp_path):
     assert before != revision_of(module, constant=32)
 
 
-def imported(path: Path, **names: object) -> ModuleType:
-    """As a new process imports it; `names` are there already."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    vars(module).update(names)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_code_that_was_kept_follows_the_constants_of_another_file(tmp_path, monkeypatch):
-    """It was found again by its own file, and computed with the constants that the other one had had."""
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "user.py").write_text("def times(x):\n    return x * NUMBER\n")
-
-    def times(number: int):
-        (tmp_path / "piece.py").write_text(f"NUMBER = {number}\n")
-        piece = imported(tmp_path / "piece.py")
-        user = imported(tmp_path / "user.py", NUMBER=piece.NUMBER)
-        return compiled(user.times, made_of=[piece])
-
-    def hits(kernel) -> int:
-        return sum(kernel.stats.cache_hits.values())
-
-    first, again, changed = times(3), times(3), times(40)
-    assert (first(2), hits(first)) == (6, 0)
-    assert (again(2), hits(again)) == (6, 1)
-    assert (changed(2), hits(changed)) == (80, 0)
+def names_from_elsewhere(kernel) -> set[str]:
+    """Names of other modules that the code of a compiled function, or of one that it calls, takes in."""
+    function = kernel.py_func
+    source = ast.parse(Path(function.__code__.co_filename).read_text("utf-8"))
+    ours = [n for n in ast.walk(source) if isinstance(n, ast.ImportFrom) and str(n.module).startswith("tandem_")]
+    found = set(function.__code__.co_names) & {a.asname or a.name for n in ours for a in n.names}
+    for name in function.__code__.co_names:
+        called = function.__globals__.get(name)
+        if name not in found and is_jitted(called):
+            found |= names_from_elsewhere(called)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("kernel", "piece"),
-    [
-        (cut_queries, cpu_kernels),
-        (shared_end, cpu_kernels),
-        (group_tasks, cpu_kernels),
-        (sampled_digests, word_mixing),
-        (full_digests, word_mixing),
-    ],
+    "kernel", [cut_queries, shared_end, listed, group_tasks, sampled_digests, full_digests, _describe, _find]
 )
-def test_code_that_is_made_of_another_file_is_kept_with_its_revision(kernel, piece):
-    """Digests of pages were kept by their own files alone, and loaded as they were before another file changed."""
-    _, revision = kernel._cache._cache_file.source_stamp
-    assert revision == revision_of(piece)
+def test_code_that_is_kept_takes_nothing_from_other_files(kernel):
+    """It is found again by its own file alone, and would compute with what the other one had before a change."""
+    assert names_from_elsewhere(kernel) == set()
+
+
+def test_code_that_takes_in_another_file_is_found_out(tmp_path, monkeypatch):
+    (tmp_path / "user.py").write_text(
+        "import numba\nfrom tandem_engine.kernels.cpu.attention_work import CHUNK\n\n"
+        "@numba.njit\ndef inner(x):\n    return x * CHUNK\n\n@numba.njit\ndef outer(x):\n    return inner(x)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert names_from_elsewhere(importlib.import_module("user").outer) == {"CHUNK"}

@@ -2,10 +2,10 @@
 
 import pytest
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import CacheConfig, EngineConfig
-from tandem_engine.errors import ConfigError
-from tandem_engine.loaded_model import require_loadable
-from tandem_services.cli.bundled import bundled_model
+from tandem_engine.engine.loaded_model import require_loadable
+from tandem_services.cli.flags import bundled_model
 
 
 @pytest.mark.parametrize(

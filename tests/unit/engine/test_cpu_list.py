@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.linux import allowed_cpus, bind_thread, can_bind, format_cpus, parse_cpus
 from tandem_engine.config import EngineConfig
-from tandem_engine.cpu_list import allowed_cpus, bind_thread, can_bind, format_cpus, parse_cpus
-from tandem_engine.errors import ConfigError
 from tandem_engine.executor.forward_thread import ForwardThread
 
 needs_affinity = pytest.mark.skipif(not can_bind(), reason="this system keeps no threads on cores")

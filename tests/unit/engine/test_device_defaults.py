@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import OPEN_SETTINGS, EngineConfig, SchedulerConfig, device_defaults, with_device_defaults
-from tandem_engine.errors import ConfigError
-from tandem_engine.flags import add_engine_flags, engine_config
-from tandem_engine.launch import for_its_device
+from tandem_engine.config.flags import add_engine_flags, engine_config
+from tandem_engine.engine.launch import for_its_device
 
 GIB = 1 << 30
 CARDS = {"8 GiB": 8 * GIB, "24 GiB": 24 * GIB, "48 GiB": 48 * GIB, "80 GiB": 80 * GIB, "141 GiB": 141 * GIB}

@@ -6,15 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem_engine.base.errors import CheckpointError, ConfigError
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.engine import Engine
-from tandem_engine.errors import CheckpointError, ConfigError
-from tandem_engine.kv_shape import compat_hash
-from tandem_engine.loaded_model import LoadedModel, load
+from tandem_engine.engine.loaded_model import LoadedModel, compat_hash, load
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.names import RequestId
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "tandem-mini"
 SMALL = CacheConfig(num_pages=200)

@@ -8,7 +8,7 @@ from tandem_testing.import_blocker import write_import_blocker
 
 LOADED = """
 import sys
-import tandem_engine.engine, tandem_engine.process.serve, tandem_engine.executor.platform, tandem_engine.verify.command
+import tandem_engine.engine, tandem_engine.engine.process, tandem_engine.executor.platform, tandem_lab.verify.command
 import tandem_engine.disaggregation.nixl.transport
 from tandem_engine.disaggregation.nixl.layout import Region, describe
 here, there = Region(1000, 10, 9, "VRAM", 0), Region(5000, 10, 9, "VRAM", 1)

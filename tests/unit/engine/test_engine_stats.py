@@ -1,4 +1,4 @@
-from tandem_engine.stats import Throughput
+from tandem_engine.engine.stats import Throughput
 from tandem_testing.scheduler_builders import ManualClock, make_engine, make_message
 
 

@@ -7,8 +7,8 @@ from types import TracebackType
 
 import pytest
 
-from tandem_engine import environment
-from tandem_engine.environment import defaults_while, read_environment
+from tandem_engine.base import environment
+from tandem_engine.base.environment import defaults_while, read_environment
 
 NAME = "UCX_NET_DEVICES"
 PATIENCE_S = 60.0

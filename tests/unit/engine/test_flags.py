@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import (
     OPEN_SETTINGS,
     CacheConfig,
@@ -20,8 +21,7 @@ from tandem_engine.config import (
     SpecConfig,
     WritePolicy,
 )
-from tandem_engine.errors import ConfigError
-from tandem_engine.flags import add_engine_flags, engine_argv, engine_config
+from tandem_engine.config.flags import add_engine_flags, engine_argv, engine_config
 
 INTERNAL = {
     "context_length",  # resolved from --context-length and the checkpoint

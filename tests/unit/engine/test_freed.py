@@ -4,8 +4,8 @@ import ctypes
 
 import pytest
 
-from tandem_engine.executor.memory_meter import HostMeter
-from tandem_engine.freed import REST_S, AtRest, give_back
+from tandem_engine.base.linux import REST_S, AtRest, give_back
+from tandem_engine.executor.memory_profile import HostMeter
 
 BLOCKS, BLOCK_BYTES = 600, 100_000
 """Each has whole pages, in whatever gap of the heap it lies, and is small enough to lie in the heap."""

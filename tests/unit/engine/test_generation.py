@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.generation import Generation, Generations
+from tandem_engine.engine.stats import Generation, Generations
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob, TokenOutput
 
 END = Finish(reason=FinishReason.LENGTH)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine import huge_pages
-from tandem_engine.huge_pages import HUGE, MOST_BETWEEN, PIECE, movable, to_huge_pages, whole_pages
+from tandem_engine.base import linux
+from tandem_engine.base.linux import HUGE, MOST_BETWEEN, PIECE, movable, to_huge_pages, whole_pages
 
 HUGEPAGE, COLLAPSE = 14, 25
 """Of Linux's asm-generic/mman-common.h."""
@@ -59,8 +59,8 @@ class Advised:
 @pytest.fixture
 def advise(monkeypatch):
     def use(advised: Advised) -> Advised:
-        monkeypatch.setattr(huge_pages, "_are_allowed", lambda: True)
-        monkeypatch.setattr(huge_pages, "_madvise", lambda: advised)
+        monkeypatch.setattr(linux, "_are_allowed", lambda: True)
+        monkeypatch.setattr(linux, "_madvise", lambda: advised)
         return advised
 
     return use
@@ -95,17 +95,17 @@ def test_a_system_that_moves_nothing_is_asked_to_in_the_background(advise):
 def test_a_machine_that_has_them_switched_off_is_left_alone(tmp_path: Path, monkeypatch):
     setting = tmp_path / "enabled"
     setting.write_text("always madvise [never]\n")
-    monkeypatch.setattr(huge_pages, "SETTING", setting)
-    monkeypatch.setattr(huge_pages, "_advise", lambda *_: pytest.fail("nobody is to be asked"))
+    monkeypatch.setattr(linux, "SETTING", setting)
+    monkeypatch.setattr(linux, "_advise", lambda *_: pytest.fail("nobody is to be asked"))
     assert to_huge_pages([(HUGE, HUGE)]) == 0
 
 
 def test_a_system_without_them_is_left_alone(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(huge_pages, "SETTING", tmp_path / "absent")
-    monkeypatch.setattr(huge_pages, "_advise", lambda *_: pytest.fail("nobody is to be asked"))
+    monkeypatch.setattr(linux, "SETTING", tmp_path / "absent")
+    monkeypatch.setattr(linux, "_advise", lambda *_: pytest.fail("nobody is to be asked"))
     assert to_huge_pages([(HUGE, HUGE)]) == 0
 
 
 def test_what_cannot_be_moved_is_no_error(monkeypatch):
-    monkeypatch.setattr(huge_pages, "_are_allowed", lambda: True)
+    monkeypatch.setattr(linux, "_are_allowed", lambda: True)
     assert to_huge_pages([(1 << 45, HUGE)]) == 0  # nothing lies there

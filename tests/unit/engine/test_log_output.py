@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.log_output import MAX_WAITING, LogOutput
-from tandem_engine.logs import JsonFormatter, LogFormat, configure_logging
+from tandem_engine.base.logs import MAX_WAITING, JsonFormatter, LogFormat, LogOutput, configure_logging
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 60.0
@@ -79,7 +78,7 @@ def test_a_process_whose_log_nobody_reads_goes_on_and_ends():
     """With the whole set-up of a worker or a gateway, its end included."""
     program = (
         "import logging\n"
-        "from tandem_engine.logs import LogFormat, configure_logging\n"
+        "from tandem_engine.base.logs import LogFormat, configure_logging\n"
         "configure_logging(LogFormat.JSON)\n"
         f"for number in range({LOTS}): logging.info('x' * 200)\n"
         "print('served', flush=True)\n"

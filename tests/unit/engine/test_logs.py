@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tandem_engine.logs import (
+from tandem_engine.base.logs import (
     JsonFormatter,
     LogFormat,
     PlainFormatter,

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tandem_engine.config import CacheConfig, EngineConfig
 from tandem_engine.engine import Engine
-from tandem_engine.loaded_model import LoadedModel, load
+from tandem_engine.engine.control import Operations
+from tandem_engine.engine.loaded_model import LoadedModel, load
 from tandem_engine.messages.control import (
     AbortRequests,
     DecodeElsewhere,
@@ -29,7 +30,6 @@ from tandem_engine.messages.control import (
 from tandem_engine.messages.outputs import FinishReason, TokenOutput
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.operations import Operations
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "tandem-mini"
 

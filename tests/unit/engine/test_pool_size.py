@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from tandem_engine import pool_size
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from tandem_engine.errors import ConfigError
-from tandem_engine.forward.forward_batch import ForwardResult
+from tandem_engine.executor import memory_profile
+from tandem_engine.executor.memory_profile import Footprint, plan_pool
+from tandem_engine.forward.batch import ForwardResult
 from tandem_engine.parallel.group import Parallel
-from tandem_engine.pool_size import Footprint, plan_pool
 from tandem_testing.rank_threads import on_ranks
 
 MIB = 1 << 20
@@ -40,7 +40,7 @@ class Meter:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    monkeypatch.setattr(pool_size, "meter_for", lambda _: Meter())
+    monkeypatch.setattr(memory_profile, "meter_for", lambda _: Meter())
 
 
 def pages(parallel: Parallel, cache: CacheConfig, *, page_bytes: tuple[int, int] = (MIB, MIB)) -> int:
@@ -56,7 +56,7 @@ def pages(parallel: Parallel, cache: CacheConfig, *, page_bytes: tuple[int, int]
 
 def test_every_rank_has_as_many_pages_as_the_one_with_the_fewest_and_one_line_says_so(caplog):
     cache = CacheConfig(mem_fraction_static=0.5)
-    with caplog.at_level(logging.INFO, logger=pool_size.__name__):
+    with caplog.at_level(logging.INFO, logger=memory_profile.__name__):
         # Half of the machine for two ranks: 250 MiB each, of which 130 are left.
         assert on_ranks(2, lambda parallel: pages(parallel, cache, page_bytes=(MIB, 2 * MIB))) == [65, 65]
     [line] = [record.getMessage() for record in caplog.records]

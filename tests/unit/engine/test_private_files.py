@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from tandem_engine.private_files import keep_files_private, private_opener
+from tandem_engine.base.linux import keep_files_private, private_opener
 
 
 @pytest.fixture(autouse=True)

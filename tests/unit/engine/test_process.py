@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tandem_engine.config import EngineConfig
-from tandem_engine.process import serve as serving
-from tandem_engine.process.serve import UNEXPECTED_ERROR, ProcessConfig, serve
+from tandem_engine.engine import process as serving
+from tandem_engine.engine.process import UNEXPECTED_ERROR, ProcessConfig, serve
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem_engine.errors import BusyError, CheckpointError, EngineStoppedError
+from tandem_engine.base.errors import BusyError, CheckpointError, EngineStoppedError
+from tandem_engine.engine.reload import Reloaded, WeightsReload
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import Parallel, SingleRank, TpGroup
-from tandem_engine.reload import Reloaded, WeightsReload
 from tandem_testing.rank_threads import on_ranks
 
 

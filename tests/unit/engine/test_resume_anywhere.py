@@ -14,8 +14,8 @@ from msgspec import structs
 
 from tandem_engine.config import CacheConfig, EngineConfig
 from tandem_engine.engine import Engine
-from tandem_engine.generation import Generation
-from tandem_engine.loaded_model import LoadedModel, load
+from tandem_engine.engine.loaded_model import LoadedModel, load
+from tandem_engine.engine.stats import Generation
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest

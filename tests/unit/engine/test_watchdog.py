@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.errors import ConfigError
-from tandem_engine.watchdog import Watchdog, describe_scheduler
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.engine.watchdog import Watchdog, describe_scheduler
 from tandem_testing.scheduler_builders import make_engine, make_message
 
 

@@ -7,8 +7,7 @@ import socket
 
 import pytest
 
-from tandem_operator.cli import main, options_of, parser
-from tandem_operator.controller.logs import configure_logging
+from tandem_operator.cli import configure_logging, main, options_of, parser
 
 
 def options(*words):

@@ -10,11 +10,11 @@ import torch
 
 from tandem_engine.config import CacheConfig, EngineConfig, SpecAlgorithm, SpecConfig
 from tandem_engine.engine import Engine
-from tandem_engine.loaded_model import load
+from tandem_engine.engine.loaded_model import load
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.speculative.eagle_weights import read_head_config
+from tandem_engine.speculative.eagle import read_head_config
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "models" / "tandem-mini"

@@ -6,11 +6,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tandem_engine.compiled import compiled
+from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.transport import HeadPart
-from tandem_engine.names import PageId
+from tandem_engine.kernels.cpu.jit import compiled
 
 Pages: TypeAlias = npt.NDArray[np.uint64]
+
 Ranges: TypeAlias = npt.NDArray[np.uint64]
 """[N, 3]: address, bytes, device id. NIXL reads such an array far faster than a list of tuples."""
 

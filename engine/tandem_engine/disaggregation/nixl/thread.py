@@ -36,42 +36,55 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from tandem_engine.clock import Clock
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.errors import TransferError
 from tandem_engine.disaggregation.digest import PageDigester, unproved
-from tandem_engine.disaggregation.nixl.agent import NixlAgent, Write
-from tandem_engine.disaggregation.nixl.commands import Command, Connect, Expect, Forget, StartPush, Stop, Wake
-from tandem_engine.disaggregation.nixl.interfaces import Interfaces
+from tandem_engine.disaggregation.nixl.agent import Interfaces, NixlAgent, Write
 from tandem_engine.disaggregation.nixl.layout import Region, describe
-from tandem_engine.disaggregation.nixl.mishaps import Mishaps
-from tandem_engine.disaggregation.nixl.outbox import Outbox
+from tandem_engine.disaggregation.nixl.queues import (
+    Command,
+    Connect,
+    Expect,
+    Forget,
+    Mishaps,
+    Outbox,
+    StartPush,
+    Stop,
+    Wake,
+)
 from tandem_engine.disaggregation.transport import DigestOrder, Push, PushDone, PushFailed, PushKey
-from tandem_engine.errors import TransferError
 from tandem_engine.forward.kv_progress import VOID
 from tandem_engine.messages.transfer import Hello
-from tandem_engine.parallel.devices import use_device
+from tandem_engine.parallel.group import use_device
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
 ADDRESS_LIMIT = 1 << 64
+
 DEVICE_LIMIT = 1 << 16
 """What a peer claims of its pool must be possible."""
 
 FIRST_PAUSE = 50e-6
+
 LONGEST_PAUSE = 1e-3
 """Seconds between looks at outstanding writes: doubled while nothing happens."""
+
 LAYERS_PAUSE = 1e-3
 """While a step computes pages. A look costs the forward a little, as both need the interpreter."""
+
 EXPECTING_PAUSE = 1e-3
 """While a peer may be writing here: its writes only progress when this side looks."""
+
 BUSY_LOOK = 20e-6
 """Seconds. A look that takes longer has moved bytes, so there is no pause before the next: over TCP, writes progress at
 the pace at which both sides look."""
+
 STUCK_S = 15.0
+
 SLOWEST_RATE = 10e6
 """A WRITE is given up after so many seconds, and those that its pages take at so many bytes per second. A receiver that
 stands still is fenced before: what lies in its sockets may not reach pages that it uses again [late-write]."""
+
 IDLE_PAUSE = 50e-3
 """Otherwise. Connections of peers still need this side to look now and then."""
 

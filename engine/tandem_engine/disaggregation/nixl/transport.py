@@ -8,20 +8,26 @@ from collections.abc import Callable
 
 import msgspec
 
-from tandem_engine.clock import Clock
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.environment import read_environment
+from tandem_engine.base.names import DigestKind
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.link_transport import machine_name, rdma_is_up, rdma_ports, usable_transports
-from tandem_engine.disaggregation.nixl.agent import NixlAgent
-from tandem_engine.disaggregation.nixl.commands import Command, Connect, Expect, Forget, StartPush, Stop
-from tandem_engine.disaggregation.nixl.interfaces import Interfaces, own_devices, ucx_network, watched
+from tandem_engine.disaggregation.nixl.agent import Interfaces, NixlAgent, own_devices, ucx_network, watched
 from tandem_engine.disaggregation.nixl.layout import Region, warm_up
-from tandem_engine.disaggregation.nixl.outbox import Outbox
+from tandem_engine.disaggregation.nixl.queues import Command, Connect, Expect, Forget, Outbox, StartPush, Stop
 from tandem_engine.disaggregation.nixl.thread import TransferThread
-from tandem_engine.disaggregation.transport import DigestOrder, PagePool, Push, TransportEvent
-from tandem_engine.environment import read_environment
+from tandem_engine.disaggregation.transport import (
+    DigestOrder,
+    PagePool,
+    Push,
+    TransportEvent,
+    machine_name,
+    rdma_is_up,
+    rdma_ports,
+    usable_transports,
+)
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import DigestKind
 
 CLOSE_TIMEOUT = 5.0
 """Seconds for the thread to finish the write it is in."""

@@ -7,7 +7,7 @@ local transports report becomes one event that all ranks see in the same turn.
     scheduler (every rank)      here                                      local transport (this rank's)
 
     push(pages)           ──▶   one slice per rank of the peer that    ─▶  push(pages, heads)
-                                this rank has heads for (`head_plan`)
+                                this rank has heads for (`slices`)
     digest(pages)         ──▶   one per rank of the writer that has    ─▶  digest(pages, heads)
                                 written here
     poll()                ──▶   what this rank's transport reports     ◀─  events
@@ -25,16 +25,21 @@ from typing import Self
 
 import msgspec
 
-from tandem_engine.clock import Clock
-from tandem_engine.disaggregation.ranks.head_plan import HeadSlice, can_hold, head_slices, heads_on
-from tandem_engine.disaggregation.ranks.joins import JoinedProof, JoinedPush, Route
-from tandem_engine.disaggregation.ranks.names import (
+from tandem_engine.base.clock import Clock
+from tandem_engine.disaggregation.base import RoomKey, room_key
+from tandem_engine.disaggregation.ranks.slices import (
+    HeadSlice,
+    JoinedProof,
+    JoinedPush,
+    Route,
     SliceRoom,
     agent_name,
+    can_hold,
+    head_slices,
+    heads_on,
     read_slice_room,
     slice_room,
 )
-from tandem_engine.disaggregation.room_key import RoomKey, room_key
 from tandem_engine.disaggregation.transport import (
     DigestOrder,
     Digests,
@@ -72,6 +77,7 @@ class RankNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 GatherNews = Callable[[RankNews], Sequence[RankNews]]
 """What each rank passes, on every rank, in order of rank."""
+
 GatherHellos = Callable[[Hello], Sequence[Hello]]
 
 

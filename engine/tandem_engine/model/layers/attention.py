@@ -4,18 +4,151 @@
                      └── on a device by the plan ──┘
 
 Shapes use  T = tokens of the step, H = query heads, KV = key/value heads, D = head_dim.
+
+Rotary position embedding with the scalings that Hugging Face checkpoints ask for.
+
+Whatever the scaling, cos and sin are a pure function of a token's own position, so they are tabulated once
+when the model is built. That is what makes pages sharable: a key is stored rotated, and must not depend on
+which prompt, chunk, batch or worker computed it.
+
+Dynamic NTK is the one scaling where that ends: beyond the original context transformers derives its base from the
+longest position of the *call*, so that a key depends on how the prompt was cut. Such models have the original context
+here (`config_fields.longest_context`), in which nothing is scaled.
 """
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from tandem_engine.attention.backend import TurningPlan
-from tandem_engine.kernels.head_turn import HeadNorm
+from tandem_engine.config import RopeConfig
+from tandem_engine.kernels.interface import HeadNorm, HeadTurn, by_triton
+from tandem_engine.model.attention.backend import TurningPlan
 from tandem_engine.model.base import Attend
 from tandem_engine.model.layers.linear import Projection
 from tandem_engine.model.layers.norm import Norm
-from tandem_engine.model.layers.rotary import Rotation
+
+
+class Rotation(NamedTuple):
+    """Angles of one step's tokens, shared by all layers and heads. Both [T, 1, D]."""
+
+    cos: Tensor
+    signed_sin: Tensor
+    """sin, negated in the first half: rotate_half(x) * sin equals roll(x) * signed_sin."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate [T, heads, D]; same shape and dtype."""
+        if by_triton(x.device):
+            from tandem_engine.kernels.triton.rope_store import rotate
+
+            return rotate(x, self.turn(None))
+        half = x.shape[-1] // 2
+        return (x * self.cos).add_(torch.roll(x, half, -1).mul_(self.signed_sin))
+
+    def turn(self, norm: HeadNorm | None) -> HeadTurn:
+        """This rotation behind `norm`, for a plan that turns heads itself."""
+        return HeadTurn(self.cos.squeeze(1), self.signed_sin.squeeze(1), norm)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotaryTable:
+    """cos and signed sin of every position that a sequence may have."""
+
+    angles: Tensor
+    """[positions, 2, D] in the model's dtype, computed in float32."""
+
+    def at(self, positions: Tensor) -> Rotation:
+        """Angles of [T] int64 positions."""
+        rows = self.angles.index_select(0, positions)
+        cos, signed_sin = rows.split_with_sizes((1, 1), dim=1)
+        return Rotation(cos, signed_sin)
+
+
+def rotary_table(
+    rope: RopeConfig, *, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
+) -> RotaryTable:
+    """Tabulate positions [0, positions)."""
+    position = torch.arange(positions, dtype=torch.float32)
+    half = position[:, None] * inverse_frequencies(rope, head_dim=head_dim)
+    scale = attention_scale(rope)
+    cos, sin = half.cos() * scale, half.sin() * scale
+    angles = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
+    return RotaryTable(angles=angles.to(device=device, dtype=dtype))
+
+
+def inverse_frequencies(rope: RopeConfig, *, head_dim: int) -> Tensor:
+    """Radians per position of each pair of dimensions: float32 [D/2]."""
+    match rope.rope_type:
+        case "default" | "dynamic":
+            return _plain(rope.theta, head_dim)
+        case "linear":
+            return _plain(rope.theta, head_dim) / rope.factor
+        case "llama3":
+            return _llama3(rope, head_dim)
+        case "yarn":
+            return _yarn(rope, head_dim)
+    raise AssertionError(f"rope type {rope.rope_type!r} passed configuration but has no frequencies")
+
+
+def attention_scale(rope: RopeConfig) -> float:
+    """Factor on cos and sin, so that q·k carries its square: YaRN's temperature, else 1."""
+    if rope.rope_type != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return _yarn_mscale(rope.factor, 1.0)
+
+
+def _exponents(head_dim: int) -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+
+
+def _plain(theta: float, head_dim: int) -> Tensor:
+    return torch.as_tensor(1.0 / (theta ** _exponents(head_dim)))
+
+
+def _llama3(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Long wavelengths interpolated by `factor`, short ones kept, a linear blend between."""
+    original, low, high = _original(rope), rope.low_freq_factor, rope.high_freq_factor
+    plain = _plain(rope.theta, head_dim)
+    wavelength = 2 * math.pi / plain
+    blend = (original / wavelength - low) / (high - low)
+    blended = (1 - blend) * plain / rope.factor + blend * plain
+    scaled = torch.where(wavelength > original / low, plain / rope.factor, blended)
+    return torch.where(wavelength < original / high, plain, scaled)
+
+
+def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Dimensions that turn often are kept, those that turn seldom interpolated, a ramp between."""
+    turns = rope.theta ** _exponents(head_dim)
+    low, high = _yarn_ramp_bounds(rope, head_dim)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    kept = 1 - ramp.clamp_(0, 1)
+    return torch.as_tensor(1.0 / (rope.factor * turns) * (1 - kept) + 1.0 / turns * kept)
+
+
+def _yarn_ramp_bounds(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
+    def dimension_turning(times: float) -> float:
+        return head_dim * math.log(_original(rope) / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    return low, high + 0.001 if low == high else high
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _original(rope: RopeConfig) -> int:
+    assert rope.original_max_position is not None, f"rope type {rope.rope_type} needs original_max_position"
+    return rope.original_max_position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

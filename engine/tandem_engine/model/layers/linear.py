@@ -2,19 +2,43 @@
 
 Checkpoints store [out, in]. On a GPU that is what GEMMs want. On an x86 CPU oneDNN has a blocked layout of its own,
 into which a weight is reordered once, at load. Many tokens are multiplied by oneDNN, few by kernels of our own that
-read the same memory (`model.fused.projection`).
+read the same memory (`kernels.cpu.gemm`).
+
+Token embedding.
+
+Where a model scores tokens by the table that it looks them up in, and that lies in panels for the scores
+(`kernels.cpu.gemm`), a large table is there but once: rows are gathered from the panels.
+
+Layers whose weights lie with several ranks. Each gives every rank the whole result, with the same bits.
+
+    row-parallel         each rank multiplies its share of the inputs; the sum over the ranks is the product
+    vocabulary           each rank looks up, or scores, its own range of token ids
+
+Column-parallel projections need no layer of their own: a rank computes its share of the outputs, and the
+next row-parallel projection takes exactly that share as its inputs.
+
+Projections by weights of eight or four bits, which stay that in memory.
+
+On a device kernels of Triton read them as they are (`kernels.triton.quantized_gemm`, `kernels.triton.quantized_moe`);
+on a CPU compiled code reads int8 with one scale for each output (`cpu`). What has no kernel is put together in the
+model's dtype by whoever reads it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from tandem_engine.kernels.interface import by_triton, depth_for
+from tandem_engine.model.quantization.levels import INT8_MIDDLE, Levels
+from tandem_engine.parallel.group import TpGroup
+
 if TYPE_CHECKING:
-    from tandem_engine.model.fused.projection import PanelLinear
+    from tandem_engine.kernels.cpu.gemm import PanelLinear, Panels
+
 
 Projection = Callable[[Tensor], Tensor]
 """[T, in] to [T, out]."""
@@ -71,7 +95,7 @@ class PackedLinear:
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> "PackedLinear":
         # Only an engine on a CPU needs numba.
-        from tandem_engine.model.fused.projection import panel_linear
+        from tandem_engine.kernels.cpu.gemm import panel_linear
 
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_TOKENS)
         return cls(packed=packed, bias=bias, few=panel_linear(packed, weight, bias))
@@ -96,3 +120,148 @@ def _packing_pays(weight: Tensor) -> bool:
     if weight.dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype is torch.float32
+
+
+TokenEmbedding = Callable[[Tensor], Tensor]
+"""[T] int64 to a fresh [T, hidden] that the caller may write to."""
+
+MIN_SHARED_BYTES = 16 << 20
+"""Of a table. A row in panels is a cache line for each word or two; below, memory is not worth even that."""
+
+
+class Table(Protocol):
+    """[rows, hidden]"""
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[T] int64, each a row of the table, to a fresh [T, hidden]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseTable:
+    """Implements `Table`: row after row."""
+
+    weight: Tensor
+
+    def __len__(self) -> int:
+        return len(self.weight)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return F.embedding(rows, self.weight)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PanelTable:
+    """Implements `Table`: the weight of a projection to its rows."""
+
+    panels: "Panels"
+    words: Tensor
+    """int32 [panels, outputs of a panel, words of a row], of the same memory."""
+    dtype: torch.dtype
+
+    def __len__(self) -> int:
+        return self.panels.outputs
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        width = self.words.shape[1]
+        # Behind the last row there are others, of zeros.
+        least, most = torch.aminmax(rows) if len(rows) else (0, 0)
+        if not 0 <= int(least) <= int(most) < len(self):
+            raise IndexError(f"token ids {int(least)} to {int(most)} lie outside of the table's {len(self)} rows")
+        return self.words[rows // width, rows % width].view(self.dtype)
+
+
+def table_of(weight: Tensor, scores: Projection | None) -> Table:
+    """The rows of `weight`; `scores` is the projection by the same weight, if there is one."""
+    few = scores.few if isinstance(scores, PackedLinear) else None
+    if few is None or weight.nbytes < MIN_SHARED_BYTES:
+        return DenseTable(weight=weight)
+    return PanelTable(panels=few.panels, words=few.panels.words(weight.dtype), dtype=weight.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Embedding:
+    """Implements `TokenEmbedding`: rows of a [vocab, hidden] table."""
+
+    table: Table
+    scale: Tensor | None = None
+    """Factor of the rows, a scalar in the table's dtype: rounded as transformers rounds it."""
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        rows = self.table(token_ids)
+        return rows if self.scale is None else rows.mul_(self.scale)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowParallel:
+    """Implements `Projection`: [T, in / size] of each rank to [T, out]."""
+
+    local: Projection
+    """With the bias on rank 0 alone, so that it is added once."""
+    group: TpGroup
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(self.local(x))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyEmbedding:
+    """Looks up token ids of which this rank holds a range."""
+
+    table: Table
+    """[vocab share, hidden]"""
+    start: int
+    """Token id of the first row."""
+    group: TpGroup
+    scale: Tensor | None = None
+    """As in `Embedding`."""
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 to a fresh [T, hidden]. Exact: all but one rank contribute zero to each row."""
+        local = token_ids - self.start
+        elsewhere = (local < 0) | (local >= len(self.table))
+        rows = self.table(local.masked_fill_(elsewhere, 0))
+        self.group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0.0))
+        return rows if self.scale is None else rows.mul_(self.scale)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyHead:
+    """Implements `Projection`: hidden states [N, hidden] to logits [N, vocab], from each rank's range."""
+
+    local: Projection
+    """To [N, vocab share]."""
+    vocab_size: int
+    """The padding behind it is cut off."""
+    group: TpGroup
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.all_gather(self.local(x))[:, : self.vocab_size].contiguous()
+
+
+def can_multiply(levels: Levels, device: torch.device) -> bool:
+    """Whether there is a kernel for such a matrix on `device`."""
+    if by_triton(device):
+        in_order = levels.groups is None or levels.sorted() is not None
+        paired = not levels.is_float8 and levels.bits < 8
+        return in_order and depth_for(levels.shape[1], levels.group_size, paired=paired) is not None
+    one_scale = levels.scales.shape[1] == 1 and levels.groups is None
+    # In bfloat16 inputs go in pairs.
+    even = levels.shape[1] % 2 == 0
+    return device.type == "cpu" and levels.bits == 8 and one_scale and even and levels.zeros_are(INT8_MIDDLE)
+
+
+def quantized_projection(levels: Levels, bias: Tensor | None, dtype: torch.dtype) -> Projection:
+    """x Wᵀ + b for x of `dtype` and a matrix that `can_multiply` has accepted, where its tensors lie."""
+    if by_triton(levels.codes.device):
+        # Only an engine on a device needs Triton.
+        from tandem_engine.model.layers.triton import DeviceQuantizedLinear
+
+        on_device: Projection = DeviceQuantizedLinear.of(levels, bias, dtype)
+        return on_device
+    # Only an engine on a CPU needs numba.
+    from tandem_engine.model.layers.cpu import Int8Linear
+
+    return Int8Linear.of(levels, bias, dtype)

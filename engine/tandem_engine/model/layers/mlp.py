@@ -1,12 +1,56 @@
-"""The gated feed-forward block:  (norm) ─▶ gate, up ─▶ activation(gate) · up ─▶ down ─▶ (norm)."""
+"""Gated activations of the feed-forward block.
 
-from dataclasses import dataclass
+Mixture of experts: a router picks a few of many small feed-forward blocks for each token.
 
+    1. scores    softmax over all experts in float32, the best k of each token, scaled to sum to 1 if so trained
+    2. group     (token, expert) pairs are sorted by expert and their tokens gathered once, so that each expert is one
+                 pair of matrix products over just the tokens that chose it; experts that nobody chose are not visited
+    3. combine   a token's results are weighted and added, best expert first
+
+A token's results go back to a place of its own before they are added, so what it gets depends neither on the
+order of the groups nor on which other tokens chose its experts, but for the rounding that rows of one matrix
+product share in any layer.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tandem_engine.model.layers.activation import GatedActivation
+from tandem_engine.config import Activation
+from tandem_engine.kernels.interface import GatedActivation, by_triton
 from tandem_engine.model.layers.linear import Projection
 from tandem_engine.model.layers.norm import Norm
+from tandem_engine.parallel.group import SingleRank, TpGroup
+
+
+def gated(activation: Activation, device: torch.device) -> GatedActivation:
+    """The activation of a block whose weights are on `device`."""
+    if by_triton(device):
+        from tandem_engine.model.layers.triton import device_activation
+
+        return device_activation(activation)
+    return GATED[activation]
+
+
+def silu_and_multiply(gate_up: Tensor) -> Tensor:
+    """SwiGLU's middle."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_and_multiply(gate_up: Tensor) -> Tensor:
+    """GeGLU's middle, GELU by its tanh approximation."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+GATED: dict[Activation, GatedActivation] = {
+    Activation.SILU: silu_and_multiply,
+    Activation.GELU_TANH: gelu_tanh_and_multiply,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,3 +68,66 @@ class FeedForward:
         """Normalised hidden states [T, hidden] to what is added to them."""
         out = self.down(self.activation(self.gate_up(normed)))
         return out if self.output_norm is None else self.output_norm(out)
+
+
+class Choice(NamedTuple):
+    """Experts of each token, best first."""
+
+    experts: Tensor
+    """[T, k] int64"""
+    weights: Tensor
+    """[T, k]"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Router:
+    """Chooses experts. Shapes use  T = tokens, E = experts, k = experts per token."""
+
+    weight: Projection
+    """[T, hidden] to [T, E]."""
+    experts_per_token: int
+    normalise: bool
+
+    def __call__(self, normed: Tensor) -> Choice:
+        """[T, hidden] to each token's experts, with weights in the dtype of `normed`."""
+        scores = self.weight(normed).float().softmax(dim=-1)
+        weights, experts = scores.topk(self.experts_per_token, dim=-1)
+        if self.normalise:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return Choice(experts, weights.to(normed.dtype))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expert:
+    """Or this rank's share of it."""
+
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseFeedForward:
+    """Stands where `FeedForward` stands."""
+
+    norm: Norm
+    router: Router
+    experts: tuple[Expert, ...]
+    activation: GatedActivation
+    group: TpGroup = field(default_factory=SingleRank)
+    """The ranks, each with a share of every expert's inner dimension. Token by token they choose alike."""
+
+    def __call__(self, normed: Tensor) -> Tensor:
+        """See `FeedForward`."""
+        experts, weights = self.router(normed)
+        chosen = experts.shape[1]
+        # A pair's number is token * k + rank, which is also its row in `results`.
+        pairs = experts.flatten().argsort(stable=True)
+        counts = torch.bincount(experts.flatten(), minlength=len(self.experts)).tolist()
+        hit = [(expert, count) for expert, count in zip(self.experts, counts, strict=True) if count]
+        groups = torch.split(normed.index_select(0, pairs // chosen), [count for _, count in hit])
+        outputs = [
+            expert.down(self.activation(expert.gate_up(group))) for (expert, _), group in zip(hit, groups, strict=True)
+        ]
+        grouped = torch.cat(outputs) if outputs else normed  # without tokens that is as empty
+        results = torch.empty_like(grouped).index_copy_(0, pairs, grouped).view(-1, chosen, normed.shape[1])
+        return self.group.all_reduce((results * weights[..., None]).sum(dim=1))

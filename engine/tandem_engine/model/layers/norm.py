@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tandem_engine.config import NormKind
-from tandem_engine.kernels.dispatch import by_triton
+from tandem_engine.kernels.interface import by_triton
 
 
 class Norm(Protocol):
@@ -35,7 +35,7 @@ def rms_norm(weight: Tensor, *, eps: float, kind: NormKind) -> Norm:
     offset = kind is NormKind.UNIT_OFFSET
     scale = 1 + weight.float() if offset else weight
     if by_triton(weight.device):
-        from tandem_engine.model.layers.on_device import DeviceRmsNorm
+        from tandem_engine.model.layers.triton import DeviceRmsNorm
 
         return DeviceRmsNorm(weight=scale.contiguous(), eps=eps)
     return OffsetRmsNorm(weight=scale, eps=eps) if offset else RmsNorm(weight=scale, eps=eps)

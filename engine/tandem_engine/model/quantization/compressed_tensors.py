@@ -21,11 +21,10 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from tandem_engine.errors import CheckpointError
-from tandem_engine.model.quantization.groups import FLOATS, checked_order, group_count, require, two
+from tandem_engine.base.errors import CheckpointError
+from tandem_engine.model.checkpoint_files import StoredTensor
+from tandem_engine.model.quantization.formats import FLOATS, checked_order, group_count, require, two, unpack
 from tandem_engine.model.quantization.levels import Levels
-from tandem_engine.model.quantization.packing import unpack
-from tandem_engine.model.safetensors_file import StoredTensor
 
 WORDS, BYTES = frozenset({torch.int32}), frozenset({torch.int8})
 INDICES = frozenset({torch.int32, torch.int64})

@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem_engine.errors import CheckpointError
-from tandem_engine.model.json_file import shown
-from tandem_engine.model.quantization.interface import WeightFormat
+from tandem_engine.base.errors import CheckpointError
+from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor, shown
 from tandem_engine.model.quantization.levels import Levels
-from tandem_engine.model.safetensors_file import ReadableTensor, StoredTensor
+from tandem_engine.model.quantization.scheme import WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

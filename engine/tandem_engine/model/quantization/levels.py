@@ -16,6 +16,7 @@ from torch import Tensor
 
 INT8_MIDDLE = 128
 """Zero point of int8 numbers once they are stored without a sign."""
+
 INT8_LARGEST = 127
 
 

@@ -1,20 +1,58 @@
-"""From `quantization_config` in a config.json to the format of the weights. Everything that is not known is refused."""
+"""From `quantization_config` in a config.json to the format of the weights. Everything that is not known is refused.
 
-from collections.abc import Callable
+How a model's projections are held in memory: what `--quantization` comes to for a checkpoint and a device.
 
+Which it is belongs to the identity of a model: the same checkpoint held in two ways computes KV that differs by
+roundings, or, once rounded to int8, by more. Pages never go between them.
+"""
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.config import Quantization
+from tandem_engine.kernels.interface import by_triton
+from tandem_engine.model.checkpoint_files import StoredTensor
 from tandem_engine.model.config_fields import ConfigFields
-from tandem_engine.model.quantization.awq import Awq
 from tandem_engine.model.quantization.compressed_tensors import CompressedTensors, Strategy
-from tandem_engine.model.quantization.fp8_blocks import Fp8Blocks
-from tandem_engine.model.quantization.gptq import Gptq
-from tandem_engine.model.quantization.interface import WeightFormat
+from tandem_engine.model.quantization.formats import Awq, Fp8Blocks, Gptq
+from tandem_engine.model.quantization.levels import Levels
+
+
+class WeightFormat(Protocol):
+    """How one matrix is stored as several tensors, which share a prefix."""
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Suffixes of the tensors that a matrix needs; whoever has the first of them is one."""
+        ...
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Suffixes that it may have besides."""
+        ...
+
+    def shape(self, parts: Mapping[str, StoredTensor]) -> tuple[int, int]:
+        """[outputs, inputs] of the matrix. Raises `CheckpointError` unless all parts fit each other and the config."""
+        ...
+
+    def levels(self, parts: Mapping[str, Tensor]) -> Levels:
+        """The matrix. Raises `ValueError` for contents that no writer would write."""
+        ...
+
 
 FIELD = "quantization_config"
 MAX_GROUP = 1 << 20
 MAX_BLOCK = 1 << 16
 PACKED = "pack-quantized"
+
 BLOCK = "block"
 """Strategy of compressed-tensors for float8 alone."""
+
 FORMATS = (PACKED, "int-quantized", "float-quantized", "naive-quantized")
 
 
@@ -99,3 +137,44 @@ METHODS: dict[str, Callable[[ConfigFields], WeightFormat]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
 }
+
+
+class Holding(StrEnum):
+    """Of projections for which there is a kernel; all other matrices are in the model's dtype."""
+
+    DTYPE = "dtype"
+    PACKED = "packed"
+    """As the checkpoint stores them."""
+    INT8 = "int8"
+    """With one scale for each output; plain matrices are rounded to that as they are read."""
+
+
+def holding_of(requested: Quantization, scheme: WeightFormat | None, device: torch.device) -> Holding:
+    """For a checkpoint stored by `scheme`. Raises `ConfigError` for int8 of what is quantized in another way."""
+    match requested:
+        case Quantization.INT8:
+            if scheme is not None and not _is_int8(scheme):
+                raise ConfigError(
+                    "--quantization int8 takes checkpoints that are not quantized, or to int8 with a scale for each "
+                    "output; for this one it can be auto or dequantize"
+                )
+            return Holding.INT8
+        case Quantization.AUTO if scheme is not None and by_triton(device):
+            return Holding.PACKED
+        case _:
+            return Holding.DTYPE
+
+
+def described(scheme: WeightFormat | None, holding: Holding) -> str:
+    """What identifies it; empty for plain weights in the model's dtype."""
+    stored = "" if scheme is None else repr(scheme)
+    return stored if holding is Holding.DTYPE else f"{stored} held {holding}".lstrip()
+
+
+def _is_int8(scheme: WeightFormat) -> bool:
+    return (
+        isinstance(scheme, CompressedTensors)
+        and not scheme.packed
+        and not scheme.floating
+        and scheme.strategy is not Strategy.GROUP
+    )

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from tandem_engine.forward.token_masks import ALL_ALLOWED
-from tandem_engine.messages.reasoning import ReasoningBudget
+from tandem_engine.forward.batch import ALL_ALLOWED
+from tandem_engine.messages.sampling import ReasoningBudget
 from tandem_engine.sampling.grammar.backend import Bits, CompiledGrammar, Matcher
 
 LEAD = 4
 """Tokens that may precede a begin marker: blanks. Behind more of them it is text of the answer."""
+
 WORD_BITS = 32
 
 

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tandem_services.cli.api_key import add_api_key
 from tandem_services.cli.chat import add_conversation
 from tandem_services.cli.entry import TeachingParser, run_command
-from tandem_services.cli.numbers import positive_float
+from tandem_services.cli.flags import add_api_key, positive_float
 
 ROLES = ("prefill", "decode", "both")
 
@@ -167,55 +166,55 @@ def _replicas(text: str) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from tandem_services.cli.k8s.looking import show_status
+    from tandem_services.cli.k8s.views import show_status
 
     return show_status(args)
 
 
 def _roles(args: argparse.Namespace) -> int:
-    from tandem_services.cli.k8s.looking import show_roles
+    from tandem_services.cli.k8s.views import show_roles
 
     return show_roles(args)
 
 
 def _queue(args: argparse.Namespace) -> int:
-    from tandem_services.cli.k8s.looking import show_queue
+    from tandem_services.cli.k8s.views import show_queue
 
     return show_queue(args)
 
 
 def _decisions(args: argparse.Namespace) -> int:
-    from tandem_services.cli.k8s.looking import show_decisions
+    from tandem_services.cli.k8s.views import show_decisions
 
     return show_decisions(args)
 
 
 def _flip(args: argparse.Namespace) -> int:
-    from tandem_services.cli.k8s.orders import flip
+    from tandem_services.cli.k8s.actions import flip
 
     return flip(args)
 
 
 def _drain(args: argparse.Namespace) -> int:
-    from tandem_services.cli.k8s.orders import drain
+    from tandem_services.cli.k8s.actions import drain
 
     return drain(args)
 
 
 def _scale(args: argparse.Namespace) -> int:
-    from tandem_services.cli.k8s.orders import scale
+    from tandem_services.cli.k8s.actions import scale
 
     return scale(args)
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from tandem_services.cli.k8s.gateways import explain
+    from tandem_services.cli.k8s.explain import explain
 
     return explain(args)
 
 
 def _chat(args: argparse.Namespace) -> int:
-    from tandem_services.cli.k8s.gateways import chat
+    from tandem_services.cli.k8s.explain import chat
 
     return chat(args)
 

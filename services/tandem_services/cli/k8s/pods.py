@@ -1,37 +1,138 @@
 """Pods of ModelServices: which there are, how they are, and what they say when they are asked."""
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import monotonic
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
-from tandem_engine.logs import quoted
+from tandem_engine.base.logs import quoted
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL, SERVICE_LABEL
-from tandem_operator.builders.worker_group import FOLLOWER
-from tandem_operator.planning.pod_trouble import pod_trouble
-from tandem_services.cli.k8s.cluster import Access, Cluster, Object
-from tandem_services.cli.k8s.figures import GatewayFigures, WorkerFigures, gateway_figures, worker_figures
-from tandem_services.cli.k8s.forward import ANSWER_S, pod_client
+from tandem_operator.builders.worker import FOLLOWER
+from tandem_operator.planning.pod_failure import pod_trouble
+from tandem_services.cli.k8s.cluster import ANSWER_S, Access, Cluster, Object, pod_client
 from tandem_services.common.errors import RemoteError
+
+WORKER_SERIES = "tandem_worker_"
+GATEWAY_SERIES = "tandem_gateway_"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerFigures:
+    """A worker."""
+
+    serves: str
+    """Role that routers use it in."""
+    offered: bool
+    """Routers may choose it."""
+    draining: bool
+    running: int
+    waiting: int
+    waiting_tokens: int
+    oldest_wait_s: float | None
+    """None: it does not tell."""
+    moving: int
+    """Sequences whose KV comes or goes."""
+    kv_usage: float
+    """Share of the KV pages that is in use, 0 to 1."""
+    kv_pages: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    standby: bool = False
+    """Its revision has not been tried yet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayFigures:
+    """A gateway."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int | None
+    """None: it does not tell, as with the next."""
+    oldest_wait_s: float | None
+    ready: bool = True
+
+
+class Exposition:
+    """One answer of `/metrics`. Raises `ValueError` for what is none."""
+
+    def __init__(self, text: str) -> None:
+        self._samples: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self._samples[sample.name].append((sample.labels, sample.value))
+
+    def total(self, name: str) -> float:
+        """Of all series; 0 when there is none."""
+        return sum(value for _, value in self._samples.get(name, ()))
+
+    def known(self, name: str) -> float | None:
+        """The same, None when there is none."""
+        return self.total(name) if name in self._samples else None
+
+    def label(self, name: str, label: str) -> str:
+        """Of the series that is 1."""
+        return next((labels.get(label, "") for labels, value in self._samples.get(name, ()) if value == 1.0), "")
+
+
+def worker_figures(text: str) -> WorkerFigures:
+    """Raises `ValueError`."""
+    said = Exposition(text)
+
+    def count(name: str) -> int:
+        return int(said.total(WORKER_SERIES + name))
+
+    return WorkerFigures(
+        serves=said.label(f"{WORKER_SERIES}role", "role"),
+        offered=count("offered") == 1,
+        draining=count("draining") == 1,
+        standby=count("standby") == 1,
+        running=count("num_requests_running"),
+        waiting=count("num_requests_waiting") + count("num_requests_swapped"),
+        waiting_tokens=count("waiting_prompt_tokens"),
+        oldest_wait_s=said.known(f"{WORKER_SERIES}oldest_wait_seconds"),
+        moving=count("num_requests_transferring") + count("num_requests_inflight"),
+        kv_usage=said.total(f"{WORKER_SERIES}kv_cache_usage_perc"),
+        kv_pages=count("kv_pages"),
+        prefill_tokens_per_s=said.total(f"{WORKER_SERIES}prefill_tokens_per_second"),
+        decode_step_s=said.total(f"{WORKER_SERIES}decode_step_seconds"),
+    )
+
+
+def gateway_figures(text: str) -> GatewayFigures:
+    """Raises `ValueError`."""
+    said = Exposition(text)
+    tokens = said.known(f"{GATEWAY_SERIES}waiting_prompt_tokens")
+    return GatewayFigures(
+        running=int(said.total(f"{GATEWAY_SERIES}num_requests_running")),
+        waiting=int(said.total(f"{GATEWAY_SERIES}num_requests_waiting")),
+        waiting_tokens=None if tokens is None else int(tokens),
+        oldest_wait_s=said.known(f"{GATEWAY_SERIES}oldest_wait_seconds"),
+    )
+
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
 WORKER, GATEWAY = "worker", "gateway"
+
 LEADER_ANNOTATION = "leaderworkerset.sigs.k8s.io/leader-name"
 """The LeaderWorkerSet controller's, on the pods of a group that are not its leader."""
 
 HEALTH_PORT = "health"
 ADMIN_PORT = "admin"
 HTTP_PORT = "http"
-
 ASKED_AT_ONCE = 8
+
 MOST_ASKED = 128
 """Of one look. Those beyond are shown without figures."""
-MAX_BYTES = 4 << 20
 
+MAX_BYTES = 4 << 20
 Figures = WorkerFigures | GatewayFigures
+
 Said = Figures | str
 """Or in a few words why a pod says nothing."""
 
@@ -162,3 +263,42 @@ def _state(pod: Object) -> tuple[str, str]:
         return "Unschedulable", trouble
     phase = status.get("phase", "Pending")
     return ("Starting" if phase == "Running" else phase), trouble
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell, two spaces apart. The last cell of a row goes on as far as its text does,
+    in a shorter row over the columns behind it."""
+    lines = [header, *rows]
+    widths = [
+        max((len(line[column]) for line in lines if column < len(line) - 1), default=0) for column in range(len(header))
+    ]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines
+    )
+
+
+def count(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+def percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def seconds(duration: float | None) -> str:
+    """With two digits that matter; "-" for what is not known."""
+    if duration is None:
+        return "-"
+    if duration < 0.0005:
+        return f"{duration * 1e6:.0f} µs" if duration else "0 s"
+    if duration < 1:
+        return f"{duration * 1e3:.0f} ms"
+    return f"{duration:.1f} s" if duration < 10 else f"{duration:.0f} s"
+
+
+def age(duration: float) -> str:
+    """As kubectl has it: 45s, 12m, 7h, 3d."""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("m", 60)):
+        if duration >= 2 * length:
+            return f"{duration / length:.0f}{unit}"
+    return f"{max(duration, 0):.0f}s"

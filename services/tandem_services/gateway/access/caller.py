@@ -3,10 +3,8 @@
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from tandem_services.gateway.access.rate_headers import rate_headers, refusal
-from tandem_services.gateway.access.tenant_limits import Taken, TenantLimits
-from tandem_services.gateway.access.tenants import EVERYBODY, Tenant
-from tandem_services.router.usage_windows import Ask, Refused, Usage
+from tandem_services.gateway.access.tenants import EVERYBODY, Taken, Tenant, TenantLimits, rate_headers, refusal
+from tandem_services.router.usage_counters import Ask, Refused, Usage
 
 UNKNOWN = Tenant(name=EVERYBODY, sha256=(), admin=True)
 """The one tenant of a gateway without a key file."""

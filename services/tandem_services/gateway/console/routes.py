@@ -8,21 +8,115 @@
 
 The page asks for a key where one is needed, and polls. A poll sends bytes that all viewers of that second share, so
 their number is bounded by connections alone.
+
+The page itself: a few files of the package, read once, sent with headers that allow nothing but themselves.
+
+No script, style or connection from or to any other place; no inline script; no text becomes markup (Trusted Types, in
+browsers that have them); no frame around the page.
 """
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from importlib.resources import files
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from tandem_engine.logs import quoted
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.logs import quoted
 from tandem_services.common.errors import not_found
-from tandem_services.gateway.access.authentication import Access
-from tandem_services.gateway.answer_format import encode_json
-from tandem_services.gateway.console.assets import SAME_ORIGIN, Asset, read_assets
-from tandem_services.gateway.console.shared_document import SharedDocument
-from tandem_services.gateway.request_journal import RequestJournal
+from tandem_services.gateway.http.authentication import Access
+from tandem_services.gateway.http.sse import encode_json
+from tandem_services.gateway.observe.explain import RequestJournal
+
+MEDIA_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+
+SAME_ORIGIN = {
+    "x-content-type-options": "nosniff",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+}
+"""Of everything that belongs to the console."""
+
+PAGE_HEADERS = SAME_ORIGIN | {
+    "content-security-policy": POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "x-frame-options": "DENY",
+    # Asked for again each time, and answered 304: a new release of the gateway is a new page at once.
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asset:
+    """One file."""
+
+    name: str
+    body: bytes
+    headers: Mapping[str, str]
+
+    @property
+    def etag(self) -> str:
+        return self.headers["etag"]
+
+
+def read_assets() -> Iterator[Asset]:
+    """All files of `static/`."""
+    for file in (files("tandem_services.gateway.console") / "static").iterdir():
+        kind = MEDIA_TYPES.get(file.name.rpartition(".")[2])
+        if kind is None:
+            continue
+        body = file.read_bytes()
+        etag = f'"{blake2b(body, digest_size=12).hexdigest()}"'
+        yield Asset(name=file.name, body=body, headers=PAGE_HEADERS | {"content-type": kind, "etag": etag})
+
+
+KEPT_S = 1.0
+"""The router's view of the fleet is not renewed more often (`router.keys.HEARTBEAT_S`)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SharedDocument:
+    """Nobody looking costs nothing; a further viewer costs the sending of bytes that are there."""
+
+    build: Callable[[], object]
+    """Called on the event loop: about a millisecond for 64 workers (benchmarks/console_cost.py)."""
+    clock: Clock
+    builds: int = 0
+    _bytes: bytes = b""
+    _built_at: float = float("-inf")
+
+    def current(self) -> bytes:
+        """No older than `KEPT_S`."""
+        now = self.clock.now()
+        if now - self._built_at >= KEPT_S:
+            self._bytes, self._built_at = encode_json(self.build()), now
+            self.builds += 1
+        return self._bytes
+
 
 PAGE = "/console"
 INDEX = "index.html"

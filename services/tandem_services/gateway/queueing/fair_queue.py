@@ -5,14 +5,46 @@ bounded by what a tenant may ask for, so only operators put one tenant before an
 
 Full: a newcomer takes the seat of the tenant that holds most of them, over its weight; of that tenant, who would be
 served last gives way. A tenant that floods the queue therefore pushes out its own, and nobody else's.
+
+Whether a gateway leaves its places to others, since at one of them somebody waits who has had less. Pure.
+
+Each gateway serves its own queue in the order of fairness. But a place that a request of a gateway has left is taken
+there first, so a tenant that waits alone at one would keep what it has, whoever waits at another.
+
+    wish      who is next at a gateway and has waited for `WISH_AFTER_S` is told to the others, with the counters: where
+              requests get places all the time, they need none that are given away
+    ahead     who is next here has had more than a wish of another gateway, by more than its prompt costs; or that wish
+              is of greater priority. Both figures are Redis's of the same moment, so of all gateways one at least, that
+              whose tenant has had least, is not ahead: it never happens that all give way to each other
+    gives way for `YIELD_S` whoever is next here is not tried, and places that its requests leave are offered
+              in Redis (`Report.left`), where a gateway that does not give way finds them with its next report
+    takes     then, for `TAKE_S` from when it is next again, as if nobody else waited: what nobody wanted is not left
+              empty for longer than `YIELD_S`, and nobody is kept waiting for ever
+
+Somebody who has had less may be next here in between, and is tried. What the others have to wait for goes on meanwhile:
+they would start to give way anew after each of them, and never take.
+
+What was heard counts for `FRESH_S`. Redis away, or nothing heard: nobody gives way.
+
+Virtual token counters that all gateways share: charged here at once, reported to Redis a few times a second.
+
+Redis adds up what gateways report and says where tenants stand, so that a tenant that asks several gateways is behind
+at each of them where another waits. No request waits for a report. Redis away: the counters of this gateway decide,
+and what it has charged meanwhile is reported when Redis is back. They decide as well where Redis gives
+an answer that cannot be read, which the board logs.
 """
 
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from secrets import token_hex
+from typing import Generic, Protocol, TypeVar
 
-from tandem_services.router.virtual_counters import VirtualCounters
+from tandem_engine.base.clock import Clock
+from tandem_services.common.redis_client import RedisUnavailableError, UnreadableReplyError
+from tandem_services.router.shared_state import Charge, Report, Standing, Wish
+from tandem_services.router.usage_counters import VirtualCounters
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -106,3 +138,118 @@ class FairQueue(Generic[W]):
 
 def _share(line: Sequence[Waiting]) -> float:
     return len(line) / line[0].weight
+
+
+WISH_AFTER_S = 0.3
+
+YIELD_S = 0.8
+"""Long enough for an offer to be found, and for what was charged for it to come back."""
+
+TAKE_S = 0.2
+"""One report, with which offers that nobody took come back."""
+
+FRESH_S = 1.0
+
+
+def wish_of(head: Waiting | None, now: float) -> Wish | None:
+    """Of the gateway where `head` is next."""
+    if head is None or now - head.arrived < WISH_AFTER_S:
+        return None
+    return Wish(priority=head.priority, tenant=head.tenant)
+
+
+@dataclass(kw_only=True, slots=True)
+class GivingWay:
+    """One per queue; belongs to its event loop."""
+
+    clock: Clock
+    _standing: Standing | None = None
+    _heard_at: float = 0.0
+    _ahead_at: float = float("-inf")
+    """When somebody who is ahead was next here last."""
+    _gives_until: float = 0.0
+    _takes_until: float | None = None
+    """None until somebody who is ahead is next once `_gives_until` is over."""
+
+    def heard(self, standing: Standing) -> None:
+        """What Redis answered to the last report."""
+        self._standing, self._heard_at = standing, self.clock.now()
+
+    def gives_way(self, head: Waiting, cost: float) -> bool:
+        """Whether `head`, who is next here, is not to be tried now. `cost`: of its prompt, over its weight."""
+        now = self.clock.now()
+        if not self._ahead(head, cost, now):
+            return False
+        first = now - self._ahead_at > YIELD_S + TAKE_S
+        self._ahead_at = now
+        if first or (self._takes_until is not None and now >= self._takes_until):
+            self._gives_until, self._takes_until = now + YIELD_S, None
+        elif self._takes_until is None and now >= self._gives_until:
+            self._takes_until = now + TAKE_S
+        return self._takes_until is None
+
+    def _ahead(self, head: Waiting, cost: float, now: float) -> bool:
+        standing = self._standing
+        if standing is None or now - self._heard_at > FRESH_S or head.tenant not in standing.values:
+            return False
+        least = standing.values[head.tenant] - cost
+        return any(
+            wish.priority > head.priority or (wish.priority == head.priority and wish.value < least)
+            for wish in standing.wishes
+        )
+
+
+SYNC_S = 0.2
+
+
+class Board(Protocol):
+    """Counters that all gateways share; see `FairBoard`."""
+
+    async def sync(self, report: Report) -> Standing:
+        """Raises `RedisUnavailableError`, or `UnreadableReplyError` after it has added up the report."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class SharedCounters:
+    """One per model service; belongs to its event loop."""
+
+    counters: VirtualCounters
+    board: Board | None = None
+    gateway: str = field(default_factory=lambda: token_hex(8))
+    """Name of this one among those that share the board."""
+    _pending: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Charged since the last report."""
+    _told_waiting: frozenset[str] = frozenset()
+
+    def charge(self, tenant: str, cost: float) -> None:
+        """`cost`: virtual tokens over the tenant's weight."""
+        self.counters.charge(tenant, cost)
+        if self.board is not None:
+            self._pending[tenant] += cost
+
+    async def sync(self, *, wish: Wish | None = None, left: int = 0, wanted: int = 0) -> Standing | None:
+        """Report, and take over where tenants stand. Redis away, or nothing to say: None, and next time. None as well
+        for an answer that cannot be read."""
+        waiting = self.counters.backlogged
+        names = self._pending.keys() | waiting | self._told_waiting
+        if self.board is None or not names:
+            return None
+        sent, self._pending = self._pending, defaultdict(float)
+        charges = [Charge(tenant=name, cost=sent.get(name, 0.0), waits=name in waiting) for name in sorted(names)]
+        report = Report(gateway=self.gateway, charges=charges, wish=wish, left=left, wanted=wanted)
+        try:
+            standing = await self.board.sync(report)
+        except UnreadableReplyError:
+            # It has been added up: told again, it would count twice.
+            self._told_waiting = waiting
+            return None
+        except RedisUnavailableError:
+            for name, cost in sent.items():
+                self._pending[name] += cost
+            return None
+        self._told_waiting = waiting
+        # What was charged while Redis was asked is in none of its figures.
+        values = {name: value + self._pending.get(name, 0.0) for name, value in standing.values.items()}
+        self.counters.adopt(values, standing.floor)
+        return standing

@@ -17,32 +17,153 @@ Of several gateways, one whose next one has had more than others leaves such pla
 
 Here is who is tried, admitted and refused, and nothing that waits: `arrive` and `turn` are called by whoever knows the
 time. `Admission` does so in a gateway, `tandem simulate` from one event to the next.
+
+Places that requests have left and that no worker has reported yet. Pure.
+
+What workers report is up to a second old. A place that a request of this gateway has left, or that another gateway has
+left to it, is free at once, whatever the last report says: so many requests may go to workers that say they are full.
+A place that nobody has taken for `UNREPORTED_S` is in a report by then, or has been taken by another gateway, and
+counts no more: counted for longer, it would be filled twice.
 """
 
 import logging
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
-from tandem_engine.clock import Clock
-from tandem_services.common.errors import ApiError
+from tandem_engine.base.clock import Clock
+from tandem_services.common.errors import ApiError, unavailable
 from tandem_services.common.tasks import BackgroundTasks, for_ever
 from tandem_services.gateway.access.tenants import Tenant
-from tandem_services.gateway.queueing.fair_queue import FairQueue
-from tandem_services.gateway.queueing.giving_way import GivingWay, wish_of
-from tandem_services.gateway.queueing.refusals import Pace, refusal
-from tandem_services.gateway.queueing.shared_counters import SYNC_S, SharedCounters
-from tandem_services.gateway.queueing.turnover import Turnover
-from tandem_services.gateway.queueing.visitor import Answer, Ask, Verdict, Visitor
-from tandem_services.router.choice import Choice, NoWorkersError, WorkerView
-from tandem_services.router.fair_board import Wish
+from tandem_services.gateway.queueing.fair_queue import SYNC_S, FairQueue, GivingWay, SharedCounters, Waiting, wish_of
+from tandem_services.router.decision import Choice, NoWorkersError, WorkerView
+from tandem_services.router.keys import RESERVATION_MS
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
-from tandem_services.router.virtual_counters import OUTPUT_WEIGHT, prompt_cost
+from tandem_services.router.shared_state import Wish
+from tandem_services.router.usage_counters import OUTPUT_WEIGHT, prompt_cost
+
+Ask = Callable[[], Awaitable[Choice]]
+"""Asks the router, and reserves what it names. Raises `NoWorkersError`."""
+
+
+class Answer(Protocol):
+    """Who waits for the end of a visit. An `asyncio.Future` is one."""
+
+    def done(self) -> bool:
+        """Nobody waits any more."""
+
+    def set_result(self, result: Choice, /) -> None:
+        """Admitted; to be called once."""
+
+    def set_exception(self, exception: BaseException, /) -> None:
+        """Refused; to be called once."""
+
+
+class Verdict(Enum):
+    """Why a request was not admitted."""
+
+    NO_ROOM = "no_room"
+    NO_WORKER = "no_worker"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Visitor(Waiting):
+    """One request in the queue, and who waits for its end."""
+
+    prompt_tokens: int
+    ask: Ask
+    choice: Answer
+    verdict: Verdict = Verdict.NO_ROOM
+    """Of its last try."""
+
+
+MOST_RETRY_S = 30.0
+
+NO_WORKER_RETRY_S = 2.0
+"""A worker that just vanished is back, or replaced by another, after about this long at best."""
+
+PACE_SAMPLES = 32
+"""Admissions from the queue that its pace is measured by."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Pace:
+    """How fast a queue admits."""
+
+    clock: Clock
+    _admitted_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_SAMPLES))
+
+    def admitted(self) -> None:
+        """Somebody who waited has workers."""
+        self._admitted_at.append(self.clock.now())
+
+    def wait_s(self, waiting: int) -> float:
+        """Until so many have been admitted, at the present pace: 1 to `MOST_RETRY_S`."""
+        if len(self._admitted_at) < 2:
+            return 1.0
+        elapsed = max(self.clock.now() - self._admitted_at[0], 1e-3)
+        return min(max(waiting * elapsed / len(self._admitted_at), 1.0), MOST_RETRY_S)
+
+
+def refusal(reason: str, *, no_workers: bool, wait_s: float) -> ApiError:
+    """503, or 429 for who was pushed out. `reason`: as `Observer.refused` has it. `wait_s`: until there may be room."""
+    if reason == Verdict.NO_WORKER.value or no_workers:
+        return unavailable("No worker can take the request now. Try again later.", retry_after=NO_WORKER_RETRY_S)
+    if reason == "pushed_out":
+        return ApiError(
+            429,
+            "Your requests fill the queue. Try again later, or send fewer at once.",
+            kind="RateLimitError",
+            reason="queue_full",
+            retry_after=wait_s,
+        )
+    return unavailable("All workers are at their limit. Try again later.", retry_after=wait_s)
+
+
+UNREPORTED_S = RESERVATION_MS / 1000
+"""That a request has gone takes as long to be in a report as that one has come."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Turnover:
+    """One per queue; belongs to its event loop."""
+
+    clock: Clock
+    _since: deque[float] = field(default_factory=deque)
+    """Of each place, oldest first."""
+
+    def __len__(self) -> int:
+        """Places that may be taken now."""
+        oldest = self.clock.now() - UNREPORTED_S
+        while self._since and self._since[0] < oldest:
+            self._since.popleft()
+        return len(self._since)
+
+    def add(self, places: int) -> None:
+        """So many are free from now on; none if less than one."""
+        self._since.extend([self.clock.now()] * places)
+
+    def take(self) -> bool:
+        """Take one. False when there is none."""
+        if not len(self):
+            return False
+        self._since.popleft()
+        return True
+
+    def leave(self) -> int:
+        """Take all of them. Returns how many."""
+        places = len(self)
+        self._since.clear()
+        return places
+
 
 logger = logging.getLogger(__name__)
 
 TRIES_PER_ROUND = 4
 """Requests that nobody can take which are passed over before the next moment."""
+
 PASSED_OVER_S = 0.5
 
 

@@ -1,5 +1,5 @@
--- Virtual token counters of all gateways together; `virtual_counters.py` tells what they are and does the same for one.
--- And who waits at which gateway, so that a place may go to who has had least wherever it waits (`giving_way.py`).
+-- Virtual token counters of all gateways together; `usage_counters.py` tells what they are and does the same for one.
+-- And who waits at which gateway, so that a place may go to who has had least wherever it waits (`fair_queue.py`).
 --
 --   fair     HASH  tenant → its counter; the field ':' → where the last tenant left
 --   backlog  ZSET  tenant that waits at some gateway → until when that counts

@@ -1,4 +1,4 @@
--- Which worker would better fetch a prefix than compute it, and from whom. router/fetching.py is the same in Python, with
+-- Which worker would better fetch a prefix than compute it, and from whom. router/scoring.py is the same in Python, with
 -- the reasons; a property test holds the two together.
 
 -- Longer text than MAX_LINKS figures of the longest names is not ours.

@@ -3,7 +3,7 @@
 --   usage:<tenant>    HASH  'r' or 't' and a second of Redis time → requests or tokens that were taken in it
 --   running:<tenant>  ZSET  request → when its lease ends, unless its gateway renews it
 --
--- A second counts until it has been over for a minute, so in no minute is more taken than the limit. `usage_windows.py`
+-- A second counts until it has been over for a minute, so in no minute is more taken than the limit. `usage_counters.py`
 -- is the same in Python, for as long as Redis is away.
 
 local MOST_USAGE = 1000000000000 -- requests or tokens of one second

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
-from tandem_engine.addresses import LOOPBACK
-from tandem_engine.flags import host_address
+from tandem_engine.base.addresses import LOOPBACK
+from tandem_engine.config.flags import host_address
 from tandem_testing.chaos.catalogue import PROMISES, promise
 from tandem_testing.chaos.report import json_line, print_outcome, stall_table, summary_line, summary_table
 from tandem_testing.chaos.runner import Outcome, Progress, Runner

@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 
 from tandem_engine import cli
-from tandem_engine.clock import Clock
+from tandem_engine.base.clock import Clock
 from tandem_engine.disaggregation.nixl import transport as nixl_transport
 from tandem_engine.disaggregation.nixl.transport import NixlTransport
 from tandem_engine.disaggregation.peers import PeerChannels, PeerEvent, PeerInbound
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool, Push, TransportEvent
-from tandem_engine.engine import peer_side
+from tandem_engine.engine import peer_setup
 from tandem_engine.executor.runner import ModelRunner
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import HandoffRecord
@@ -132,7 +132,7 @@ def install(knobs: KnobReader) -> None:
         return real_forward(runner, batch)
 
     put_in_place_of(nixl_transport, "NixlTransport", partial(FaultyTransport, knobs=knobs))
-    put_in_place_of(peer_side, "PeerChannels", partial(FaultyPeers, knobs=knobs))
+    put_in_place_of(peer_setup, "PeerChannels", partial(FaultyPeers, knobs=knobs))
     put_in_place_of(ModelRunner, "forward", forward)
 
 

@@ -21,12 +21,12 @@ from typing import Any
 import httpx
 import msgspec
 
-from tandem_engine.addresses import LOOPBACK, Address
+from tandem_engine.base.addresses import LOOPBACK, Address
+from tandem_engine.base.linux import die_with_parent
 from tandem_engine.ipc.keys import KeyPair
-from tandem_engine.ipc.parent import die_with_parent
-from tandem_services.cli.bundled import bundled_model
-from tandem_services.common.order_token import order_token
-from tandem_services.common.ports import free_port
+from tandem_services.cli.flags import bundled_model
+from tandem_services.common.sockets import free_port
+from tandem_services.common.tokens import order_token
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import Keys
 from tandem_testing.chaos.knobs import KnobFile

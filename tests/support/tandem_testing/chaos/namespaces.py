@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from tandem_engine.ipc.parent import die_with_parent
+from tandem_engine.base.linux import die_with_parent
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 OF_ITS_OWN = 'mount -t sysfs tandem /sys && exec "$0" "$@"'

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem_engine.ipc.parent import die_with_parent
+from tandem_engine.base.linux import die_with_parent
 from tandem_testing.chaos.knobs import KnobFile
 from tandem_testing.chaos.namespaces import Namespace
 from tandem_testing.chaos.worker_main import WorkerSettings

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from tandem_engine.addresses import LOOPBACK
+from tandem_engine.base.addresses import LOOPBACK
 from tandem_testing.chaos import machine
 from tandem_testing.chaos.catalogue import Promise
 from tandem_testing.chaos.compare import Damage

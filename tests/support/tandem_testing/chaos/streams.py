@@ -14,8 +14,7 @@ from typing import Any
 
 import httpx
 
-from tandem_services.loadgen.stream_client import StreamCheck
-from tandem_services.loadgen.workload import block_words
+from tandem_lab.bench.load import StreamCheck, block_words
 
 READ_TIMEOUT_S = 90.0
 """A stream that is silent for longer has hung."""

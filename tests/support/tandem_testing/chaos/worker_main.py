@@ -12,17 +12,17 @@ from pathlib import Path
 
 import msgspec
 
-from tandem_engine.addresses import Address
+from tandem_engine.base.addresses import Address
+from tandem_engine.base.logs import LogFormat, configure_logging
 from tandem_engine.config import Role
-from tandem_engine.logs import LogFormat, configure_logging
 from tandem_engine.messages.control import EngineReady
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.worker import config as worker_config
 from tandem_services.worker import service
 from tandem_services.worker.config import WorkerConfig
-from tandem_services.worker.load import LoadMonitor
 from tandem_services.worker.main import run_worker
+from tandem_services.worker.registration import LoadMonitor
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tandem_services.loadgen.summary import Summary
+from tandem_lab.bench.load import Summary
 
 
 @dataclass(kw_only=True)

@@ -14,10 +14,17 @@ from typing import Self
 
 import httpx
 
-from tandem_services.loadgen.run import reference_texts
-from tandem_services.loadgen.stream_client import Measurement, Target
-from tandem_services.loadgen.summary import Summary, summarise
-from tandem_services.loadgen.workload import Lengths, Prompt, RequestSpec, fixed_workload
+from tandem_lab.bench.load import (
+    Lengths,
+    Measurement,
+    Prompt,
+    RequestSpec,
+    Summary,
+    Target,
+    fixed_workload,
+    reference_texts,
+    summarise,
+)
 from tandem_testing.waiting import wait_for
 
 TIMEOUT = httpx.Timeout(120.0, connect=10.0)

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.config import ModelImpl
-from tandem_engine.errors import CheckpointError, ConfigError
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.loader import load_model

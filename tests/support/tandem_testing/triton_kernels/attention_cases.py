@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tandem_engine.attention.spec import AttentionSpec
-from tandem_engine.attention.torch_ref import attend_dense
-from tandem_engine.kernels.decode_attention import Partials, decode_attention, decode_block_m, decode_tiling
-from tandem_engine.kernels.device import facts_of
-from tandem_engine.kernels.extend_attention import extend_attention, extend_tiling
-from tandem_engine.kernels.work_list import Bounds, Rows, Splitting, WorkList, splitting_of
+from tandem_engine.kernels.triton.common import facts_of
+from tandem_engine.kernels.triton.decode_attention import Partials, decode_attention, decode_block_m, decode_tiling
+from tandem_engine.kernels.triton.extend_attention import extend_attention, extend_tiling
+from tandem_engine.kernels.triton.work_list import Bounds, Rows, Splitting, WorkList, splitting_of
+from tandem_engine.model.attention.backend import AttentionSpec
+from tandem_engine.model.attention.reference import attend_dense
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """Of results that are means of normal numbers: some units of the last place of the dtype, and of the weights in it."""

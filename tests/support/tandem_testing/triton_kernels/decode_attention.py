@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem_engine.kernels.decode_attention import (
+from tandem_engine.kernels.triton.decode_attention import (
     combine_kernel,
     combine_warps,
     decode_block_m,
@@ -10,7 +10,7 @@ from tandem_engine.kernels.decode_attention import (
     decode_tiling,
     split_kernel,
 )
-from tandem_engine.kernels.work_list import Splitting, splitting_of
+from tandem_engine.kernels.triton.work_list import Splitting, splitting_of
 from tandem_testing.triton_kernels.ahead_of_time import AMPERE, ARCHITECTURES, HOPPER, SHARED_LIMIT, compile_kernel
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
 

@@ -6,11 +6,11 @@ from collections.abc import Set
 
 import torch
 
-from tandem_engine.executor.page_streams import SHORT_RUN, PageStreams
-from tandem_engine.memory.host.pool import HostPool
-from tandem_engine.memory.page_copy import CopyKind, PageCopy
-from tandem_engine.verify.paths import WITHOUT_GRAPHS
-from tandem_engine.verify.prompts import PromptSet
+from tandem_engine.executor.cuda.streams import SHORT_RUN, PageStreams
+from tandem_engine.memory.host.pages import HostPool
+from tandem_engine.memory.page_copies import CopyKind, PageCopy
+from tandem_lab.verify.paths import WITHOUT_GRAPHS
+from tandem_lab.verify.reference import PromptSet
 from tandem_testing.forward_builders import make_pool
 from tandem_testing.plain_device import PlainDevice, PlainStreams
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels

@@ -5,11 +5,16 @@ from itertools import product
 import numpy as np
 import torch
 
-from tandem_engine.disaggregation import device_digests
+from tandem_engine.base.names import DigestKind, PageId
+from tandem_engine.disaggregation import digest_triton
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.full_words import full_digests, full_digests_torch
-from tandem_engine.disaggregation.sampled_words import sampled_digests, sampled_digests_torch, sampled_rows
-from tandem_engine.names import DigestKind, PageId
+from tandem_engine.disaggregation.digest_words import (
+    full_digests,
+    full_digests_torch,
+    sampled_digests,
+    sampled_digests_torch,
+    sampled_rows,
+)
 from tandem_testing.digest_pools import digest_pool, signed_words
 from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, compile_kernel
 
@@ -31,10 +36,10 @@ def check_digests_of_all_layouts(device: str) -> None:
         there = words.to(device)
         asked = torch.from_numpy(pages).to(device), torch.from_numpy(keys.view(np.int64)).to(device)
         rows_there = torch.from_numpy(rows).to(device)
-        for made in (device_digests.sampled_digests, sampled_digests_torch):
+        for made in (digest_triton.sampled_digests, sampled_digests_torch):
             found = made(there, *asked, layout, rows_there)
             assert found.cpu().numpy().view(np.uint64).tolist() == sampled.tolist(), (made, layout, used, dtype)
-        for made in (device_digests.full_digests, full_digests_torch):
+        for made in (digest_triton.full_digests, full_digests_torch):
             assert made(there, *asked).cpu().numpy().view(np.uint64).tolist() == full.tolist(), (made, layout, dtype)
 
 
@@ -54,12 +59,12 @@ def compile_digests() -> None:
         pool = digest_pool(16, torch.float32 if width == 8 else torch.bfloat16, head_dim=head_dim)
         page_words = pool.page_bytes // width
         samples = len(sampled_rows(pool.layout, pool.layout.slots))
-        sampled = device_digests.sampled_constants(page_words, width, pool.layout, samples)
+        sampled = digest_triton.sampled_constants(page_words, width, pool.layout, samples)
         signature = {"words": pointer} | dict.fromkeys(("pages", "keys", "out"), "*i64")
-        kernel = device_digests.sampled_kernel
+        kernel = digest_triton.sampled_kernel
         compile_kernel(kernel, signature | {"rows": "*i64"}, sampled, arch=arch).assert_fits()
-        full = device_digests.full_constants(width)
+        full = digest_triton.full_constants(width)
         for words in ("i32", "i32:16"):
             compile_kernel(
-                device_digests.full_kernel, signature | {"page_words": words}, full, arch=arch
+                digest_triton.full_kernel, signature | {"page_words": words}, full, arch=arch
             ).assert_fits()  # fmt: skip

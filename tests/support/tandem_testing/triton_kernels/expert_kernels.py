@@ -6,15 +6,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tandem_engine.attention.torch_ref import TorchReferenceBackend
 from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind
-from tandem_engine.kernels import expert_blocks, fused_moe
+from tandem_engine.kernels.triton import expert_blocks, fused_moe
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model import decoder
-from tandem_engine.model.fused import stack
-from tandem_engine.model.layers import activation as cpu_activation
+from tandem_engine.model.attention.reference import TorchReferenceBackend
+from tandem_engine.model.cpu import step
+from tandem_engine.model.layers import mlp as cpu_activation
 from tandem_engine.model.layers.linear import Linear
-from tandem_engine.model.layers.moe import Choice, Expert, SparseFeedForward
+from tandem_engine.model.layers.mlp import Choice, Expert, SparseFeedForward
 from tandem_testing.forward_builders import Seq, make_batch
 from tandem_testing.random_weights import RandomWeights, small_config
 from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, compile_kernel
@@ -79,13 +79,13 @@ def check_decoders_of_kernels_are_those_of_layers(device: str) -> None:
 @contextmanager
 def layers_by_kernels(device: str) -> Iterator[None]:
     """Have layers that are built for `device` be kernels, and no compiled call in their place."""
-    fuse = stack.fuse
-    stack.fuse = lambda *_, **__: None
+    fuse = step.fuse
+    step.fuse = lambda *_, **__: None
     try:
         with kernels_on(device):
             yield
     finally:
-        stack.fuse = fuse
+        step.fuse = fuse
 
 
 def logits_of(config: ModelConfig, device: str) -> tuple[Tensor, Tensor]:

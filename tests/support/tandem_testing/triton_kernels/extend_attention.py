@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem_engine.kernels.extend_attention import ExtendTiling, extend_constants, extend_kernel, extend_tiling
+from tandem_engine.kernels.triton.extend_attention import ExtendTiling, extend_constants, extend_kernel, extend_tiling
 from tandem_testing.triton_kernels.ahead_of_time import AMPERE, ARCHITECTURES, HOPPER, SHARED_LIMIT, compile_kernel
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
 

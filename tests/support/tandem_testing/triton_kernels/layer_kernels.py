@@ -9,12 +9,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tandem_engine.config import NormKind
-from tandem_engine.kernels import gated_activation, rms_norm, rope_store, store_kv
-from tandem_engine.kernels.head_turn import HeadNorm, HeadTurn
+from tandem_engine.kernels.interface import HeadNorm, HeadTurn
+from tandem_engine.kernels.triton import norm_activation, rope_store, store_kv
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.model.layers import activation as cpu_activation
+from tandem_engine.model.layers import mlp as cpu_activation
 from tandem_engine.model.layers import norm as cpu_norm
-from tandem_engine.model.layers.rotary import Rotation
+from tandem_engine.model.layers.attention import Rotation
 from tandem_testing.triton_kernels.ahead_of_time import AMPERE, ARCHITECTURES, HOPPER, compile_kernel
 from tandem_testing.triton_kernels.tensors import random_floats, units_apart
 
@@ -50,10 +50,12 @@ def check_rms_norm_of_heads(device: str) -> None:
 def check_norms_of_a_token_do_not_depend_on_the_others(device: str) -> None:
     x = random_floats(9, 40, seed=1, dtype=BFLOAT16, device=device)
     weight = random_floats(40, seed=2, dtype=BFLOAT16, device=device)
-    together = rms_norm.rms_norm(x, weight, eps=EPS)
-    assert all(torch.equal(together[i], rms_norm.rms_norm(x[i : i + 1], weight, eps=EPS)[0]) for i in range(len(x)))
+    together = norm_activation.rms_norm(x, weight, eps=EPS)
+    assert all(
+        torch.equal(together[i], norm_activation.rms_norm(x[i : i + 1], weight, eps=EPS)[0]) for i in range(len(x))
+    )
     x[4, 7] = torch.nan
-    disturbed = rms_norm.rms_norm(x, weight, eps=EPS)
+    disturbed = norm_activation.rms_norm(x, weight, eps=EPS)
     assert disturbed[4].isnan().all()
     others = torch.arange(9, device=device) != 4
     assert torch.equal(disturbed[others], together[others])
@@ -62,8 +64,8 @@ def check_norms_of_a_token_do_not_depend_on_the_others(device: str) -> None:
 def check_nothing_is_launched_for_no_tokens(device: str) -> None:
     none = torch.empty(0, 8, dtype=BFLOAT16, device=device)
     weight = torch.ones(8, dtype=BFLOAT16, device=device)
-    assert rms_norm.rms_norm(none, weight, eps=EPS).shape == (0, 8)
-    assert gated_activation.gated_activation(none, "silu").shape == (0, 4)
+    assert norm_activation.rms_norm(none, weight, eps=EPS).shape == (0, 8)
+    assert norm_activation.gated_activation(none, "silu").shape == (0, 4)
 
 
 def check_rotation_and_store_equal_the_layers(device: str) -> None:
@@ -153,14 +155,14 @@ def check_padding_is_stored_nowhere(device: str) -> None:
 
 
 def check_gated_activations(device: str) -> None:
-    for dtype, name in product((FLOAT32, BFLOAT16), gated_activation.ACTIVATIONS):
+    for dtype, name in product((FLOAT32, BFLOAT16), norm_activation.ACTIVATIONS):
         activation_agrees(device, dtype, name, tokens=3, size=1100)
 
 
 def check_gates_far_from_zero(device: str) -> None:
     gate = torch.tensor([[-1e4, -200.0, -0.0, 200.0, 1e4, torch.nan]], device=device)
     for name, expected in (("silu", [0.0, 0.0, 0.0, 200.0, 1e4]), ("gelu_tanh", [0.0, 0.0, 0.0, 200.0, 1e4])):
-        found = gated_activation.gated_activation(torch.cat((gate, torch.ones_like(gate)), 1), name)[0]
+        found = norm_activation.gated_activation(torch.cat((gate, torch.ones_like(gate)), 1), name)[0]
         assert found[:5].tolist() == expected, name
         assert found[5].isnan()
 
@@ -173,13 +175,13 @@ def norm_agrees(device: str, dtype: torch.dtype, kind: NormKind, *, tokens: int,
     x = random_floats(tokens, size, seed=3, dtype=dtype, device=device)
     delta = random_floats(tokens, size, seed=4, dtype=dtype, device=device)
     expected = reference(x.cpu())
-    assert units_apart(rms_norm.rms_norm(x, weight, eps=EPS).cpu(), expected) <= norm_units(dtype)
+    assert units_apart(norm_activation.rms_norm(x, weight, eps=EPS).cpu(), expected) <= norm_units(dtype)
     wide = x.double() * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
-    assert units_apart(rms_norm.rms_norm(x, weight, eps=EPS), wide.to(dtype)) <= norm_units(dtype)
+    assert units_apart(norm_activation.rms_norm(x, weight, eps=EPS), wide.to(dtype)) <= norm_units(dtype)
     hidden = x.clone()
-    normed = rms_norm.add_rms_norm(hidden, delta, weight, eps=EPS)
+    normed = norm_activation.add_rms_norm(hidden, delta, weight, eps=EPS)
     assert torch.equal(hidden, x + delta)
-    assert torch.equal(normed, rms_norm.rms_norm(hidden, weight, eps=EPS))
+    assert torch.equal(normed, norm_activation.rms_norm(hidden, weight, eps=EPS))
 
 
 def norm_units(dtype: torch.dtype) -> float:
@@ -193,7 +195,7 @@ def head_norm_agrees(device: str, dtype: torch.dtype, kind: NormKind, *, tokens:
         random_floats(heads, size, seed=5, dtype=dtype, device="cpu", scale=0.1), eps=EPS, kind=kind
     )  # fmt: skip
     x = random_floats(tokens, heads + 2, size, seed=6, dtype=dtype, device=device)[:, 1 : 1 + heads]
-    found = rms_norm.rms_norm(x, reference.weight.to(device), eps=EPS)
+    found = norm_activation.rms_norm(x, reference.weight.to(device), eps=EPS)
     assert units_apart(found.cpu(), reference(x.cpu())) <= norm_units(dtype)
 
 
@@ -254,7 +256,7 @@ def rotation_agrees(device: str, dtype: torch.dtype, heads: Heads, kind: NormKin
 def activation_agrees(device: str, dtype: torch.dtype, name: str, *, tokens: int, size: int) -> None:
     gate_up = random_floats(tokens, 2 * size, seed=11, dtype=dtype, device=device, scale=3.0)
     reference = {"silu": cpu_activation.silu_and_multiply, "gelu_tanh": cpu_activation.gelu_tanh_and_multiply}[name]
-    found, expected = gated_activation.gated_activation(gate_up, name).cpu(), reference(gate_up.cpu())
+    found, expected = norm_activation.gated_activation(gate_up, name).cpu(), reference(gate_up.cpu())
     if dtype is BFLOAT16:
         # Far below zero torch's GELU is a difference of almost equals: what counts there is its distance from zero.
         units = units_apart(found, expected, at_least=2.0**-6)
@@ -269,10 +271,10 @@ def compile_rms_norm() -> None:
     cases = ((1, 1024, True), (1, 4096, True), (1, 8192, True), (40, 128, False))
     for (heads, size, add), arch in product(cases, ARCHITECTURES):
         signature = dict.fromkeys(("x", "delta", "weight", "out"), "*bf16:16") | {"num_rows": "i32", "eps": "fp32"}
-        constants = rms_norm.rms_norm_constants(heads, size, add=add, round_first=True)
+        constants = norm_activation.rms_norm_constants(heads, size, add=add, round_first=True)
         compile_kernel(
-            rms_norm.rms_norm_kernel, signature | {"token_stride": "i32:16"}, constants, arch=arch,
-            num_warps=rms_norm.warps_of(constants["WIDTH"]),
+            norm_activation.rms_norm_kernel, signature | {"token_stride": "i32:16"}, constants, arch=arch,
+            num_warps=norm_activation.warps_of(constants["WIDTH"]),
         ).assert_fits()  # fmt: skip
 
 
@@ -326,5 +328,5 @@ def rotation_signature(kernel: Any, stored: str) -> dict[str, str]:
 def compile_gated_activation() -> None:
     for (size, name), arch in product(((3072, "silu"), (14336, "silu"), (9216, "gelu_tanh")), ARCHITECTURES):
         signature = dict.fromkeys(("gate_up", "out"), "*bf16:16") | {"token_stride": "i32:16"}
-        constants = gated_activation.gated_activation_constants(size, name)
-        compile_kernel(gated_activation.gated_activation_kernel, signature, constants, arch=arch).assert_fits()
+        constants = norm_activation.gated_activation_constants(size, name)
+        compile_kernel(norm_activation.gated_activation_kernel, signature, constants, arch=arch).assert_fits()

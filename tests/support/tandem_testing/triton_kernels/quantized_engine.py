@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from safetensors.torch import save_file
 
 from tandem_engine.config import EngineConfig
-from tandem_engine.loaded_model import load
-from tandem_engine.verify.prompts import PromptSet
+from tandem_engine.engine.loaded_model import load
+from tandem_lab.verify.reference import PromptSet
 from tandem_testing.checkpoint_files import write_config
 from tandem_testing.exactness import CHUNKED, DISAGGREGATED, MIXED, run_paths_of
 from tandem_testing.quantized_files import KERNEL_KINDS, QWEN3_MOE, write_quantized

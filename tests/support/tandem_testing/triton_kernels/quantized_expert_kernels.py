@@ -11,12 +11,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tandem_engine.config import Quantization
-from tandem_engine.kernels import quantized_moe
-from tandem_engine.kernels.fused_moe import fused_experts
-from tandem_engine.kernels.packed_weight import FLOAT8, INT4, INT8, PackedWeight
-from tandem_engine.model.layers.device_experts import DeviceExperts, ExpertMatrices, ExpertStacks, read_experts
-from tandem_engine.model.layers.moe import Choice
-from tandem_engine.model.layers.on_device import DeviceQuantizedLinear
+from tandem_engine.kernels.interface import INT4, INT8, PACKED_FLOAT8, PackedWeight
+from tandem_engine.kernels.triton import quantized_moe
+from tandem_engine.kernels.triton.fused_moe import fused_experts
+from tandem_engine.model.layers.mlp import Choice
+from tandem_engine.model.layers.triton import DeviceQuantizedLinear
+from tandem_engine.model.layers.triton_experts import DeviceExperts, ExpertMatrices, ExpertStacks, read_experts
 from tandem_engine.model.quantization.levels import Levels
 from tandem_testing.quantized_files import KERNEL_KINDS, MIXTRAL, QWEN3_MOE, mixtral_names, write_quantized
 from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, compile_kernel
@@ -81,7 +81,7 @@ def computed(x: Tensor, choice: Choice, stacks: ExpertStacks, activation: str = 
 def in_float64(
     x: Tensor, choice: Choice, gate_up: Sequence[Levels | Tensor], down: Sequence[Levels | Tensor], activation: str
 ) -> Tensor:
-    """Expert after expert, rounded to x's dtype where `model.layers.moe` rounds and nowhere else."""
+    """Expert after expert, rounded to x's dtype where `model.layers.mlp` rounds and nowhere else."""
 
     def rounded(numbers: Tensor) -> Tensor:
         return numbers.to(x.dtype).double()
@@ -136,7 +136,7 @@ def check_groups_of_experts_of_any_size(device: str) -> None:
         whole = levels_of_experts(coding, 128, 128, 1 << 20, symmetric=True)
         down = levels_of_experts(coding, 128, 64, 1 << 20, symmetric=True)
         agrees(device, BFLOAT16, whole, down, tokens=MANY, activation="gelu_tanh")
-    for coding in (INT8, FLOAT8):
+    for coding in (INT8, PACKED_FLOAT8):
         gate_up = levels_of_experts(coding, 180, 100, 64, symmetric=False)
         agrees(device, FLOAT32, gate_up, levels_of_experts(coding, 100, 90, 64, symmetric=False), tokens=FEW)
 
@@ -254,8 +254,8 @@ def compile_packed_experts() -> None:
         (INT4, 32, True, "bf16", few),
         (INT4, 64, False, "bf16", small),
         (INT8, 4096, True, "bf16", many),
-        (FLOAT8, 128, True, "bf16", few),
-        (FLOAT8, 128, True, "bf16", many),
+        (PACKED_FLOAT8, 128, True, "bf16", few),
+        (PACKED_FLOAT8, 128, True, "bf16", many),
         (INT4, 128, False, "fp32", in_float32),
     )
     numbers = dict.fromkeys(("outputs", "inputs", "row_bytes", "group_size"), "i32:16")

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from tandem_engine.config import Quantization
-from tandem_engine.kernels import quantized_gemm
-from tandem_engine.kernels.packed_weight import FLOAT8, INT4, INT8, PackedWeight
-from tandem_engine.kernels.quantized_gemm import quantized_linear
+from tandem_engine.kernels.interface import INT4, INT8, PACKED_FLOAT8, PackedWeight
+from tandem_engine.kernels.triton import quantized_gemm
+from tandem_engine.kernels.triton.quantized_gemm import quantized_linear
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.decoder import Decoder
-from tandem_engine.model.layers.on_device import DeviceQuantizedLinear, packed_weight
+from tandem_engine.model.layers.triton import DeviceQuantizedLinear, packed_weight
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.quantization.levels import Levels
 from tandem_testing.quantized_files import KERNEL_KINDS, write_quantized
@@ -22,7 +22,7 @@ from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels, logi
 from tandem_testing.triton_kernels.tensors import random_floats, units_apart
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
-CODINGS = (INT4, INT8, FLOAT8)
+CODINGS = (INT4, INT8, PACKED_FLOAT8)
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
 
 
@@ -33,7 +33,7 @@ def random_levels(coding: str, outputs: int, inputs: int, group_size: int, *, sy
     scales = torch.rand((outputs, groups), generator=dice) * 0.02 + 0.001
     bits = 4 if coding == INT4 else 8
     codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=dice, dtype=torch.uint8)
-    if coding == FLOAT8:
+    if coding == PACKED_FLOAT8:
         codes[(codes & 0x7F) == 0x7F] = 0x42
         return Levels(bits=8, codes=codes.view(torch.float8_e4m3fn), scales=scales, zeros=None, group_size=group_size)
     zeros = torch.randint(0, 1 << bits, (outputs, groups), generator=dice, dtype=torch.uint8)
@@ -77,7 +77,7 @@ def check_groups_of_any_size(device: str) -> None:
         for inputs, group_size in ((192, 32), (256, 64), (192, 192), (128, 128)):
             levels = random_levels(coding, 20, inputs, group_size, symmetric=False, seed=inputs + group_size)
             product_agrees(device, FLOAT32, levels, tokens=2)
-    for coding in (INT8, FLOAT8):
+    for coding in (INT8, PACKED_FLOAT8):
         product_agrees(device, FLOAT32, random_levels(coding, 20, 100, 100, symmetric=False), tokens=2)
         product_agrees(device, FLOAT32, random_levels(coding, 20, 90, 64, symmetric=False), tokens=2)
 
@@ -90,12 +90,12 @@ def check_float16(device: str) -> None:
 def check_every_code_is_the_number_that_it_stands_for(device: str) -> None:
     """All codes against all zero points, through products with one."""
     one = torch.eye(128, dtype=BFLOAT16, device=device)
-    for coding, values in ((INT4, 16), (INT8, 256), (FLOAT8, 256)):
+    for coding, values in ((INT4, 16), (INT8, 256), (PACKED_FLOAT8, 256)):
         outputs = 2 * values
         codes = (torch.arange(128)[None] + 3 * torch.arange(outputs)[:, None]) % values
         codes = codes.to(torch.uint8)
         scales = torch.ones((outputs, 1))
-        if coding == FLOAT8:
+        if coding == PACKED_FLOAT8:
             codes[(codes & 0x7F) == 0x7F] = 0x01
             levels = Levels(bits=8, codes=codes.view(torch.float8_e4m3fn), scales=scales, zeros=None, group_size=128)
         else:
@@ -161,7 +161,7 @@ def compile_quantized_gemm() -> None:
         (INT4, 32, True, "bf16", quantized_gemm.MANY_OF_SMALL_GROUPS),
         (INT4, 64, False, "bf16", quantized_gemm.MANY_OF_SMALL_GROUPS),
         (INT8, 4096, True, "bf16", quantized_gemm.FEW[0]),
-        (FLOAT8, 128, True, "bf16", quantized_gemm.MANY),
+        (PACKED_FLOAT8, 128, True, "bf16", quantized_gemm.MANY),
         (INT4, 128, False, "fp32", quantized_gemm.IN_FLOAT32),
     )
     numbers = dict.fromkeys(("outputs", "inputs", "row_bytes", "group_size"), "i32:16")

@@ -8,16 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_engine.forward.forward_batch import SamplingBatch
+from tandem_engine.forward.batch import SamplingBatch, TokenMasks
 from tandem_engine.forward.logit_edits import LogitEdits, Penalties, TokenSets
-from tandem_engine.forward.token_masks import TokenMasks
-from tandem_engine.kernels import noise, penalties, sampling
-from tandem_engine.sampling import noise as cpu_noise
-from tandem_engine.sampling import on_device
-from tandem_engine.sampling.editor import LogitEditor
-from tandem_engine.sampling.grammar.bitmask import apply_masks
-from tandem_engine.sampling.penalties import PenaltyRows
-from tandem_engine.sampling.queued_sampler import QueuedSampler
+from tandem_engine.kernels.triton import penalties, sampling
+from tandem_engine.kernels.triton import sampling as noise
+from tandem_engine.sampling import sampler as cpu_noise
+from tandem_engine.sampling import triton_sampler
+from tandem_engine.sampling.device_sampler import QueuedSampler
+from tandem_engine.sampling.logits_processor import LogitEditor, PenaltyRows, apply_masks
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.edit_builders import make_edits, make_request, settled
 from tandem_testing.forward_builders import make_sampling
@@ -75,9 +73,11 @@ def check_edits_by_row_are_those_of_the_editor(device: str) -> None:
     masks.release()
     expected = editor.edit(logits, LogitEdits(penalties=asked, allowed=allowed), masks=masks)
     there = logits.to(device)
-    found = on_device.edit_rows(
+    found = triton_sampler.edit_rows(
         there,
-        penalties=on_device.penalties_by_row(to_device(asked, device), counts.to(device), in_prompt.to(device), there),
+        penalties=triton_sampler.penalties_by_row(
+            to_device(asked, device), counts.to(device), in_prompt.to(device), there
+        ),
         masks=(torch.tensor([5, 4], device=device), bits.to(device)),
         allowed=to_device(allowed, device),
     )
@@ -246,7 +246,7 @@ def random_logits(rows: int, vocab: int, device: str) -> Tensor:
 def sampled(logits: Tensor, params: SamplingBatch, *, all_greedy: bool = False) -> list[int]:
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
     columns = {name: getattr(params, name).to(logits.device) for name in names}
-    return on_device.sample_rows(logits, replace(params, all_greedy=all_greedy, **columns)).tolist()
+    return triton_sampler.sample_rows(logits, replace(params, all_greedy=all_greedy, **columns)).tolist()
 
 
 @triton.jit

@@ -2,10 +2,11 @@
 
 import torch
 
-from tandem_engine.forward.forward_batch import RESOLVE
+from tandem_engine.forward.batch import RESOLVE
 from tandem_engine.forward.future_map import FutureMap
-from tandem_engine.kernels import page_copy, page_gather, row_tables
-from tandem_engine.speculative.hidden_states import HiddenStates
+from tandem_engine.kernels.triton import page_copy, row_tables
+from tandem_engine.kernels.triton import page_copy as page_gather
+from tandem_engine.speculative.eagle import HiddenStates
 from tandem_testing.forward_builders import Seq, make_batch
 from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, compile_kernel
 from tandem_testing.triton_kernels.tensors import kernels_on, random_floats, to_device
@@ -122,7 +123,7 @@ def compile_tables_and_pages() -> None:
         ).assert_fits()
         pages = dict.fromkeys(("source", "target"), INTS) | {"sources": "*i64", "targets": "*i64", "count": "i32"}
         strides = dict.fromkeys(("source_stride", "target_stride", "page_words"), "i32:16")
-        constants = {"BLOCK": page_gather.BLOCK}
+        constants = {"BLOCK": page_gather.GATHER_BLOCK}
         compile_kernel(page_gather.gather_pages_kernel, pages | strides, constants, arch=arch).assert_fits()
 
 

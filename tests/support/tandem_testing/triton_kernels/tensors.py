@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem_engine.kernels import dispatch
+from tandem_engine.kernels import interface
 
 MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
@@ -38,9 +38,9 @@ def to_device(value: Any, device: str) -> Any:
 @contextmanager
 def kernels_on(device: str) -> Iterator[None]:
     """Have what lies on `device` be computed by kernels."""
-    devices = dispatch.TRITON_DEVICES
-    dispatch.TRITON_DEVICES = devices | {torch.device(device).type}
+    devices = interface.TRITON_DEVICES
+    interface.TRITON_DEVICES = devices | {torch.device(device).type}
     try:
         yield
     finally:
-        dispatch.TRITON_DEVICES = devices
+        interface.TRITON_DEVICES = devices

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from tandem_engine.attention.spec import AttentionSpec
-from tandem_engine.attention.torch_ref import TorchReferenceBackend
-from tandem_engine.attention.triton_backend import TritonBackend
+from tandem_engine.model.attention.backend import AttentionSpec
+from tandem_engine.model.attention.reference import TorchReferenceBackend
+from tandem_engine.model.attention.triton import TritonBackend
 from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, PLAIN, PageDealer, make_batch, make_pool, make_qkv
 from tandem_testing.triton_kernels.ahead_of_time import HOPPER, launches_that_only_compile
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tandem_engine.config import EngineConfig
+from tandem_engine.engine.loaded_model import load
 from tandem_engine.executor.platform import OnHost, gpu_attention
-from tandem_engine.loaded_model import load
-from tandem_engine.verify.prompts import PromptSet
-from tandem_engine.verify.ranks import PlatformMaker
+from tandem_lab.verify.engines import PlatformMaker
+from tandem_lab.verify.reference import PromptSet
 from tandem_testing.exactness import CACHED, CHUNKED, MIXED, run_paths_of
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 

@@ -29,16 +29,16 @@ from tandem_engine.config import (
     SpecConfig,
 )
 from tandem_engine.disaggregation.digest import digesters_on_device
-from tandem_engine.engine import Engine, lone_runs
-from tandem_engine.executor.warm_steps import LISTED_ROWS, Room, WarmStep, list_sizes
+from tandem_engine.engine import Engine
+from tandem_engine.engine import engine as lone_runs
+from tandem_engine.engine.loaded_model import load
+from tandem_engine.executor.warm_up import LISTED_ROWS, Room, WarmStep, list_sizes
 from tandem_engine.kernels import compiles
 from tandem_engine.kernels.compiles import CompileCounter, Compiles
-from tandem_engine.kernels.page_copy import copy_pages
-from tandem_engine.kernels.work_list import LEAST_WIDTH, list_constants, splitting_of
-from tandem_engine.loaded_model import load
+from tandem_engine.kernels.triton.page_copy import copy_pages
+from tandem_engine.kernels.triton.work_list import LEAST_WIDTH, list_constants, splitting_of
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
-from tandem_engine.messages.pooling import Pooling, PoolingParams
-from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.requests import GenerateRequest, Pooling, PoolingParams
 from tandem_testing.digest_pools import digest_pool, signed_words
 from tandem_testing.plain_device import PlainDevice
 from tandem_testing.quantized_files import KERNEL_KINDS, QWEN3_MOE, write_quantized

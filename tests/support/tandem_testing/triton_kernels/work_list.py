@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem_engine.kernels.work_list import WHOLE, Bounds, Rows, Splitting, WorkList, list_constants, list_kernel
+from tandem_engine.kernels.triton.work_list import WHOLE, Bounds, Rows, Splitting, WorkList, list_constants, list_kernel
 from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, compile_kernel
 
 SPLITTING = Splitting(group=3, max_queries=2, min_split=16, max_splits=4, block_m=16)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tandem_engine.attention.cpu import SHORT_EXTEND, CpuAttention
-from tandem_engine.attention.cpu_kernels import CHUNK
-from tandem_engine.attention.spec import AttentionSpec, distinct
-from tandem_engine.attention.torch_ref import TorchReferenceBackend
+from tandem_engine.kernels.cpu.attention_work import CHUNK
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention.backend import AttentionSpec, distinct
+from tandem_engine.model.attention.cpu import SHORT_EXTEND, CpuAttention
+from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, PageDealer, Seq, make_batch, make_pool, make_qkv
 
 LONG_PROMPT = 296

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from tandem_engine.attention import cpu_paged
-from tandem_engine.attention.cpu import SHORT_EXTEND, CpuAttention
-from tandem_engine.attention.cpu_kernels import CHUNK, as_float32
-from tandem_engine.attention.cpu_numbers import as_array
-from tandem_engine.attention.pieces import compiled_kernel
-from tandem_engine.attention.torch_ref import TorchReferenceBackend
-from tandem_engine.compiled import compiled
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import MAX_DRAFT_TOKENS
-from tandem_engine.errors import ConfigError
+from tandem_engine.kernels.cpu.attention_work import CHUNK, as_float32
+from tandem_engine.kernels.cpu.jit import compiled
+from tandem_engine.kernels.cpu.numbers import as_array
+from tandem_engine.kernels.cpu.pieces import compiled_kernel
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention import cpu
+from tandem_engine.model.attention.cpu import SHORT_EXTEND, CpuAttention
+from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_testing.forward_builders import NUM_HEADS, PLAIN, PageDealer, Seq, make_batch, make_pool, make_qkv
 
 LAYER = 1
@@ -130,7 +130,7 @@ def test_company_does_not_change_a_sequence_by_a_bit():
 
 @pytest.fixture
 def two_threads(monkeypatch):
-    monkeypatch.setattr(cpu_paged, "PARALLEL_BYTES", 0)
+    monkeypatch.setattr(cpu, "PARALLEL_BYTES", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

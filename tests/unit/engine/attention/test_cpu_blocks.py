@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from tandem_engine.attention import cpu_extend, team
-from tandem_engine.attention.cpu import CpuAttention
-from tandem_engine.attention.cpu_blocks import KEYS
-from tandem_engine.attention.spec import AttentionSpec
-from tandem_engine.attention.vectors import PANEL
+from tandem_engine.kernels.cpu import threads as team
+from tandem_engine.kernels.cpu.block_attention import KEYS
+from tandem_engine.kernels.cpu.vectors import PANEL
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention import cpu
+from tandem_engine.model.attention.backend import AttentionSpec
+from tandem_engine.model.attention.cpu import CpuAttention
 from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, PLAIN, PageDealer, Seq, make_batch, make_pool, make_qkv
 
 WINDOW = AttentionSpec(scale=0.3, window=KEYS + 9)
@@ -81,10 +82,10 @@ def prompts():
 def test_neither_threads_nor_the_width_of_tasks_change_a_bit(prompts, on_threads, monkeypatch):
     on_threads(1)
     alone = attend(*prompts)
-    monkeypatch.setattr(cpu_extend, "PARALLEL_SCORES", 0)
+    monkeypatch.setattr(cpu, "PARALLEL_SCORES", 0)
     for threads, width in ((2, 4), (2, 1), (3, 2)):
         on_threads(threads)
-        monkeypatch.setattr(cpu_extend, "WIDEST_TASK", width)
+        monkeypatch.setattr(cpu, "WIDEST_TASK", width)
         assert torch.equal(attend(*prompts), alone), (threads, width)
 
 
@@ -94,8 +95,8 @@ def test_either_team_computes_everything_once(prompts, on_threads, monkeypatch, 
     alone = attend(*prompts)
     on_threads(2)
     chosen = make_team() or team.team()
-    monkeypatch.setattr(cpu_extend, "PARALLEL_SCORES", 0)
-    monkeypatch.setattr(cpu_extend, "team", lambda: chosen)
+    monkeypatch.setattr(cpu, "PARALLEL_SCORES", 0)
+    monkeypatch.setattr(cpu, "team", lambda: chosen)
     assert torch.equal(attend(*prompts), alone)
     assert torch.get_num_threads() == 2
 
@@ -151,6 +152,6 @@ def test_the_size_of_pages_does_not_change_a_bit(dtype):
 
 
 def test_tasks_of_three_heads_for_each_key_fill_their_panels():
-    assert cpu_extend.width_of_tasks(cpu_extend.WIDEST_TASK, 3) * 3 % PANEL == 0
-    assert cpu_extend.width_of_tasks(cpu_extend.WIDEST_TASK, 4) == cpu_extend.WIDEST_TASK * PANEL // 4
-    assert cpu_extend.width_of_tasks(1, 2 * PANEL) == 1
+    assert cpu.width_of_tasks(cpu.WIDEST_TASK, 3) * 3 % PANEL == 0
+    assert cpu.width_of_tasks(cpu.WIDEST_TASK, 4) == cpu.WIDEST_TASK * PANEL // 4
+    assert cpu.width_of_tasks(1, 2 * PANEL) == 1

@@ -4,19 +4,20 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem_engine.attention.cpu_kernels import (
+from tandem_engine.kernels.cpu.attention_work import (
     CHUNK,
     END_TASK,
     FIRST,
     FIRST_TASK,
     LENGTH,
+    NO_WINDOW,
     QUERY,
     QUERY_COLUMNS,
     ROW,
     TASK_CHUNK,
     TOKEN,
+    cut_queries,
 )
-from tandem_engine.attention.cpu_queries import NO_WINDOW, cut_queries
 
 lengths = st.integers(1, 3 * CHUNK + 5)
 extends = st.lists(lengths, max_size=3)

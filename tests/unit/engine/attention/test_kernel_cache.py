@@ -8,7 +8,7 @@ import pytest
 
 OF_A_PIECE = """
 from numba.core import types
-from tandem_engine.attention.pieces import compiled_callback, inlined
+from tandem_engine.kernels.cpu.pieces import compiled_callback, inlined
 
 def build(number):
     @inlined
@@ -24,7 +24,7 @@ print(*(build(number).cache_hits for number in (3, 4)))
 """
 OF_PAGES = """
 import numpy as np
-from tandem_engine.attention.paged_kernel import build_paged_kernel
+from tandem_engine.kernels.cpu.paged_attention import build_paged_kernel
 
 print(build_paged_kernel(np.dtype(np.float32), 16, 1, capped=False).cache_hits)
 """

@@ -8,14 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem_engine.attention.cpu import CpuAttention, CpuPlan
-from tandem_engine.attention.cpu_kernels import CHUNK, QUERY, TASK_CHUNK, TILE
-from tandem_engine.attention.cpu_paged import PagedQueries
-from tandem_engine.attention.spec import AttentionSpec
-from tandem_engine.attention.task_groups import END_MEMBER, FIRST_MEMBER, LARGEST_GROUP, SHARED_END
-from tandem_engine.attention.torch_ref import TorchReferenceBackend
 from tandem_engine.config import MAX_DRAFT_TOKENS
+from tandem_engine.kernels.cpu.attention_work import (
+    CHUNK,
+    END_MEMBER,
+    FIRST_MEMBER,
+    LARGEST_GROUP,
+    QUERY,
+    SHARED_END,
+    TASK_CHUNK,
+    TILE,
+)
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention.backend import AttentionSpec
+from tandem_engine.model.attention.cpu import CpuAttention, CpuPlan, PagedQueries
+from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_testing.forward_builders import (
     NUM_HEADS,
     PLAIN,

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from tandem_engine.attention.spec import AttentionSpec
-from tandem_engine.attention.torch_ref import TorchReferenceBackend
+from tandem_engine.model.attention.backend import AttentionSpec
+from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_testing.dense_attention import DenseAttend
 from tandem_testing.forward_builders import HEAD_DIM, PageDealer, make_batch, make_pool, make_qkv
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tandem_engine.attention.pieces import compiled_kernel
-from tandem_engine.attention.vector_rows import build_row_pieces, fold, highest, weigh_row
-from tandem_engine.attention.vectors import LANES
+from tandem_engine.kernels.cpu.attention_rows import build_row_pieces, fold, highest, weigh_row
+from tandem_engine.kernels.cpu.pieces import compiled_kernel
+from tandem_engine.kernels.cpu.vectors import LANES
 
 ROOM = 2 * LANES
 COUNT = LANES + 3

@@ -2,15 +2,15 @@
 
 import pytest
 
-from tandem_engine.disaggregation.fake import Fate
+from tandem_engine.base.names import RequestId
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import DrainAck, Hello, WriteGrant
-from tandem_engine.names import RequestId
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.disagg_pair import DRAIN_TIMEOUT, GRANT_TIMEOUT, PROMPT
 from tandem_testing.disagg_played import ROOM, WRITER, Receiver, first_token
 from tandem_testing.disagg_script import make_scripted_peer
+from tandem_testing.fake_transport import Fate
 from tandem_testing.scheduler_builders import make_message
 
 

@@ -2,15 +2,15 @@
 
 import pytest
 
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import SchedulePolicy
-from tandem_engine.disaggregation.fake import Fate
 from tandem_engine.messages.outputs import CacheHits, FinishReason, TokenLogprob
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import Hello, WriteGrant
-from tandem_engine.names import RequestId
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.disagg_pair import CONFIG, GRANT_TIMEOUT, PROMPT, handoff
 from tandem_testing.disagg_played import ROOM, WRITER, Receiver, first_token
+from tandem_testing.fake_transport import Fate
 from tandem_testing.scheduler_builders import expected_output, make_message
 
 # Granting

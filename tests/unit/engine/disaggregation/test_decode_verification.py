@@ -2,13 +2,13 @@
 
 import pytest
 
+from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.fake import Fate
 from tandem_engine.messages.outputs import TokenLogprob
-from tandem_engine.names import PageId
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.disagg_pair import PROMPT
 from tandem_testing.disagg_played import ROOM, first_token
+from tandem_testing.fake_transport import Fate
 from tandem_testing.scheduler_builders import VOCAB
 
 

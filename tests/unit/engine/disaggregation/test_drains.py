@@ -1,7 +1,7 @@
 """When a peer may be told that its pages are safe."""
 
-from tandem_engine.disaggregation.drains import AckDue, ClosedRooms, DrainBook
-from tandem_engine.disaggregation.room_key import room_key
+from tandem_engine.disaggregation.base import room_key
+from tandem_engine.disaggregation.grants import AckDue, ClosedRooms, DrainBook
 from tandem_engine.disaggregation.transport import PushKey
 from tandem_testing.disagg_network import make_peer
 

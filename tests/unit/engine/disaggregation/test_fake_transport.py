@@ -2,14 +2,14 @@
 
 import pytest
 
+from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.fake import FakeFabric, FakeTransport, Fate
 from tandem_engine.disaggregation.transport import Push, PushDone, PushFailed, PushKey
-from tandem_engine.executor.fake import make_fake_pool
 from tandem_engine.forward.kv_progress import KvProgress
-from tandem_engine.names import PageId
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.ended_step import over
+from tandem_testing.fake_executor import make_fake_pool
+from tandem_testing.fake_transport import FakeFabric, FakeTransport, Fate
 from tandem_testing.scheduler_builders import ManualClock
 
 TARGET = (PageId(5), PageId(6))

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.full_words import full_digests, full_digests_torch
-from tandem_engine.names import DigestKind, PageId
+from tandem_engine.disaggregation.digest_words import full_digests, full_digests_torch
 from tandem_testing.digest_pools import digest_pool, signed_words
 
 PAGE = PageId(1)

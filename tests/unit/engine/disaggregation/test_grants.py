@@ -4,11 +4,10 @@ import dataclasses
 
 import pytest
 
-from tandem_engine.disaggregation.grants import EarlyGrants, Grant
-from tandem_engine.disaggregation.peer_clocks import PeerClocks
-from tandem_engine.disaggregation.room_key import room_key
+from tandem_engine.base.names import DigestKind, PageId
+from tandem_engine.disaggregation.base import room_key
+from tandem_engine.disaggregation.grants import EarlyGrants, Grant, PeerClocks
 from tandem_engine.messages.transfer import WriteGrant
-from tandem_engine.names import DigestKind, PageId
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.scheduler_builders import ManualClock
 

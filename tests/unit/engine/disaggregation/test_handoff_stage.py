@@ -2,9 +2,9 @@
 
 import pytest
 
+from tandem_engine.base.names import RequestId
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.transfer import WriteGrant
-from tandem_engine.names import RequestId
 from tandem_testing.disagg_pair import PROMPT, Pair, make_pair
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tandem_engine.base.names import PageId
+from tandem_engine.disaggregation.base import RoomKey, room_key
 from tandem_engine.disaggregation.holds import FENCED_AT_MOST_S, HoldState, HoldTable, TransferHold
-from tandem_engine.disaggregation.room_key import RoomKey, room_key
-from tandem_engine.names import PageId
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.scheduler_builders import ManualClock
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tandem_engine.disaggregation.incarnations import Incarnations, Observation
-from tandem_engine.errors import WireError
+from tandem_engine.base.errors import WireError
+from tandem_engine.disaggregation.peers import Incarnations, Observation
 from tandem_engine.messages.requests import Peer
 from tandem_testing.disagg_network import make_peer
 

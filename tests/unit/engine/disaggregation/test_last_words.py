@@ -2,8 +2,8 @@
 
 import pytest
 
-from tandem_engine.disaggregation.last_words import LastWords
-from tandem_engine.disaggregation.room_key import RoomKey, room_key
+from tandem_engine.disaggregation.base import RoomKey, room_key
+from tandem_engine.disaggregation.notifications import LastWords
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import TransferAborted
 from tandem_testing.disagg_network import make_peer

@@ -3,13 +3,12 @@
 import msgspec
 import pytest
 
+from tandem_engine.base.errors import WireError
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import DisaggConfig
+from tandem_engine.disaggregation.base import room_key
 from tandem_engine.disaggregation.decode import MAX_REPEATS
-from tandem_engine.disaggregation.fake import Fate
 from tandem_engine.disaggregation.leases import Open, Pulse, Standstill
-from tandem_engine.disaggregation.room_key import room_key
-from tandem_engine.errors import WireError
-from tandem_engine.executor.fake import next_token
 from tandem_engine.messages.codec import Codec
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import HandoffSide
@@ -24,7 +23,6 @@ from tandem_engine.messages.transfer import (
     TransferAborted,
     WriteGrant,
 )
-from tandem_engine.names import RequestId
 from tandem_testing.disagg_network import PeerNetwork, make_peer
 from tandem_testing.disagg_pair import (
     CONFIG,
@@ -36,6 +34,8 @@ from tandem_testing.disagg_pair import (
 )
 from tandem_testing.disagg_played import PlayedEnd
 from tandem_testing.disagg_script import make_scripted_peer
+from tandem_testing.fake_executor import next_token
+from tandem_testing.fake_transport import Fate
 from tandem_testing.scheduler_builders import VOCAB, ManualClock, make_message
 
 PERIOD = CONFIG.renewal_period

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.disaggregation.link_rate import FADE_BYTES, FADE_S, LinkRate
+from tandem_engine.disaggregation.links import FADE_BYTES, FADE_S, LinkRate
 
 MIB = 1 << 20
 

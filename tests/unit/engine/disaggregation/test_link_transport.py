@@ -2,7 +2,8 @@
 
 import pytest
 
-from tandem_engine.disaggregation.link_transport import (
+from tandem_engine.base.names import LinkTransport
+from tandem_engine.disaggregation.transport import (
     SPEED,
     condition_of,
     machine_name,
@@ -12,7 +13,6 @@ from tandem_engine.disaggregation.link_transport import (
     usable_transports,
 )
 from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import LinkTransport
 from tandem_testing.disagg_network import make_peer
 
 TCP, RDMA, SHM, CUDA_IPC = SPEED

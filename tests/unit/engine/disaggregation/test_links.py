@@ -6,15 +6,15 @@ from random import Random
 import msgspec
 import pytest
 
-from tandem_engine.disaggregation.fake import Fate
+from tandem_engine.base.names import LinkTransport
 from tandem_engine.disaggregation.link_probe import SPARE_SHARE
 from tandem_engine.disaggregation.links import FIRST_WITHIN_S, JITTER, REPEAT_S, RETRY_S
 from tandem_engine.disaggregation.peers import MAX_CHANNELS
-from tandem_engine.messages.engine_stats import LinkReport
+from tandem_engine.messages.stats import LinkReport
 from tandem_engine.messages.transfer import DrainAck, Hello, ProbeGrant, ProbeRefusal, ProbeRequest
-from tandem_engine.names import LinkTransport
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.disagg_pair import CONFIG, Pair, Side, make_pair
+from tandem_testing.fake_transport import Fate
 from tandem_testing.scheduler_builders import VOCAB
 
 PAGE_S = 0.001

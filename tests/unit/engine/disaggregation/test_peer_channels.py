@@ -6,12 +6,12 @@ import time
 import msgspec
 import pytest
 
+from tandem_engine.base.names import DigestKind
 from tandem_engine.disaggregation import peers
 from tandem_engine.disaggregation.peers import PeerChannels, PeerEvent, Superseded
 from tandem_engine.ipc.channels import DealerChannel, IpcContext, RouterChannel
 from tandem_engine.messages.requests import HandoffSide, Peer
 from tandem_engine.messages.transfer import DrainAck, PeerMessage, TransferAborted, WriteGrant
-from tandem_engine.names import DigestKind
 from tandem_testing.disagg_network import COMPAT
 
 PATIENCE = 60.0

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tandem_engine.disaggregation.peer_clocks import DRIFT, PeerClocks
+from tandem_engine.disaggregation.grants import DRIFT, PeerClocks
 
 
 def test_a_stranger_cannot_be_dated():

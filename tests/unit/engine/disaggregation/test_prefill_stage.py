@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+from tandem_engine.base.names import PageId, RequestId
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.fake import FakeFabric, FakeTransport, Fate
 from tandem_engine.disaggregation.transport import PushFailed
-from tandem_engine.executor.fake import next_token
 from tandem_engine.messages.outputs import CacheHits, FinishReason
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import DrainAck, HandoffRecord, StillOpen, TransferAborted
-from tandem_engine.names import PageId, RequestId
 from tandem_testing.disagg_network import PeerNetwork, make_peer
 from tandem_testing.disagg_pair import CONFIG, HOLD_TIMEOUT, PROMPT, Side, handoff, make_side
 from tandem_testing.disagg_script import ScriptedPeer, make_scripted_peer
+from tandem_testing.fake_executor import next_token
+from tandem_testing.fake_transport import FakeFabric, FakeTransport, Fate
 from tandem_testing.scheduler_builders import VOCAB, expected_output, make_message
 
 ROOM = "room-r"

@@ -5,16 +5,16 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from tandem_engine.base.errors import InvalidRequestError
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import HostConfig, Role
-from tandem_engine.disaggregation.fake import Fate
-from tandem_engine.errors import InvalidRequestError
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import CacheHits, FetchReport, FinishReason
 from tandem_engine.messages.requests import Peer, PrefixFetch
 from tandem_engine.messages.transfer import DrainAck, Hello, PrefixAsk, PrefixRecord, TransferAborted
-from tandem_engine.names import RequestId
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.disagg_pair import CONFIG, DRAIN_TIMEOUT, Pair, make_pair
+from tandem_testing.fake_transport import Fate
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
 

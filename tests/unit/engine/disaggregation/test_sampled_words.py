@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
+from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.sampled_words import (
+from tandem_engine.disaggregation.digest_words import (
     SLOT_GROUP,
     sampled_digests,
     sampled_digests_torch,
     sampled_rows,
+    word_bytes,
 )
-from tandem_engine.disaggregation.word_mixing import word_bytes
 from tandem_engine.memory.pool import PageLayout
-from tandem_engine.names import PageId
 from tandem_testing.digest_pools import digest_pool, signed_words
 
 PAGE = PageId(1)

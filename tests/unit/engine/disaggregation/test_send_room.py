@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem_engine.base.names import DigestKind, PageId, ReqPoolIdx, RequestId
+from tandem_engine.disaggregation.base import room_key
 from tandem_engine.disaggregation.grants import Grant
-from tandem_engine.disaggregation.room_key import room_key
-from tandem_engine.disaggregation.send_room import SendRoom
+from tandem_engine.disaggregation.outgoing_transfer import SendRoom
 from tandem_engine.disaggregation.transport import Push
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.names import DigestKind, PageId, ReqPoolIdx, RequestId
 from tandem_engine.scheduler.request import Request
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.scheduler_builders import ManualClock

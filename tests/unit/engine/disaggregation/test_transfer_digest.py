@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.names import DigestKind, PageId
 
 
 def make_pool(dtype: torch.dtype = torch.float32) -> KvPool:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.names import DUMMY_PAGE
 from tandem_engine.config import GraphConfig, ModelImpl, MoeConfig
-from tandem_engine.errors import ConfigError
-from tandem_engine.executor.graphs import can_capture, graph_sizes, measure_graphs, no_garbage_collection
-from tandem_engine.executor.streams import StreamName
+from tandem_engine.executor.cuda.graphs import can_capture, graph_sizes, measure_graphs, no_garbage_collection
+from tandem_engine.executor.cuda.streams import StreamName
 from tandem_engine.forward.step_inputs import as_decodes
-from tandem_engine.names import DUMMY_PAGE
 from tandem_testing.device_twin import HostWaitError, reachable
 from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, Seq, make_batch
 from tandem_testing.graph_tape import Tape

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.executor.fake import next_token
+from tandem_testing.fake_executor import next_token
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 
 

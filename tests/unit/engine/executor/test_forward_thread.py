@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
-from tandem_engine.memory.page_copy import CopyKind, CopyReport, PageCopy
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult
+from tandem_engine.memory.page_copies import CopyKind, CopyReport, PageCopy
 from tandem_testing.forward_builders import Seq, make_batch
 
 TIMEOUT = 60.0

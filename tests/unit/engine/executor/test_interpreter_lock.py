@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem_engine.attention.cpu import CpuAttention
 from tandem_engine.executor.runner import ModelRunner
-from tandem_engine.forward.forward_batch import RESOLVE
+from tandem_engine.forward.batch import RESOLVE
 from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.model.attention.cpu import CpuAttention
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.forward_builders import NUM_HEADS, PLAIN, PageDealer, make_batch, make_pool
 from tandem_testing.toy_model import ToyModel

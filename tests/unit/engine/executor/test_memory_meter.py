@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem_engine.executor.memory_meter import CudaMeter, HostMeter
+from tandem_engine.executor.memory_profile import CudaMeter, HostMeter
 
 GIB = 1 << 30
 

@@ -1,6 +1,6 @@
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.executor.memory_profile import largest_step, measure_activations, profile_pages
-from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.batch import ForwardMode
 
 LIMITS = SchedulerConfig(max_prefill_tokens=100, chunked_prefill_size=32, max_running_requests=10, context_length=64)
 

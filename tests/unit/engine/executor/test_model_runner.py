@@ -4,14 +4,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem_engine.attention.cpu import CpuAttention
-from tandem_engine.attention.torch_ref import TorchReferenceBackend
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.executor.runner import ModelRunner
-from tandem_engine.forward.forward_batch import RESOLVE, PromptPositions
+from tandem_engine.forward.batch import RESOLVE, PromptPositions
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.model.attention.cpu import CpuAttention
+from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.edit_builders import make_edits, make_request, settled
 from tandem_testing.forward_builders import NUM_HEADS, PLAIN, PageDealer, Seq, make_batch, make_pool, make_sampling
@@ -125,7 +125,7 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt_however_it_is_projected(r
     every = [
         runner.logits(make_batch([replace(extend(0, stop), seq_len=stop)]))[0].log_softmax(0) for stop in range(1, 19)
     ]
-    monkeypatch.setattr("tandem_engine.sampling.prompt_logprobs.MAX_ROWS", max_rows)
+    monkeypatch.setattr("tandem_engine.sampling.logprobs.MAX_ROWS", max_rows)
     result = scored(runner, [extend(0, 19)], positions(1, 19, top=2))
     [scores] = result.prompt_scores
     assert (scores.sequence, scores.first, len(scores.logprobs)) == (0, 1, 18)

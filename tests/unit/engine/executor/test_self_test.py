@@ -3,12 +3,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem_engine.attention.cpu import CpuAttention
-from tandem_engine.errors import CheckpointError
+from tandem_engine.base.errors import CheckpointError
+from tandem_engine.base.names import PageId
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.executor.self_test import PROMPT_TOKENS, self_test
 from tandem_engine.forward.future_map import FutureMap
-from tandem_engine.names import PageId
+from tandem_engine.model.attention.cpu import CpuAttention
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.forward_builders import NUM_HEADS, PLAIN, make_pool
 from tandem_testing.toy_model import VOCAB_SIZE, ToyModel

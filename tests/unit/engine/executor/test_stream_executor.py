@@ -3,12 +3,19 @@
 import pytest
 import torch
 
-from tandem_engine.executor.page_streams import SHORT_RUN, PageStreams, are_short, runs_of
-from tandem_engine.executor.stream_executor import Queued, StreamExecutor, StreamFuture
-from tandem_engine.executor.streams import StreamName
-from tandem_engine.forward.forward_batch import ForwardResult
-from tandem_engine.memory.host.pool import HostPool
-from tandem_engine.memory.page_copy import CopyKind, PageCopy
+from tandem_engine.executor.cuda.streams import (
+    SHORT_RUN,
+    PageStreams,
+    Queued,
+    StreamExecutor,
+    StreamFuture,
+    StreamName,
+    are_short,
+    runs_of,
+)
+from tandem_engine.forward.batch import ForwardResult
+from tandem_engine.memory.host.pages import HostPool
+from tandem_engine.memory.page_copies import CopyKind, PageCopy
 from tandem_testing.device_twin import TwinStreams
 from tandem_testing.forward_builders import Seq, make_batch, make_pool
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem_engine.clock import MonotonicClock
-from tandem_engine.executor.lone_batch import lone_batch
-from tandem_engine.executor.stream_executor import StreamFuture
-from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, ForwardResult, PromptPositions
+from tandem_engine.base.clock import MonotonicClock
+from tandem_engine.executor.cuda.streams import StreamFuture
+from tandem_engine.executor.self_test import lone_batch
+from tandem_engine.forward.batch import RESOLVE, ForwardBatch, ForwardResult, PromptPositions, TokenMasks
 from tandem_engine.forward.kv_progress import KvProgress
-from tandem_engine.forward.pooled import PooledTokens
-from tandem_engine.forward.token_masks import TokenMasks
+from tandem_engine.forward.results import PooledTokens
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_testing.device_twin import HostWaitError, MixedDevicesError
 from tandem_testing.edit_builders import make_edits, make_request

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tandem_engine.executor.streams import ALIGNMENT, StreamName, download, upload
-from tandem_engine.forward.tensor_tree import tensors_of, with_tensors
+from tandem_engine.executor.cuda.runner import tensors_of, with_tensors
+from tandem_engine.executor.cuda.streams import ALIGNMENT, StreamName, download, upload
 from tandem_testing.device_twin import HostWaitError, MixedDevicesError, TwinStreams, UnorderedError
 from tandem_testing.forward_builders import Seq, make_batch
 

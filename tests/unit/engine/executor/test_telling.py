@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tandem_engine.attention.backend import TurningPlan
-from tandem_engine.executor.telling import telling
-from tandem_engine.kernels.head_turn import HeadTurn
+from tandem_engine.executor.runner import telling
+from tandem_engine.kernels.interface import HeadTurn
+from tandem_engine.model.attention.backend import TurningPlan
 
 QKV = tuple(torch.zeros(1, 1, 2) for _ in range(3))
 TURN = HeadTurn(torch.ones(1, 2), torch.zeros(1, 2), None)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tandem_engine.forward.borrowed import borrowed
+from tandem_engine.forward.future_map import borrowed
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (7,), (3, 2)])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tandem_engine.forward.forward_batch import RESOLVE
+from tandem_engine.forward.batch import RESOLVE
 from tandem_engine.forward.future_map import FutureMap, token_rows
 from tandem_testing.forward_builders import Seq, make_batch
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from tandem_engine.forward.forward_batch import ForwardResult
-from tandem_engine.forward.guesses import GuessedIds, Guesses
+from tandem_engine.forward.batch import ForwardResult, GuessedIds, Guesses
 from tandem_engine.scheduler.speculation import StepDrafts
 
 

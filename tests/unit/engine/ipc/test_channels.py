@@ -5,17 +5,16 @@ import asyncio
 import pytest
 import zmq
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.ipc import async_channels, channels
-from tandem_engine.ipc.async_channels import AsyncDealerChannel, AsyncPairServer
+from tandem_engine.ipc.async_channels import AsyncDealerChannel, AsyncPairServer, SocketReadable
 from tandem_engine.ipc.channels import (
     IpcContext,
     PairChannel,
+    Poller,
     RouterChannel,
 )
 from tandem_engine.ipc.keys import KeyPair
-from tandem_engine.ipc.poller import Poller
-from tandem_engine.ipc.readable import SocketReadable
 from tandem_engine.messages.control import Drain, EngineFailed, EngineToWorker, WorkerToEngine
 from tandem_engine.messages.outputs import EngineReply, Pong
 from tandem_engine.messages.requests import EngineRequest, Ping

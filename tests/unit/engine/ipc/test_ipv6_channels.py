@@ -4,10 +4,9 @@ import asyncio
 
 import pytest
 
-from tandem_engine.errors import ConfigError, WireError
+from tandem_engine.base.errors import ConfigError, WireError
 from tandem_engine.ipc.async_channels import AsyncDealerChannel
-from tandem_engine.ipc.calls import CallChannel
-from tandem_engine.ipc.channels import IpcContext, RouterChannel
+from tandem_engine.ipc.channels import CallChannel, IpcContext, RouterChannel
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.outputs import EngineReply, Pong
 from tandem_engine.messages.requests import EngineRequest, Ping

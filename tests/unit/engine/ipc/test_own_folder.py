@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.errors import ConfigError
-from tandem_engine.ipc.own_folder import ATTEMPTS, MARKER, NEW_MARKER, UNMARKED_S, own_folder, remove_abandoned
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.ipc.private_tmpdir import ATTEMPTS, MARKER, NEW_MARKER, UNMARKED_S, own_folder, remove_abandoned
 
 PREFIX = "tandem-ranks-"
 

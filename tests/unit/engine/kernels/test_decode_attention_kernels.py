@@ -1,4 +1,4 @@
-"""The kernels of `kernels.decode_attention`, without a device."""
+"""The kernels of `kernels.triton.decode_attention`, without a device."""
 
 import pytest
 

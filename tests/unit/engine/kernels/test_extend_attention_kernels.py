@@ -1,4 +1,4 @@
-"""The kernels of `kernels.extend_attention`, without a device."""
+"""The kernels of `kernels.triton.extend_attention`, without a device."""
 
 import pytest
 

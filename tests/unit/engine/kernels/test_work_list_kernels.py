@@ -1,4 +1,4 @@
-"""The kernels of `kernels.work_list`, without a device."""
+"""The kernels of `kernels.triton.work_list`, without a device."""
 
 import pytest
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem_engine import AsyncLLM, SamplingParams
-from tandem_engine.errors import (
+from tandem_engine.base.errors import (
     CheckpointError,
     EngineStoppedError,
     InvalidRequestError,

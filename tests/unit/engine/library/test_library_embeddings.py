@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tandem_engine import LLM, AsyncLLM, PoolingParams
-from tandem_engine.errors import InvalidRequestError
-from tandem_engine.messages.pooling import Pooling
+from tandem_engine.base.errors import InvalidRequestError
+from tandem_engine.messages.requests import Pooling
 
 MODEL = Path(__file__).resolve().parents[4] / "models" / "tandem-mini"
 OPTIONS = {"progress": False, "dtype": "float32", "num_pages": 300, "threads": 1, "max_queued_requests": 4}

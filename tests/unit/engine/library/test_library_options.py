@@ -2,8 +2,8 @@
 
 import pytest
 
-from tandem_engine.errors import ConfigError
-from tandem_engine.library.options import config_from_options
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.library.llm import config_from_options
 
 
 def test_vllm_s_and_sglang_s_names_are_options_too() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem_engine import LLM, AsyncLLM, SamplingParams
-from tandem_engine.errors import InvalidRequestError, SessionError, SessionLostError
+from tandem_engine.base.errors import InvalidRequestError, SessionError, SessionLostError
 from tandem_testing.unhurried import unhurried
 
 MODEL = Path(__file__).resolve().parents[4] / "models" / "tandem-mini"

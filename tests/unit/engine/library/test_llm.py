@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem_engine import LLM, SamplingParams, pool_size
-from tandem_engine.errors import BusyError, CheckpointError, ConfigError, InvalidRequestError
-from tandem_engine.executor.memory_meter import HostMeter
+from tandem_engine import LLM, SamplingParams
+from tandem_engine.base.errors import BusyError, CheckpointError, ConfigError, InvalidRequestError
+from tandem_engine.executor import memory_profile
+from tandem_engine.executor.memory_profile import HostMeter
 
 MODEL = Path(__file__).resolve().parents[4] / "models" / "tandem-mini"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -370,7 +371,7 @@ class Machine(HostMeter):
 
 
 def test_a_share_of_memory_sizes_the_pool_by_a_profile_run(monkeypatch):
-    monkeypatch.setattr(pool_size, "meter_for", lambda _: Machine())
+    monkeypatch.setattr(memory_profile, "meter_for", lambda _: Machine())
     with LLM(MODEL, progress=False, mem_fraction_static=0.3, max_prefill_tokens=64, threads=1) as llm:
         assert llm.stats().total_pages > 100
     with pytest.raises(ConfigError, match=r"raise --mem-fraction-static to 0\.\d+"):

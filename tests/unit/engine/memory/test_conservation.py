@@ -2,10 +2,10 @@
 
 import pytest
 
-from tandem_engine.memory.conservation import ConservationReport, check_conservation
+from tandem_engine.base.names import DUMMY_PAGE, PADDING_ROW, PageId
+from tandem_engine.memory.audit import ConservationReport, check_conservation
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
-from tandem_engine.names import DUMMY_PAGE, PADDING_ROW, PageId
 from tandem_testing.memory_builders import assert_conserved, make_memory, start_request
 
 PROMPT = [*range(10)]

@@ -2,8 +2,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from tandem_engine.memory.copies import CopyFence, CopyQueue
-from tandem_engine.memory.page_copy import CopyKind, CopyReport, PageCopy
+from tandem_engine.memory.page_copies import CopyFence, CopyKind, CopyQueue, CopyReport, PageCopy
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import Parallel
 from tandem_testing.rank_threads import on_ranks

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem_engine.base.names import PageId
 from tandem_engine.memory.prefix_cache import Lock
 from tandem_engine.memory.radix_cache import RadixCache
-from tandem_engine.names import PageId
 
 Key = tuple[int, ...]
 

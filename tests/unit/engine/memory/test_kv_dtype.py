@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import KvCacheDtype
-from tandem_engine.errors import ConfigError
-from tandem_engine.memory.kv_dtype import kv_dtype, require_kv_dtype
+from tandem_engine.memory.pool import kv_dtype, require_kv_dtype
 
 
 def test_pages_have_the_dtype_of_the_model_unless_told_otherwise():

@@ -2,10 +2,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tandem_engine.errors import OutOfPagesError
+from tandem_engine.base.errors import OutOfPagesError
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.memory.no_cache import NoPrefixCache
-from tandem_engine.memory.prefix_cache import MatchResult, PrefixCache
+from tandem_engine.memory.prefix_cache import MatchResult, NoPrefixCache, PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_testing.memory_builders import assert_conserved, make_memory, start_request

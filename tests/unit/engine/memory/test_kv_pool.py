@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from tandem_engine.base.names import DUMMY_PAGE, PageId
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.names import DUMMY_PAGE, PageId
 
 
 def make_pool(dtype: torch.dtype = torch.float32) -> KvPool:

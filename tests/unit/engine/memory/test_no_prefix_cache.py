@@ -1,8 +1,8 @@
 import pytest
 
-from tandem_engine.memory.no_cache import NoPrefixCache
+from tandem_engine.base.names import PageId
+from tandem_engine.memory.prefix_cache import NoPrefixCache
 from tandem_engine.messages.kv_events import AllCleared
-from tandem_engine.names import PageId
 
 
 def test_an_insert_adopts_nothing_and_nothing_is_ever_matched() -> None:

@@ -2,11 +2,10 @@ from concurrent.futures import Future
 
 import pytest
 
-from tandem_engine.errors import OutOfPagesError
+from tandem_engine.base.errors import OutOfPagesError
+from tandem_engine.base.names import DUMMY_PAGE, PageId
 from tandem_engine.memory.allocator import PageAllocator, Writer
-from tandem_engine.memory.copies import CopyQueue
-from tandem_engine.memory.page_copy import CopyKind, CopyReport, PageCopy
-from tandem_engine.names import DUMMY_PAGE, PageId
+from tandem_engine.memory.page_copies import CopyKind, CopyQueue, CopyReport, PageCopy
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 import pytest
 
-from tandem_engine.executor.fake import make_fake_pool
-from tandem_engine.memory.host.pool import HostPool
-from tandem_engine.memory.page_copy import CopyKind, PageCopier, PageCopy, refuse_copies
+from tandem_engine.memory.host.pages import HostPool
+from tandem_engine.memory.page_copies import CopyKind, PageCopier, PageCopy, refuse_copies
+from tandem_testing.fake_executor import make_fake_pool
 
 PAGES = 4
 

@@ -3,11 +3,10 @@ import sys
 
 import pytest
 
+from tandem_engine.base.names import PageId
 from tandem_engine.memory.prefix_cache import InsertResult, Lock
 from tandem_engine.memory.radix_cache import RadixCache
-from tandem_engine.messages.block_hash import chain_hashes, chain_seed
-from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored
-from tandem_engine.names import PageId
+from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, chain_hashes, chain_seed
 from tandem_testing.memory_events import replayed
 from tandem_testing.opcodes import opcodes_of
 

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_engine.memory.radix_node import Node, shared_blocks
-from tandem_engine.messages.block_hash import TOKEN_BYTES, chain_hashes, chain_seed, pack_tokens
-from tandem_engine.names import PageId
+from tandem_engine.base.names import PageId
+from tandem_engine.memory.radix_cache import Node, shared_blocks
+from tandem_engine.messages.kv_events import TOKEN_BYTES, chain_hashes, chain_seed, pack_tokens
 
 TOKENS = [*range(100, 112)]
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from tandem_engine.memory.rows import ReqToTokenPool
-from tandem_engine.names import PADDING_ROW, PageId, ReqPoolIdx
+from tandem_engine.base.names import PADDING_ROW, PageId, ReqPoolIdx
+from tandem_engine.memory.allocator import ReqToTokenPool
 
 
 @pytest.fixture

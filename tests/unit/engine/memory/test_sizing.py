@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import CacheConfig, HostConfig
-from tandem_engine.errors import ConfigError
 from tandem_engine.memory.sizing import GIB, HostShare, MemoryFacts, plan_memory
 
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-from tandem_engine.memory.fence import StepFence
+from tandem_engine.memory.allocator import StepFence
 
 
 def test_an_item_waits_until_its_step_settles() -> None:

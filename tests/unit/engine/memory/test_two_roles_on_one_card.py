@@ -7,14 +7,14 @@ from itertools import combinations
 import pytest
 import torch
 
-from tandem_engine import pool_size
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from tandem_engine.errors import ConfigError
-from tandem_engine.forward.forward_batch import ForwardResult
+from tandem_engine.executor import memory_profile
+from tandem_engine.executor.memory_profile import Footprint, plan_pool
+from tandem_engine.forward.batch import ForwardResult
 from tandem_engine.memory import pool as pool_module
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.parallel.group import Parallel
-from tandem_engine.pool_size import Footprint, plan_pool
 
 MIB = 1 << 20
 CARD, DRIVER, WEIGHTS, ACTIVATIONS = 80_000 * MIB, 500 * MIB, 12_000 * MIB, 4_000 * MIB
@@ -64,7 +64,7 @@ class Process:
         elif step == "have run it":
             self.own -= ACTIVATIONS
         elif step == "plan":
-            monkeypatch.setattr(pool_size, "meter_for", lambda _: self)
+            monkeypatch.setattr(memory_profile, "meter_for", lambda _: self)
             self.pages = plan_pool(self._config(), FOOTPRINT, Parallel()).pages
         else:
             assert self.available() >= self.pages * MIB, "torch would raise"
@@ -96,7 +96,7 @@ def orders() -> Iterator[Sequence[int]]:
 
 def test_both_have_their_share_in_whatever_order_they_start(monkeypatch, caplog):
     # A thread for each measurement would take seconds.
-    monkeypatch.setattr(pool_size, "_measure", lambda *_: ACTIVATIONS)
+    monkeypatch.setattr(memory_profile, "_measure", lambda *_: ACTIVATIONS)
     caplog.set_level("WARNING")
     sizes = set()
     for order in orders():
@@ -109,7 +109,7 @@ def test_both_have_their_share_in_whatever_order_they_start(monkeypatch, caplog)
 
 
 def test_the_second_of_two_that_want_all_of_the_card_is_refused(monkeypatch):
-    monkeypatch.setattr(pool_size, "_measure", lambda *_: ACTIVATIONS)
+    monkeypatch.setattr(memory_profile, "_measure", lambda *_: ACTIVATIONS)
     card: list[Process] = []
     first, second = Process(card, share=0.88), Process(card, share=0.88)
     first.start(monkeypatch)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_engine.messages.block_hash import DIGEST_BYTES, block_hash, chain_hashes, chain_seed
+from tandem_engine.messages.kv_events import DIGEST_BYTES, block_hash, chain_hashes, chain_seed
 
 tokens = st.lists(st.integers(min_value=0, max_value=2**32 - 1), max_size=40)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_engine.errors import WireError
+from tandem_engine.base.errors import WireError
 from tandem_engine.messages.codec import MAX_MESSAGE_BYTES, WIRE_VERSION, Codec
 from tandem_engine.messages.requests import AbortRequest, EngineRequest, GenerateRequest, Ping
 from tandem_engine.messages.sampling import SamplingParams

@@ -5,8 +5,7 @@ import math
 import msgspec
 import pytest
 
-from tandem_engine.errors import InvalidRequestError
-from tandem_engine.messages.reasoning import ReasoningBudget
+from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.messages.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
@@ -16,6 +15,7 @@ from tandem_engine.messages.sampling import (
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
     MAX_TOP_LOGPROBS,
+    ReasoningBudget,
     SamplingParams,
 )
 

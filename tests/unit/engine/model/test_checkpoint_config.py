@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import ModelConfig, RopeConfig
-from tandem_engine.errors import CheckpointError
 from tandem_engine.model.checkpoint import parse_config
-from tandem_engine.model.directory import open_directory
+from tandem_engine.model.checkpoint_files import open_directory
 from tandem_testing.checkpoint_files import write_config
 
 QWEN2, QWEN3 = {"architectures": ["Qwen2ForCausalLM"]}, {"architectures": ["Qwen3ForCausalLM"]}

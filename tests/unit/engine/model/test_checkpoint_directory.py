@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tandem_engine.errors import CheckpointError
+from tandem_engine.base.errors import CheckpointError
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_testing.checkpoint_files import write_checkpoint
 

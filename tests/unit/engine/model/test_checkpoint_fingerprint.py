@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tandem_engine.model import fingerprint as fingerprint_module
+from tandem_engine.model import checkpoint as fingerprint_module
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_testing.checkpoint_files import write_checkpoint, write_config, write_sharded
 

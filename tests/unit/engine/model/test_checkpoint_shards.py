@@ -6,9 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tandem_engine.errors import CheckpointError
-from tandem_engine.model.directory import open_directory
-from tandem_engine.model.shards import INDEX, open_tensors
+from tandem_engine.base.errors import CheckpointError
+from tandem_engine.model.checkpoint_files import INDEX, open_directory, open_tensors
 from tandem_testing.checkpoint_files import write_index, write_sharded
 
 

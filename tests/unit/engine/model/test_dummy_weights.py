@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from tandem_engine import LLM, SamplingParams
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import LoadFormat, ModelImpl
-from tandem_engine.errors import ConfigError
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.model.dummy_weights import DummyWeights
+from tandem_engine.model.loader import DummyWeights
 from tandem_engine.model.tensor_names import EMBEDDING, FINAL_NORM
 from tandem_engine.parallel.group import SingleRank
-from tandem_engine.parallel.split import INPUTS, OUTPUTS, VOCABULARY
+from tandem_engine.parallel.sharding import INPUTS, OUTPUTS, VOCABULARY
 from tandem_testing.checkpoint_files import write_checkpoint, write_config
 
 GATE, UP, DOWN = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down"))

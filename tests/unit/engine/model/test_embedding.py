@@ -5,9 +5,16 @@ import gc
 import pytest
 import torch
 
-from tandem_engine.model.layers import embedding
-from tandem_engine.model.layers.embedding import DenseTable, Embedding, PanelTable, table_of
-from tandem_engine.model.layers.linear import Linear, PackedLinear, projection
+from tandem_engine.model.layers import linear
+from tandem_engine.model.layers.linear import (
+    DenseTable,
+    Embedding,
+    Linear,
+    PackedLinear,
+    PanelTable,
+    projection,
+    table_of,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 VOCABULARY, HIDDEN = 300, 256
@@ -26,7 +33,7 @@ def shared_table(dtype: torch.dtype) -> tuple[PanelTable, torch.Tensor]:
 
 @pytest.fixture
 def shares_all(monkeypatch):
-    monkeypatch.setattr(embedding, "MIN_SHARED_BYTES", 0)
+    monkeypatch.setattr(linear, "MIN_SHARED_BYTES", 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,12 +4,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tandem_engine.errors import CheckpointError
+from tandem_engine.base.errors import CheckpointError
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.model.directory import open_directory
-from tandem_engine.model.expert_tensors import canonical_experts, expert_name
+from tandem_engine.model.checkpoint_files import open_directory, open_tensors
 from tandem_engine.model.loader import load_model
-from tandem_engine.model.shards import open_tensors
+from tandem_engine.model.tensor_names import canonical_experts, expert_name
 from tandem_testing.checkpoint_files import random_tensors, write_checkpoint, write_config
 from tandem_testing.quantized_files import mixtral_names
 

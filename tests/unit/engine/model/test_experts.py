@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tandem_engine.model.layers.activation import silu_and_multiply
 from tandem_engine.model.layers.linear import Linear
-from tandem_engine.model.layers.moe import Expert, Router, SparseFeedForward
+from tandem_engine.model.layers.mlp import Expert, Router, SparseFeedForward, silu_and_multiply
 
 HIDDEN, INNER, EXPERTS = 16, 8, 7
 

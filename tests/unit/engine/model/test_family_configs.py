@@ -4,10 +4,10 @@ import math
 
 import pytest
 
+from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind, RopeConfig
-from tandem_engine.errors import CheckpointError
 from tandem_engine.model.checkpoint import parse_config
-from tandem_engine.model.directory import open_directory
+from tandem_engine.model.checkpoint_files import open_directory
 from tandem_testing.checkpoint_files import write_config
 
 MISTRAL = {"architectures": ["MistralForCausalLM"]}

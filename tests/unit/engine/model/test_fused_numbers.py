@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem_engine.model.fused.numbers import as_numbers, narrowed, rounded, widened
+from tandem_engine.kernels.cpu.numbers import as_numbers, narrowed, rounded, widened
 from tandem_testing.compiled_pieces import calling
 
 narrow, wide, round_off = calling(narrowed), calling(widened), calling(rounded)

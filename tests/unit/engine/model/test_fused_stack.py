@@ -6,19 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem_engine.attention.backend import ToldPlan
-from tandem_engine.attention.cpu import SHORT_EXTEND, CpuAttention
-from tandem_engine.attention.cpu_kernels import CHUNK
 from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind, RopeConfig
-from tandem_engine.forward.forward_batch import ForwardBatch
+from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.kernels.cpu.attention_work import CHUNK
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention.backend import ToldPlan
+from tandem_engine.model.attention.cpu import SHORT_EXTEND, CpuAttention
+from tandem_engine.model.cpu import arrays, step
+from tandem_engine.model.cpu.step import FEW_TOKENS, LargeStep, SmallStep
 from tandem_engine.model.decoder import Decoder, build_decoder
-from tandem_engine.model.fused import arrays, small_step
-from tandem_engine.model.fused.large_step import LargeStep
-from tandem_engine.model.fused.small_step import SmallStep
-from tandem_engine.model.fused.stack import FEW_TOKENS
-from tandem_engine.model.layers import embedding
-from tandem_engine.model.layers.embedding import Embedding, PanelTable
+from tandem_engine.model.layers import linear
+from tandem_engine.model.layers.linear import Embedding, PanelTable
 from tandem_engine.model.tensor_names import EMBEDDING
 from tandem_testing.dense_attention import DenseAttend
 from tandem_testing.forward_builders import PageDealer, Seq, make_batch
@@ -235,7 +233,7 @@ def test_weights_in_panels_are_not_copied(monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tied_table_is_read_from_the_panels_of_the_scores(dtype, monkeypatch):
-    monkeypatch.setattr(embedding, "MIN_SHARED_BYTES", 0)
+    monkeypatch.setattr(linear, "MIN_SHARED_BYTES", 0)
     config = small_config(hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=32, vocab_size=200)
     model = build(config, dtype)
     assert isinstance(model.embedding, Embedding)
@@ -268,7 +266,7 @@ def test_pages_of_another_dtype_take_the_layers_one_by_one():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_number_of_threads_computes_the_same_bits(dtype, monkeypatch):
-    monkeypatch.setattr(small_step, "PARALLEL_BYTES", 0)
+    monkeypatch.setattr(step, "PARALLEL_BYTES", 0)
     model = build(small_config(qk_norm=True, num_layers=3), dtype)
     dealer = dealer_of(model)
     batches = [

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem_engine.model.fused.int8_tiles import BLOCK
-from tandem_engine.model.fused.panels import OUTPUTS
-from tandem_engine.model.layers.int8_linear import Int8Linear
+from tandem_engine.kernels.cpu.gemm import INT8_BLOCK, OUTPUTS
+from tandem_engine.model.layers.cpu import Int8Linear
 from tandem_engine.model.quantization.levels import INT8_MIDDLE, Levels, int8_levels
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -23,7 +22,7 @@ def operands(rows: int, inputs: int, outputs: int, dtype: torch.dtype, seed: int
 @settings(deadline=None, max_examples=30)
 @given(
     rows=st.integers(0, 13),
-    inputs=st.integers(1, 3 * BLOCK),
+    inputs=st.integers(1, 3 * INT8_BLOCK),
     outputs=st.integers(1, 2 * OUTPUTS + 3),
     biased=st.booleans(),
     seed=st.integers(0, 99),
@@ -48,7 +47,7 @@ def test_every_number_of_eight_bits_is_multiplied_as_itself(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_batch(dtype):
-    x, levels = operands(21, 5 * BLOCK - 2, OUTPUTS + 5, dtype)
+    x, levels = operands(21, 5 * INT8_BLOCK - 2, OUTPUTS + 5, dtype)
     linear = Int8Linear.of(levels, None, dtype)
     alone = torch.cat([linear(row[None]) for row in x])
     for rows in range(1, len(x) + 1):

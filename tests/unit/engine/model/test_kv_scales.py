@@ -4,11 +4,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import LoadFormat
-from tandem_engine.errors import CheckpointError
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.model.kv_scales import scales_digest
 from tandem_engine.model.loader import load_kv_scales
+from tandem_engine.model.quantization.kv_scales import scales_digest
 from tandem_testing.checkpoint_files import random_tensors, write_config
 
 ATTENTION = "model.layers.1.self_attn"

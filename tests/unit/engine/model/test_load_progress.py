@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tandem_engine.model.load_progress import GIB, PERIOD_S, load_progress
+from tandem_engine.model.loader import GIB, PERIOD_S, load_progress
 
 
 class SetClock:
@@ -17,7 +17,7 @@ class SetClock:
 
 @pytest.fixture
 def lines(caplog):
-    caplog.set_level(logging.INFO, "tandem_engine.model.load_progress")
+    caplog.set_level(logging.INFO, "tandem_engine.model.loader")
     return lambda: [record.getMessage() for record in caplog.records]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem_engine.model.fused import projection as fused_projection
+from tandem_engine.kernels.cpu import gemm as fused_projection
 from tandem_engine.model.layers.linear import (
     FEW_TOKENS,
     MIN_PACKED_ELEMENTS,

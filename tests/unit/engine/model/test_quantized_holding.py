@@ -8,23 +8,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.config import LoadFormat, Quantization
-from tandem_engine.errors import CheckpointError, ConfigError
-from tandem_engine.flags import add_engine_flags, engine_config
-from tandem_engine.model.checkpoint import read_fields, read_model_config
+from tandem_engine.config.flags import add_engine_flags, engine_config
+from tandem_engine.model.checkpoint import open_weights, read_fields, read_model_config
+from tandem_engine.model.checkpoint_files import open_directory
 from tandem_engine.model.decoder import Decoder
-from tandem_engine.model.directory import open_directory
-from tandem_engine.model.layers.int8_linear import Int8Linear
-from tandem_engine.model.layers.linear import Linear
-from tandem_engine.model.layers.moe import SparseFeedForward
-from tandem_engine.model.layers.quantized import can_multiply
+from tandem_engine.model.layers.cpu import Int8Linear
+from tandem_engine.model.layers.linear import Linear, can_multiply
+from tandem_engine.model.layers.mlp import SparseFeedForward
 from tandem_engine.model.loader import WeightReader, load_model
-from tandem_engine.model.quantization.holding import Holding, holding_of
 from tandem_engine.model.quantization.levels import Levels, int8_levels
-from tandem_engine.model.quantization.scheme import read_scheme
-from tandem_engine.model.stored_weights import open_weights
+from tandem_engine.model.quantization.scheme import Holding, holding_of, read_scheme
 from tandem_engine.model.tensor_names import LM_HEAD
-from tandem_engine.parallel.split import INPUTS, OUTPUTS, VOCABULARY
+from tandem_engine.parallel.sharding import INPUTS, OUTPUTS, VOCABULARY
 from tandem_testing.checkpoint_files import write_checkpoint, write_config
 from tandem_testing.quantized_files import KERNEL_KINDS, KINDS, QWEN3_MOE, write_quantized
 from tandem_testing.triton_kernels.tensors import kernels_on

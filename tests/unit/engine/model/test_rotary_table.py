@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tandem_engine.config import RopeConfig
-from tandem_engine.model.layers.rotary import RotaryTable, rotary_table
+from tandem_engine.model.layers.attention import RotaryTable, rotary_table
 
 ROPES = [
     RopeConfig(),

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tandem_engine.errors import CheckpointError
-from tandem_engine.model import safetensors_file
-from tandem_engine.model.safetensors_file import read_header
+from tandem_engine.base.errors import CheckpointError
+from tandem_engine.model import checkpoint_files
+from tandem_engine.model.checkpoint_files import read_header
 from tandem_testing.checkpoint_files import write_raw_safetensors
 
 
@@ -147,7 +147,7 @@ def test_claims_of_terabytes_allocate_nothing(path, monkeypatch):
     def no_allocation(*args, **kwargs):
         raise AssertionError("allocated before the checks were over")
 
-    monkeypatch.setattr(safetensors_file.torch, "empty", no_allocation)
+    monkeypatch.setattr(checkpoint_files.torch, "empty", no_allocation)
     write_raw_safetensors(path, {"a": entry(0, 1 << 45)}, b"")
     assert "'a'" in refusal(path)
 

@@ -5,19 +5,15 @@ import dataclasses
 import pytest
 import torch
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import ModelImpl, MoeConfig
-from tandem_engine.errors import ConfigError
 from tandem_engine.model.checkpoint import parse_config
-from tandem_engine.model.directory import open_directory
-from tandem_engine.model.layers.embedding import DenseTable
-from tandem_engine.model.layers.linear import Linear
-from tandem_engine.model.layers.parallel import RowParallel, VocabularyEmbedding, VocabularyHead
+from tandem_engine.model.checkpoint_files import open_directory, open_tensors
+from tandem_engine.model.layers.linear import DenseTable, Linear, RowParallel, VocabularyEmbedding, VocabularyHead
 from tandem_engine.model.loader import WeightReader
-from tandem_engine.model.shards import open_tensors
-from tandem_engine.model.sharing import Heads, heads_of_rank, require_shareable
-from tandem_engine.model.weights import row_parallel
+from tandem_engine.model.weights import Heads, heads_of_rank, require_shareable, row_parallel
 from tandem_engine.parallel.group import Parallel, SingleRank
-from tandem_engine.parallel.split import INPUTS, OUTPUTS, VOCABULARY, Split
+from tandem_engine.parallel.sharding import INPUTS, OUTPUTS, VOCABULARY, Split
 from tandem_testing.checkpoint_files import write_checkpoint, write_config
 from tandem_testing.rank_threads import on_ranks
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tandem_engine.config import MoeConfig
+from tandem_engine.engine.loaded_model import weight_memory
 from tandem_engine.model.decoder import build_decoder
 from tandem_engine.model.layers.linear import projection
 from tandem_engine.model.tensor_names import expected_shapes
-from tandem_engine.model.weight_memory import weight_memory
 from tandem_testing.random_weights import RandomWeights, small_config
 
 

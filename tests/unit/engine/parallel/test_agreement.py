@@ -3,9 +3,8 @@
 import torch
 
 from tandem_engine.parallel.agreement import GATHERED_BYTES, INLINE_BYTES, Agreement, Turn
-from tandem_engine.parallel.group import Parallel, SingleRank
+from tandem_engine.parallel.group import Parallel, SingleRank, agree_on_step
 from tandem_engine.parallel.inputs import Abort, Add, Drain, Input
-from tandem_engine.parallel.step_agreement import agree_on_step
 from tandem_engine.scheduler.speculation import StepDrafts
 from tandem_testing.rank_threads import on_ranks
 from tandem_testing.scheduler_builders import make_message

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.executor import platform
 from tandem_engine.executor.platform import OnStreams, platform_for
-from tandem_engine.parallel.devices import device_of_rank, require_device, use_device
+from tandem_engine.parallel.group import device_of_rank, require_device, use_device
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tandem_engine.errors import OtherRankFailedError, RankLostError
+from tandem_engine.base.errors import OtherRankFailedError, RankLostError
 from tandem_engine.parallel import torch_group
-from tandem_engine.parallel.failure import FirstFailure
-from tandem_engine.parallel.group import Parallel, SingleRank
-from tandem_engine.parallel.joint import JointWork
+from tandem_engine.parallel.group import FirstFailure, JointWork, Parallel, SingleRank
 from tandem_testing.rank_threads import on_ranks
 
 

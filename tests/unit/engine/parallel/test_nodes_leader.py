@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from tandem_engine.base.errors import RankLostError
 from tandem_engine.config import EngineConfig, ParallelConfig
-from tandem_engine.errors import RankLostError
 from tandem_engine.messages.nodes import (
     BeatAnswer,
     JoinAnswer,
@@ -15,9 +15,8 @@ from tandem_engine.messages.nodes import (
     StoreAction,
     StoreCall,
 )
-from tandem_engine.parallel.failure import Departure, FirstFailure
-from tandem_engine.parallel.nodes.leader import LEAVE_S, SILENCE_S, Leader, follows_key
-from tandem_engine.parallel.nodes.settings import difference, settings_of
+from tandem_engine.parallel.group import Departure, FirstFailure
+from tandem_engine.parallel.node_leader import LEAVE_S, SILENCE_S, Leader, difference, follows_key, settings_of
 
 PARALLEL = ParallelConfig(tp_size=6, nnodes=3, dist_init_addr="leader:5757")
 CONFIG = EngineConfig(model_path="/models/a", parallel=PARALLEL)

@@ -13,24 +13,19 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from tandem_engine.base.errors import ConfigError, RankLostError
 from tandem_engine.config import EngineConfig, ParallelConfig
-from tandem_engine.errors import ConfigError, RankLostError
-from tandem_engine.ipc.calls import CallChannel
+from tandem_engine.ipc.channels import CallChannel
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.nodes import JoinNode, LeaderToNode, NodeToLeader
+from tandem_engine.parallel import node_follower as follower_module
 from tandem_engine.parallel import rank_processes
-from tandem_engine.parallel.failure import Departure, FirstFailure
-from tandem_engine.parallel.group import Parallel
-from tandem_engine.parallel.nodes import follower as follower_module
-from tandem_engine.parallel.nodes.access import NodeAccess
-from tandem_engine.parallel.nodes.follower import Follower
-from tandem_engine.parallel.nodes.interfaces import interface_of
-from tandem_engine.parallel.nodes.leader import Leader, LeaderDesk
-from tandem_engine.parallel.nodes.proof import PROOF_BYTES, require_proofs
-from tandem_engine.parallel.nodes.settings import settings_of
-from tandem_engine.parallel.nodes.store import RemoteStore
-from tandem_engine.parallel.torch_group import join_ranks
-from tandem_services.common.ports import free_port
+from tandem_engine.parallel.group import Departure, FirstFailure, Parallel
+from tandem_engine.parallel.node_follower import Follower
+from tandem_engine.parallel.node_leader import Leader, LeaderDesk, NodeAccess, settings_of
+from tandem_engine.parallel.node_store import RemoteStore
+from tandem_engine.parallel.torch_group import PROOF_BYTES, interface_of, join_ranks, require_proofs
+from tandem_services.common.sockets import free_port
 
 PATIENCE_S = 60.0
 LEADER, NODE = "127.0.0.1", "127.0.0.2"

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from tandem_engine import launch
+from tandem_engine.base.errors import ConfigError, RankLostError
 from tandem_engine.config import EngineConfig, ParallelConfig
-from tandem_engine.errors import ConfigError, RankLostError
+from tandem_engine.engine import launch
 from tandem_engine.parallel import rank_processes
-from tandem_engine.parallel.failure import FirstFailure
+from tandem_engine.parallel.group import FirstFailure
 from tandem_engine.parallel.rank_processes import RankProcesses, other_ranks
 
 CONFIG = EngineConfig(model_path="/nowhere", parallel=ParallelConfig(tp_size=2, timeout=120.0))

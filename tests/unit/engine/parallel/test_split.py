@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_engine.parallel.split import INPUTS, OUTPUTS, VOCABULARY, Part, Split, share_of
+from tandem_engine.parallel.sharding import INPUTS, OUTPUTS, VOCABULARY, Part, Split, share_of
 
 
 @given(share=st.integers(1, 50), unit=st.integers(1, 16), size=st.integers(1, 8))

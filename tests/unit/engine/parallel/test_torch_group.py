@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem_engine.errors import ConfigError, RankLostError
+from tandem_engine.base.errors import ConfigError, RankLostError
 from tandem_engine.parallel.group import Parallel, SingleRank
 from tandem_engine.parallel.torch_group import join_ranks
 from tandem_testing.rank_threads import on_ranks

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from tandem_engine.sampling.filters import FIRST_RANKED, keep_thresholds
+from tandem_engine.sampling.sampler import FIRST_RANKED, keep_thresholds
 
 NOTHING = (0, 1.0, 0.0)
 

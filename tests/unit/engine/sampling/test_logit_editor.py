@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.sampling.editor import LogitEditor
+from tandem_engine.sampling.logits_processor import LogitEditor
 from tandem_engine.scheduler.request import Request
 from tandem_testing.edit_builders import make_edits, make_request, settled
 from tandem_testing.plain_sampling import edited_logits

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from tandem_engine.sampling.noise import gumbel, token_hashes
+from tandem_engine.sampling.sampler import gumbel, token_hashes
 
 
 def ints(*values: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tandem_engine.forward.logit_edits import Penalties
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.sampling.penalties import PenaltyRows
+from tandem_engine.sampling.logits_processor import PenaltyRows
 from tandem_testing.plain_sampling import edited_logits
 
 VOCAB = 40
@@ -139,7 +139,7 @@ def test_rows_are_the_same_however_many_are_penalised_at_a_time(monkeypatch, blo
     rows, raw = loaded((PROMPT, OUTPUTS), ((1,), (2, 2)), ((), (9,))), logits(3)
     together = raw.clone()
     rows.apply(together, penalties(0, 1, 2))
-    monkeypatch.setattr("tandem_engine.sampling.penalties.BLOCK", block)
+    monkeypatch.setattr("tandem_engine.sampling.logits_processor.BLOCK", block)
     apart = raw.clone()
     rows.apply(apart, penalties(0, 1, 2), torch.full((3, 1), -1))
     assert torch.equal(apart, together)
@@ -174,7 +174,7 @@ def test_listing_what_was_seen_gives_the_bits_of_the_whole_vocabulary(histories,
 
 
 def test_tokens_are_listed_once_and_lists_grow(monkeypatch):
-    monkeypatch.setattr("tandem_engine.sampling.penalties.FIRST_WIDTH", 2)
+    monkeypatch.setattr("tandem_engine.sampling.logits_processor.FIRST_WIDTH", 2)
     rows = loaded((PROMPT, ()))
     for token in [*range(VOCAB), *range(VOCAB)]:
         rows.record(torch.tensor([0]), torch.tensor([[token, 7]]))

@@ -5,13 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem_engine.forward.forward_batch import PromptPositions
-from tandem_engine.forward.token_masks import TokenMasks
-from tandem_engine.sampling.logprobs import most_likely
-from tandem_engine.sampling.prompt_logprobs import prompt_scores
-from tandem_engine.sampling.queued_logprobs import most_likely as queued_most_likely
-from tandem_engine.sampling.queued_logprobs import queue_prompt_scores
-from tandem_engine.sampling.queued_sampler import QueuedSampler
+from tandem_engine.forward.batch import PromptPositions, TokenMasks
+from tandem_engine.sampling.device_sampler import QueuedSampler, queue_prompt_scores
+from tandem_engine.sampling.device_sampler import most_likely as queued_most_likely
+from tandem_engine.sampling.logprobs import most_likely, prompt_scores
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.edit_builders import make_edits, make_request
 from tandem_testing.queued_sampling import PARAMS, ROWS, VOCAB, both, random_logits, random_sampling

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from tandem_engine.forward.forward_batch import SampledLogprobs
+from tandem_engine.forward.batch import SampledLogprobs
+from tandem_engine.sampling.device_sampler import queue_sampled
 from tandem_engine.sampling.logprobs import sampled_logprobs
-from tandem_engine.sampling.queued_logprobs import queue_sampled
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.forward_builders import make_sampling
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tandem_engine.forward.forward_batch import SamplingBatch
+from tandem_engine.forward.batch import SamplingBatch
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.forward_builders import greedy_sampling, make_sampling
 from tandem_testing.toy_grammar import make_masks

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.batch import ForwardMode
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import SessionRef
-from tandem_engine.scheduler.departures import ASK_AGAIN_S, AT_ONCE, FEW_TOKENS
+from tandem_engine.scheduler.migration import ASK_AGAIN_S, AT_ONCE, FEW_TOKENS
 from tandem_testing.quiet_stage import QuietStage
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 

@@ -4,8 +4,8 @@ import pytest
 
 from tandem_engine.forward.logit_edits import ANY, LogitEdits
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.scheduler.edit_columns import NO_EDITS, EditColumns
-from tandem_engine.scheduler.penalty_slots import PenaltySlots
+from tandem_engine.scheduler.finishing import PenaltySlots
+from tandem_engine.scheduler.schedule_batch import NO_EDITS, EditColumns
 from tandem_testing.edit_builders import make_edits, make_request
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 

@@ -2,13 +2,12 @@
 
 import pytest
 
-from tandem_engine.errors import InvalidRequestError
-from tandem_engine.messages.ended_requests import EndedRequest
+from tandem_engine.base.errors import InvalidRequestError
+from tandem_engine.base.names import RequestId
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.requests import HandoffSide, attempt_id, request_id_of
-from tandem_engine.messages.trace_context import TraceContext
-from tandem_engine.names import RequestId
-from tandem_engine.scheduler import ended_log
+from tandem_engine.messages.requests import HandoffSide, TraceContext, attempt_id, request_id_of
+from tandem_engine.messages.stats import EndedRequest
+from tandem_engine.scheduler import finishing
 from tandem_testing.disagg_pair import HOLD_TIMEOUT, PROMPT, Pair, make_pair
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 
@@ -106,7 +105,7 @@ def test_a_context_that_is_none_refuses_its_request_and_reaches_nobody(trace):
 
 
 def test_what_nobody_comes_for_is_bounded_and_counted(monkeypatch):
-    monkeypatch.setattr(ended_log, "MAX_KEPT", 2)
+    monkeypatch.setattr(finishing, "MAX_KEPT", 2)
     engine = watched(make_engine())
     for number in range(3):
         engine.add(make_message(f"r{number}", [1, 2, 3], max_tokens=1, trace=TRACE))

@@ -4,20 +4,16 @@ from concurrent.futures import Future
 
 import pytest
 
-from tandem_engine.errors import GrammarCompilerError, InvalidRequestError
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
-from tandem_engine.forward.token_masks import ALL_ALLOWED
+from tandem_engine.base.errors import GrammarCompilerError, InvalidRequestError
+from tandem_engine.base.names import RequestId
+from tandem_engine.forward.batch import ALL_ALLOWED, ForwardBatch, ForwardResult
 from tandem_engine.messages.outputs import FinishReason
-from tandem_engine.messages.reasoning import ReasoningBudget
-from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.names import RequestId
+from tandem_engine.messages.sampling import ReasoningBudget, SamplingParams
 from tandem_engine.sampling.grammar.compiler import NoGrammars
 from tandem_engine.sampling.grammar.reasoning import BudgetedReasoning
-from tandem_engine.scheduler.grammar_gate import JobState
-from tandem_engine.scheduler.grammar_progress import GrammarProgress
-from tandem_engine.scheduler.mask_filler import fill_masks, open_masks
+from tandem_engine.scheduler.grammar import JobState, fill_masks, open_masks
 from tandem_engine.scheduler.queues import WaitingQueue
-from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.request import GrammarProgress, Request
 from tandem_testing.fake_executors import Computes, LateExecutor, ThreadedExecutor
 from tandem_testing.scheduler_builders import VOCAB, Engine, expected_output, make_engine, make_message
 from tandem_testing.scripted_proposer import ScriptedProposer

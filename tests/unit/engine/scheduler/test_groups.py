@@ -2,8 +2,8 @@
 
 import pytest
 
+from tandem_engine.base.names import RequestId
 from tandem_engine.messages.outputs import FinishReason
-from tandem_engine.names import RequestId
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 
 PROMPT = [*range(1, 15)]

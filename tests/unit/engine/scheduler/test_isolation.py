@@ -6,10 +6,10 @@ from math import log2
 import pytest
 import torch
 
-from tandem_engine.executor.fake import FakeModel
-from tandem_engine.executor.faults import DeviceLostError, StepFault, fault_of
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult
+from tandem_engine.executor.interface import DeviceLostError, StepFault, fault_of
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.messages.outputs import FinishReason
+from tandem_testing.fake_executor import FakeModel
 from tandem_testing.fake_executors import EagerExecutor, LateExecutor
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 

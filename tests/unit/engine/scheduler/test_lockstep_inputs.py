@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem_engine.errors import RankLostError
+from tandem_engine.base.errors import RankLostError
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.parallel.agreement import Agreement
-from tandem_engine.parallel.failure import FirstFailure
-from tandem_engine.parallel.group import SingleRank
+from tandem_engine.parallel.group import FirstFailure, SingleRank
 from tandem_engine.parallel.inputs import Abort, AbortAll, Add, Drain, Input, Stop
 from tandem_engine.scheduler.lockstep import AgreedInputs, DirectInputs
 from tandem_testing.scheduler_builders import Engine, ManualClock, make_engine, make_message

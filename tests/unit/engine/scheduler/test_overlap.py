@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from tandem_engine.forward.forward_batch import RESOLVE, ForwardBatch, ForwardResult
+from tandem_engine.forward.batch import RESOLVE, ForwardBatch, ForwardResult
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.scheduler import loop
 from tandem_testing.fake_executors import EagerExecutor, resolve

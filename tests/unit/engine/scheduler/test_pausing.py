@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.errors import BusyError
+from tandem_engine.base.errors import BusyError
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_testing.disagg_pair import make_pair

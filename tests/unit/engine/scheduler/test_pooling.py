@@ -6,11 +6,10 @@ import msgspec
 import pytest
 import torch
 
-from tandem_engine.forward.pooled import PooledSum, PooledTokens, sum_pooled
-from tandem_engine.messages.pooling import Pooling, PoolingParams
-from tandem_engine.messages.requests import Handoff, HandoffSide, Peer, SessionRef
+from tandem_engine.forward.results import PooledSum, PooledTokens, sum_pooled
+from tandem_engine.messages.requests import Handoff, HandoffSide, Peer, Pooling, PoolingParams, SessionRef
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.scheduler.pooling import PooledPrompt
+from tandem_engine.scheduler.prompt_results import PooledPrompt
 from tandem_testing.embedding_builders import make_embedding_request
 from tandem_testing.scheduler_builders import make_engine
 

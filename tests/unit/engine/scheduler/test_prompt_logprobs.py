@@ -4,7 +4,7 @@ import pytest
 
 from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.scheduler.prompt_logprobs import PromptLogprobs
+from tandem_engine.scheduler.prompt_results import PromptLogprobs
 from tandem_testing.scheduler_builders import make_engine, make_message
 
 PROMPT = tuple(range(1, 24))

@@ -4,15 +4,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem_engine.forward.forward_batch import RESOLVE
-from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.batch import RESOLVE, ForwardMode
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.scheduler.model_facts import ModelFacts
-from tandem_engine.scheduler.penalty_slots import PenaltySlots
+from tandem_engine.scheduler.finishing import PenaltySlots
 from tandem_engine.scheduler.prefill_adder import Extend
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.schedule_batch import BatchBuilder, ScheduleBatch
-from tandem_engine.scheduler.stop import StopRule
+from tandem_engine.scheduler.stop import ModelFacts, StopRule
 from tandem_testing.memory_builders import make_memory
 
 FACTS = ModelFacts(vocab_size=100, eos_token_ids=frozenset({0}), context_length=200)

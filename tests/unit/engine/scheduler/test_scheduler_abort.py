@@ -4,8 +4,8 @@ from weakref import ref
 
 import pytest
 
+from tandem_engine.base.names import RequestId
 from tandem_engine.messages.outputs import FinishReason
-from tandem_engine.names import RequestId
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.memory.conservation import ConservationReport
+from tandem_engine.memory.audit import ConservationReport
 from tandem_testing.scheduler_builders import make_engine, make_message
 
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tandem_engine.clock import Clock
-from tandem_engine.forward.forward_batch import ForwardBatch
-from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.base.clock import Clock
+from tandem_engine.forward.batch import ForwardBatch, ForwardMode
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.scheduler.speculation import StepDrafts
 from tandem_testing.fake_executors import EagerExecutor

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.forward.forward_mode import ForwardMode
+from tandem_engine.forward.batch import ForwardMode
 from tandem_engine.messages.outputs import Finish, FinishReason, TransferReport
 from tandem_engine.messages.requests import HandoffSide
 from tandem_testing.direct_handoff import Pair, make_handoff

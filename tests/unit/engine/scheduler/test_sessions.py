@@ -3,11 +3,10 @@
 import msgspec
 import pytest
 
+from tandem_engine.base.names import RequestId
 from tandem_engine.config import HostConfig
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.pooling import PoolingParams
-from tandem_engine.messages.requests import GenerateRequest, SessionRef
-from tandem_engine.names import RequestId
+from tandem_engine.messages.requests import GenerateRequest, PoolingParams, SessionRef
 from tandem_testing.disagg_pair import make_pair
 from tandem_testing.scheduler_builders import (
     Engine,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.scheduler.model_facts import ModelFacts
-from tandem_engine.scheduler.stop import StopRule
+from tandem_engine.scheduler.stop import ModelFacts, StopRule
 from tandem_engine.tokenizer.output_text import OutputText
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.tokenizer_builders import EOS, write_tokenizer

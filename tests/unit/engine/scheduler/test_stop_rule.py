@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.scheduler.model_facts import ModelFacts
-from tandem_engine.scheduler.stop import Cut, StopRule
+from tandem_engine.scheduler.stop import Cut, ModelFacts, StopRule
 from tandem_testing.scheduler_builders import EOS, VOCAB, decode_text
 
 RULE = StopRule(

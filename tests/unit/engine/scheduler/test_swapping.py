@@ -1,7 +1,7 @@
 import pytest
 
 from tandem_engine.config import HostConfig, PreemptionMode
-from tandem_engine.memory.page_copy import CopyKind, PageCopy
+from tandem_engine.memory.page_copies import CopyKind, PageCopy
 from tandem_engine.messages.outputs import FinishReason
 from tandem_testing.fake_executors import EagerExecutor
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.scheduler.tally import Tally
+from tandem_engine.scheduler.counters import Tally
 
 BASE_S, TOKEN_S = 0.005, 0.0001
 

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from tandem_engine.forward.forward_batch import ForwardBatch, ForwardResult, SampledLogprobs
-from tandem_engine.forward.runs import sampled_tokens
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult, SampledLogprobs, sampled_tokens
 from tandem_engine.speculative.interface import DraftTokens
 from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
 from tandem_testing.forward_builders import Seq, make_batch, make_sampling

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import SpecAlgorithm, SpecConfig
-from tandem_engine.errors import CheckpointError
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.speculative.assembly import read_draft
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head

@@ -4,8 +4,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tandem_engine.speculative.lengths import TRIAL_DRAFTS, Acceptance, DraftLengths, Seeker
-from tandem_engine.speculative.trials import FIRST_PLAIN_STEPS, FIRST_REST
+from tandem_engine.speculative.adaptive_length import (
+    FIRST_PLAIN_STEPS,
+    FIRST_REST,
+    TRIAL_DRAFTS,
+    Acceptance,
+    DraftLengths,
+    Seeker,
+)
 
 
 @dataclass

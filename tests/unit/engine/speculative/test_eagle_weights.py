@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem_engine.errors import CheckpointError
+from tandem_engine.base.errors import CheckpointError
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.speculative.eagle_weights import load_head, read_head_config
+from tandem_engine.speculative.eagle import load_head, read_head_config
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem_engine.executor.fake import next_token
-from tandem_engine.forward.guesses import Guesses
+from tandem_engine.forward.batch import Guesses
 from tandem_testing.draft_builders import DraftBench, FakeDrafts, make_fake_drafts
+from tandem_testing.fake_executor import next_token
 
 VOCAB = 97
 PROMPT = list(range(1, 12))

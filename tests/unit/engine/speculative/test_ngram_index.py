@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_engine.speculative.ngram_index import CANDIDATES, NgramIndex
+from tandem_engine.speculative.ngram import CANDIDATES, NgramIndex
 
 
 def index_of(text, *, shortest=2, longest=4, pieces=None) -> NgramIndex:

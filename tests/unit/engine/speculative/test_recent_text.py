@@ -1,7 +1,6 @@
 """Where a head may begin to read: not before the first token whose hidden states are here."""
 
-from tandem_engine.speculative.page_stamps import PageStamps
-from tandem_engine.speculative.recent_text import RecentText
+from tandem_engine.speculative.draft_history import PageStamps, RecentText
 from tandem_testing.draft_builders import DraftBench
 
 TEXT = list(range(1, 40))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.speculative.step_costs import ASSUMED_DRAFT, LEAST_WEIGHT, OUTLIER, StepCosts
+from tandem_engine.speculative.adaptive_length import ASSUMED_DRAFT, LEAST_WEIGHT, OUTLIER, StepCosts
 
 
 def measured(batch: int, *, plain_s: float, steps: list[tuple[int, float]]) -> StepCosts:

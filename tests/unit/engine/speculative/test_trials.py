@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from tandem_engine.speculative.trials import (
+from tandem_engine.speculative.adaptive_length import (
     FIRST_PLAIN_STEPS,
     FIRST_REST,
     FIRST_STRETCH,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.speculative.turn_timer import Settled, TurnTimer
+from tandem_engine.speculative.adaptive_length import Settled, TurnTimer
 from tandem_testing.scheduler_builders import ManualClock
 
 PLAIN = Settled(batch=2, drafts=0, propose_s=0.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.errors import CheckpointError, InvalidRequestError
+from tandem_engine.base.errors import CheckpointError, InvalidRequestError
 from tandem_engine.tokenizer.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 
 USER = [{"role": "user", "content": "<hi> & é"}]

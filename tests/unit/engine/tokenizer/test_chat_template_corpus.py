@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from tandem_engine.errors import InvalidRequestError
+from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.chat_histories import HISTORIES, SETTINGS, TOOLS, assistant, call, edited, tool, user
 from tandem_testing.tokenizer_builders import tokenizer_document, write_tokenizer

@@ -6,8 +6,8 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from tandem_engine.errors import InvalidRequestError
-from tandem_engine.tokenizer.control_literals import ControlLiterals
+from tandem_engine.base.errors import InvalidRequestError
+from tandem_engine.tokenizer.chat_template import ControlLiterals
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.tokenizer_builders import CHATML, tokenizer_document, write_tokenizer
 

@@ -5,9 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.tokenizer.detokenize import Detokenizer
-from tandem_engine.tokenizer.output_text import OutputText
-from tandem_engine.tokenizer.stop_strings import StopWindow
+from tandem_engine.tokenizer.output_text import Detokenizer, OutputText, StopWindow
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.tokenizer_builders import write_tokenizer
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tandem_engine.errors import CheckpointError, InvalidRequestError
-from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_engine.tokenizer.truncation import Truncation
+from tandem_engine.base.errors import CheckpointError, InvalidRequestError
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer, Truncation
 from tandem_testing.tokenizer_builders import CHATML, EOS, SPECIALS, TOOL_CHATML, tokenizer_document, write_tokenizer
 
 ENDOFTEXT, IM_START, IM_END = range(3)

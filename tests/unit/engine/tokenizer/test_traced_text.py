@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tandem_engine.errors import InvalidRequestError
+from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_engine.tokenizer.traced_text import CONTENT, TEMPLATE, UNKNOWN, TracedText, origin_of
 from tandem_testing.tokenizer_builders import SPECIALS, write_tokenizer

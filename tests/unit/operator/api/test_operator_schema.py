@@ -10,10 +10,9 @@ import msgspec
 import pytest
 import yaml
 
-from tandem_operator.api.crds import crds, to_yaml
+from tandem_operator.api.crds import crds, docstrings_of, schema_of, to_yaml
 from tandem_operator.api.model_service import ModelService
 from tandem_operator.api.reference import reference
-from tandem_operator.api.schema import docstrings_of, schema_of
 from tandem_testing.schema_walk import fields_below
 
 ROOT = Path(__file__).parents[4]

@@ -4,7 +4,7 @@ from typing import Any
 
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.builders.gateway import gateway_deployment
-from tandem_operator.builders.monitors import pod_monitors
+from tandem_operator.builders.policies import pod_monitors
 from tandem_operator.builders.worker import worker_deployment
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan

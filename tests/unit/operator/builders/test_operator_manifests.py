@@ -16,8 +16,7 @@ from tandem_operator.builders.engine_flags import ENGINE_FLAGS
 from tandem_operator.builders.gateway import allowed_hosts, may_be_zero
 from tandem_operator.builders.naming import ROLE_LABEL
 from tandem_operator.planning.observed import Observed
-from tandem_operator.planning.plan import make_plan
-from tandem_operator.planning.revision import revision_of
+from tandem_operator.planning.plan import make_plan, revision_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_services.cli.main import build_parser
 from tandem_services.common.allowed_hosts import AllowedHosts

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 
 from tandem_operator.api.model_service import ModelServiceStatus
-from tandem_operator.builders.devices import gpus_of
+from tandem_operator.builders.engine_flags import gpus_of
 from tandem_operator.builders.served import Served
 from tandem_operator.planning.observed import Observed
-from tandem_operator.planning.plan import make_plan
-from tandem_operator.planning.revision import revision_of
+from tandem_operator.planning.plan import make_plan, revision_of
 from tandem_operator.planning.validation import problems_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_services.cli.main import build_parser

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tandem_operator.controller.canaries import REPEAT_S, CanaryBook, steady
-from tandem_operator.controller.pod_trials import BAD_IN_A_ROW, RETRY_S
+from tandem_operator.controller.canary_runner import BAD_IN_A_ROW, REPEAT_S, RETRY_S, CanaryBook, steady
 from tandem_operator.planning.observed import Canary
 from tandem_operator.telemetry.pods import PodSeen
 

@@ -6,14 +6,13 @@ import pytest
 from prometheus_client import generate_latest
 
 from tandem_operator.controller.cluster import ApiError
-from tandem_operator.controller.dispatch import Dispatcher
-from tandem_operator.controller.findings import Findings, FindingsBoard
-from tandem_operator.controller.kinds import ServiceKey
-from tandem_operator.controller.leadership import NotLeading
-from tandem_operator.controller.lookouts import PAUSE_S, STARTING_S, Lookouts
-from tandem_operator.controller.metrics import OperatorMetrics
+from tandem_operator.controller.leader_election import NotLeading
+from tandem_operator.controller.observations import Findings, FindingsBoard
+from tandem_operator.controller.pod_poller import PAUSE_S, STARTING_S, Lookouts
+from tandem_operator.controller.probes import OperatorMetrics
 from tandem_operator.controller.reconcile import Looked
-from tandem_operator.controller.store import Store
+from tandem_operator.controller.store import ServiceKey, Store
+from tandem_operator.controller.workqueue import Dispatcher
 from tandem_operator.planning.observed import Canary
 from tandem_operator.settings import OperatorSettings
 from tandem_testing.kube_objects import a_service
@@ -111,7 +110,7 @@ async def test_an_edit_that_lands_before_our_status_is_looked_at(monkeypatch):
     """Its event came after the answer to our write, which had it already, and was taken for old news: the spec was not
     looked at before the next listing, minutes later.
     """
-    monkeypatch.setattr("tandem_operator.controller.dispatch.AFTER_WRITES_S", 0.0)
+    monkeypatch.setattr("tandem_operator.controller.workqueue.AFTER_WRITES_S", 0.0)
     edited = a_service(spec={"model": {"path": "/models/other"}}, version=11)
     answer = a_service(spec={"model": {"path": "/models/other"}}, version=12)
     seen = []

@@ -3,8 +3,7 @@
 import pytest
 
 from tandem_operator.controller.cluster import ApiError
-from tandem_operator.controller.election import Election, ElectionConfig
-from tandem_operator.controller.leadership import Leadership, NotLeading
+from tandem_operator.controller.leader_election import Election, ElectionConfig, Leadership, NotLeading
 
 
 class Clock:

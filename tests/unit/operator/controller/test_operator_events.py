@@ -4,7 +4,7 @@ import msgspec
 
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.controller.events import Told, transitions
-from tandem_operator.planning.conditions import condition
+from tandem_operator.planning.status import condition
 
 
 def status(*conditions, revision=""):

@@ -5,12 +5,9 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from tandem_operator.builders.naming import labels_of
-from tandem_operator.controller.external_looks import ExternalLooks
-from tandem_operator.controller.kinds import POD
-from tandem_operator.controller.metrics import OperatorMetrics
-from tandem_operator.controller.objects import Seen
-from tandem_operator.controller.probes import probe_app
-from tandem_operator.controller.store import Store
+from tandem_operator.controller.pod_poller import ExternalLooks
+from tandem_operator.controller.probes import OperatorMetrics, probe_app
+from tandem_operator.controller.store import POD, Seen, Store
 from tandem_operator.settings import OperatorSettings
 from tandem_testing.exported_metrics import exposition_of, gateway_metrics, worker_metrics
 from tandem_testing.kube_objects import a_service, an_object

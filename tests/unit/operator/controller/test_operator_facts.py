@@ -3,9 +3,8 @@
 import pytest
 
 from tandem_operator.builders.naming import labels_of
-from tandem_operator.controller.facts import Parts
-from tandem_operator.controller.findings import canaries_by_readiness
-from tandem_operator.controller.kinds import DEPLOYMENT, LEADER_WORKER_SET, POD, SERVICE, WORKER_POOL
+from tandem_operator.controller.observations import Parts, canaries_by_readiness
+from tandem_operator.controller.store import DEPLOYMENT, LEADER_WORKER_SET, POD, SERVICE, WORKER_POOL
 from tandem_operator.planning.observed import Canary
 from tandem_testing.kube_objects import a_deployment, a_pod, an_object
 

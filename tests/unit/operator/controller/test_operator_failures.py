@@ -5,12 +5,11 @@ import json
 
 import pytest
 
-from tandem_operator.controller.carry_out import Executor
+from tandem_operator.controller.applier import Executor
 from tandem_operator.controller.cluster import ApiError
-from tandem_operator.controller.findings import Findings, FindingsBoard
-from tandem_operator.controller.kinds import ServiceKey
+from tandem_operator.controller.observations import Findings, FindingsBoard
 from tandem_operator.controller.reconcile import PATIENCE, Reconciler
-from tandem_operator.controller.store import Store
+from tandem_operator.controller.store import ServiceKey, Store
 from tandem_operator.settings import OperatorSettings
 from tandem_testing.kube_objects import a_service
 

@@ -3,12 +3,11 @@
 import httpx
 import pytest
 
-from tandem_operator.controller.canaries import CanaryBook
-from tandem_operator.controller.findings import Findings
-from tandem_operator.controller.lookout import Lookout
-from tandem_operator.controller.trials import Trials
+from tandem_operator.controller.canary_runner import CanaryBook, Trials
+from tandem_operator.controller.observations import Findings
+from tandem_operator.controller.pod_poller import Lookout
 from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad
-from tandem_operator.telemetry.looks import Seen
+from tandem_operator.telemetry.samples import Seen
 from tandem_testing.kube_cluster import service_of
 from tandem_testing.kube_subjects import subject
 from tandem_testing.pod_builders import worker

@@ -13,11 +13,9 @@ import yaml
 from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
 from tandem_operator.builders.gateway import gateway_labels
 from tandem_operator.builders.served import served
-from tandem_operator.controller.facts import Parts
-from tandem_operator.controller.kinds import POD
-from tandem_operator.controller.objects import Seen
-from tandem_operator.controller.ownership import owners_of
-from tandem_operator.controller.secrets import generated_secret
+from tandem_operator.controller.applier import generated_secret, owners_of
+from tandem_operator.controller.observations import Parts
+from tandem_operator.controller.store import POD, Seen
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
 from tandem_operator.settings import PRIVILEGES, ClusterApis, OperatorSettings

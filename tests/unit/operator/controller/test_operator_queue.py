@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_operator.controller.queue import FIRST_PAUSE_S, LONGEST_PAUSE_S, Schedule, WorkQueue, back_off
+from tandem_operator.controller.workqueue import FIRST_PAUSE_S, LONGEST_PAUSE_S, Schedule, WorkQueue, back_off
 
 
 def test_a_burst_of_events_is_one_look():

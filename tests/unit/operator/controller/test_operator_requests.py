@@ -6,10 +6,9 @@ from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
 from tandem_operator.controller.cluster import ApiError, Cluster
-from tandem_operator.controller.kinds import DEPLOYMENT, SERVICE
-from tandem_operator.controller.leadership import NotLeading
-from tandem_operator.controller.metrics import OperatorMetrics
-from tandem_operator.controller.probes import serving
+from tandem_operator.controller.leader_election import NotLeading
+from tandem_operator.controller.probes import OperatorMetrics, serving
+from tandem_operator.controller.store import DEPLOYMENT, SERVICE
 
 MANIFEST = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s", "namespace": "models"}}
 

@@ -3,9 +3,8 @@
 import pytest
 
 from tandem_operator.controller.cluster import ApiError
-from tandem_operator.controller.kinds import DEPLOYMENT, MODEL_SERVICE, ServiceKey
-from tandem_operator.controller.resync import Resync
-from tandem_operator.controller.store import Store
+from tandem_operator.controller.store import DEPLOYMENT, MODEL_SERVICE, ServiceKey, Store
+from tandem_operator.controller.watch import Resync
 from tandem_testing.kube_objects import a_service
 
 KINDS = (MODEL_SERVICE, DEPLOYMENT)

@@ -1,11 +1,11 @@
 """Pods get their costs before a number shrinks, whoever made it smaller: the emptiest go first."""
 
 from tandem_operator.api.model_service import ModelServiceStatus
-from tandem_operator.controller.kinds import DEPLOYMENT
-from tandem_operator.controller.shrinking import costs_before
+from tandem_operator.controller.reconcile import costs_before
+from tandem_operator.controller.store import DEPLOYMENT
 from tandem_operator.planning.observed import DeploymentSeen, Observed
 from tandem_operator.planning.plan import Plan, Scaling
-from tandem_operator.telemetry.looks import Seen
+from tandem_operator.telemetry.samples import Seen
 from tandem_testing.pod_builders import pod, worker
 
 FULL, EMPTY = pod("full"), pod("empty")

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_operator.controller.kinds import DEPLOYMENT, SERVICE, ServiceKey
-from tandem_operator.controller.store import TOMBSTONE_S, Store
+from tandem_operator.controller.store import DEPLOYMENT, SERVICE, TOMBSTONE_S, ServiceKey, Store
 from tandem_testing.kube_objects import a_deployment, a_service, an_object
 
 CHAT = ServiceKey("models", "chat")

@@ -6,12 +6,10 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from tandem_operator.controller.canaries import REPEAT_S, Ask, CanaryBook
-from tandem_operator.controller.pod_trials import AT_ONCE, BAD_IN_A_ROW, RETRY_S
-from tandem_operator.controller.trials import Trials
+from tandem_operator.controller.canary_runner import AT_ONCE, BAD_IN_A_ROW, REPEAT_S, RETRY_S, Ask, CanaryBook, Trials
 from tandem_operator.planning.observed import Canary
-from tandem_operator.telemetry.orders import OrderFailedError
 from tandem_operator.telemetry.pods import PodSeen
+from tandem_operator.telemetry.worker_control import OrderFailedError
 from tandem_testing.kube_cluster import service_of
 from tandem_testing.kube_subjects import GATEWAY, subject
 from tandem_testing.pod_builders import pod

@@ -3,10 +3,10 @@
 import pytest
 
 from tandem_operator.api.model_service import ModelServiceStatus
-from tandem_operator.controller.farewell import Farewells
-from tandem_operator.controller.kinds import POD, WORKER_POOL, ServiceKey
-from tandem_operator.planning.conditions import condition
+from tandem_operator.controller.reconcile import Farewells
+from tandem_operator.controller.store import POD, WORKER_POOL, ServiceKey
 from tandem_operator.planning.deletion import drain_bound_s, leaving
+from tandem_operator.planning.status import condition
 from tandem_testing.kube_objects import an_object
 
 KEY = ServiceKey("models", "chat")

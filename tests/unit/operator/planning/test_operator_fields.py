@@ -12,8 +12,8 @@ import yaml
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
-from tandem_operator.planning.scaling_config import scaling_config
 from tandem_operator.settings import PRIVILEGES, ClusterApis, OperatorSettings
+from tandem_operator.telemetry.autoscaler import scaling_config
 from tandem_testing.kube_cluster import service_of
 
 SPEC = yaml.safe_load((Path(__file__).parents[4] / "examples/full.yaml").read_text())["spec"]

@@ -8,10 +8,10 @@ import pytest
 from tandem_operator.api.model_service import Decision, ModelServiceStatus
 from tandem_operator.planning.observed import Canary, Ref
 from tandem_operator.planning.plan import make_plan
-from tandem_operator.planning.scaling_config import scaling_config
 from tandem_operator.planning.status import not_applied
 from tandem_operator.planning.validation import problems_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
+from tandem_operator.telemetry.autoscaler import scaling_config
 from tandem_testing.kube_cluster import MINIMAL, KubeCluster, service_of
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import fields
 
-from tandem_operator.api.autoscaling import Autoscaling, RoleScaling
-from tandem_operator.planning.scaling_config import scaling_config
-from tandem_operator.scaling.law import ScalingConfig
+from tandem_operator.api.model_service import Autoscaling, RoleScaling
+from tandem_operator.scaling.policy import ScalingConfig
+from tandem_operator.telemetry.autoscaler import scaling_config
 from tandem_testing.kube_cluster import service_of
 
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from tandem_operator.api.model_service import ModelServiceStatus
-from tandem_operator.controller.facts import Parts
+from tandem_operator.controller.observations import Parts
 from tandem_operator.planning.observed import Canary, Observed
 from tandem_operator.planning.plan import make_plan
-from tandem_operator.planning.pod_trouble import last_words, pod_trouble
+from tandem_operator.planning.pod_failure import last_words, pod_trouble
 from tandem_operator.planning.status import health_of
 from tandem_operator.settings import OperatorSettings
 from tandem_testing.kube_cluster import service_of

@@ -5,10 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tandem_operator.scaling.budget import within_budget
-from tandem_operator.scaling.law import Memory, decide, rounded
-from tandem_operator.scaling.need import Targets, decode_need, prefill_need
-from tandem_operator.scaling.window import Window
+from tandem_operator.scaling.load import Targets, decode_need, prefill_need
+from tandem_operator.scaling.policy import Memory, Window, decide, rounded, within_budget
 from tandem_testing.fluid_service import FluidService, config_of
 
 TARGETS = Targets(queue_seconds=1.0, kv_usage=0.85)

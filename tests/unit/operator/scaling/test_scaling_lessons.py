@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from tandem_operator.scaling.law import Memory, ScalingConfig, decide
-from tandem_operator.scaling.lesson import Lesson, Reduction
 from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad
+from tandem_operator.scaling.policy import Lesson, Memory, Reduction, ScalingConfig, decide
 from tandem_testing.fluid_service import config_of
 
 PERIOD_S = 5.0

@@ -1,13 +1,9 @@
 """From what was seen to pods of pools, flips and what pods cost."""
 
-from tandem_operator.scaling.law import RoleBounds, ScalingConfig
-from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad
-from tandem_operator.scaling.need import Targets
-from tandem_operator.telemetry.autoscaler import Autoscaler, Scaled
-from tandem_operator.telemetry.deletion_costs import KEPT, UNKNOWN
-from tandem_operator.telemetry.flips import candidates
-from tandem_operator.telemetry.looks import Seen
-from tandem_operator.telemetry.pool_counts import PoolCounts
+from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad, Targets
+from tandem_operator.scaling.policy import RoleBounds, ScalingConfig
+from tandem_operator.telemetry.autoscaler import KEPT, UNKNOWN, Autoscaler, PoolCounts, Scaled, candidates
+from tandem_operator.telemetry.samples import Seen
 from tandem_testing.pod_builders import pod, worker
 
 TARGETS = Targets(queue_seconds=1.0, kv_usage=0.85)

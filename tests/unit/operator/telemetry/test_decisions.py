@@ -1,7 +1,7 @@
 """What status and events tell of decisions."""
 
-from tandem_operator.scaling.law import Decision
-from tandem_operator.telemetry.decisions import event_of, remembered, worth_telling
+from tandem_operator.scaling.policy import Decision
+from tandem_operator.telemetry.autoscaler import event_of, remembered, worth_telling
 
 
 def hold(seconds: int) -> Decision:

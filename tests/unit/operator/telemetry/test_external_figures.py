@@ -9,10 +9,10 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem_operator.builders.naming import pool_name
-from tandem_operator.planning.scaling_config import scaling_config
 from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad
+from tandem_operator.telemetry.autoscaler import scaling_config
 from tandem_operator.telemetry.external import LEAST, PREFIX, ScalingFigures
-from tandem_operator.telemetry.looks import Seen
+from tandem_operator.telemetry.samples import Seen
 from tandem_testing.kube_cluster import service_of
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "scaling"

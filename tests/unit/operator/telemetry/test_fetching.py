@@ -8,11 +8,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from tandem_operator.telemetry import fetching
-from tandem_operator.telemetry.exposition import Exposition
-from tandem_operator.telemetry.fetching import fetch_figures, pod_client
-from tandem_operator.telemetry.figures import GatewayFigures, WorkerFigures
-from tandem_operator.telemetry.reading import LoadReader
+from tandem_operator.telemetry import pods as fetching
+from tandem_operator.telemetry.pod_metrics import Exposition, GatewayFigures, WorkerFigures
+from tandem_operator.telemetry.pods import fetch_figures, pod_client
+from tandem_operator.telemetry.samples import LoadReader
 from tandem_testing.exported_metrics import exposition_of, gateway_metrics, worker_metrics
 from tandem_testing.pod_builders import pod
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tandem_operator.telemetry.exposition import Exposition, UnusableFiguresError
-from tandem_operator.telemetry.figures import GatewayTotals, WorkerFigures
-from tandem_operator.telemetry.looks import Looks
+from tandem_operator.telemetry.pod_metrics import Exposition, GatewayTotals, UnusableFiguresError, WorkerFigures
+from tandem_operator.telemetry.samples import Looks
 from tandem_testing.pod_builders import gateway, pod, worker
 
 P, D, G = pod("p0", "prefill"), pod("d0", "decode"), pod("g0", "gateway", revision="")

@@ -1,7 +1,13 @@
 """Every series that the operator reads is one that workers and gateways export, with the labels that it reads."""
 
-from tandem_operator.telemetry.exposition import GATEWAY_NAMES, LINK_NAMES, WORKER_NAMES, Exposition
-from tandem_operator.telemetry.figures import GatewayFigures, WorkerFigures
+from tandem_operator.telemetry.pod_metrics import (
+    GATEWAY_NAMES,
+    LINK_NAMES,
+    WORKER_NAMES,
+    Exposition,
+    GatewayFigures,
+    WorkerFigures,
+)
 from tandem_testing.exported_metrics import exposition_of, gateway_metrics, labels_of_series, worker_metrics
 
 

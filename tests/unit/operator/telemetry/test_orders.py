@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from tandem_engine.ipc.keys import KeyPair
-from tandem_operator.telemetry.orders import OrderFailedError, order_token, post_order
-from tandem_services.common.order_token import order_token as token_of_services
+from tandem_operator.telemetry.worker_control import OrderFailedError, order_token, post_order
+from tandem_services.common.tokens import order_token as token_of_services
 from tandem_testing.pod_builders import pod
 
 

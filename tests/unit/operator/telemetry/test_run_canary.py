@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tandem_operator.planning.observed import Canary
-from tandem_operator.telemetry.canary import pair_of, run_canary
+from tandem_operator.telemetry.worker_control import pair_of, run_canary
 from tandem_testing.pod_builders import pod
 
 GATEWAY = pod("g0", "gateway", revision="")

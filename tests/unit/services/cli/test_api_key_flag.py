@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.errors import ConfigError
-from tandem_services.cli.api_key import hide_argument, key_headers
+from tandem_engine.base.errors import ConfigError
+from tandem_services.cli.flags import hide_argument, key_headers
 from tandem_testing.system import tandem_command
 
 SECRET = "tdm-not-for-everybody"

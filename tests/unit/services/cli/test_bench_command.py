@@ -27,7 +27,7 @@ def served(monkeypatch):
     def client(_, url: str) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url=url)
 
-    monkeypatch.setattr("tandem_services.cli.bench._client", client)
+    monkeypatch.setattr("tandem_lab.cli.bench._client", client)
     return bodies, status
 
 

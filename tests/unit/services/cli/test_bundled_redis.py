@@ -7,8 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tandem_services.cli.processes import Supervisor
-from tandem_services.cli.redis_process import start_redis
+from tandem_services.cli.processes import Supervisor, start_redis
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_testing.redis_server import REDIS_SERVER
 

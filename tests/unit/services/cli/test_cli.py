@@ -10,17 +10,15 @@ from threading import Thread
 import httpx
 import pytest
 
-from tandem_engine.errors import ConfigError
-from tandem_services.cli.bundled import bundled_model, model_folder
+from tandem_engine.base.errors import ConfigError
 from tandem_services.cli.chat import Turn
-from tandem_services.cli.cores import Cores
+from tandem_services.cli.flags import bundled_model, model_folder
 from tandem_services.cli.gateway import models_of
 from tandem_services.cli.main import build_parser, main
-from tandem_services.cli.processes import Child, Supervisor
-from tandem_services.cli.redis_process import start_redis
-from tandem_services.cli.up import greeting_of, is_ready, plan, start
+from tandem_services.cli.processes import Child, Supervisor, start_redis
+from tandem_services.cli.up import Cores, greeting_of, is_ready, plan, start
 from tandem_services.common.errors import RemoteError, StartupError
-from tandem_services.common.ports import free_port
+from tandem_services.common.sockets import free_port
 from tandem_testing.waiting import wait_for
 
 UP_S = 60.0

@@ -8,7 +8,7 @@ import pytest
 
 from tandem_engine.ipc.keys import KeyPair
 from tandem_services.cli.main import main
-from tandem_services.common.order_token import order_token
+from tandem_services.common.tokens import order_token
 
 
 class Worker(HTTPServer):

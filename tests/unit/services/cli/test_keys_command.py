@@ -12,7 +12,7 @@ import pytest
 
 from tandem_services.cli import keys as keys_command
 from tandem_services.cli.main import main
-from tandem_services.gateway.access.key_watch import read_keys
+from tandem_services.gateway.access.keys import read_keys
 
 
 def create(*argv: str) -> int:

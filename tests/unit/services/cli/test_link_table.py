@@ -2,9 +2,9 @@
 
 import msgspec
 
-from tandem_engine.messages.engine_stats import LinkReport
-from tandem_engine.names import LinkTransport
-from tandem_services.cli.link_table import links_table
+from tandem_engine.base.names import LinkTransport
+from tandem_engine.messages.stats import LinkReport
+from tandem_services.cli.ctl import links_table
 
 
 def table(*links: LinkReport) -> list[list[str]]:

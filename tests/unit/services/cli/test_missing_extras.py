@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine import cli
-from tandem_engine.extras import EXTRAS, lacking
+from tandem_engine.base.extras import EXTRAS, lacking
+from tandem_lab import __main__ as cli
 from tandem_services.cli import entry
+from tandem_services.cli import main as command
 from tandem_testing.import_blocker import write_import_blocker
 
 KUBECONFIG = """
@@ -45,7 +46,7 @@ def run(folder: Path, script: str, *argv: str, env: dict[str, str]) -> subproces
         ("tandem_services.cli.start:tandem", ["verify", "--quick"], "engine"),
         ("tandem_services.cli.start:tandem", ["bench", "offline"], "engine"),
         ("tandem_services.cli.start:tandem", ["accuracy"], "engine"),
-        ("tandem_engine.cli:main", ["verify", "--model", "models/tandem-mini"], "engine"),
+        ("tandem_lab.__main__:main", ["verify", "--model", "models/tandem-mini"], "engine"),
         ("tandem_services.cli.start:tandem", ["k8s", "status"], "operator"),
         ("tandem_services.cli.start:kubectl_tandem", ["status"], "operator"),
         ("tandem_services.cli.start:tandem", ["router", "--redis-url", "redis://127.0.0.1:1"], "router"),
@@ -81,11 +82,10 @@ def test_full_disk_of_an_engine_command_is_one_sentence(monkeypatch, capsys, num
     def run(*_, **__):
         raise OSError(number, os.strerror(number), "/data/table.json")
 
-    monkeypatch.setattr("tandem_engine.verify.command.run_verify", run)
+    monkeypatch.setattr("tandem_lab.verify.command.run_verify", run)
     assert cli.main(["verify", "--model", "x"]) == 3
     assert capsys.readouterr().err == (
-        "tandem-engine: error: no space left on the disk for /data/table.json: free some, or use a folder on another "
-        "disk\n"
+        "tandem: error: no space left on the disk for /data/table.json: free some, or use a folder on another disk\n"
     )
 
 
@@ -104,7 +104,7 @@ def test_other_os_errors_are_not_explained():
     assert lacking(OSError(errno.EACCES, "denied", "x")) is None
 
 
-@pytest.mark.parametrize("module", ["tandem_services.cli.main", "rich", "tandem_services.cli.verify", "argparse"])
+@pytest.mark.parametrize("module", ["tandem_services.cli.main", "rich", "tandem_lab.cli.verify", "argparse"])
 def test_ctrl_c_while_a_command_loads_leaves_no_traceback(tmp_path, module):
     """The process interrupts itself when it imports `module`."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -124,3 +124,9 @@ sys.meta_path.insert(0, Interrupt)
     done = run(tmp_path, "tandem_services.cli.start:tandem", "chat", "--url", "http://127.0.0.1:1", env={})
     assert done.stderr == ""
     assert done.returncode in (130, -signal.SIGINT)
+
+
+def test_command_of_the_lab_where_it_is_missing_names_it(monkeypatch, capsys):
+    monkeypatch.setattr(command, "find_spec", lambda _: None)
+    assert command.main(["verify", "--quick", "--json", "x"]) == 3
+    assert "tandem_lab is not installed here: pip install 'tandem[lab]'" in capsys.readouterr().err

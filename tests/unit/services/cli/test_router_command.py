@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
 from tandem_services.cli.main import main
 from tandem_services.router_server.grpc_server import tls_credentials
 from tandem_testing.tokenizer_builders import write_tokenizer

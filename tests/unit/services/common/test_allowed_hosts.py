@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
 from tandem_services.common import allowed_hosts
 from tandem_services.common.allowed_hosts import AllowedHosts
 

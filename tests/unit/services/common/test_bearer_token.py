@@ -2,8 +2,8 @@
 
 import pytest
 
-from tandem_engine.errors import ConfigError
-from tandem_services.common.bearer_token import MAX_TOKEN_BYTES, BearerToken
+from tandem_engine.base.errors import ConfigError
+from tandem_services.common.tokens import MAX_TOKEN_BYTES, BearerToken
 
 
 @pytest.fixture

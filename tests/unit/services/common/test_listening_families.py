@@ -5,8 +5,7 @@ import socket
 import pytest
 
 from tandem_services.common.errors import StartupError
-from tandem_services.common.listening import listen
-from tandem_services.common.ports import free_port
+from tandem_services.common.sockets import free_port, listen
 
 
 @pytest.mark.parametrize("host", ["::", "[::]", ""])

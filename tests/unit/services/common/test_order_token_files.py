@@ -5,9 +5,9 @@ import tempfile
 
 import pytest
 
-from tandem_engine.addresses import Address
+from tandem_engine.base.addresses import Address
 from tandem_engine.ipc.keys import KeyPair
-from tandem_services.common.order_token import TokenFile, order_token, orders_folder, token_for, token_of
+from tandem_services.common.tokens import TokenFile, order_token, orders_folder, token_for, token_of
 
 
 @pytest.fixture(autouse=True)

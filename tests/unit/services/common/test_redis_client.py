@@ -1,6 +1,6 @@
 import pytest
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
 from tandem_services.common.redis_client import (
     BreakerState,
     CircuitBreaker,

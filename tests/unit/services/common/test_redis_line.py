@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from redis.exceptions import ResponseError
 
-from tandem_services.common.redis_line import RedisLine
+from tandem_services.common.redis_client import RedisLine
 from tandem_testing.loop_time import set_forward
 from tandem_testing.waiting import until
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
 from tandem_services.common.settings import read_settings
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tandem_engine.errors import ConfigError
-from tandem_services.common.traces import MAX_CHOICES, read_trace
+from tandem_engine.base.errors import ConfigError
+from tandem_lab.traces import MAX_CHOICES, read_trace
 from tandem_services.gateway import limits
 
 GOOD = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
+from tandem_services.cli.flags import tracing_argv, tracing_of
 from tandem_services.cli.main import build_parser
-from tandem_services.cli.shared_flags import tracing_argv, tracing_of
 from tandem_services.common.errors import StartupError
 from tandem_services.common.settings import read_settings
 from tandem_services.common.span_export import SpanExport

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from tandem_services.gateway.allowed_values import allowed_values
+from tandem_services.gateway.http.body import allowed_values
 
 
 class Part(msgspec.Struct):

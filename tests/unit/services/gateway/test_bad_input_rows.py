@@ -14,7 +14,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest
+from tandem_services.gateway.api.openai_schemas import ChatRequest, CompletionRequest
 from tandem_testing.gateway_builders import EngineRack, events, live_gateway, script
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS

@@ -10,10 +10,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from tandem_services.common.errors import ApiError
-from tandem_services.gateway import json_shape
-from tandem_services.gateway.body_budget import BodyBudget, BodyCharge
-from tandem_services.gateway.json_shape import check_json_shape
-from tandem_services.gateway.request_body import BodyDecoder
+from tandem_services.gateway.http import body as json_shape
+from tandem_services.gateway.http.body import BodyDecoder, check_json_shape
+from tandem_services.gateway.limits import BodyBudget, BodyCharge
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.key_files import bearer, key_of, write_keys
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
@@ -140,7 +139,7 @@ async def test_body_parsing_of_long_bodies_is_on_a_thread(gateway, monkeypatch, 
         return decode(decoder, body)
 
     monkeypatch.setattr(BodyDecoder, "decode", noted)
-    monkeypatch.setattr("tandem_services.gateway.request_body.PARSED_HERE_BYTES", 1000)
+    monkeypatch.setattr("tandem_services.gateway.http.body.PARSED_HERE_BYTES", 1000)
     for size in (10, 2000):
         body = json.dumps({"model": "mock", "unknown": "x" * size}).encode()
         await gateway.http.post(path, content=body, headers={"Content-Type": "application/json"})

@@ -10,8 +10,8 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.server import ServerState
 
-from tandem_services.gateway.connection import GatewayConnection
-from tandem_services.gateway.serve import listen
+from tandem_services.common.sockets import listen
+from tandem_services.gateway.http.connection import GatewayConnection
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.loop_time import set_forward
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
@@ -112,12 +112,12 @@ async def test_old_clients_need_no_host_and_older_ones_are_refused(gateway):  # 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET", b"GET /live HTTP/1.1\r\nHo"])
 async def test_a_head_that_never_ends_is_given_up(gateway, monkeypatch, sent):  # [slow-request-ends]
-    monkeypatch.setattr("tandem_services.gateway.connection.HEAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tandem_services.gateway.http.connection.HEAD_TIMEOUT_S", 0.05)
     assert "did not arrive" in check_refusal(await said(gateway, sent), 408)
 
 
 async def test_nor_is_one_behind_a_request_waited_for(gateway, monkeypatch):  # [slow-request-ends]
-    monkeypatch.setattr("tandem_services.gateway.connection.HEAD_TIMEOUT_S", HEAD_S)
+    monkeypatch.setattr("tandem_services.gateway.http.connection.HEAD_TIMEOUT_S", HEAD_S)
     async with connection(gateway) as (reader, writer):
         writer.write(LIVE + b"GE")
         await reader.readuntil(b'"ok"}')
@@ -126,7 +126,7 @@ async def test_nor_is_one_behind_a_request_waited_for(gateway, monkeypatch):  # 
 
 
 async def test_an_idle_connection_between_requests_owes_no_head(gateway, monkeypatch):  # [slow-request-ends]
-    monkeypatch.setattr("tandem_services.gateway.connection.HEAD_TIMEOUT_S", HEAD_S)
+    monkeypatch.setattr("tandem_services.gateway.http.connection.HEAD_TIMEOUT_S", HEAD_S)
     async with connection(gateway) as (silent, _), connection(gateway) as (reader, writer):
         writer.write(LIVE)
         await reader.readuntil(b'"ok"}')
@@ -137,7 +137,7 @@ async def test_an_idle_connection_between_requests_owes_no_head(gateway, monkeyp
 
 
 async def test_a_head_without_end_is_not_kept(gateway, monkeypatch):  # [heads-bounded], vLLM CVE-2025-48956
-    monkeypatch.setattr("tandem_services.gateway.connection.MAX_HEAD_BYTES", 1000)
+    monkeypatch.setattr("tandem_services.gateway.http.connection.MAX_HEAD_BYTES", 1000)
     async with connection(gateway) as (reader, writer):
         writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nX: ")
         answer = asyncio.ensure_future(reader.read())
@@ -172,7 +172,7 @@ async def test_pipelined_requests_are_answered_in_order(gateway, rack):  # [slow
 
 @pytest.mark.parametrize("head", [b"Expect: 100-continue\r\nContent-Length: 2\r\n", b"Content-Length: 5000\r\n"])
 async def test_a_body_that_was_promised_and_never_sent_is_a_408(gateway, rack, monkeypatch, head):  # [one-reading]
-    monkeypatch.setattr("tandem_services.gateway.request_body.BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tandem_services.gateway.http.body.BODY_TIMEOUT_S", 0.05)
     answer = await said(gateway, POST + b"Connection: close\r\n" + head + b"\r\n")
     check_refusal(answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n"), 408)
     assert not rack.engines[0].received
@@ -204,7 +204,7 @@ async def test_a_body_of_one_byte_chunks_is_a_body(gateway, rack):  # [body-boun
 
 
 async def test_one_byte_chunks_count_as_bytes(gateway, rack, monkeypatch):  # [body-bounded]
-    monkeypatch.setattr("tandem_services.gateway.body_budget.MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("tandem_services.gateway.limits.MAX_BODY_BYTES", 1000)
     answer = await said(
         gateway, POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2000
     )
@@ -212,7 +212,7 @@ async def test_one_byte_chunks_count_as_bytes(gateway, rack, monkeypatch):  # [b
 
 
 async def test_a_body_in_very_many_very_small_pieces_is_refused(gateway, rack, monkeypatch):  # [body-bounded]
-    monkeypatch.setattr("tandem_services.gateway.connection.MAX_BODY_PIECES", 1000)
+    monkeypatch.setattr("tandem_services.gateway.http.connection.MAX_BODY_PIECES", 1000)
     head = POST + b"Transfer-Encoding: chunked\r\n\r\n"
     assert "pieces" in check_refusal(await said(gateway, head + b"1\r\n \r\n" * 1001), 400)
     large = b"20\r\n" + b" " * 32 + b"\r\n"
@@ -243,7 +243,7 @@ async def test_who_closes_one_side_has_left(gateway, rack):  # [client-leaves-ab
 
 
 async def test_connections_are_bounded_and_idle_ones_make_room(gateway, monkeypatch):  # [connections-bounded]
-    monkeypatch.setattr("tandem_services.gateway.connection.MAX_CONNECTIONS", 3)
+    monkeypatch.setattr("tandem_services.gateway.http.connection.MAX_CONNECTIONS", 3)
     async with AsyncExitStack() as stack:
         idle = [await stack.enter_async_context(connection(gateway)) for _ in range(6)]
         assert (await said(gateway, LAST)).startswith(b"HTTP/1.1 200 ")
@@ -259,7 +259,7 @@ async def test_where_all_connections_are_busy_one_more_is_a_503(gateway, rack, m
     rack.engines[0].behaviour.mute = True
     busy = asyncio.ensure_future(gateway.complete(max_tokens=1))
     await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
-    monkeypatch.setattr("tandem_services.gateway.connection.MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("tandem_services.gateway.http.connection.MAX_CONNECTIONS", 1)
     answer = await said(gateway, LAST)
     assert "at most 1 connections" in check_refusal(answer, 503)
     assert b"retry-after: 1" in answer
@@ -293,7 +293,7 @@ def small_buffers(host: str, port: int) -> socket.socket:
 
 async def test_a_client_that_reads_nothing_is_given_up(rack, tokenizer, monkeypatch):  # [slow-reader-bounded]
     monkeypatch.setattr("tandem_testing.gateway_builders.listen", small_buffers)
-    monkeypatch.setattr("tandem_services.gateway.connection.SEND_STALL_S", 0.2)
+    monkeypatch.setattr("tandem_services.gateway.http.connection.SEND_STALL_S", 0.2)
     engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, step_s=0.0005))
     engine.context_length = 1 << 17
     body = {"model": "mock", "prompt": "a", "max_tokens": 100_000, "logprobs": 5, "ignore_eos": True, "stream": True}
@@ -308,7 +308,7 @@ async def test_a_client_that_reads_nothing_is_given_up(rack, tokenizer, monkeypa
 
             assert await asyncio.to_thread(engine.wait_until, lambda: bool(engine.aborted))
             # Who asks for metrics has small buffers, too, and may have to wait for a processor.
-            monkeypatch.setattr("tandem_services.gateway.connection.SEND_STALL_S", 60.0)
+            monkeypatch.setattr("tandem_services.gateway.http.connection.SEND_STALL_S", 60.0)
 
             async def has_left() -> bool:
                 metrics = (await gateway.http.get("/metrics")).text

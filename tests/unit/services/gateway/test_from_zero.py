@@ -5,8 +5,8 @@ import asyncio
 import msgspec
 import pytest
 
-from tandem_engine.errors import CheckpointError
-from tandem_services.gateway.checkpoint_length import checkpoint_length
+from tandem_engine.base.errors import CheckpointError
+from tandem_services.gateway.models.model import checkpoint_length
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.metric_text import metric_sum
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens

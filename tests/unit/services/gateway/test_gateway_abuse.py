@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.app import create_app
-from tandem_services.gateway.json_shape import MAX_JSON_DEPTH, MAX_JSON_PARTS, check_json_shape
+from tandem_services.gateway.http.body import MAX_JSON_DEPTH, MAX_JSON_PARTS, check_json_shape
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
 from tandem_testing.waiting import until
 

@@ -9,9 +9,8 @@ import pytest
 from tandem_engine.ipc.channels import IpcContext
 from tandem_services.common.health import Health
 from tandem_services.gateway.admin import create_admin_app
-from tandem_services.gateway.app import api_app
-from tandem_services.gateway.composition import build_gateway
-from tandem_services.gateway.explain import RequestRecord
+from tandem_services.gateway.app import api_app, build_gateway
+from tandem_services.gateway.observe.explain import RequestRecord
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.service_clock import ServiceClock

@@ -345,7 +345,7 @@ async def test_unknown_and_neutral_fields_are_accepted(gateway):
 
 
 async def test_null_means_absent_for_every_field(gateway):
-    from tandem_services.gateway.openai_schemas import ChatRequest
+    from tandem_services.gateway.api.openai_schemas import ChatRequest
 
     names = set(ChatRequest.__struct_fields__) - {"model", "messages", "max_tokens"}
     assert (await gateway.chat(max_tokens=1, **dict.fromkeys(names))).status_code == 200

@@ -121,7 +121,7 @@ async def test_json_with_a_byte_order_mark_is_accepted(gateway):
 
 @pytest.mark.parametrize("declared", [True, False])
 async def test_a_body_over_the_limit_is_refused(gateway, rack, monkeypatch, declared):  # [body-bounded]
-    monkeypatch.setattr("tandem_services.gateway.body_budget.MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("tandem_services.gateway.limits.MAX_BODY_BYTES", 1000)
 
     async def chunks():
         for _ in range(5):
@@ -132,7 +132,7 @@ async def test_a_body_over_the_limit_is_refused(gateway, rack, monkeypatch, decl
 
 
 async def test_a_body_that_never_ends_is_given_up(gateway, rack, monkeypatch):  # [one-reading] [slow-request-ends]
-    monkeypatch.setattr("tandem_services.gateway.request_body.BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tandem_services.gateway.http.body.BODY_TIMEOUT_S", 0.05)
     answered = asyncio.Event()
 
     async def stalling():

@@ -6,14 +6,13 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.config import Role
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import render
-from tandem_services.gateway.admin import create_admin_app
-from tandem_services.gateway.canary import OUTPUT_TOKENS
-from tandem_services.gateway.composition import build_gateway
+from tandem_services.gateway.admin import OUTPUT_TOKENS, create_admin_app
+from tandem_services.gateway.app import build_gateway
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
 from tandem_testing.healthy_engines import healthy
 from tandem_testing.key_files import bearer, write_keys

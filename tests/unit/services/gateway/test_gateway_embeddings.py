@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 
 from tandem_engine.config import Role
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.pooling import Pooling, PoolingParams
+from tandem_engine.messages.requests import Pooling, PoolingParams
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens, mock_vector
 

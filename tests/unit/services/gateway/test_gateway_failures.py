@@ -11,7 +11,7 @@ from tandem_engine.config import Role
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import HandoffSide
 from tandem_services.common.errors import StartupError
-from tandem_services.gateway.serve import listen
+from tandem_services.common.sockets import listen
 from tandem_testing.gateway_builders import EngineRack, events, live_gateway
 from tandem_testing.healthy_engines import TOKEN, healthy
 from tandem_testing.loop_time import set_forward, set_forward_until

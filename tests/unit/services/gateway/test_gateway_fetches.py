@@ -4,7 +4,7 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_engine.messages.requests import HandoffSide, PrefixFetch
-from tandem_services.router.choice import PlannedFetch
+from tandem_services.router.decision import PlannedFetch
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.healthy_engines import healthy
 from tandem_testing.router_builders import make_view

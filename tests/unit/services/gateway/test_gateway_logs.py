@@ -38,7 +38,7 @@ async def test_an_attempt_that_fails_and_an_answer_that_breaks(rack, tokenizer, 
         def boom(*_: object) -> None:
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr("tandem_services.gateway.answer.new_record", boom)
+        monkeypatch.setattr("tandem_services.gateway.api.response_writer.new_record", boom)
         broken = await gateway.complete(max_tokens=2)
     expected = {"request_id": answer.headers["x-request-id"], "trace_id": TRACE, "choice": 0}
     assert fields_of(caplog, "attempt failed").items() >= expected.items()

@@ -13,10 +13,9 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.common.span_export import SpanExport
 from tandem_services.common.tracing import TracingConfig
-from tandem_services.gateway.explain import PredictedFetch, RequestRecord
-from tandem_services.gateway.metrics import GatewayMetrics
-from tandem_services.gateway.models_watch import ModelsFileMetrics
-from tandem_services.gateway.request_journal import RequestJournal
+from tandem_services.gateway.models.file import ModelsFileMetrics
+from tandem_services.gateway.observe.explain import PredictedFetch, RequestJournal, RequestRecord
+from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_testing.exported_metrics import gateway_metrics, resumed_record
 from tandem_testing.gateway_builders import live_gateway, priced_options_of
 from tandem_testing.key_files import bearer, write_keys

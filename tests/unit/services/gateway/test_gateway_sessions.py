@@ -7,7 +7,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import HandoffSide, SessionRef
-from tandem_services.router.session_bindings import SessionBinding, SessionName
+from tandem_services.router.shared_state import SessionBinding, SessionName
 from tandem_testing.gateway_builders import events, live_gateway
 from tandem_testing.healthy_engines import healthy
 from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
@@ -255,7 +255,7 @@ async def test_a_client_that_leaves_leaves_the_session_as_it_was(two):
 
 
 def test_a_template_that_rewrites_answers_cannot_be_continued(tmp_path):
-    from tandem_engine.errors import InvalidRequestError
+    from tandem_engine.base.errors import InvalidRequestError
     from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
     rewriting = CHATML.replace("{{ message.content }}", "{{ message.content | length }}")

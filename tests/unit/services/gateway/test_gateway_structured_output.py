@@ -9,10 +9,10 @@ from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
-from tandem_services.gateway.choice_text import ChoiceFinish, ChoiceText
-from tandem_services.gateway.openai_schemas import GenerationFields
-from tandem_services.gateway.structured_output import asked_grammar
-from tandem_services.gateway.token_sequence import Accepted
+from tandem_services.gateway.api.openai_schemas import GenerationFields
+from tandem_services.gateway.output.choice_text import ChoiceFinish, ChoiceText
+from tandem_services.gateway.output.structured_output import asked_grammar
+from tandem_services.gateway.output.token_sequence import Accepted
 from tandem_testing.gateway_builders import EngineRack, live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 

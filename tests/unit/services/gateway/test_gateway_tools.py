@@ -7,8 +7,8 @@ import pytest
 from tandem_engine.messages.grammar import GrammarKind
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import ApiError
-from tandem_services.gateway.chat_messages import template_messages
-from tandem_services.gateway.openai_schemas import ChatMessage
+from tandem_services.gateway.api.chat import template_messages
+from tandem_services.gateway.api.openai_schemas import ChatMessage
 from tandem_testing.gateway_builders import EngineRack, events, live_gateway, script
 from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, TOOL_CHATML, write_tokenizer

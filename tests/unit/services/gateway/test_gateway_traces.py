@@ -14,7 +14,7 @@ from tandem_engine.messages.outputs import CacheHits, Finish, FinishReason
 from tandem_engine.messages.requests import HandoffSide
 from tandem_services.common.span_export import SpanExport
 from tandem_services.common.tracing import TracingConfig
-from tandem_services.gateway import request_spans
+from tandem_services.gateway.observe import spans as request_spans
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.otlp_receiver import OtlpReceiver, ReceivedSpan, children, only, otlp_receiver
@@ -344,7 +344,7 @@ def test_without_tracing_nothing_that_makes_or_sends_spans_is_imported():
         "import sys, tandem_services.gateway.serve, tandem_services.worker.main, tandem_services.cli.main\n"
         # FastAPI imports OpenTelemetry's interfaces by itself, and the Redis client its metrics.
         "parts = ('opentelemetry.sdk.trace', 'opentelemetry.exporter', 'google.protobuf', "
-        "'tandem_services.common.span_export', 'tandem_services.gateway.request_spans')\n"
+        "'tandem_services.common.span_export', 'tandem_services.gateway.observe.spans')\n"
         "ours = {name for name in sys.modules if name.startswith(parts)}\n"
         "sys.exit(f'imported: {ours}' if ours else 0)"
     )

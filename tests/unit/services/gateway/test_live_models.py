@@ -11,22 +11,21 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
-from tandem_services.gateway.composition import build_gateway
+from tandem_services.gateway.app import build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig, ModelsSource
-from tandem_services.gateway.live_models import LiveModels
-from tandem_services.gateway.model_service import Fleet
-from tandem_services.gateway.models_file import read_models
-from tandem_services.gateway.models_watch import ModelsFileMetrics, ModelsWatch
+from tandem_services.gateway.models.catalog import LiveModels
+from tandem_services.gateway.models.file import ModelsFileMetrics, ModelsWatch, read_models
+from tandem_services.gateway.models.service import Fleet
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, events, script, serving_gateway
 from tandem_testing.metric_text import metric_sum
 from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
 
-WATCH = "tandem_services.gateway.models_watch"
+WATCH = "tandem_services.gateway.models.file"
 DEFAULTS = ModelConfig(path=Path(), names=("unused",), redis=RedisAddress(url="redis://shared:6379"), recovery_s=0.5)
 
 

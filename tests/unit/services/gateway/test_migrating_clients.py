@@ -8,7 +8,7 @@ import pytest
 
 from tandem_engine.messages.grammar import GrammarKind
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_services.gateway.tool_parsers.registry import FAMILIES
+from tandem_services.gateway.output.tool_parsers.registry import FAMILIES
 from tandem_testing.gateway_builders import events, live_gateway, script
 from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, TOOL_CHATML, write_tokenizer

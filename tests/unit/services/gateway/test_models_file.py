@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.errors import ConfigError
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.gateway.config import ModelConfig
-from tandem_services.gateway.models_file import MAX_FILE_BYTES, MAX_MODELS, check_models, read_models
+from tandem_services.gateway.models.file import MAX_FILE_BYTES, MAX_MODELS, check_models, read_models
 
 FLAGS = ModelConfig(
     path=Path(),

@@ -13,15 +13,15 @@ from openai.types.responses.response_create_params import StreamOptions as Respo
 
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import ApiError
-from tandem_services.gateway.embedding_schemas import EmbeddingRequest
-from tandem_services.gateway.messages import conversation as anthropic_chats
-from tandem_services.gateway.messages.schemas import MessagesRequest
-from tandem_services.gateway.nested_fields import NESTED_WITHOUT_EFFECT, is_refused, nested_objects, shape_fields
-from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, TokenizeRequest
-from tandem_services.gateway.request_body import BodyDecoder
-from tandem_services.gateway.responses import conversation as response_chats
-from tandem_services.gateway.responses.schemas import ResponsesRequest
-from tandem_services.gateway.session_routes import CloseRequest, OpenRequest
+from tandem_services.gateway.api.anthropic import requests as anthropic_chats
+from tandem_services.gateway.api.anthropic.schemas import MessagesRequest
+from tandem_services.gateway.api.embeddings import EmbeddingRequest
+from tandem_services.gateway.api.openai_schemas import ChatRequest, CompletionRequest, TokenizeRequest
+from tandem_services.gateway.api.responses import requests as response_chats
+from tandem_services.gateway.api.responses.schemas import ResponsesRequest
+from tandem_services.gateway.api.sessions import CloseRequest, OpenRequest
+from tandem_services.gateway.http.body import BodyDecoder
+from tandem_services.gateway.http.known_fields import NESTED_WITHOUT_EFFECT, is_refused, nested_objects, shape_fields
 from tandem_testing.gateway_builders import live_gateway, script
 from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer

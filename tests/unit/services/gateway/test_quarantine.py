@@ -4,17 +4,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tandem_engine.messages.pooling import PoolingParams
+from tandem_engine.messages.requests import PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
 from tandem_services.common.metrics import MetricFamilies, new_registry
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.gateway.metrics import GatewayMetrics
-from tandem_services.gateway.quarantine import (
-    MAX_REMEMBERED,
-    QUARANTINE_S,
-    Quarantine,
-)
+from tandem_services.gateway.dispatch.quarantine import MAX_REMEMBERED, QUARANTINE_S, Quarantine
+from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_testing.service_clock import ServiceClock
 
 

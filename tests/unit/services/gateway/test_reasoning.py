@@ -2,9 +2,9 @@
 
 import pytest
 
-from tandem_services.gateway.output_parts import Content, Reasoning, joined
-from tandem_services.gateway.output_reader import OutputReading
-from tandem_services.gateway.reasoning import STYLES, detect_reasoning
+from tandem_services.gateway.output.parts import Content, Reasoning, joined
+from tandem_services.gateway.output.reader import OutputReading
+from tandem_services.gateway.output.reasoning import STYLES, detect_reasoning
 
 
 def read(style: str, text: str, *, opened: bool = False, **fields):

@@ -12,11 +12,11 @@ import pytest
 import pytest_asyncio
 
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_services.gateway.embedding_schemas import EmbeddingRequest
-from tandem_services.gateway.messages.schemas import MessagesRequest
-from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest, SharedFields
-from tandem_services.gateway.request_fields import KNOWN_FIELDS, WITHOUT_EFFECT, neutral_values, refused_fields
-from tandem_services.gateway.responses.schemas import ResponsesRequest
+from tandem_services.gateway.api.anthropic.schemas import MessagesRequest
+from tandem_services.gateway.api.embeddings import EmbeddingRequest
+from tandem_services.gateway.api.openai_schemas import ChatRequest, CompletionRequest, SharedFields
+from tandem_services.gateway.api.responses.schemas import ResponsesRequest
+from tandem_services.gateway.http.known_fields import KNOWN_FIELDS, WITHOUT_EFFECT, neutral_values, refused_fields
 from tandem_testing.gateway_builders import EngineRack, live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer

@@ -3,15 +3,16 @@ import tracemalloc
 import pytest
 
 from tandem_engine.messages.outputs import FetchReport, TransferReport
-from tandem_services.gateway.explain import (
+from tandem_services.gateway.observe.explain import (
+    ENTRY_BYTES,
     AttemptRecord,
     ChoiceRecord,
     FoundTokens,
     PredictedFetch,
+    RequestJournal,
     RequestRecord,
 )
-from tandem_services.gateway.request_journal import ENTRY_BYTES, RequestJournal
-from tandem_services.router.choice import PricedOption, PricedOptions, ScoreTerm
+from tandem_services.router.decision import PricedOption, PricedOptions, ScoreTerm
 
 
 def terms() -> tuple[ScoreTerm, ...]:

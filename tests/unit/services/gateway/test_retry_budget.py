@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_services.gateway.retry_budget import RetryBudget
+from tandem_services.gateway.dispatch.placement import RetryBudget
 from tandem_testing.service_clock import ServiceClock
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tandem_engine.ipc.channels import IpcContext
-from tandem_services.gateway.revival import FIRST_PAUSE_S, STEADY_S, Revival
+from tandem_services.gateway.dispatch.engine_client import FIRST_PAUSE_S, STEADY_S, Revival
 from tandem_testing.gateway_builders import events, live_gateway
 from tandem_testing.loop_time import set_forward_until
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.errors import DrainingError
+from tandem_engine.base.errors import DrainingError
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import live_gateway

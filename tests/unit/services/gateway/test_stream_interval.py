@@ -4,8 +4,8 @@ import pytest
 
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_services.gateway.choice_text import ChoicePiece, ChoiceText
-from tandem_services.gateway.token_sequence import Accepted
+from tandem_services.gateway.output.choice_text import ChoicePiece, ChoiceText
+from tandem_services.gateway.output.token_sequence import Accepted
 from tandem_testing.gateway_builders import events, live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.tokenizer_builders import EOS

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tandem_services.gateway.suspicion import MAX_WORKERS, PROOF_TOKENS, Suspects, Suspicion
+from tandem_services.gateway.dispatch.quarantine import MAX_WORKERS, PROOF_TOKENS, Suspects, Suspicion
 
 
 def lost(*workers: str, alone: bool = True) -> Suspicion:

@@ -2,9 +2,7 @@
 
 import pytest
 
-from tandem_services.gateway.answer_format import encode_json
-from tandem_services.gateway.sse import data_event
-from tandem_services.gateway.text_events import TextEvents
+from tandem_services.gateway.http.sse import TextEvents, data_event, encode_json
 
 TEXTS = ["a", "", '"', "\\", "\0", "\n", "\u2028", "é\U0001f389", "</script>", '"text":"', "\x7f"]
 MODELS = ["mock", "\0", '"\\u0000"', '","choices":[{"text":"']

@@ -5,12 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob, TokenOutput
-from tandem_services.gateway.token_sequence import (
-    MAX_WAITING_OUTPUTS,
-    Accepted,
-    SequenceGapError,
-    TokenSequence,
-)
+from tandem_services.gateway.output.token_sequence import MAX_WAITING_OUTPUTS, Accepted, SequenceGapError, TokenSequence
 
 LENGTH = Finish(reason=FinishReason.LENGTH)
 

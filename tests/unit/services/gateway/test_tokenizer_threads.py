@@ -8,9 +8,10 @@ import pytest
 from tandem_engine.tokenizer import text_tokenizer
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import ApiError, bad_request
-from tandem_services.gateway import logprobs, tokenizer_threads
+from tandem_services.gateway.api import logprobs
 from tandem_services.gateway.limits import SHORT_TEXT_CHARACTERS
-from tandem_services.gateway.tokenizer_threads import TokenizerThreads
+from tandem_services.gateway.models import prompts
+from tandem_services.gateway.models.prompts import TokenizerThreads
 from tandem_testing.waiting import until
 
 LONG = SHORT_TEXT_CHARACTERS + 1
@@ -149,13 +150,13 @@ async def test_a_short_text_does_not_wait_behind_a_long_one(threads):
 
 async def test_what_came_while_the_thread_was_busy_is_answered_at_once(threads, monkeypatch):
     together: list[int] = []
-    deliver = tokenizer_threads._deliver
+    deliver = prompts._deliver
 
     def counted(jobs):
         together.append(len(jobs))
         deliver(jobs)
 
-    monkeypatch.setattr(tokenizer_threads, "_deliver", counted)
+    monkeypatch.setattr(prompts, "_deliver", counted)
     first = Gate()
     tasks = [asyncio.create_task(threads.run(first, characters=1))]
     await first.reached()
@@ -203,7 +204,7 @@ async def test_too_much_that_waits_is_refused(threads, waiting, characters):
     await gate.reached()
     with pytest.raises(ApiError) as refused:
         await threads.run(lambda: "too late", characters=characters)
-    assert (refused.value.status, refused.value.retry_after) == (503, tokenizer_threads.RETRY_S)
+    assert (refused.value.status, refused.value.retry_after) == (503, prompts.RETRY_S)
     gate.open.set()
     await asyncio.gather(*tasks)
     assert await threads.run(lambda: "room", characters=characters) == "room"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tandem_engine.messages.trace_context import TraceContext
-from tandem_services.gateway.trace_headers import client_context
+from tandem_engine.messages.requests import TraceContext
+from tandem_services.gateway.observe.tracing import client_context
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 GOOD = f"00-{TRACE}-{SPAN}-01"

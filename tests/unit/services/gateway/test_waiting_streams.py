@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tandem_services.common.errors import ApiError
-from tandem_services.gateway.closing import Closing
+from tandem_services.gateway.http.middleware import Closing
+from tandem_services.gateway.http.sse import WAITING_S, EventStream
 from tandem_services.gateway.queueing.late_binding import AdmissionPolicy
-from tandem_services.gateway.sse import WAITING_S, EventStream
 from tandem_testing.gateway_builders import config_of, live_gateway
 from tandem_testing.loop_time import TURNS, set_forward
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tandem_engine.messages.block_hash import chain_hashes, chain_seed
-from tandem_services.router import prompt_chain as module
-from tandem_services.router.prompt_chain import LastChain
+from tandem_engine.messages.kv_events import chain_hashes, chain_seed
+from tandem_services.router import selection as module
+from tandem_services.router.selection import LastChain
 
 PROMPT = tuple(range(64))
 

@@ -5,11 +5,8 @@ from random import Random
 
 import pytest
 
-from tandem_services.router.choice import RouteQuery
-from tandem_services.router.newcomers import FORGET_S, RAMP_S, START_S, Newcomers
-from tandem_services.router.policies.exploring import Exploring
-from tandem_services.router.policies.policy import Contender
-from tandem_services.router.policies.ramping import Ramping
+from tandem_services.router.decision import RouteQuery
+from tandem_services.router.policies import FORGET_S, RAMP_S, START_S, Contender, Exploring, Newcomers, Ramping
 from tandem_testing.scheduler_builders import ManualClock
 
 OLD, NEW = Contender("old@1", 0.0), Contender("new@1", 0.0)

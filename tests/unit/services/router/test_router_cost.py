@@ -6,11 +6,19 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.router import cost
-from tandem_services.router.candidate import Candidate
-from tandem_services.router.choice import Placement
-from tandem_services.router.cost import BROKEN_TOKEN_S, COPY_FOLLOWERS, FOLLOWERS, HANDOFF_S, NO_ROOM_S, Demand, Load
+from tandem_services.router.cost import (
+    BROKEN_TOKEN_S,
+    COPY_FOLLOWERS,
+    FOLLOWERS,
+    HANDOFF_S,
+    NO_ROOM_S,
+    PAIR_ENDS,
+    Candidate,
+    Demand,
+    Load,
+)
+from tandem_services.router.decision import Placement
 from tandem_services.router.scoring import Option, select
-from tandem_services.router.shortlist import PAIR_ENDS
 from tandem_testing.router_builders import make_load, make_view
 
 PROMPT = 1000

@@ -5,11 +5,9 @@ from random import Random
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.router.candidate import Candidate
-from tandem_services.router.cost import COPY_FOLLOWERS, FETCH_S, FETCH_TURNS, FOLLOWERS, TURN_TOKENS, Demand
-from tandem_services.router.fetching import LEAST_PATIENCE_S, PATIENCE, planned_fetch, with_fetches
-from tandem_services.router.local import claims_of
-from tandem_services.router.scoring import Option, select
+from tandem_services.router.cost import COPY_FOLLOWERS, FETCH_S, FETCH_TURNS, FOLLOWERS, TURN_TOKENS, Candidate, Demand
+from tandem_services.router.scoring import LEAST_PATIENCE_S, PATIENCE, Option, planned_fetch, select, with_fetches
+from tandem_services.router.selection import claims_of
 from tandem_testing.router_builders import make_load, make_view
 
 PROMPT = 1000

@@ -1,4 +1,4 @@
-from tandem_services.router.library import CONSTANTS, SCRIPTS, library_source
+from tandem_services.router.redis_functions import CONSTANTS, SCRIPTS, library_source
 
 
 def test_the_name_follows_the_content():

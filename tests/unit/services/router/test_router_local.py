@@ -5,7 +5,7 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.router.cost import Demand
-from tandem_services.router.local import LocalRouting, OwnLoad, claims_of
+from tandem_services.router.selection import LocalRouting, OwnLoad, claims_of
 from tandem_testing.router_builders import make_load, make_record
 from tandem_testing.service_clock import ServiceClock
 

@@ -1,7 +1,6 @@
 import pytest
 
-from tandem_services.router.membership import FORGIVE_S, Membership
-from tandem_services.router.refusals import ASK_AGAIN_S, TOLD_S
+from tandem_services.router.membership import ASK_AGAIN_S, FORGIVE_S, TOLD_S, Membership
 from tandem_services.router.registry import FleetSnapshot, WorkerState
 from tandem_testing.router_builders import MODEL, make_record
 from tandem_testing.service_clock import ServiceClock

@@ -5,12 +5,10 @@ from random import Random
 
 import pytest
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import Role
-from tandem_engine.errors import ConfigError
-from tandem_services.router.choice import RouteQuery, WorkerView
-from tandem_services.router.newcomers import Newcomers
-from tandem_services.router.policies.by_role import POLICIES, PoliciesByRole, PolicyNames
-from tandem_services.router.policies.policy import Contender
+from tandem_services.router.decision import RouteQuery, WorkerView
+from tandem_services.router.policies import POLICIES, Contender, Newcomers, PoliciesByRole, PolicyNames
 from tandem_testing.router_builders import MODEL, make_view
 from tandem_testing.scheduler_builders import ManualClock
 

@@ -1,8 +1,8 @@
 import pytest
 
+from tandem_engine.base.names import LinkTransport
 from tandem_engine.config import Role
-from tandem_engine.messages.engine_stats import LinkReport
-from tandem_engine.names import LinkTransport
+from tandem_engine.messages.stats import LinkReport
 from tandem_services.router.registry import (
     ROW,
     WorkerState,

@@ -5,9 +5,8 @@ from random import Random
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.router.candidate import Candidate
-from tandem_services.router.choice import WorkerView
-from tandem_services.router.cost import Demand, Load
+from tandem_services.router.cost import Candidate, Demand, Load
+from tandem_services.router.decision import WorkerView
 from tandem_services.router.scoring import options
 
 

@@ -16,16 +16,20 @@ from tandem_services.common.redis_client import (
     UnreadableReplyError,
 )
 from tandem_services.router.cost import Demand
-from tandem_services.router.fair_board import FairBoard, Report
 from tandem_services.router.index import BlockIndex, IndexUpdate, UpdateKind
 from tandem_services.router.keys import Keys
-from tandem_services.router.library import FunctionLibrary
-from tandem_services.router.quarantine_board import QuarantineBoard
+from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import Registry
-from tandem_services.router.session_bindings import SessionBindings, SessionName
+from tandem_services.router.shared_state import (
+    FairBoard,
+    QuarantineBoard,
+    Report,
+    SessionBindings,
+    SessionName,
+    UsageBoard,
+)
 from tandem_services.router.tickets import TicketBoard
-from tandem_services.router.usage_board import UsageBoard
-from tandem_services.router.usage_windows import Ask, UsageLimits
+from tandem_services.router.usage_counters import Ask, UsageLimits
 from tandem_testing.router_builders import make_record
 from tandem_testing.service_clock import ServiceClock
 

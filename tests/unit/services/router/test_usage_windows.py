@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from tandem_services.router.usage_windows import WINDOW_S, Ask, Refused, UsageLimits, UsageWindows
+from tandem_services.router.usage_counters import WINDOW_S, Ask, Refused, UsageLimits, UsageWindows
 
 ONE = Ask(requests=1)
 

@@ -1,6 +1,6 @@
 """Virtual token counters: nobody saves up what they did not use, and nobody is punished for having been alone."""
 
-from tandem_services.router.virtual_counters import (
+from tandem_services.router.usage_counters import (
     CACHED_WEIGHT,
     OUTPUT_WEIGHT,
     UNCACHED_WEIGHT,

@@ -7,10 +7,9 @@ from google.protobuf import text_format
 
 from tandem_services.common.errors import ApiError, bad_request, unavailable
 from tandem_services.gateway.limits import MAX_BODY_BYTES
-from tandem_services.router_server.exchange import Exchange, ProtocolError
-from tandem_services.router_server.ext_proc_messages import CHUNK_BYTES
-from tandem_services.router_server.picking import RequestHead
-from tandem_services.router_server.places import Places
+from tandem_services.router_server.endpoint_picker import RequestHead
+from tandem_services.router_server.ext_proc import CHUNK_BYTES, Exchange, ProtocolError
+from tandem_services.router_server.routing_service import Places
 from tandem_testing.ext_proc_builders import (
     BUFFERED,
     DUPLEX,

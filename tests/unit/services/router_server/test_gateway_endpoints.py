@@ -6,11 +6,11 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tandem_engine.addresses import Address
-from tandem_engine.errors import ConfigError
+from tandem_engine.base.addresses import Address
+from tandem_engine.base.errors import ConfigError
 from tandem_services.common.errors import ApiError
-from tandem_services.router_server.endpoints import RESOLVE_EVERY_S, GatewayEndpoints, gateway_address
-from tandem_services.router_server.metrics import RouterMetrics
+from tandem_services.router_server.endpoint_picker import RESOLVE_EVERY_S, GatewayEndpoints, gateway_address
+from tandem_services.router_server.routing_service import RouterMetrics
 from tandem_testing.service_clock import ServiceClock
 
 ONE, TWO, THREE, FOUR = (f"10.0.0.{number}:8000" for number in range(1, 5))
@@ -99,7 +99,7 @@ async def test_what_a_name_stood_for_holds_while_it_cannot_be_resolved(monkeypat
             raise answer
         return answer
 
-    monkeypatch.setattr("tandem_services.router_server.endpoints.addresses_of", addresses)
+    monkeypatch.setattr("tandem_services.router_server.endpoint_picker.addresses_of", addresses)
     endpoints = make("pool:8000")
     transport = httpx.MockTransport(lambda _: httpx.Response(200))
     seen = []

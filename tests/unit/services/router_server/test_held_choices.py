@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tandem_services.router.choice import Choice, Source
-from tandem_services.router_server.holds import Held, Holds
+from tandem_services.router.decision import Choice, Source
+from tandem_services.router_server.routing_service import Held, Holds
 from tandem_services.router_server.schemas import ChoiceRecord, ChosenRoute
 from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.service_clock import ServiceClock

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tandem_engine.messages.ended_requests import EndedRequest, EndedRequests
 from tandem_engine.messages.outputs import CacheHits, FetchReport, FinishReason, TransferReport
-from tandem_engine.messages.requests import HandoffSide
-from tandem_engine.messages.trace_context import TraceContext
+from tandem_engine.messages.requests import HandoffSide, TraceContext
+from tandem_engine.messages.stats import EndedRequest, EndedRequests
 from tandem_services.common.metrics import new_registry, render
 from tandem_services.common.tracing import TracingConfig
-from tandem_services.worker.traces import WorkerTraces
+from tandem_services.worker.tracing import WorkerTraces
 from tandem_testing.otlp_receiver import OtlpReceiver, ReceivedSpan, children, only, otlp_receiver
 
 TRACE, ATTEMPT = "a" * 32, "b" * 16

@@ -11,8 +11,8 @@ from tandem_engine.messages.control import PeerEnded
 from tandem_engine.messages.requests import Peer
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.registry import FleetSnapshot, WorkerRecord
-from tandem_services.worker import lifelines
-from tandem_services.worker.lifelines import UNREACHABLE_S, Lifelines
+from tandem_services.worker import peers
+from tandem_services.worker.peers import UNREACHABLE_S, Lifelines
 from tandem_testing.router_builders import make_record
 from tandem_testing.service_clock import ServiceClock
 from tandem_testing.waiting import until
@@ -47,7 +47,7 @@ class Watched:
 
 @pytest.fixture
 def watched(monkeypatch):
-    monkeypatch.setattr(lifelines, "PAUSE_S", 0.01)
+    monkeypatch.setattr(peers, "PAUSE_S", 0.01)
     board, clock, ended = Board(), ServiceClock(), []
 
     async def order(message: PeerEnded) -> None:

@@ -1,6 +1,6 @@
 """A worker has one reason to end, however many things go wrong on the way."""
 
-from tandem_services.worker.ending import EXIT_FAILED, EXIT_OK, Ending, FirstEnding
+from tandem_services.worker.service import EXIT_FAILED, EXIT_OK, Ending, FirstEnding
 
 
 async def test_the_first_reason_to_end_counts():

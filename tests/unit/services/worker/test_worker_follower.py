@@ -6,7 +6,7 @@ import sys
 import httpx
 import pytest
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.config import Role
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.control import NodeReport
@@ -14,8 +14,8 @@ from tandem_services.common.metrics import new_registry
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.engine_process import node_argv
-from tandem_services.worker.follower import FollowerService, NodeState, build_node_app
-from tandem_services.worker.health import LIVE_S
+from tandem_services.worker.http_api import LIVE_S
+from tandem_services.worker.main import FollowerService, NodeState, build_node_app
 from tandem_testing.waiting import until
 
 PATIENCE_S = 60.0

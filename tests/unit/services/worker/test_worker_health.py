@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tandem_engine.base.names import LinkTransport
 from tandem_engine.config import Role
 from tandem_engine.messages.control import (
     AbortRequests,
@@ -23,14 +24,13 @@ from tandem_engine.messages.control import (
     StartProfile,
     StopProfile,
 )
-from tandem_engine.messages.engine_stats import EngineStats, LinkReport, PrefixFetchStats, SpeculationStats
-from tandem_engine.names import LinkTransport
+from tandem_engine.messages.stats import EngineStats, LinkReport, PrefixFetchStats, SpeculationStats
 from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
-from tandem_services.common.order_access import OrderAccess
-from tandem_services.worker.control import OrderRefusedError
-from tandem_services.worker.health import HealthServer, WorkerProbes, build_app
+from tandem_services.common.tokens import OrderAccess
+from tandem_services.worker.engine_process import OrderRefusedError
+from tandem_services.worker.http_api import HealthServer, WorkerProbes, build_app
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_testing.mock_engine_process import idle_stats, ready_message
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch, Tier
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
-from tandem_services.worker import index_feed
-from tandem_services.worker.index_feed import CHUNK_HASHES, IndexFeed
+from tandem_services.worker import index_publisher
+from tandem_services.worker.index_publisher import CHUNK_HASHES, IndexFeed
 from tandem_testing.service_clock import ServiceClock
 
 
@@ -94,8 +94,8 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(index_feed, "PACE_S", 0)
-    monkeypatch.setattr(index_feed, "RETRY_S", 0)
+    monkeypatch.setattr(index_publisher, "PACE_S", 0)
+    monkeypatch.setattr(index_publisher, "RETRY_S", 0)
 
 
 def block(number: int) -> bytes:
@@ -261,7 +261,7 @@ async def test_large_caches_go_in_bounded_updates():
 
 
 async def test_a_replay_begins_slowly_and_what_is_new_is_told_at_once(monkeypatch):
-    monkeypatch.setattr(index_feed, "PACE_S", 1)
+    monkeypatch.setattr(index_publisher, "PACE_S", 1)
     pauses = []
 
     async def noted(seconds: float, sleep=asyncio.sleep) -> None:
@@ -269,7 +269,7 @@ async def test_a_replay_begins_slowly_and_what_is_new_is_told_at_once(monkeypatc
             pauses.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr(index_feed.asyncio, "sleep", noted)
+    monkeypatch.setattr(index_publisher.asyncio, "sleep", noted)
     index = IndexInMemory()
     engine = Engine(index)
     engine.store(*(block(n) for n in range(9 * CHUNK_HASHES)))
@@ -282,8 +282,8 @@ async def test_a_replay_begins_slowly_and_what_is_new_is_told_at_once(monkeypatc
 
 
 async def test_the_queue_is_bounded_while_redis_is_away(monkeypatch):
-    monkeypatch.setattr(index_feed, "MAX_PENDING_HASHES", 10)
-    monkeypatch.setattr(index_feed, "CHUNK_HASHES", 5)
+    monkeypatch.setattr(index_publisher, "MAX_PENDING_HASHES", 10)
+    monkeypatch.setattr(index_publisher, "CHUNK_HASHES", 5)
     index = IndexInMemory(["lost"])
     engine = Engine(index)
     for number in range(50):
@@ -317,9 +317,9 @@ def test_whatever_is_lost_on_either_side_index_and_cache_agree_in_the_end(steps,
             engine.store(block(100 + len(index.answers)))
         await settle(engine, index)
 
-    original = (index_feed.PACE_S, index_feed.RETRY_S)
-    index_feed.PACE_S = index_feed.RETRY_S = 0
+    original = (index_publisher.PACE_S, index_publisher.RETRY_S)
+    index_publisher.PACE_S = index_publisher.RETRY_S = 0
     try:
         asyncio.run(scenario())
     finally:
-        index_feed.PACE_S, index_feed.RETRY_S = original
+        index_publisher.PACE_S, index_publisher.RETRY_S = original

@@ -8,7 +8,7 @@ from tandem_engine.config import Role
 from tandem_engine.messages.control import MAX_LINKS, MeetPeers
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.registry import FleetSnapshot
-from tandem_services.worker.introductions import Introductions, whom_to_meet
+from tandem_services.worker.peers import Introductions, whom_to_meet
 from tandem_testing.router_builders import make_record, make_view
 
 FLEET = [
@@ -80,7 +80,7 @@ async def test_the_engine_is_told_only_when_its_peers_are_others():
 
 
 async def test_a_change_of_the_fleet_is_answered_without_waiting_for_the_next_round(monkeypatch):
-    monkeypatch.setattr("tandem_services.worker.introductions.WITHIN_S", 0.0)
+    monkeypatch.setattr("tandem_services.worker.peers.WITHIN_S", 0.0)
     told = asyncio.Event()
 
     async def order(_message: MeetPeers) -> None:

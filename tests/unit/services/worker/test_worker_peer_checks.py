@@ -7,8 +7,7 @@ import pytest
 from tandem_engine.ipc.channels import IpcContext
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.registry import FleetSnapshot
-from tandem_services.worker.peer_checks import PeerChecks
-from tandem_services.worker.peers import ASK_AGAIN_S, PeerWatch
+from tandem_services.worker.peers import ASK_AGAIN_S, PeerChecks, PeerWatch
 from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.service_clock import ServiceClock

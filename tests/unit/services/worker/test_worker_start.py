@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import Role
-from tandem_engine.errors import ConfigError
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.worker.config import WorkerConfig, new_incarnation
 from tandem_services.worker.engine_process import engine_argv

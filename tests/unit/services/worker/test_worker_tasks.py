@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from tandem_services.worker.tasks import NamedTasks
+from tandem_services.worker.service import NamedTasks
 
 
 async def test_a_task_that_raises_is_named_and_its_error_logged(caplog):

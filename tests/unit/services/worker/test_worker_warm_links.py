@@ -2,9 +2,9 @@
 
 import pytest
 
-from tandem_engine.messages.engine_stats import LinkReport
 from tandem_engine.messages.requests import Peer
-from tandem_services.worker.warm_links import WarmLinks
+from tandem_engine.messages.stats import LinkReport
+from tandem_services.worker.peers import WarmLinks
 from tandem_testing.service_clock import ServiceClock
 
 

@@ -23,18 +23,34 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from tandem_engine.errors import InvalidRequestError
-from tandem_engine.ipc.parent import die_with_parent
+from tandem_engine.base.errors import InvalidRequestError
+from tandem_engine.base.linux import die_with_parent
 from tandem_engine.messages.grammar import GrammarSpec
-from tandem_engine.sampling.grammar.guidance.limits import new_matcher
-from tandem_engine.sampling.grammar.guidance.translate import refusal, translate
-from tandem_engine.sampling.grammar.guidance.vocabulary import GuidanceVocabulary
+from tandem_engine.sampling.grammar.guidance.translate import GuidanceVocabulary, refusal, translate
+
+LIMITS = LLParserLimits(
+    # About 20 MiB; the states of a grammar are shared by all who follow it.
+    max_lexer_states=10_000,
+    # What clients are told must not quote a parser's state.
+    verbose_errors=False,
+)
+"""The rest are llguidance's own: they bound one mask to some 25 ms, after which the output ends with an error."""
+
+SILENT = 0
+
+
+def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Compile. Raises nothing: see `LLMatcher.get_error`."""
+    return LLMatcher(tokenizer, grammar, log_level=SILENT, limits=LIMITS)
+
 
 STACK_BYTES = 2 << 20
+
 NICENESS = 5
 """Serving goes first."""
+
 LENGTH = struct.Struct("<I")
 
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tandem_engine.ipc.parent import die_with_parent
-from tandem_services.cli.bundled import bundled_model
+from tandem_engine.base.linux import die_with_parent
+from tandem_services.cli.flags import bundled_model
 from tandem_testing.chaos.fleet import START_TIMEOUT_S
 from tandem_testing.chaos.parts import Worker
 from tandem_testing.chaos.scenario import PATIENCE_S, READY_TIMEOUT_S, Run, scenario

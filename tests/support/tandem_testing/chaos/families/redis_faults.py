@@ -9,8 +9,8 @@ from pathlib import Path
 
 import redis.asyncio
 
-from tandem_engine.ipc.parent import die_with_parent
-from tandem_services.common.ports import free_port
+from tandem_engine.base.linux import die_with_parent
+from tandem_services.common.sockets import free_port
 from tandem_services.router.keys import Keys
 from tandem_testing.chaos.fleet import REDIS_NAME, Shape
 from tandem_testing.chaos.names import why_not

@@ -9,11 +9,10 @@ import types
 
 import pytest
 
+from tandem_engine.base.errors import TransferError, TransportUnavailableError
 from tandem_engine.disaggregation.nixl import agent
-from tandem_engine.disaggregation.nixl.agent import NixlAgent
-from tandem_engine.disaggregation.nixl.interfaces import Interfaces
+from tandem_engine.disaggregation.nixl.agent import Interfaces, NixlAgent
 from tandem_engine.disaggregation.nixl.layout import Descriptors, Region
-from tandem_engine.errors import TransferError, TransportUnavailableError
 
 REGION = Region(0, 64, 2, "DRAM", 0)
 

@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from tandem_engine.clock import MonotonicClock
+from tandem_engine.base.clock import MonotonicClock
+from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation import digest
 from tandem_engine.disaggregation.nixl import transport as nixl_transport
 from tandem_engine.disaggregation.nixl.transport import NixlTransport
@@ -13,7 +14,6 @@ from tandem_engine.disaggregation.transport import DigestOrder, Digests, Push, P
 from tandem_engine.memory.pool import PageLayout
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
-from tandem_engine.names import DigestKind, PageId
 from tandem_testing.waiting import wait_for
 
 PAGE_BYTES, ADDRESS = 4096, 1 << 40

@@ -6,11 +6,10 @@ import socket
 import pytest
 
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.nixl import interfaces
-from tandem_engine.disaggregation.nixl.commands import Stop
-from tandem_engine.disaggregation.nixl.interfaces import Interfaces, own_devices, ucx_network, watched
+from tandem_engine.disaggregation.nixl import agent
+from tandem_engine.disaggregation.nixl.agent import Interfaces, own_devices, ucx_network, watched
 from tandem_engine.disaggregation.nixl.layout import Region
-from tandem_engine.disaggregation.nixl.outbox import Outbox
+from tandem_engine.disaggregation.nixl.queues import Outbox, Stop
 from tandem_engine.disaggregation.nixl.thread import LEAVE_AFTER, TransferThread
 from tandem_testing.digest_pools import digest_pool
 from tandem_testing.scheduler_builders import ManualClock
@@ -41,7 +40,7 @@ def test_an_interface_with_an_ipv6_address_is_found(machine, monkeypatch, tmp_pa
     machine["net1"] = 5
     table = tmp_path / "if_inet6"
     table.write_text(NET1)
-    monkeypatch.setattr(interfaces, "IPV6_ADDRESSES", table)
+    monkeypatch.setattr(agent, "IPV6_ADDRESSES", table)
     assert watched("tcp://[fd00::7]:5601", "all") == {"net1"}
     assert watched("tcp://[fd00::8]:5601", "all") == frozenset()
 
@@ -64,7 +63,7 @@ def test_interfaces_that_ucx_was_told_to_use_are_watched(machine, net_devices, n
 def addresses(monkeypatch) -> dict[str, str]:
     """IPv4 addresses of this machine's interfaces."""
     found = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "cali7": "10.0.0.8"}
-    monkeypatch.setattr(interfaces, "_ipv4", lambda _, name: socket.inet_aton(found.get(name, "0.0.0.0")))
+    monkeypatch.setattr(agent, "_ipv4", lambda _, name: socket.inet_aton(found.get(name, "0.0.0.0")))
     monkeypatch.setattr(socket, "if_nameindex", lambda: [*enumerate(found, start=1)])
     return found
 

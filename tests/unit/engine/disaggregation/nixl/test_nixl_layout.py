@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.nixl.layout import Region, describe
-from tandem_engine.names import PageId
 
 HERE = Region(1000, 10, 50, "DRAM", 0)
 THERE = Region(5000, 10, 50, "VRAM", 3)

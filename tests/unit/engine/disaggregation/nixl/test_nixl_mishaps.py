@@ -6,11 +6,19 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.nixl.commands import Command, Connect, Forget, StartPush, Stop
 from tandem_engine.disaggregation.nixl.layout import Region
-from tandem_engine.disaggregation.nixl.mishaps import AGAIN_AFTER, Mishaps
-from tandem_engine.disaggregation.nixl.outbox import Outbox
+from tandem_engine.disaggregation.nixl.queues import (
+    AGAIN_AFTER,
+    Command,
+    Connect,
+    Forget,
+    Mishaps,
+    Outbox,
+    StartPush,
+    Stop,
+)
 from tandem_engine.disaggregation.nixl.thread import UNEXPECTED, TransferThread
 from tandem_engine.disaggregation.transport import (
     DigestOrder,
@@ -22,7 +30,6 @@ from tandem_engine.disaggregation.transport import (
     TransportEvent,
 )
 from tandem_engine.messages.requests import Peer
-from tandem_engine.names import DigestKind, PageId
 from tandem_testing.digest_pools import digest_pool
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.nixl_hello import hello_like

@@ -4,7 +4,7 @@ import select
 
 import pytest
 
-from tandem_engine.disaggregation.nixl.outbox import Outbox
+from tandem_engine.disaggregation.nixl.queues import Outbox
 from tandem_engine.disaggregation.transport import Digests
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.nixl.commands import Expect, Stop
 from tandem_engine.disaggregation.nixl.layout import Region
-from tandem_engine.disaggregation.nixl.outbox import Outbox
+from tandem_engine.disaggregation.nixl.queues import Expect, Outbox, Stop
 from tandem_engine.disaggregation.nixl.thread import BUSY_LOOK, EXPECTING_PAUSE, IDLE_PAUSE, TransferThread
 from tandem_testing.digest_pools import digest_pool
 from tandem_testing.scheduler_builders import ManualClock

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.nixl.commands import Command, Connect, StartPush, Stop
 from tandem_engine.disaggregation.nixl.layout import Region
-from tandem_engine.disaggregation.nixl.outbox import Outbox
+from tandem_engine.disaggregation.nixl.queues import Command, Connect, Outbox, StartPush, Stop
 from tandem_engine.disaggregation.nixl.thread import STUCK_S, TransferThread
 from tandem_engine.disaggregation.transport import Push, PushDone, PushFailed, PushKey, TransportEvent
-from tandem_engine.names import PageId
 from tandem_testing.digest_pools import digest_pool
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.nixl_hello import hello_like

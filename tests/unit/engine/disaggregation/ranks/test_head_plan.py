@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.nixl.layout import Region, describe
-from tandem_engine.disaggregation.ranks.head_plan import can_hold, head_slices, heads_on
+from tandem_engine.disaggregation.ranks.slices import can_hold, head_slices, heads_on
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.names import PageId
 
 SIZES = (1, 2, 4)
 ALL = [

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_engine.disaggregation.ranks.names import SliceRoom, agent_name, read_slice_room, slice_room
+from tandem_engine.disaggregation.ranks.slices import SliceRoom, agent_name, read_slice_room, slice_room
 
 
 def test_a_rank_is_named_after_the_incarnation_unless_it_is_alone():

@@ -6,11 +6,10 @@ import msgspec
 import pytest
 import torch
 
-from tandem_engine.disaggregation.fake import FakeFabric, Fate
-from tandem_engine.disaggregation.ranks.head_plan import head_slices
-from tandem_engine.disaggregation.ranks.names import read_slice_room
+from tandem_engine.base.names import DigestKind, LinkTransport, PageId
+from tandem_engine.disaggregation.ranks.slices import head_slices, read_slice_room
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, Push, PushDone, PushFailed, PushKey
-from tandem_engine.names import DigestKind, LinkTransport, PageId
+from tandem_testing.fake_transport import FakeFabric, Fate
 from tandem_testing.rank_fabric import RankedNode, ranked_node
 
 SOURCE, TARGET = (PageId(1), PageId(2)), (PageId(7), PageId(5))

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.errors import ConfigError
-from tandem_engine.memory.host.disk import HEADER, DiskStorage
-from tandem_engine.memory.host.storage import Fetched
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.memory.host.storage import HEADER, DiskStorage, Fetched
 
 PAGE_BYTES = 64
 FILE_BYTES = HEADER.size + PAGE_BYTES

@@ -1,7 +1,7 @@
 import pytest
 
-from tandem_engine.memory.host.blocks import HostBlock, HostBlocks
-from tandem_engine.names import HostPageId
+from tandem_engine.base.names import HostPageId
+from tandem_engine.memory.host.pages import HostBlock, HostBlocks
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 import pytest
 
-from tandem_engine.errors import ConfigError
-from tandem_engine.memory.host.pages import HostPages
-from tandem_engine.memory.host.pool import HostPool
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.memory.host.pages import HostPages, HostPool
 
 
 def test_the_cache_never_grows_into_the_reserve():

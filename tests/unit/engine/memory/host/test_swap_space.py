@@ -1,6 +1,6 @@
 import pytest
 
-from tandem_engine.memory.page_copy import CopyKind
+from tandem_engine.memory.page_copies import CopyKind
 from tandem_testing.memory_builders import assert_conserved, start_request
 from tandem_testing.tier_builders import Tiers, make_tiers
 

@@ -2,7 +2,7 @@ import pytest
 
 from tandem_engine.config import WritePolicy
 from tandem_engine.memory.allocator import Writer
-from tandem_engine.memory.page_copy import CopyKind
+from tandem_engine.memory.page_copies import CopyKind
 from tandem_engine.messages.kv_events import Tier
 from tandem_testing.memory_storage import MemoryStorage
 from tandem_testing.tier_builders import make_tiers
@@ -60,7 +60,7 @@ def test_a_request_that_is_not_admitted_is_no_hit():
 
 
 def test_a_large_backup_is_spread_over_turns(monkeypatch):
-    monkeypatch.setattr("tandem_engine.memory.host.tiered_cache.BACKUP_BYTES", 32)
+    monkeypatch.setattr("tandem_engine.memory.host.memory.BACKUP_BYTES", 32)
     tiers = make_tiers(WritePolicy.WRITE_THROUGH)
     tiers.serve(PROMPT)
     tiers.memory.poll()
@@ -273,7 +273,7 @@ def test_what_is_computed_while_it_is_read_is_on_both():
 
 
 def test_no_more_is_written_at_a_time_than_may_be_pinned(monkeypatch):
-    monkeypatch.setattr("tandem_engine.memory.host.traffic.MAX_WRITES", 2)
+    monkeypatch.setattr("tandem_engine.memory.host.storage.MAX_WRITES", 2)
     storage = MemoryStorage(at_once=False)
     tiers = make_tiers(WritePolicy.WRITE_THROUGH, storage=storage)
     tiers.serve(PROMPT)

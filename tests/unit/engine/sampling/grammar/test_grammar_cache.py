@@ -2,9 +2,9 @@
 
 import pytest
 
-from tandem_engine.errors import InvalidRequestError
+from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
-from tandem_engine.sampling.grammar.cache import GrammarCache
+from tandem_engine.sampling.grammar.compiler import GrammarCache
 from tandem_testing.toy_grammar import ToyGrammar, ToyRule
 
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tandem_engine.errors import GrammarCompilerError, InvalidRequestError
+from tandem_engine.base.errors import GrammarCompilerError, InvalidRequestError
 from tandem_engine.messages.grammar import GrammarSpec
 from tandem_engine.sampling.grammar.backend import CompiledGrammar
 from tandem_engine.sampling.grammar.compiler import WORKERS, GrammarCompiler, NoGrammars

@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from tandem_engine.base.errors import GrammarCompilerError, InvalidRequestError
 from tandem_engine.config import GrammarConfig
-from tandem_engine.errors import GrammarCompilerError, InvalidRequestError
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
-from tandem_engine.sampling.grammar.backend import Matcher
-from tandem_engine.sampling.grammar.draft_run import masks_for_run
+from tandem_engine.sampling.grammar.backend import Matcher, masks_for_run
 from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
-from tandem_engine.sampling.grammar.guidance.vocabulary import GuidanceVocabulary
-from tandem_engine.scheduler.grammar_progress import GrammarProgress
+from tandem_engine.sampling.grammar.guidance.translate import GuidanceVocabulary
+from tandem_engine.scheduler.request import GrammarProgress
 from tandem_engine.scheduler.stop import Cut
 from tandem_testing.toy_grammar import unpack
 

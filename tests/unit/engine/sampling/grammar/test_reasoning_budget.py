@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from tandem_engine.messages.reasoning import ReasoningBudget
-from tandem_engine.sampling.grammar.draft_run import masks_for_run
+from tandem_engine.messages.sampling import ReasoningBudget
+from tandem_engine.sampling.grammar.backend import masks_for_run
 from tandem_engine.sampling.grammar.reasoning import BudgetedReasoning, ReasoningMatcher
 from tandem_testing.plain_reasoning import allowed_after, answer_of
 from tandem_testing.toy_grammar import EOS, VOCAB, WORDS, ToyGrammar, ToyRule, unpack

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem_engine.forward import token_masks
-from tandem_engine.forward.token_masks import MasksLateError, TokenMasks
-from tandem_engine.sampling.grammar.bitmask import apply_masks
+from tandem_engine.forward import batch
+from tandem_engine.forward.batch import MasksLateError, TokenMasks
+from tandem_engine.sampling.logits_processor import apply_masks
 from tandem_testing.toy_grammar import make_masks
 
 
@@ -47,6 +47,6 @@ def test_masks_forbid_nothing_until_they_are_filled():
 
 
 def test_masks_that_never_come_are_an_error_and_not_a_hang(monkeypatch):
-    monkeypatch.setattr(token_masks, "LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(batch, "LONGEST_WAIT", 0.01)
     with pytest.raises(MasksLateError, match="were not filled"):
         apply_masks(torch.zeros(1, 8), TokenMasks.open((0,), words=1))

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.scheduler.policy.by_prefix import Candidate
-from tandem_engine.scheduler.policy.dfs_weight import HeaviestBranchFirst
+from tandem_engine.scheduler.policies import Candidate, HeaviestBranchFirst
 from tandem_engine.scheduler.request import Request
 
 PAGE = 2

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import SchedulerConfig
-from tandem_engine.errors import ConfigError
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 
 WAYS = [

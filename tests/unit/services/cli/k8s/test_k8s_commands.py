@@ -12,9 +12,9 @@ from typing import ClassVar
 import pytest
 import yaml
 
-from tandem_operator.telemetry.orders import order_token
+from tandem_operator.telemetry.worker_control import order_token
 from tandem_services.cli import main as tandem
-from tandem_services.cli.k8s import command, orders
+from tandem_services.cli.k8s import actions, command
 from tandem_services.cli.k8s.cluster import Cluster, access_of
 from tandem_testing.forwarding_api_server import ForwardingApiServer
 from tandem_testing.kubernetes_objects import KEY_FILE, PODS, POOLS, SECRETS, SERVICES, deployed, follower, pod
@@ -119,7 +119,7 @@ def test_a_watch_goes_on_while_the_api_server_is_away(kubectl, api, monkeypatch)
             raise state
         api.objects[SERVICES] = state
 
-    monkeypatch.setattr("tandem_services.cli.k8s.looking.time.sleep", sleep)
+    monkeypatch.setattr("tandem_services.cli.k8s.views.time.sleep", sleep)
     status, out, _ = kubectl("status", "--no-figures", "-w", "--every", "7")
     assert status == 130
     assert out.count("llama-gateway-7c") == 1
@@ -223,7 +223,7 @@ def test_a_disruption_budget_that_forbids_a_drain_is_told(kubectl, api):
 
 
 def test_a_drain_ends_with_the_pod_or_says_that_it_does_not(api, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(orders, "PATIENCE_S", 5.0)
+    monkeypatch.setattr(actions, "PATIENCE_S", 5.0)
     api.objects[f"{PODS}/llama-decode-5d8f-a"]["spec"]["terminationGracePeriodSeconds"] = 5
     pods = [api.objects[f"{PODS}/llama-decode-5d8f-a"]]
     with Cluster(access_of(api.kubeconfig(tmp_path), None, None)) as cluster:
@@ -232,13 +232,13 @@ def test_a_drain_ends_with_the_pod_or_says_that_it_does_not(api, tmp_path, capsy
             pods[0]["metadata"]["uid"] = "another"
 
         pod = json.loads(json.dumps(pods[0]))
-        assert orders.until_gone(cluster, pod, sleep=replaced) == 0
+        assert actions.until_gone(cluster, pod, sleep=replaced) == 0
         assert "is gone" in capsys.readouterr().out
         slept: list[float] = []
-        assert orders.until_gone(cluster, json.loads(json.dumps(pods[0])), sleep=slept.append) == 1
+        assert actions.until_gone(cluster, json.loads(json.dumps(pods[0])), sleep=slept.append) == 1
         assert sum(slept) == 10
         del api.objects[f"{PODS}/llama-decode-5d8f-a"]
-        assert orders.until_gone(cluster, pod, sleep=slept.append) == 0
+        assert actions.until_gone(cluster, pod, sleep=slept.append) == 0
 
 
 def test_a_pod_of_a_group_drains_with_its_worker_who_is_asked_what_is_left(api, tmp_path, capsys, metrics_port):
@@ -257,12 +257,12 @@ def test_a_pod_of_a_group_drains_with_its_worker_who_is_asked_what_is_left(api, 
         def gone(_: float) -> None:
             api.objects.pop(f"{PODS}/llama-decode-5d8f-0-1")
 
-        assert orders.until_gone(cluster, other, sleep=gone) == 0
+        assert actions.until_gone(cluster, other, sleep=gone) == 0
         assert "  3 running, 0 waiting" in capsys.readouterr().out
         # Where the leader is gone already nobody can be asked, and that is no error.
         api.objects[f"{PODS}/llama-decode-5d8f-0-1"] = other
         del api.objects[f"{PODS}/llama-decode-5d8f-0"]
-        assert orders.until_gone(cluster, other, sleep=gone) == 0
+        assert actions.until_gone(cluster, other, sleep=gone) == 0
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from tandem_services.cli.k8s.cluster import access_of
-from tandem_services.cli.k8s.forward import pod_client, port_number
+from tandem_services.cli.k8s.cluster import access_of, pod_client, port_number
 from tandem_testing.forwarding_api_server import SILENT, ForwardingApiServer
 from tandem_testing.kubernetes_objects import pod
 from tandem_testing.waiting import wait_for

@@ -6,15 +6,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem_engine.config import Role
-from tandem_services.cli.k8s.figures import WorkerFigures, gateway_figures, worker_figures
-from tandem_services.cli.k8s.looking import decisions_text, queue_text, roles_text
-from tandem_services.cli.k8s.pods import Pod
-from tandem_services.cli.k8s.table import age, seconds
-from tandem_services.cli.k8s.tree import service_tree
-from tandem_services.cli.k8s.tree_text import tree_text
+from tandem_services.cli.k8s.pods import Pod, WorkerFigures, age, gateway_figures, seconds, worker_figures
+from tandem_services.cli.k8s.views import decisions_text, queue_text, roles_text, service_tree, tree_text
 from tandem_services.common.metrics import MetricFamilies
-from tandem_services.gateway.metrics import GatewayMetrics
-from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
+from tandem_services.gateway.observe.metrics import GatewayMetrics
+from tandem_services.gateway.queueing.admission import QueueMetrics
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_testing.kubernetes_objects import (
     condition,

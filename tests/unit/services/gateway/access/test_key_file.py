@@ -5,9 +5,8 @@ from secrets import compare_digest
 
 import pytest
 
-from tandem_services.gateway.access import key_file
-from tandem_services.gateway.access.api_key import PREFIX, digest_of, new_key
-from tandem_services.gateway.access.key_file import KeyFileError, parse_keys
+from tandem_services.gateway.access import keys as key_file
+from tandem_services.gateway.access.keys import PREFIX, KeyFileError, digest_of, new_key, parse_keys
 
 DIGEST = digest_of("secret")
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tandem_engine.errors import ConfigError
-from tandem_services.gateway.access.access_metrics import AccessMetrics
-from tandem_services.gateway.access.api_key import digest_of
-from tandem_services.gateway.access.key_watch import KeyWatch
+from tandem_engine.base.errors import ConfigError
+from tandem_services.gateway.access.keys import KeyWatch, digest_of
+from tandem_services.gateway.access.tenants import AccessMetrics
 
 
 def content(*keys: str) -> str:

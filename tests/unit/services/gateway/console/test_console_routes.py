@@ -10,14 +10,11 @@ import pytest
 from tandem_engine.ipc.channels import IpcContext
 from tandem_services.common.health import Health
 from tandem_services.gateway.admin import create_admin_app
-from tandem_services.gateway.app import api_app
-from tandem_services.gateway.composition import build_gateway
-from tandem_services.gateway.console.assets import read_assets
-from tandem_services.gateway.console.composition import console_of
-from tandem_services.gateway.console.fleet_document import ViewedFleet
-from tandem_services.gateway.console.traffic import REFUSED_ROWS
-from tandem_services.gateway.explain import RequestRecord
-from tandem_services.gateway.request_journal import REFUSED_RECORDS
+from tandem_services.gateway.app import api_app, build_gateway
+from tandem_services.gateway.console.fleet_document import REFUSED_ROWS, ViewedFleet
+from tandem_services.gateway.console.routes import read_assets
+from tandem_services.gateway.observe.explain import REFUSED_RECORDS, RequestRecord
+from tandem_services.gateway.serve import console_of
 from tandem_testing.console_builders import ScriptedFleet, member
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys

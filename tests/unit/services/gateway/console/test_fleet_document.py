@@ -4,7 +4,6 @@ import msgspec
 
 from tandem_engine.config import Role
 from tandem_services.common.health import Health
-from tandem_services.gateway.answer_format import encode_json
 from tandem_services.gateway.console.fleet_document import (
     MAX_CHARACTERS,
     MAX_LINKS_SHOWN,
@@ -13,10 +12,11 @@ from tandem_services.gateway.console.fleet_document import (
     GatewayFigures,
     ViewedFleet,
     fleet_document,
+    latest_requests,
+    traffic,
 )
-from tandem_services.gateway.console.traffic import latest_requests, traffic
-from tandem_services.gateway.explain import ChoiceRecord, RequestRecord
-from tandem_services.gateway.request_journal import RequestJournal
+from tandem_services.gateway.http.sse import encode_json
+from tandem_services.gateway.observe.explain import ChoiceRecord, RequestJournal, RequestRecord
 from tandem_services.router.registry import WorkerState
 from tandem_testing.console_builders import ScriptedFleet, link, member
 

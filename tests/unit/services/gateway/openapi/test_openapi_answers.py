@@ -6,7 +6,7 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_services.gateway.openapi.document import Traits, openapi_document
+from tandem_services.gateway.api.openapi.document import Traits, openapi_document
 from tandem_testing.gateway_builders import EngineRack, events, live_gateway, script
 from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
 from tandem_testing.openapi_contract import Contract

@@ -5,11 +5,11 @@ import re
 import jsonschema_rs
 import pytest
 
+from tandem_services.gateway.api.openapi.document import Traits, openapi_document
+from tandem_services.gateway.api.openapi.operations import OPERATIONS
+from tandem_services.gateway.api.sessions import CloseRequest, OpenRequest
 from tandem_services.gateway.app import create_app
-from tandem_services.gateway.openapi.document import Traits, openapi_document
-from tandem_services.gateway.openapi.operations import OPERATIONS
-from tandem_services.gateway.request_body import BodyDecoder
-from tandem_services.gateway.session_routes import CloseRequest, OpenRequest
+from tandem_services.gateway.http.body import BodyDecoder
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of, live_gateway
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens

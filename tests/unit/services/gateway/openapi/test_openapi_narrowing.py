@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_services.gateway.embedding_schemas import EmbeddingRequest
-from tandem_services.gateway.messages.schemas import MessagesRequest
-from tandem_services.gateway.openai_schemas import ChatRequest, CompletionRequest
-from tandem_services.gateway.openapi.document import Traits, openapi_document
-from tandem_services.gateway.openapi.narrowing import BOUNDS, REQUIRED, refused_fields
-from tandem_services.gateway.responses.schemas import ResponsesRequest
-from tandem_services.gateway.session_routes import CloseRequest, OpenRequest
+from tandem_services.gateway.api.anthropic.schemas import MessagesRequest
+from tandem_services.gateway.api.embeddings import EmbeddingRequest
+from tandem_services.gateway.api.openai_schemas import ChatRequest, CompletionRequest
+from tandem_services.gateway.api.openapi.components import BOUNDS, REQUIRED, refused_fields
+from tandem_services.gateway.api.openapi.document import Traits, openapi_document
+from tandem_services.gateway.api.responses.schemas import ResponsesRequest
+from tandem_services.gateway.api.sessions import CloseRequest, OpenRequest
 from tandem_testing.gateway_builders import EngineRack, live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer

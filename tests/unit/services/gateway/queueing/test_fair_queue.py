@@ -1,7 +1,7 @@
 """Who goes first, and who gives way."""
 
 from tandem_services.gateway.queueing.fair_queue import FairQueue, Waiting
-from tandem_services.router.virtual_counters import VirtualCounters
+from tandem_services.router.usage_counters import VirtualCounters
 
 
 def queue_of(seats: int = 100) -> FairQueue[Waiting]:

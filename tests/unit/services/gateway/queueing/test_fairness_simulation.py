@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from tandem_services.gateway.queueing.fair_queue import FairQueue, Waiting
-from tandem_services.router.virtual_counters import OUTPUT_WEIGHT, VirtualCounters, prompt_cost
+from tandem_services.router.usage_counters import OUTPUT_WEIGHT, VirtualCounters, prompt_cost
 
 PREFILL_S, STEP_S = 0.0002, 0.01
 """Per prompt token and per output token."""

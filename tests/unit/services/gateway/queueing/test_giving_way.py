@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_engine.clock import Clock
-from tandem_services.gateway.queueing.fair_queue import Waiting
-from tandem_services.gateway.queueing.giving_way import (
+from tandem_engine.base.clock import Clock
+from tandem_services.gateway.queueing.fair_queue import (
     FRESH_S,
     TAKE_S,
     WISH_AFTER_S,
     YIELD_S,
     GivingWay,
+    Waiting,
     wish_of,
 )
-from tandem_services.router.fair_board import Standing, Wish, WishElsewhere
+from tandem_services.router.shared_state import Standing, Wish, WishElsewhere
 
 
 @dataclass

@@ -10,15 +10,13 @@ from tandem_services.common.errors import ApiError
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.access.caller import UNKNOWN
 from tandem_services.gateway.access.tenants import Tenant
-from tandem_services.gateway.queueing.admission import Admission
-from tandem_services.gateway.queueing.fair_queue import FairQueue
+from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
+from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
 from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
-from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
-from tandem_services.gateway.queueing.shared_counters import SharedCounters
-from tandem_services.router.choice import Choice, NoWorkersError, ScoreTerm, WorkerView
 from tandem_services.router.cost import NO_ROOM_S
+from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
-from tandem_services.router.virtual_counters import VirtualCounters
+from tandem_services.router.usage_counters import VirtualCounters
 from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.service_clock import ServiceClock
 from tandem_testing.waiting import until

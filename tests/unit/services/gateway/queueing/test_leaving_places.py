@@ -9,18 +9,14 @@ from prometheus_client import CollectorRegistry
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.access.tenants import Tenant
-from tandem_services.gateway.queueing.fair_queue import FairQueue
-from tandem_services.gateway.queueing.giving_way import TAKE_S, WISH_AFTER_S, YIELD_S
-from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
-from tandem_services.gateway.queueing.queue_metrics import QueueMetrics
-from tandem_services.gateway.queueing.shared_counters import SharedCounters
-from tandem_services.gateway.queueing.turnover import UNREPORTED_S
-from tandem_services.gateway.queueing.visitor import Verdict
-from tandem_services.router.choice import Choice, NoWorkersError, ScoreTerm, WorkerView
+from tandem_services.gateway.queueing.admission import QueueMetrics
+from tandem_services.gateway.queueing.fair_queue import TAKE_S, WISH_AFTER_S, YIELD_S, FairQueue, SharedCounters
+from tandem_services.gateway.queueing.late_binding import UNREPORTED_S, AdmissionPolicy, LateBinding, Verdict
 from tandem_services.router.cost import NO_ROOM_S
-from tandem_services.router.fair_board import Report, Standing, Wish, WishElsewhere
+from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM
-from tandem_services.router.virtual_counters import VirtualCounters
+from tandem_services.router.shared_state import Report, Standing, Wish, WishElsewhere
+from tandem_services.router.usage_counters import VirtualCounters
 from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.service_clock import ServiceClock
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from tandem_services.common.redis_client import RedisUnavailableError, UnreadableReplyError
-from tandem_services.gateway.queueing.shared_counters import SharedCounters
-from tandem_services.router.fair_board import Charge, Report, Standing
-from tandem_services.router.virtual_counters import VirtualCounters
+from tandem_services.gateway.queueing.fair_queue import SharedCounters
+from tandem_services.router.shared_state import Charge, Report, Standing
+from tandem_services.router.usage_counters import VirtualCounters
 
 
 @dataclass

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tandem_services.gateway.output_parts import CallArguments, CallBegin, Content, joined
-from tandem_services.gateway.tool_parsers.call_array import CallArray
-from tandem_services.gateway.tool_parsers.registry import FAMILIES, detect_family
+from tandem_services.gateway.output.parts import CallArguments, CallBegin, Content, joined
+from tandem_services.gateway.output.tool_parsers.json_calls import CallArray
+from tandem_services.gateway.output.tool_parsers.registry import FAMILIES, detect_family
 
 SCHEMAS = {
     "f": {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "l": {"type": "array"}}},

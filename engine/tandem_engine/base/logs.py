@@ -1,0 +1,173 @@
+"""Log lines: one event per line, as JSON or as text, safe to read in a terminal.
+
+Facts go in `extra={"fields": {...}}`, not into the message, so that a message stays greppable. Control
+characters never reach the output unescaped: a client's text cannot forge a line or move a cursor.
+
+Where log lines go: from a thread of its own, so that nobody who logs ever waits for whoever reads.
+
+    record ─▶ formatted where it was logged ─▶ at most `MAX_WAITING` lines ─▶ the thread ─▶ file descriptor
+                                               full: dropped and counted       it cannot be written: dropped and counted
+
+A reader that stops (a collector that hangs, a terminal that is held) fills the pipe, and a write then blocks for ever;
+on a full disk it fails. Either way serving goes on, and when lines can be written again the first one says how many are
+missing [logs-never-block]. What waits is written when the process ends, or lost after `FLUSH_S`.
+"""
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, TextIO
+
+MAX_WAITING = 4096
+"""Lines; a few megabytes at most."""
+
+FLUSH_S = 1.0
+
+
+class LogOutput(logging.Handler):
+    """Writes to a file descriptor. Its thread begins with the first record, in forked processes anew."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._dropped = 0
+        self._owner = 0
+        self._lines: queue.Queue[str] = queue.Queue(MAX_WAITING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Never blocks. Called with the handler's lock held."""
+        if self._owner != os.getpid():
+            self._begin()
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._dropped += 1
+        except Exception:  # noqa: BLE001 - as the standard library's handlers: it is told, and is no failure of who logs
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until everything is written, at most `FLUSH_S`."""
+        if self._owner == os.getpid():
+            with self._lines.all_tasks_done:
+                self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_S)
+
+    def _begin(self) -> None:
+        self._owner, self._lines = os.getpid(), queue.Queue(MAX_WAITING)
+        threading.Thread(target=self._write, args=(self._lines,), name="log", daemon=True).start()
+
+    def _write(self, lines: "queue.Queue[str]") -> None:
+        told = 0
+        while True:
+            line = lines.get()
+            dropped = self._dropped
+            text = f"{line}\n" if dropped == told else f"{self._missing(dropped - told)}\n{line}\n"
+            try:
+                self._write_whole(text.encode("utf-8", "backslashreplace"))
+            except OSError:
+                # A full disk, or nobody at the other end. The next line is tried all the same.
+                self._dropped += 1
+            else:
+                told = dropped
+            lines.task_done()
+
+    def _write_whole(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def _missing(self, count: int) -> str:
+        message = "%d log lines are missing here: the output was blocked or failed"
+        return self.format(logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (count,), None))
+
+
+MAX_QUOTED_CHARACTERS = 200
+"""Of a client's value that is repeated in a message."""
+
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+_ESCAPES |= {0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
+class LogFormat(StrEnum):
+    JSON = "json"
+    PLAIN = "plain"
+
+
+def escape(text: str) -> str:
+    """`text` on one line, control characters and lone surrogates made visible."""
+    return text.translate(_ESCAPES).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def quoted(value: object) -> str:
+    """A client's value, escaped and short enough to repeat in an error message."""
+    text = escape(str(value)[: MAX_QUOTED_CHARACTERS + 1])
+    return text if len(text) <= MAX_QUOTED_CHARACTERS else text[:MAX_QUOTED_CHARACTERS] + "…"
+
+
+def about_request(request_id: str, *, rid: str | None = None, trace_id: str | None = None) -> dict[str, Any]:
+    """Fields that every record about a client's request has, in whichever process.
+
+    `rid` is the attempt at it that an engine knows; `trace_id` that of its OpenTelemetry trace, if it has one.
+    """
+    known = {"request_id": request_id, "rid": rid, "trace_id": trace_id}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class PlainFormatter(logging.Formatter):
+    """`time level logger message key=value …`, for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S.%f")[:-3]
+        fields = "".join(f" {key}={value}" for key, value in _fields(record).items())
+        line = escape(f"{time} {record.levelname:<7} {record.name} {record.getMessage()}{fields}")
+        if record.exc_info:
+            line += "\n" + "\n".join(map(escape, self.formatException(record.exc_info).splitlines()))
+        return line
+
+
+def configure_logging(log_format: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Send everything to stderr, which nobody waits for, or to `stream`. Call once, at process start."""
+    handler = _to_stderr() if stream is None else logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else PlainFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+
+
+def _to_stderr() -> logging.Handler:
+    try:
+        return LogOutput(sys.stderr.fileno())
+    except (OSError, ValueError):
+        # Something else stands in for it, in a notebook or a test.
+        return logging.StreamHandler(sys.stderr)
+
+
+def configured_format() -> LogFormat:
+    """The format that this process logs in, for those that it starts."""
+    formatters = (handler.formatter for handler in logging.getLogger().handlers)
+    return LogFormat.JSON if any(isinstance(each, JsonFormatter) for each in formatters) else LogFormat.PLAIN
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+    fields = record.__dict__.get("fields")
+    return fields if isinstance(fields, Mapping) else {}

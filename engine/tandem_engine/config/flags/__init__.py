@@ -1,0 +1,34 @@
+"""The engine's command-line flags: one table for `tandem-engine serve`, `tandem worker` and `tandem up`.
+
+    engine      the table: `add_engine_flags` ─▶ parsed ─▶ `engine_config`, or `engine_argv` for a child process
+    cache, scheduler
+                further groups of help: their flags, and the parts of `config` that they make
+    types       what flags take, flags that other commands have too, and parsed flags as arguments again
+
+Names follow SGLang and vLLM where they have one. Standard library and `config` only, so that a process
+without torch can show, check and forward them.
+"""
+
+from tandem_engine.config.flags.engine import AUTO_AFFINITY, NO_AFFINITY, add_engine_flags, engine_argv, engine_config
+from tandem_engine.config.flags.types import (
+    add_device_flag,
+    add_kv_cache_dtype_flag,
+    add_model_impl_flag,
+    host_address,
+    non_negative_int,
+    positive_int,
+)
+
+__all__ = [
+    "AUTO_AFFINITY",
+    "NO_AFFINITY",
+    "add_device_flag",
+    "add_engine_flags",
+    "add_kv_cache_dtype_flag",
+    "add_model_impl_flag",
+    "engine_argv",
+    "engine_config",
+    "host_address",
+    "non_negative_int",
+    "positive_int",
+]

@@ -1,0 +1,167 @@
+"""What every side of a transfer says when a room ends early, and how it asks for the ack that frees its pages.
+
+TransferAborted ─▶ DrainAck            the pages of the hold are free
+TransferAborted ─▶ silence ─▶ quarantine, and the question again every `drain_timeout`, until the writer is fenced
+
+The account of a finished handoff: what the writer says that it sent, and what the receiver makes of it.
+
+writer      every push is out ─▶ `record_of` ─▶ `HandoffRecord`
+receiver    `HandoffRecord` ─▶ `problem_with`: a peer is trusted as little as a client ─▶ digests ─▶ its request goes on
+
+What this engine said last in rooms that are over, in case it did not arrive.
+
+Life of a word
+    1. kept      when a room is handed over, closed or refused: its `HandoffRecord` or `TransferAborted`
+    2. repeated  whenever the receiver asks what became of the room, word for word: a message that comes twice changes
+                 nothing [writes-repeat]
+    3. dropped   when no receiver waits for it any more, or for newer ones
+"""
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.errors import TransferError
+from tandem_engine.disaggregation.base import RoomKey
+from tandem_engine.disaggregation.grants import Grant
+from tandem_engine.disaggregation.holds import HoldState, HoldTable, TransferHold
+from tandem_engine.disaggregation.outgoing_transfer import SendRoom
+from tandem_engine.disaggregation.peers import PeerLink
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.requests import HandoffSide, Peer, about_attempt
+from tandem_engine.messages.transfer import HandoffRecord, TransferAborted
+from tandem_engine.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
+HANDOFF = "handoff"
+
+
+def tell_ended(
+    peers: PeerLink, peer: Peer, key: RoomKey, *, side: HandoffSide, reason: str, finished: bool = False
+) -> TransferAborted:
+    """This engine, which is `side` of room `key`, is done with it [abort-both-ways]. Returns what was said."""
+    message = TransferAborted(
+        room=key.room, generation=key.generation, sender=peers.me, side=side, reason=reason, finished=finished
+    )
+    peers.send(peer, message)
+    return message
+
+
+def ask_for_ack(hold: TransferHold, *, holds: HoldTable, peers: PeerLink, of: str) -> bool:
+    """The ack of `hold` is overdue: its pages go into quarantine, and the writer is asked again.
+
+    The question or the answer may have been lost with a connection, so this is done after every `drain_timeout`.
+    True the first time. A fenced writer is not asked: its pages are free after `FENCED_AT_MOST_S`.
+    `of`: what the hold is of, for the log and the writer.
+    """
+    if hold.state is HoldState.FENCED:
+        logger.warning("cannot determine whether %s has exited; releasing its pages", hold.writer.incarnation)
+        holds.ended(hold.writer.incarnation)
+        return False
+    first = hold.state is HoldState.DRAINING
+    if first:
+        logger.warning(
+            "%s %r: %s did not acknowledge the end; quarantining %d pages",
+            of,
+            str(hold.key),
+            hold.writer.incarnation,
+            len(hold.pages),
+            # Gateways name the room of a handoff after the attempt, which may be forgotten here by now.
+            extra={"fields": about_attempt(hold.key.room) if of == HANDOFF else {}},
+        )
+    holds.quarantine(hold)
+    reason = f"waiting for the drain ack of a {of}"
+    tell_ended(peers, hold.writer, hold.key, side=HandoffSide.RECEIVE, reason=reason)
+    return first
+
+
+def transfer_failed(reason: str) -> Finish:
+    """The transfer failed, the request did not: the gateway sends it elsewhere and the stream goes on."""
+    return Finish(
+        reason=FinishReason.ERROR, error=f"KV transfer failed: {reason}", code=TransferError.code, retryable=True
+    )
+
+
+def record_of(room: SendRoom, grant: Grant, *, sender: Peer, ranks: int, exposed_s: float) -> HandoffRecord:
+    """What `sender` has written into the pages of `grant`, on so many ranks."""
+    req = room.req
+    resumed_len = room.total - req.prompt_len
+    return HandoffRecord(
+        room=room.key.room,
+        generation=room.key.generation,
+        sender=sender,
+        first_token=grant.first_token,
+        pages=len(grant.pages),
+        digests=room.all_digests(),
+        output_ids=tuple(req.output_ids[resumed_len:]),
+        logprobs=tuple(req.logprobs) if req.sampling.logprobs is not None else None,
+        cached_tokens=req.cached_tokens,
+        cache_hits=req.cache_hits,
+        exposed_s=exposed_s,
+        ranks=ranks,
+    )
+
+
+def problem_with(record: HandoffRecord, req: Request, *, granted: int, first_token: int, vocab_size: int) -> str | None:
+    """Why `req`, for which `granted` pages from `first_token` on were granted, cannot go on from `record`."""
+    if record.first_token != first_token or record.pages != granted:
+        return (
+            f"the writer reports {record.pages} pages from token {record.first_token}; "
+            f"{granted} from token {first_token} were granted"
+        )
+    if len(record.digests) != granted:
+        return f"{len(record.digests)} digests for {granted} pages"
+    if len(record.output_ids) != 1:
+        return f"{len(record.output_ids)} tokens handed over instead of one"
+    if not 0 <= record.output_ids[0] < vocab_size:
+        return f"token id {record.output_ids[0]} handed over, the vocabulary ends at {vocab_size - 1}"
+    wanted = 0 if req.sampling.logprobs is None else 1
+    if len(record.logprobs or ()) != wanted:
+        return f"{len(record.logprobs or ())} logprobs handed over instead of {wanted}"
+    return None
+
+
+MOST_WORDS = 1024
+"""Kept at a time; beyond, the oldest goes, and its room is only known to be closed."""
+
+
+class _Said(NamedTuple):
+    message: HandoffRecord | TransferAborted
+    to: str
+    until: float
+
+
+@dataclass(kw_only=True, slots=True)
+class LastWords:
+    """Of one engine. Scheduler thread only."""
+
+    clock: Clock
+    keep_s: float
+    """As long as a receiver waits without a sign of life."""
+    capacity: int = MOST_WORDS
+    _said: OrderedDict[RoomKey, _Said] = field(default_factory=OrderedDict)
+
+    def keep(self, key: RoomKey, peer: Peer, message: HandoffRecord | TransferAborted) -> None:
+        """`message` is the end of the room, as far as `peer` is concerned."""
+        self._said.pop(key, None)
+        self._said[key] = _Said(message, peer.incarnation, self.clock.now() + self.keep_s)
+        if len(self._said) > self.capacity:
+            self._said.popitem(last=False)
+
+    def said(self, key: RoomKey, peer: Peer) -> HandoffRecord | TransferAborted | None:
+        """The last word to `peer` in this room, if it is still known."""
+        said = self._said.get(key)
+        return said.message if said is not None and said.to == peer.incarnation else None
+
+    def drop_expired(self) -> None:
+        now = self.clock.now()
+        # The oldest come first, and all are kept for the same time.
+        while self._said and next(iter(self._said.values())).until <= now:
+            self._said.popitem(last=False)
+
+    def drop_to(self, incarnation: str) -> None:
+        """The receiver is dead."""
+        for key in [key for key, said in self._said.items() if said.to == incarnation]:
+            del self._said[key]

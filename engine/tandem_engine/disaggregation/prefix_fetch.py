@@ -1,0 +1,434 @@
+"""The end of a prefix fetch that is about to compute a prompt, and lacks a prefix of it that another engine has.
+
+Life of a fetch
+
+    PrefixAsk ─▶ 1. receiving ─▶ 2. verifying ─▶ 3. cached
+                      └───────────────┴────────▶ given up; the prompt is computed as if nothing had been asked
+
+    1. receiving   pages are granted, by the ask itself; what is cached here before them is locked. The writer writes
+                   to them until its record says that it has written all it will. That may be fewer pages than were
+                   granted, or none: the rest was evicted there, and its pages are free again at once
+    2. verifying   the transport digests the pages. Until the digests match nobody can read them [verified-pages]
+    3. cached      the prefix cache has the pages. Whoever waited finds them there, as would anybody else
+
+Requests wait beside the queue (`scheduler.ingress`), for as long as the gateway found worth while and never longer
+than `prefix_fetch_timeout`. A fetch for which nobody waits any more is given up. Whatever ends one early leaves its
+pages to its hold, as in a handoff (`holds`): they are free when the writer acknowledges or is fenced, and for no other
+reason [late-write]. Nothing here is an error of a request.
+
+Prefix fetches, both ends: what is cached at one engine is brought to another that is about to compute it.
+
+    who computes (PrefixFetcher)                       who has it (PrefixLender)
+
+    pages, a hold, PrefixAsk with the grant   ──────▶  longest cached prefix of the tokens, locked
+                                              ◀══════  pages by NIXL WRITE
+    digests compared, pages into the cache    ◀──────  PrefixRecord; unlocked
+    the rest is computed
+
+Any engine does both, so the KV of an answer goes back from the worker that generated it, for the next turn of its
+conversation, in just this way.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Self
+
+from tandem_engine.base.names import PageId
+from tandem_engine.config import DisaggConfig
+from tandem_engine.disaggregation.base import PrefixCounters, RoomKey, StageHost, room_key
+from tandem_engine.disaggregation.holds import HoldTable, TransferHold
+from tandem_engine.disaggregation.notifications import ask_for_ack, tell_ended
+from tandem_engine.disaggregation.peers import PeerEvent, PeerLink
+from tandem_engine.disaggregation.prefill import PrefillStage
+from tandem_engine.disaggregation.prefix_source import PrefixLender
+from tandem_engine.disaggregation.transport import (
+    DigestOrder,
+    Digests,
+    KvTransport,
+    PushDone,
+    PushFailed,
+    TransportEvent,
+)
+from tandem_engine.memory.allocator import Writer
+from tandem_engine.memory.pinned_prefix import BorrowedPrefix, caches_prefixes
+from tandem_engine.messages.kv_events import pack_tokens
+from tandem_engine.messages.outputs import FetchReport
+from tandem_engine.messages.requests import HandoffSide, Peer, PrefixFetch
+from tandem_engine.messages.transfer import (
+    DrainAck,
+    GrantsRenewed,
+    PrefixAsk,
+    PrefixRecord,
+    StillOpen,
+    TransferAborted,
+    WriteGrant,
+)
+from tandem_engine.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
+
+MAX_FETCHES = 32
+"""At a time. Who would be the next computes."""
+
+GENERATION = 1
+"""Rooms of fetches are never used again."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Fetch:
+    """A prefix on its way here. Implements `AwaitedPages`."""
+
+    hold: TransferHold
+    salt: str
+    tokens: tuple[int, ...]
+    """All of the prefix, whole pages, the part that was here included."""
+    here: BorrowedPrefix
+    """What was cached here when it began."""
+    until: float
+    """Monotonic time."""
+    waiting: list[Request]
+    record: PrefixRecord | None = None
+    done: bool = False
+
+    def brings(self, tokens: tuple[int, ...], salt: str) -> bool:
+        """Whether it brings most of a prefix of `tokens`, or all."""
+        shared = min(len(tokens), len(self.tokens))
+        return self.salt == salt and 2 * shared >= len(tokens) and self.tokens[:shared] == tokens[:shared]
+
+
+@dataclass(kw_only=True, slots=True)
+class PrefixFetcher:
+    """Fetches of one engine. Scheduler thread only."""
+
+    host: StageHost
+    transport: KvTransport
+    peers: PeerLink
+    config: DisaggConfig
+    page_bytes: int
+    holds: HoldTable
+    """Of fetches alone."""
+    counters: PrefixCounters
+    _fetches: dict[RoomKey, Fetch] = field(default_factory=dict)
+    """Those under way."""
+    _serial: "count[int]" = field(default_factory=count)
+
+    def fetch(self, req: Request) -> Fetch | None:
+        """Begin to bring what `req` names, or join whoever does already. None if there is nothing to wait for."""
+        wanted = req.fetch
+        if wanted is None:
+            return None
+        tokens = self._whole_pages(req, wanted)
+        if not tokens:
+            return None
+        fetch = next((each for each in self._fetches.values() if each.brings(tokens, req.cache_salt)), None)
+        if fetch is not None:
+            fetch.waiting.append(req)
+            return fetch
+        fetch = self._begin(req, wanted, tokens)
+        if fetch is None:
+            self.counters.skipped += 1
+        return fetch
+
+    def tick(self) -> None:
+        """Let time pass: give up what is late or wanted by nobody, ask again for acks that are overdue."""
+        for fetch in [*self._fetches.values()]:
+            if all(req.finished is not None or req.to_finish is not None for req in fetch.waiting):
+                self._give_up(fetch, "the requests that waited for it have ended")
+        for hold in self.holds.overdue():
+            if hold.state.owns_pages:
+                self.counters.quarantined += ask_for_ack(hold, holds=self.holds, peers=self.peers, of="prefix fetch")
+            else:
+                self._fail(self._fetches[hold.key], "it did not come in time")
+
+    # What peers and the transport report.
+
+    def on_record(self, record: PrefixRecord) -> None:
+        """The writer's account of what it wrote: all that it will."""
+        fetch = self._fetches.get(room_key(record.room, record.generation))
+        if fetch is None or fetch.record is not None or not _wrote(fetch, record.sender):
+            self.counters.ignored += 1
+            return
+        granted = len(fetch.hold.pages)
+        if not 0 <= record.pages <= granted or len(record.digests) != record.pages:
+            self._fail(fetch, f"{record.pages} of {granted} pages with {len(record.digests)} digests")
+            return
+        key, fetch.record = fetch.hold.key, record
+        self.holds.shorten(key, record.pages)
+        if not record.pages:
+            self._miss(fetch)
+            return
+        self.holds.wrote(key, writer=record.sender.incarnation, pages=record.pages)
+        self.transport.digest(
+            DigestOrder(
+                room=key.room,
+                generation=key.generation,
+                pages=fetch.hold.pages,
+                kind=self.config.kv_digest,
+                tail=0,
+                writers=record.ranks,
+            )
+        )
+
+    def on_still_open(self, message: StillOpen) -> None:
+        """A writer doubts its grant, or goes on with it: it is good for as long as anybody waits here."""
+        now = self.host.clock.now()
+        for named in message.rooms:
+            fetch = self._fetches.get(room_key(named.room, named.generation))
+            if fetch is not None and _wrote(fetch, message.sender):
+                answer = GrantsRenewed(
+                    sender=self.peers.me,
+                    said_at=message.said_at,
+                    answered_at=now,
+                    valid_s=max(0.0, fetch.hold.deadline - now),
+                    rooms=(named,),
+                )
+                self.peers.send(message.sender, answer)
+
+    def on_digests(self, event: Digests) -> bool:
+        """Cache the pages if every one is what the writer sent. False: not of a fetch."""
+        fetch = self._fetches.get(room_key(event.room, event.generation))
+        if fetch is None:
+            return False
+        if fetch.record is None:
+            self.counters.ignored += 1
+        elif event.digests == fetch.record.digests:
+            self._commit(fetch)
+        else:
+            self.counters.digest_mismatches += 1
+            self._fail(fetch, "pages did not verify")
+        return True
+
+    def on_abort(self, message: TransferAborted) -> bool:
+        """The writer refuses, or is done without having finished. False: not of a fetch."""
+        fetch = self._fetches.get(room_key(message.room, message.generation))
+        if fetch is None or not _wrote(fetch, message.sender):
+            return False
+        self._fail(fetch, f"the other engine gave up: {message.reason}")
+        return True
+
+    def on_ack(self, message: DrainAck) -> bool:
+        """The writer will not touch the pages again. False: not of a fetch."""
+        return self.holds.acked(room_key(message.room, message.generation), writer=message.sender.incarnation)
+
+    def peer_gone(self, incarnation: str) -> None:
+        """The peer is fenced: nothing is expected of it any more [dead-peer-released]."""
+        for fetch in [each for each in self._fetches.values() if each.hold.writer.incarnation == incarnation]:
+            self._fail(fetch, f"{incarnation} is gone")
+        self.holds.fence(incarnation)
+
+    def forget_kv(self) -> None:
+        """What is on its way would be of another cache, perhaps of other weights."""
+        for fetch in [*self._fetches.values()]:
+            self._fail(fetch, "the cache is being emptied")
+
+    def held_pages(self) -> Iterator[PageId]:
+        """Pages on their way here, and those of fetches that ended early (audit)."""
+        for fetch in self._fetches.values():
+            yield from fetch.hold.pages
+        yield from self.holds.held_pages()
+
+    # 1. receiving
+
+    def _whole_pages(self, req: Request, wanted: PrefixFetch) -> tuple[int, ...]:
+        page_size = self.host.memory.page_size
+        pages = min(wanted.tokens, req.longest_match) // page_size
+        return tuple(req.token_ids(0, pages * page_size))
+
+    def _begin(self, req: Request, wanted: PrefixFetch, tokens: tuple[int, ...]) -> Fetch | None:
+        if not self._may_ask(wanted.peer) or not caches_prefixes(self.host.memory):
+            return None
+        spare = self.host.spare_pages() - self.host.kept_back(req).pages
+        here = BorrowedPrefix.of(self.host.memory, tokens, salt=req.cache_salt, spare_pages=max(0, spare))
+        # Locking what was evictable has made it less.
+        spare = self.host.spare_pages() - self.host.kept_back(req).pages
+        missing = min(len(tokens) // self.host.memory.page_size - len(here.pages), spare)
+        pages = self.host.memory.reserve_pages(missing, Writer.PEER) if missing > 0 else None
+        if pages is None:
+            here.give_back()
+            return None
+        key = room_key(f"prefix:{self.peers.me.incarnation}:{next(self._serial)}", GENERATION)
+        patience = min(wanted.within_s, self.config.prefix_fetch_timeout)
+        hold = self.holds.grant(key, writer=wanted.peer, pages=tuple(pages), valid_s=patience)
+        fetch = Fetch(
+            hold=hold,
+            salt=req.cache_salt,
+            tokens=tokens[: here.tokens + len(pages) * self.host.memory.page_size],
+            here=here,
+            until=hold.deadline,
+            waiting=[req],
+        )
+        self._fetches[key] = fetch
+        self.counters.asked += 1
+        if not self._ask(fetch, patience):
+            self._fail(fetch, f"{wanted.peer.incarnation} cannot be reached")
+            return None
+        return fetch
+
+    def _may_ask(self, peer: Peer) -> bool:
+        me = self.peers.me
+        known = peer.compat_hash == me.compat_hash and peer.incarnation != me.incarnation
+        return known and len(self._fetches) < MAX_FETCHES
+
+    def _ask(self, fetch: Fetch, patience: float) -> bool:
+        grant = WriteGrant(
+            room=fetch.hold.key.room,
+            generation=fetch.hold.key.generation,
+            sender=self.peers.me,
+            writer=fetch.hold.writer.incarnation,
+            first_token=fetch.here.tokens,
+            pages=fetch.hold.pages,
+            granted_at=self.host.clock.now(),
+            valid_s=patience,
+            digest=self.config.kv_digest,
+        )
+        ask = PrefixAsk(grant=grant, tokens=pack_tokens(fetch.tokens), salt=fetch.salt)
+        # Introduced each time: a fetch is rare, and the peer may have lost our pool with a connection.
+        return self.peers.send(fetch.hold.writer, self.transport.hello()) and self.peers.send(fetch.hold.writer, ask)
+
+    # 3. cached
+
+    def _commit(self, fetch: Fetch) -> None:
+        hold, start = fetch.hold, fetch.here.tokens
+        self.holds.commit(hold.key)
+        fetch.here.extend(fetch.tokens[start : start + len(hold.pages) * self.host.memory.page_size], hold.pages)
+        self.counters.fetched += 1
+        self.counters.pages += len(hold.pages)
+        self.counters.bytes += len(hold.pages) * self.page_bytes
+        self._close(fetch, pages=len(hold.pages))
+
+    def _miss(self, fetch: Fetch) -> None:
+        """The writer has none of it any more."""
+        self.counters.missed += 1
+        fetch.here.give_back()
+        self._close(fetch, pages=0)
+
+    # Every way to end early.
+
+    def _fail(self, fetch: Fetch, reason: str) -> None:
+        self.counters.failed += 1
+        logger.warning(
+            "prefix %r: fetch from %s failed: %s",
+            str(fetch.hold.key),
+            fetch.hold.writer.incarnation,
+            reason,
+            extra={"fields": fetch.waiting[0].about if fetch.waiting else {}},
+        )
+        self._give_up(fetch, reason)
+
+    def _give_up(self, fetch: Fetch, reason: str) -> None:
+        self.holds.drain(fetch.hold.key, fetch.hold.pages)
+        fetch.here.give_back()
+        self._close(fetch, pages=0)
+        tell_ended(self.peers, fetch.hold.writer, fetch.hold.key, side=HandoffSide.RECEIVE, reason=reason)
+
+    def _close(self, fetch: Fetch, *, pages: int) -> None:
+        del self._fetches[fetch.hold.key]
+        fetch.done = True
+        waited = self.host.clock.now() - fetch.hold.granted_at
+        self.counters.wait_s += waited
+        for req in fetch.waiting:
+            req.fetched = FetchReport(
+                peer=fetch.hold.writer.incarnation, pages=pages, bytes=pages * self.page_bytes, wait_s=waited
+            )
+
+
+def _wrote(fetch: Fetch, sender: Peer) -> bool:
+    return fetch.hold.writer.incarnation == sender.incarnation
+
+
+@dataclass(kw_only=True, slots=True)
+class Prefixes:
+    """Tells apart what concerns which end."""
+
+    fetcher: PrefixFetcher
+    lender: PrefixLender
+    counters: PrefixCounters
+
+    @classmethod
+    def build(cls, stage: PrefillStage) -> Self:
+        """Beside `stage`, which answers for all pushes of the engine."""
+        host, config, counters = stage.host, stage.config, PrefixCounters()
+        holds = HoldTable(clock=host.clock, give_back=host.memory.give_back, drain_timeout=config.drain_timeout)
+        fetcher = PrefixFetcher(
+            host=host,
+            transport=stage.transport,
+            peers=stage.peers,
+            config=config,
+            page_bytes=stage.page_bytes,
+            holds=holds,
+            counters=counters,
+        )
+        lender = PrefixLender(
+            host=host,
+            transport=stage.transport,
+            peers=stage.peers,
+            drains=stage.drains,
+            closed=stage.closed,
+            clocks=stage.clocks,
+            max_pages=stage.max_pages,
+            counters=counters,
+            role=config.role,
+        )
+        return cls(fetcher=fetcher, lender=lender, counters=counters)
+
+    def on_peer(self, event: PeerEvent) -> bool:
+        """Take what a peer says about a fetch. False: it concerns others, or others too."""
+        match event:
+            case PrefixAsk():
+                self.lender.on_ask(event)
+            case PrefixRecord():
+                self.fetcher.on_record(event)
+            case DrainAck():
+                return self.fetcher.on_ack(event)
+            case TransferAborted(side=HandoffSide.SEND):
+                return self.fetcher.on_abort(event)
+            case _:
+                self._overhear(event)
+                return False
+        return True
+
+    def _overhear(self, event: PeerEvent) -> None:
+        """What concerns others as well."""
+        match event:
+            case StillOpen(side=HandoffSide.SEND):
+                self.fetcher.on_still_open(event)
+            case GrantsRenewed():
+                self.lender.on_renewed(event)
+            case TransferAborted():
+                self.lender.on_abort(event)
+
+    def on_transport(self, event: TransportEvent) -> bool:
+        """Take what the transport reports about a fetch. False: it concerns others, or others too."""
+        match event:
+            case PushDone():
+                self.lender.on_push_done(event)
+            case PushFailed():
+                self.lender.on_push_failed(event)
+            case Digests():
+                return self.fetcher.on_digests(event)
+        return False
+
+    def tick(self) -> None:
+        """Let time pass."""
+        self.lender.tick()
+        self.fetcher.tick()
+
+    def peer_gone(self, incarnation: str) -> None:
+        """The peer is fenced. Idempotent."""
+        self.lender.peer_gone(incarnation)
+        self.fetcher.peer_gone(incarnation)
+
+    def forget_kv(self) -> None:
+        """The prefix cache is about to be emptied."""
+        self.lender.forget_kv()
+        self.fetcher.forget_kv()
+
+    def held_pages(self) -> Iterator[PageId]:
+        """Pages on their way here (audit)."""
+        return self.fetcher.held_pages()
+
+    def holds_for_a_while(self) -> bool:
+        """Whether pages are on their way, or lent."""
+        return self.fetcher.holds.open_transfers() > 0 or bool(self.lender.loans)

@@ -1,0 +1,235 @@
+"""The end of a prefix fetch that has the prefix.
+
+Life of a loan
+
+    PrefixAsk ─▶ 1. lent ─▶ 2. pushing ─▶ 3. over: PrefixRecord
+                   └───────────┴────────▶ given up: TransferAborted
+
+    1. lent      the longest cached prefix of the tokens is locked, so eviction passes it by. What is only in host
+                 memory is copied to the device first, and nothing is pushed before it is there [settled-only-sent]
+    2. pushing   as into any grant: nothing starts while it is doubtful or once it has expired, and its end ends the
+                 loan
+    3. over      the record tells how many pages were written. None is an answer too. Where prompts are computed
+                 the conversation goes on at the asker, so of two copies this one is evicted first (ADR 31)
+
+The ends of a loan are those of a handoff: whatever is outstanding is in the same `DrainBook`, closed rooms are among
+the same `ClosedRooms`, and an ack is given by `PrefillStage`, which knows them. What is lent is what running requests
+can spare: a loan may not put anybody back.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from tandem_engine.config import Role
+from tandem_engine.disaggregation.base import PrefixCounters, RoomKey, StageHost, room_key
+from tandem_engine.disaggregation.grants import ClosedRooms, DrainBook, Grant, PeerClocks, renewed_until
+from tandem_engine.disaggregation.notifications import tell_ended
+from tandem_engine.disaggregation.peers import PeerLink
+from tandem_engine.disaggregation.transport import KvTransport, Push, PushDone, PushFailed, PushKey
+from tandem_engine.memory.pinned_prefix import BorrowedPrefix
+from tandem_engine.messages.kv_events import unpack_tokens
+from tandem_engine.messages.requests import HandoffSide, Peer
+from tandem_engine.messages.transfer import GrantsRenewed, PrefixAsk, PrefixRecord, TransferAborted
+
+logger = logging.getLogger(__name__)
+
+MAX_LOANS = 32
+"""At a time. Who asks beyond computes."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Loan:
+    """A prefix on its way to `grant.receiver`."""
+
+    grant: Grant
+    prefix: BorrowedPrefix
+    pages: int
+    """Of the grant, that will be written."""
+    outstanding: set[PushKey] = field(default_factory=set)
+    digests: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of each finished push, by its first page."""
+    pushed: bool = False
+
+    @property
+    def receiver(self) -> Peer:
+        return self.grant.receiver
+
+    def pushes(self, page_size: int, max_pages: int) -> Iterator[Push]:
+        """All of it, at most `max_pages` at a time."""
+        grant, skipped = self.grant, self.grant.first_token // page_size
+        for first in range(0, self.pages, max_pages):
+            last = min(first + max_pages, self.pages)
+            yield Push(
+                key=PushKey(room=grant.key.room, generation=grant.key.generation, first=first, count=last - first),
+                peer=grant.receiver.incarnation,
+                source=self.prefix.pages[skipped + first : skipped + last],
+                target=grant.pages[first:last],
+                digest=grant.digest,
+                start_before=grant.expires,
+            )
+
+    def all_digests(self) -> tuple[int, ...]:
+        return tuple(digest for first in sorted(self.digests) for digest in self.digests[first])
+
+
+@dataclass(kw_only=True, slots=True)
+class PrefixLender:
+    """Loans of one engine. Scheduler thread only."""
+
+    host: StageHost
+    transport: KvTransport
+    peers: PeerLink
+    drains: DrainBook
+    closed: ClosedRooms
+    clocks: PeerClocks
+    max_pages: int
+    """Of one push."""
+    counters: PrefixCounters
+    role: Role
+    """A decode worker lends to those who compute for it, and goes on with its own copy."""
+    _loans: dict[RoomKey, Loan] = field(default_factory=dict)
+
+    @property
+    def loans(self) -> Mapping[RoomKey, Loan]:
+        """Those that are not over."""
+        return self._loans
+
+    def on_ask(self, message: PrefixAsk) -> None:
+        """Lend what is cached here, or say that nothing is."""
+        grant = Grant.received(message.grant, self.host.clock, self.clocks)
+        if grant.key in self.closed or grant.key in self._loans:
+            self.counters.ignored += 1
+            return
+        problem = self._problem_with(message, grant)
+        if problem is not None:
+            self._refuse(grant, problem)
+            return
+        loan = self._lend(message, grant)
+        if not loan.pages:
+            self._end(loan)
+            self._record(loan)
+            return
+        self._loans[grant.key] = loan
+        grant.confirm_if_doubtful(self.peers, self.host.clock.now())
+        self._push(loan)
+
+    def on_renewed(self, message: GrantsRenewed) -> None:
+        """An asker still waits."""
+        expires = renewed_until(message, self.host.clock.now())
+        if expires is None:
+            return
+        for named in message.rooms:
+            loan = self._loans.get(room_key(named.room, named.generation))
+            if loan is not None and loan.receiver.incarnation == message.sender.incarnation:
+                loan.grant = loan.grant.renewed(expires)
+                if not loan.pushed:
+                    self._push(loan)
+
+    def on_push_done(self, event: PushDone) -> None:
+        """Bytes are out. The drain book hears of it from `PrefillStage`, like of any other push."""
+        loan = self._loans.get(room_key(event.key.room, event.key.generation))
+        if loan is None:
+            return
+        loan.outstanding.remove(event.key)
+        loan.digests[event.key.first] = event.digests
+        if not loan.outstanding:
+            self._over(loan, moved=self.role is not Role.DECODE)
+            self._record(loan)
+            self.counters.lent += 1
+            self.counters.lent_pages += loan.pages
+
+    def on_push_failed(self, event: PushFailed) -> None:
+        """A push will write no more, and so will the others that have not started."""
+        loan = self._loans.get(room_key(event.key.room, event.key.generation))
+        if loan is not None:
+            loan.outstanding.discard(event.key)
+            self._give_up(loan, event.reason)
+
+    def on_abort(self, message: TransferAborted) -> None:
+        """The asker has stopped waiting. The ack is given by `PrefillStage`, once nothing is outstanding."""
+        loan = self._loans.get(room_key(message.room, message.generation))
+        if loan is not None and loan.receiver.incarnation == message.sender.incarnation:
+            self._over(loan)
+
+    def tick(self) -> None:
+        """Let time pass: push what has become readable, end what has expired."""
+        now = self.host.clock.now()
+        for loan in [*self._loans.values()]:
+            if now >= loan.grant.ends:
+                self._give_up(loan, "the grant expired")
+            elif not loan.pushed:
+                self._push(loan)
+
+    def peer_gone(self, incarnation: str) -> None:
+        """The asker is fenced: nobody will read what is sent to it [dead-peer-released]."""
+        for loan in [loan for loan in self._loans.values() if loan.receiver.incarnation == incarnation]:
+            self._over(loan)
+
+    def forget_kv(self) -> None:
+        """What is lent is about to be no KV of this engine any more."""
+        for loan in [*self._loans.values()]:
+            self._give_up(loan, "the cache is being emptied")
+
+    def _problem_with(self, message: PrefixAsk, grant: Grant) -> str | None:
+        if len(self._loans) >= MAX_LOANS:
+            return f"{MAX_LOANS} prefixes are being sent already"
+        try:
+            tokens = len(unpack_tokens(message.tokens))
+        except ValueError:
+            return f"{len(message.tokens)} bytes are no whole number of tokens"
+        if tokens % self.host.memory.page_size:
+            return f"{tokens} tokens are no whole number of pages"
+        return grant.problem(tokens=tokens, page_size=self.host.memory.page_size, peer=message.sender.incarnation)
+
+    def _lend(self, message: PrefixAsk, grant: Grant) -> Loan:
+        memory, spare = self.host.memory, max(0, self.host.spare_pages())
+        tokens = unpack_tokens(message.tokens)
+        # Locked pages are not to be had by others, so the loan is no longer than what those can do without.
+        tokens = tokens[: grant.first_token + spare * memory.page_size]
+        prefix = BorrowedPrefix.of(memory, tokens, salt=message.salt, spare_pages=spare)
+        return Loan(
+            grant=grant,
+            prefix=prefix,
+            pages=max(0, len(prefix.pages) - grant.first_token // memory.page_size),
+        )
+
+    def _push(self, loan: Loan) -> None:
+        if self.host.clock.now() >= loan.grant.expires or not loan.prefix.readable:
+            return
+        loan.pushed = True
+        for push in loan.pushes(self.host.memory.page_size, self.max_pages):
+            loan.outstanding.add(push.key)
+            self.drains.started(push.key, push.peer)
+            self.transport.push(push)
+
+    def _record(self, loan: Loan) -> None:
+        self.peers.send(
+            loan.receiver,
+            PrefixRecord(
+                room=loan.grant.key.room,
+                generation=loan.grant.key.generation,
+                sender=self.peers.me,
+                pages=loan.pages,
+                digests=loan.all_digests(),
+                ranks=self.transport.hello().num_ranks,
+            ),
+        )
+
+    def _give_up(self, loan: Loan, reason: str) -> None:
+        logger.warning("prefix %r: sending to %s failed: %s", str(loan.grant.key), loan.receiver.incarnation, reason)
+        self._over(loan)
+        self._refuse(loan.grant, reason)
+
+    def _over(self, loan: Loan, *, moved: bool = False) -> None:
+        del self._loans[loan.grant.key]
+        self._end(loan, moved=moved)
+
+    def _end(self, loan: Loan, *, moved: bool = False) -> None:
+        """Pages may be freed while a push still reads them: no record will vouch for what it writes."""
+        self.closed.add(loan.grant.key)
+        loan.prefix.give_back(spent=moved)
+
+    def _refuse(self, grant: Grant, reason: str) -> None:
+        self.closed.add(grant.key)
+        tell_ended(self.peers, grant.receiver, grant.key, side=HandoffSide.SEND, reason=reason)

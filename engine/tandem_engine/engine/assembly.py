@@ -1,0 +1,391 @@
+"""The parts of an engine, each made of what was loaded and configured. `engine.assembly` puts them together.
+
+geometry ─▶ pool, as large as memory allows ─▶ host pool, memory, prefix cache
+model, pool ─▶ runner ─▶ what a draft is made for ─▶ speculation
+
+An engine's parts but for its peers: made in one order, for each is made of those before it.
+
+pool ─▶ runner ─▶ executor ─▶ copies ─▶ memory, prefix cache ─▶ scheduler ─▶ inputs
+          └─▶ what a draft is made for ─▶ speculation ────────────┘
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tandem_engine.base.clock import Clock, MonotonicClock
+from tandem_engine.config import (
+    CacheConfig,
+    EngineConfig,
+    GrammarConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpecConfig,
+)
+from tandem_engine.engine.loaded_model import LoadedModel, compat_hash, kv_geometry, scales_of_rank
+from tandem_engine.engine.stats import Generations
+from tandem_engine.executor.cuda.graphs import graph_sizes
+from tandem_engine.executor.forward_thread import Forward
+from tandem_engine.executor.interface import HiddenObserver, LosesResults, Runner
+from tandem_engine.executor.memory_profile import Footprint, plan_pool
+from tandem_engine.executor.platform import Executor, ExecutorParts, Platform, RunnerParts, Settle, platform_for
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult
+from tandem_engine.kernels.interface import FLOAT8
+from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool
+from tandem_engine.memory.host.memory import HostMemory
+from tandem_engine.memory.host.pages import HostPool
+from tandem_engine.memory.host.storage import DiskStorage
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.page_copies import CopyQueue
+from tandem_engine.memory.pool import KvPool, kv_dtype
+from tandem_engine.memory.prefix_cache import NoPrefixCache, PrefixCache
+from tandem_engine.memory.radix_cache import RadixCache
+from tandem_engine.memory.sizing import SMALLEST_POOL
+from tandem_engine.messages.control import KvGeometry
+from tandem_engine.model.weights import heads_of_rank
+from tandem_engine.parallel.agreement import Agreement
+from tandem_engine.parallel.group import JointWork, Parallel
+from tandem_engine.sampling.grammar.compiler import GrammarCompiler, NoGrammars
+from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
+from tandem_engine.scheduler.lockstep import AgreedClock, AgreedInputs, DirectInputs, Inputs
+from tandem_engine.scheduler.output_stream import Sink
+from tandem_engine.scheduler.scheduler import Scheduler
+from tandem_engine.scheduler.speculation import Speculation, StepDrafts
+from tandem_engine.scheduler.stop import DecodeText, ModelFacts
+from tandem_engine.speculative.adaptive_length import DraftLengths, TurnTimer
+from tandem_engine.speculative.assembly import (
+    Draft,
+    Target,
+    draft_graph_bytes,
+    keep_states,
+    make_draft_runner,
+    make_proposer,
+    read_draft,
+)
+from tandem_engine.speculative.interface import Proposer
+from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+
+DRAFT_ROWS = 2
+"""Tokens of a request in most steps of a draft network: the last draft, if it was right, and the one behind it."""
+
+
+def sized_pool(
+    geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel, draft: Draft | None, platform: Platform
+) -> KvPool:
+    """As large as the memory allows, with the draft's share of every page."""
+    beside = draft_bytes = 0
+    if draft is not None:
+        beside = draft.page_bytes(geometry.page_size, loaded.dtype)
+        draft_bytes = draft.weight_bytes(
+            loaded.dtype, target_path=loaded.config.model_path, target_is_whole=loaded.parallel.size == 1
+        )
+
+    def parts_over(pages: int, *, graphs: bool) -> RunnerParts:
+        return make_runner_parts(loaded, _pool(geometry, config, loaded, pages=pages), config, None, graphs=graphs)
+
+    def forward_over(pages: int) -> Forward:
+        return platform.runner(parts_over(pages, graphs=False)).forward
+
+    def graph_bytes() -> int:
+        if not config.graphs.enabled:
+            return 0
+        own = platform.graph_bytes(lambda: parts_over(SMALLEST_POOL, graphs=True))
+        if draft is None:
+            return own
+        few = _pool(geometry, config, loaded, pages=SMALLEST_POOL)
+        return own + draft_graph_bytes(draft, make_target(loaded, config, few, platform))
+
+    footprint = Footprint(
+        weight_bytes=loaded.weight_bytes,
+        page_bytes=geometry.page_bytes + beside,
+        host_page_bytes=geometry.page_bytes,
+        threads=loaded.threads,
+        forward_over=forward_over,
+        graph_bytes=graph_bytes,
+        draft_bytes=draft_bytes,
+    )
+    plan = plan_pool(config, footprint, loaded.parallel)
+    return _pool(geometry, config, loaded, pages=plan.pages)
+
+
+def _pool(geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel, *, pages: int) -> KvPool:
+    dtype = kv_dtype(config.cache.dtype, loaded.dtype)
+    return KvPool(
+        num_pages=pages,
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        page_size=geometry.page_size,
+        dtype=dtype,
+        device=config.device,
+        scales=scales_of_rank(loaded) if dtype in FLOAT8 else None,
+    )
+
+
+def make_host_pool(pool: KvPool, config: CacheConfig, platform: Platform) -> HostPool | None:
+    """Pages of host memory for the cache and for swapping; None without either."""
+    if not config.host.enabled:
+        return None
+    cached = config.host.cache_pages(device_pages=pool.num_pages, page_bytes=pool.page_bytes)
+    swapped = config.host.swap_pages(pool.page_bytes)
+    return platform.host_pool(num_pages=cached + swapped, page_bytes=pool.page_bytes)
+
+
+def make_host_memory(
+    pool: HostPool | None, copies: CopyQueue, config: CacheConfig, geometry: KvGeometry
+) -> HostMemory | None:
+    """What `pool` is used for, files below it included."""
+    if pool is None:
+        return None
+    storage = None
+    if config.host.storage_dir:
+        storage = DiskStorage(
+            Path(config.host.storage_dir),
+            fingerprint=bytes.fromhex(compat_hash(geometry, geometry.num_kv_heads)),
+            page_bytes=pool.page_bytes,
+            max_bytes=config.host.storage_bytes,
+        )
+    return HostMemory.build(pool, copies, config.host, page_size=config.page_size, storage=storage)
+
+
+def make_memory(pool: KvPool, config: EngineConfig, copies: CopyQueue, host: HostMemory | None) -> KvMemory:
+    """Rows, pages and prefix cache over `pool`."""
+    page_size = pool.page_size
+    limits = config.scheduler
+    return KvMemory(
+        rows=ReqToTokenPool(_rows(limits), _max_pages(limits, page_size)),
+        allocator=PageAllocator(pool.num_pages, copies),
+        cache=_prefix_cache(config.cache, host),
+        page_size=page_size,
+        copies=copies,
+        host=host,
+    )
+
+
+def _rows(limits: SchedulerConfig) -> int:
+    """Requests that a stage keeps hold rows too, beside those that run."""
+    return 2 * limits.max_running_requests
+
+
+def _max_pages(limits: SchedulerConfig, page_size: int) -> int:
+    """Of one request, the token that may be computed too many included."""
+    return -(-limits.context_length // page_size) + 1
+
+
+def _prefix_cache(config: CacheConfig, host: HostMemory | None) -> PrefixCache:
+    if host is not None and host.cache is not None:
+        return host.cache
+    return RadixCache(config.page_size) if config.enable_prefix_cache else NoPrefixCache()
+
+
+def make_runner_parts(
+    loaded: LoadedModel, pool: KvPool, config: EngineConfig, observer: HiddenObserver | None, *, graphs: bool
+) -> RunnerParts:
+    """What the platform makes a runner of; `graphs`: with the sizes of steps to capture."""
+    limits, spec = config.scheduler, config.speculative
+    most = limits.max_running_requests * (1 if spec.algorithm is None else 1 + spec.num_draft_tokens)
+    return RunnerParts(
+        model=loaded.model,
+        pool=pool,
+        num_heads=heads_of_rank(loaded.model_config, loaded.parallel.size).query,
+        dtype=loaded.dtype,
+        rows=_rows(limits),
+        observer=observer,
+        group=loaded.parallel.forward,
+        max_pages=_max_pages(limits, pool.page_size),
+        graph_sizes=graph_sizes(config.graphs, most=most) if graphs else (),
+    )
+
+
+def make_settle(runner: Runner, config: EngineConfig) -> Settle:
+    """What the host makes of each step's results."""
+    changes: list[Settle] = []
+    if config.speculative.algorithm is not None:
+        changes.append(VerifiedForward(model=runner, verifier=ChainVerifier()).accepted)
+    if config.scheduler.force_fault_every:
+        changes.append(LosesResults(every=config.scheduler.force_fault_every))
+
+    def settle(batch: ForwardBatch, result: ForwardResult) -> ForwardResult:
+        for change in changes:
+            result = change(batch, result)
+        return result
+
+    return settle
+
+
+def make_inputs(
+    scheduler: Scheduler, agreement: Agreement, parallel: Parallel, agreed: AgreedClock, local: Clock
+) -> Inputs:
+    """How inputs reach the scheduler: at once, or agreed on by all ranks."""
+    if parallel.size == 1:
+        return DirectInputs(scheduler=scheduler)
+    return AgreedInputs(
+        scheduler=scheduler,
+        agreement=agreement,
+        clock=agreed,
+        local_clock=local,
+        rank=parallel.rank,
+        failure=parallel.failure,
+    )
+
+
+def make_target(loaded: LoadedModel, config: EngineConfig, pool: KvPool, platform: Platform) -> Target:
+    """What a draft is made for."""
+    return Target(
+        model=loaded.model,
+        is_whole=loaded.parallel.size == 1,
+        path=loaded.config.model_path,
+        dtype=loaded.dtype,
+        device=config.device,
+        num_pages=pool.num_pages,
+        page_size=pool.page_size,
+        rows=_rows(config.scheduler),
+        context_length=config.scheduler.context_length,
+        max_text=config.scheduler.chunked_prefill_size,
+        group=loaded.parallel.forward,
+        platform=platform,
+        graph_sizes=graph_sizes(config.graphs, most=DRAFT_ROWS * config.scheduler.max_running_requests),
+    )
+
+
+def make_speculation(
+    config: SpecConfig, proposer: Proposer, memory: KvMemory, clock: Clock, stopwatch: Clock, agreement: Agreement
+) -> Speculation:
+    """`clock` is what ranks agree on, for what decides; `stopwatch` is this rank's own."""
+    return Speculation(
+        proposer=proposer,
+        lengths=DraftLengths(longest=config.num_draft_tokens, adaptive=config.adaptive),
+        max_batch=config.disable_by_batch_size,
+        memory=memory,
+        stopwatch=stopwatch,
+        timer=TurnTimer(clock=clock, catches_up=proposer.writes_kv),
+        agree=lambda drafts: agreement.share(drafts, StepDrafts),
+        told=not agreement.alone,
+    )
+
+
+def make_grammars(loaded: LoadedModel, config: GrammarConfig) -> GrammarCompiler | NoGrammars:
+    """The compiler of grammars, or the reason why there is none."""
+    if config.backend == "none":
+        return NoGrammars("this engine runs with --grammar-backend none")
+    if loaded.vocabulary is None:
+        return NoGrammars("it needs a tokenizer and an EOS token, and this model's checkpoint lacks one of them")
+    backend = GuidanceBackend(vocabulary=loaded.vocabulary, config=config)
+    return GrammarCompiler(backend, cache_size=config.cache_size)
+
+
+def text_decoder(text: TextTokenizer | None) -> DecodeText | None:
+    """Ids to text, for stop strings; None without a tokenizer."""
+    if text is None:
+        return None
+    tokenizer = text
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    return decode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineParts:
+    """What an engine owns for as long as it lives."""
+
+    pool: KvPool
+    memory: KvMemory
+    runner: Runner
+    draft_runner: Runner | None
+    """Of a draft model or head; None without."""
+    executor: Executor
+    joint: JointWork
+    agreement: Agreement
+    scheduler: Scheduler
+    inputs: Inputs
+    generations: Generations
+    """Outputs of an engine without a sink."""
+    grammars: GrammarCompiler | NoGrammars
+
+
+def make_parts(
+    loaded: LoadedModel, config: EngineConfig, *, sink: Sink | None, platform: Platform | None
+) -> EngineParts:
+    """See `Engine.build`."""
+    geometry = kv_geometry(loaded, config)
+    draft = read_draft(config.speculative, target=loaded.model_config, target_path=loaded.config.model_path)
+    platform = platform or platform_for(loaded.config.device)
+    pool = sized_pool(geometry, config, loaded, draft, platform)
+    host_pool = make_host_pool(pool, config.cache, platform)
+    target = make_target(loaded, config, pool, platform)
+    states = keep_states(draft, target)
+    agreement = Agreement(loaded.parallel.schedule)
+    runner_parts = make_runner_parts(loaded, pool, config, states, graphs=True)
+    runner = platform.runner(replace(runner_parts, agree_time=lambda seconds: agreement.share(seconds, float)))
+    joint = JointWork(group=loaded.parallel.forward, failure=loaded.parallel.failure)
+    executor = platform.executor(_executor_parts(loaded, config, runner, joint, host_pool))
+    copies = CopyQueue(submit=executor.copy, least=None if loaded.parallel.size == 1 else agreement.least)
+    memory = make_memory(pool, config, copies, make_host_memory(host_pool, copies, config.cache, geometry))
+    generations = Generations()
+    grammars = make_grammars(loaded, config.grammar)
+    local_clock, agreed_clock = MonotonicClock(), AgreedClock()
+    clock = local_clock if loaded.parallel.size == 1 else agreed_clock
+    speculation, draft_runner = None, None
+    if config.speculative.algorithm is not None:
+        draft_runner = make_draft_runner(draft, target, states=states)
+        proposer = make_proposer(
+            config.speculative,
+            draft,
+            target,
+            runner=draft_runner,
+            run=lambda work: executor.run(lambda: joint.run(work)),
+        )
+        speculation = make_speculation(config.speculative, proposer, memory, clock, local_clock, agreement)
+    scheduler = Scheduler(
+        memory=memory,
+        executor=executor,
+        config=config.scheduler,
+        model=_facts(loaded.model_config),
+        clock=clock,
+        sink=sink or generations,
+        decode_text=text_decoder(loaded.text),
+        speculation=speculation,
+        session_pages=config.cache.session_pages(geometry.page_bytes, num_pages=pool.num_pages),
+        stopwatch=local_clock,
+        grammars=grammars,
+        least=agreement.least,
+    )
+    return EngineParts(
+        pool=pool,
+        memory=memory,
+        runner=runner,
+        draft_runner=draft_runner,
+        executor=executor,
+        joint=joint,
+        agreement=agreement,
+        scheduler=scheduler,
+        inputs=make_inputs(scheduler, agreement, loaded.parallel, agreed_clock, local_clock),
+        generations=generations,
+        grammars=grammars,
+    )
+
+
+def _executor_parts(
+    loaded: LoadedModel, config: EngineConfig, runner: Runner, joint: JointWork, host_pool: HostPool | None
+) -> ExecutorParts:
+    return ExecutorParts(
+        runner=runner,
+        settle=make_settle(runner, config),
+        joint=joint,
+        overlap=config.scheduler.enable_overlap,
+        threads=loaded.threads,
+        cpus=config.cpus,
+        host_pool=host_pool,
+    )
+
+
+def _facts(model: ModelConfig) -> ModelFacts:
+    return ModelFacts(
+        vocab_size=model.vocab_size,
+        eos_token_ids=frozenset(model.eos_token_ids),
+        context_length=model.max_position,
+        hidden_size=model.hidden_size,
+    )

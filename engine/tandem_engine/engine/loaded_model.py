@@ -1,0 +1,273 @@
+"""A checkpoint in memory: weights and what follows from it, for any number of engines of one process."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.linux import give_back, movable, to_huge_pages
+from tandem_engine.config import EngineConfig, ModelConfig
+from tandem_engine.executor.memory_profile import meter_for
+from tandem_engine.kernels.interface import FLOAT8
+from tandem_engine.memory.pool import kv_dtype, require_kv_dtype
+from tandem_engine.messages.control import KvGeometry
+from tandem_engine.model.base import CausalLM
+from tandem_engine.model.checkpoint import read_model_config
+from tandem_engine.model.loader import load_kv_scales, load_model, load_progress, resolve_dtype
+from tandem_engine.model.long_context import default_context, fingerprint_of
+from tandem_engine.model.quantization.kv_scales import scales_digest
+from tandem_engine.model.weights import heads_of_rank, require_shareable
+from tandem_engine.parallel.group import Parallel, device_of_rank, require_device
+from tandem_engine.parallel.sharding import OUTPUTS
+from tandem_engine.sampling.grammar.guidance.translate import GuidanceVocabulary
+from tandem_engine.speculative.assembly import read_draft
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+
+
+def weight_memory(model: object) -> list[tuple[int, int]]:
+    """Address and bytes of every tensor on a CPU that `model`, made of dataclasses and tuples of them, holds."""
+    return list(_memory(model, set()))
+
+
+def _memory(part: object, seen: set[int]) -> Iterator[tuple[int, int]]:
+    if id(part) in seen:
+        return
+    seen.add(id(part))
+    if isinstance(part, Tensor):
+        if part.device.type == "cpu":
+            yield _place(part)
+    elif is_dataclass(part):
+        for each in fields(part):
+            yield from _memory(getattr(part, each.name), seen)
+    elif isinstance(part, tuple | list):
+        for each in part:
+            yield from _memory(each, seen)
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    if tensor.layout is torch.strided:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    try:
+        return int(torch.ops.mkldnn.data_ptr(tensor)), int(torch.ops.mkldnn._nbytes(tensor))
+    except (AttributeError, RuntimeError):
+        return 0, 0  # a torch, or a build of it, that does not say where an opaque tensor lies
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """Weights and everything that follows from the checkpoint. Immutable and shared."""
+
+    config: EngineConfig
+    model: CausalLM
+    dtype: torch.dtype
+    threads: int
+    """That a forward may use."""
+    text: TextTokenizer | None
+    vocabulary: GuidanceVocabulary | None = None
+    """For grammars; None without a tokenizer or an EOS token."""
+    kv_scales: torch.Tensor | None = None
+    """For float8 KV, of all heads of the model: [layers, 2, KV heads]. None where the checkpoint has none."""
+    parallel: Parallel = field(default_factory=Parallel)
+    """This rank and those that hold the rest of the weights."""
+    weight_bytes: int = 0
+    """Memory that loading took for good, on this rank."""
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.model.config
+
+
+def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = None) -> LoadedModel:
+    """Read the checkpoint, or this rank's part of it. `parallel`: the ranks, if there are several (see `launch`).
+
+    Raises `CheckpointError` and `ConfigError` before anything large is allocated.
+    """
+    parallel = parallel or Parallel()
+    assert parallel.size == config.parallel.tp_size, f"{parallel.size} ranks for {config.parallel}"
+    facts = require_loadable(config)
+    config = replace(config, device=device_of_rank(config.device, config.parallel.local_rank(parallel.rank)))
+    read_draft(config.speculative, target=facts, target_path=config.model_path)
+    context_length = _context_length(config, facts)
+    facts = replace(facts, fingerprint=fingerprint_of(facts, context_length))
+    threads = max(1, (config.threads or len(config.cpus) or torch.get_num_threads()) // config.parallel.local_size)
+    # This thread only schedules; see `ForwardThread` for what a second compute team would cost.
+    torch.set_num_threads(1)
+    dtype = resolve_dtype(config.dtype, facts, device=config.device)
+    meter = meter_for(config.device)
+    before = meter.used()
+    model = load_model(
+        config.model_path,
+        facts,
+        dtype,
+        config.device,
+        context_length=context_length,
+        progress=progress,
+        group=parallel.forward,
+        load_format=config.load_format,
+        quantization=config.quantization,
+    )
+    give_back()
+    _to_huge_pages(model, progress=progress)
+    scheduler = replace(config.scheduler, context_length=context_length)
+    folder = Path(config.model_path)
+    text = TextTokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
+    return LoadedModel(
+        config=replace(config, scheduler=scheduler),
+        model=model,
+        dtype=dtype,
+        threads=threads,
+        text=text,
+        vocabulary=None if text is None else _vocabulary(folder, facts),
+        kv_scales=load_kv_scales(config.model_path, model.config, load_format=config.load_format),
+        parallel=parallel,
+        weight_bytes=max(0, meter.used() - before),
+    )
+
+
+def _to_huge_pages(model: CausalLM, *, progress: bool) -> None:
+    ranges = movable(weight_memory(model))
+    if total := sum(size for _, size in ranges):
+        with load_progress(total, shown=progress, doing="moving weights to huge pages") as advance:
+            to_huge_pages(ranges, advance=advance)
+
+
+def _vocabulary(folder: Path, facts: ModelConfig) -> GuidanceVocabulary | None:
+    if not facts.eos_token_ids:
+        return None
+    return GuidanceVocabulary(
+        tokenizer_file=folder / "tokenizer.json", vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
+    )
+
+
+def require_loadable(config: EngineConfig) -> ModelConfig:
+    """What the checkpoint says of itself. Raises what `load` would, before any weights are read."""
+    require_device(config.device, ranks=config.parallel.local_size)
+    require_kv_dtype(config.cache.dtype, config.device)
+    facts = read_model_config(
+        config.model_path,
+        impl=config.model_impl,
+        load_format=config.load_format,
+        quantization=config.quantization,
+        device=config.device,
+    )
+    require_shareable(facts, config.parallel.tp_size)
+    _context_length(config, facts)
+    return facts
+
+
+def _context_length(config: EngineConfig, facts: ModelConfig) -> int:
+    if config.context_length > facts.max_position:
+        raise ConfigError(
+            f"--context-length {config.context_length} is over the model's {facts.max_position} positions"
+        )
+    if config.context_length == 1:
+        raise ConfigError("--context-length must be at least 2, a token of prompt and one of output, got 1")
+    return config.context_length or default_context(facts, config.default_context)
+
+
+LAYOUT_VERSION = 2
+"""Of `KvPool`, [page, layer, kv, kv_head, slot, head_dim], and of the digests of its pages."""
+
+
+def compat_hash(geometry: KvGeometry, kv_heads: int, peer_group: str = "") -> str:
+    """Digest of everything two workers must share before one writes into the other's pages.
+
+    Not of how many ranks share the model's `kv_heads`: each head goes to whoever holds it there.
+    """
+    whole = msgspec.structs.replace(geometry, num_kv_heads=kv_heads, tp_size=1)
+    group = hashlib.blake2b(peer_group.encode(), digest_size=16).digest() if peer_group else b""
+    return hashlib.blake2b(msgspec.msgpack.encode(whole), digest_size=16, key=group).hexdigest()
+
+
+def kv_geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
+    """Of the pages of this rank."""
+    facts, dtype = loaded.model_config, kv_dtype(config.cache.dtype, loaded.dtype)
+    return KvGeometry(
+        fingerprint=facts.fingerprint,
+        num_layers=facts.num_layers,
+        num_kv_heads=heads_of_rank(facts, loaded.parallel.size).kv,
+        head_dim=facts.head_dim,
+        page_size=config.cache.page_size,
+        dtype=dtype_name(dtype),
+        layout_version=LAYOUT_VERSION,
+        tp_size=loaded.parallel.size,
+        model_dtype="" if dtype is loaded.dtype else dtype_name(loaded.dtype),
+        kv_scales=kv_scales_name(loaded, dtype),
+    )
+
+
+def kv_scales_name(loaded: LoadedModel, dtype: torch.dtype) -> str:
+    """See `KvGeometry.kv_scales`."""
+    return scales_digest(loaded.kv_scales) if dtype in FLOAT8 else ""
+
+
+def scales_of_rank(loaded: LoadedModel) -> torch.Tensor:
+    """Those of the KV heads that this rank holds."""
+    facts, parallel = loaded.model_config, loaded.parallel
+    part = OUTPUTS.part(facts.num_kv_heads, rank=parallel.rank, size=parallel.size)
+    whole = torch.ones(facts.num_layers, 2, facts.num_kv_heads) if loaded.kv_scales is None else loaded.kv_scales
+    return whole[:, :, part.start : part.stop]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in flags: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+ANOTHER_WITH_OTHER_WEIGHTS = ("fingerprint", "dtype")
+"""Of a `ModelConfig`: the dtype on disk says nothing about the one in memory, and the fingerprint is what changes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """Of one rank."""
+
+    loaded_with: EngineConfig
+    model_config: ModelConfig
+    geometry: KvGeometry
+    peer_group: str
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, config: EngineConfig) -> Self:
+        return cls(
+            loaded_with=loaded.config,
+            model_config=loaded.model_config,
+            geometry=kv_geometry(loaded, config),
+            peer_group=config.disagg.peer_group,
+        )
+
+    @property
+    def compat_hash(self) -> str:
+        """Workers with different ones exchange no KV."""
+        return compat_hash(self.geometry, self.model_config.num_kv_heads, self.peer_group)
+
+    def with_weights(self, loaded: LoadedModel, kv_dtype: torch.dtype) -> "Served":
+        """The same with the weights of `loaded`, over pages of `kv_dtype`."""
+        geometry = msgspec.structs.replace(
+            self.geometry,
+            fingerprint=loaded.model_config.fingerprint,
+            kv_scales=kv_scales_name(loaded, kv_dtype),
+        )
+        return replace(self, loaded_with=loaded.config, model_config=loaded.model_config, geometry=geometry)
+
+    def require_same_architecture(self, loaded: LoadedModel) -> None:
+        """Raise `ConfigError` unless `loaded` can take the place of what is served."""
+        path, dtype = loaded.config.model_path, dtype_name(loaded.dtype)
+        served = self.geometry.model_dtype or self.geometry.dtype
+        if dtype != served:
+            raise ConfigError(f"{path} loads as {dtype}, but the engine serves {served}: restart with --dtype")
+        old, new = asdict(self.model_config), asdict(loaded.model_config)
+        differing = [name for name in old if old[name] != new[name] and name not in ANOTHER_WITH_OTHER_WEIGHTS]
+        if differing:
+            name = differing[0]
+            raise ConfigError(
+                f"{path} has {name} {new[name]}, served is {old[name]}: a reload keeps the architecture, "
+                "start a worker for another one"
+            )

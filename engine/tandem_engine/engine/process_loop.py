@@ -1,0 +1,290 @@
+"""The turns of an engine process: take in what has come, step, report, and sleep when there was nothing to do.
+
+Until `stop`; then what is left is aborted, and its clients hear of it.
+
+What the worker service hears of the engine without asking, and the answer to an audit.
+
+at start, and with other weights    `EngineReady`
+once a turn                         KV events, traced requests that have ended; that the engine is to be drained
+twice a second, in long steps too   `EngineStats`
+
+A queue that is full drops a message: the worker service sees the gap in the sequence of events and asks for a replay.
+
+The engine as a process: sockets in, engine step, outputs out, until told to stop.
+
+Start   `serve`: load model → build engine → self-test → bind the request socket → `EngineReady` to the worker service
+Turn    `loop`: gateways' requests → worker's orders → one scheduler step → `reports`: KV events, stats
+Idle    sleep on all sockets and the transport's descriptor, also while requests wait; nothing spins
+Stop    SIGTERM, `Shutdown`, or the worker service gone: abort what is left, tell every client, close
+
+Everything runs on one thread, the scheduler's; the forward and NIXL have threads of their own.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tandem_engine.base.errors import RankLostError
+from tandem_engine.base.linux import AtRest
+from tandem_engine.base.names import RequestId
+from tandem_engine.engine import Engine
+from tandem_engine.engine.control import Operations
+from tandem_engine.engine.watchdog import Watchdog
+from tandem_engine.ipc.channels import PairChannel, Poller, RouterChannel
+from tandem_engine.messages.control import (
+    Audit,
+    AuditReport,
+    Drain,
+    DrainWanted,
+    EngineReady,
+    EngineToWorker,
+    MeetPeers,
+    PeerEnded,
+    PeerGone,
+    ReplayCache,
+    Shutdown,
+    WorkerToEngine,
+)
+from tandem_engine.messages.kv_events import KvEvent, KvEventBatch
+from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, Taken, TokenOutput
+from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
+from tandem_engine.messages.stats import MAX_REPORTED, EndedRequests
+
+Requests = RouterChannel[EngineRequest, EngineReply]
+Control = PairChannel[WorkerToEngine, EngineToWorker]
+
+
+@dataclass(kw_only=True, slots=True)
+class Outbox:
+    """Sends outputs to gateways. One that is gone gets nothing more and its requests are aborted."""
+
+    channel: Requests | None = None
+    """None until the engine is built and the socket bound."""
+    unreachable: set[bytes] = field(default_factory=set)
+
+    def __call__(self, client: bytes, outputs: tuple[TokenOutput, ...]) -> None:
+        if self.channel is not None and not self.channel.send(client, OutputBatch(outputs=outputs)):
+            self.unreachable.add(client)
+
+
+logger = logging.getLogger(__name__)
+STATS_PERIOD = 0.5
+MAX_EVENTS_PER_BATCH = 256
+
+
+@dataclass(kw_only=True, slots=True)
+class Reports:
+    """Of one engine."""
+
+    engine: Engine
+    control: Control | None
+    """None without a worker service: nobody is told anything."""
+    watchdog: Watchdog
+    """Hears with every report that the engine lives."""
+    ready: EngineReady
+    _event_sequence: int = 0
+    _stats_at: float = 0.0
+    _drain_wanted: bool = False
+
+    def tell(self, message: EngineToWorker) -> None:
+        """Send `message`, or drop it."""
+        if self.control is not None and not self.control.send(message):
+            logger.warning("worker service does not read; dropped %s", type(message).__name__)
+
+    def announce(self) -> None:
+        """What this engine is: at start, and when its weights were replaced."""
+        self.ready = msgspec.structs.replace(
+            self.ready, geometry=self.engine.geometry, compat_hash=self.engine.compat_hash
+        )
+        self.tell(self.ready)
+
+    def publish(self) -> None:
+        """Once a turn: everything that is new."""
+        self._pass_on_departure()
+        events = self.engine.memory.cache.take_events()
+        if events:
+            self._send_events(events)
+        self._report_ended()
+        self.publish_stats()
+
+    def publish_stats(self) -> None:
+        """If it is time for them."""
+        now = time.monotonic()
+        if now >= self._stats_at:
+            self._stats_at = now + STATS_PERIOD
+            self.tell(self.engine.stats())
+            self.watchdog.progressed()
+
+    def replay_cache(self) -> None:
+        """The whole prefix cache as events."""
+        self._send_events(self.engine.memory.cache.snapshot_events())
+
+    def audit(self, nonce: int) -> None:
+        """Answer an `Audit`."""
+        report = self.engine.audit()
+        self.tell(
+            AuditReport(
+                nonce=nonce,
+                problems=report.problems,
+                idle=self.engine.scheduler.idle,
+                free_pages=report.free,
+                tree_pages=report.tree,
+                private_pages=report.private,
+                held_pages=report.held,
+            )
+        )
+
+    def _pass_on_departure(self) -> None:
+        """A node of this engine is to leave: whoever knows the fleet has requests move before it does."""
+        reason = self.engine.departure.reason
+        if reason is not None and not self._drain_wanted:
+            self._drain_wanted = True
+            logger.info("requesting drain: %s", reason)
+            self.tell(DrainWanted(reason=reason))
+
+    def _report_ended(self) -> None:
+        log = self.engine.scheduler.ended
+        ended = log.take()
+        for start in range(0, len(ended), MAX_REPORTED):
+            chunk = tuple(ended[start : start + MAX_REPORTED])
+            message = EndedRequests(requests=chunk, lost=log.lost)
+            if self.control is None or not self.control.send(message):
+                log.lost += len(chunk)
+
+    def _send_events(self, events: Sequence[KvEvent]) -> None:
+        for start in range(0, len(events), MAX_EVENTS_PER_BATCH):
+            self._event_sequence += 1
+            chunk = tuple(events[start : start + MAX_EVENTS_PER_BATCH])
+            self.tell(KvEventBatch(sequence=self._event_sequence, events=chunk))
+
+
+LONGEST_SLEEP = 0.05
+"""Bounds how late a deadline or a lease is noticed; everything else is announced by a socket or the transport."""
+
+RANKS_SLEEP = 0.002
+"""While other ranks, which have no socket here, are about to report what this one has seen."""
+
+ABORT_S = 1.0
+"""How long the last requests may take to end."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineLoop:
+    """Owns the turns. `run` returns when the process should exit."""
+
+    engine: Engine
+    incarnation: str
+    requests: Requests
+    control: Control | None
+    outbox: Outbox
+    operations: Operations
+    reports: Reports
+    poller: Poller
+    """Of all of their sockets and descriptors."""
+    _stopping: bool = False
+    _at_rest: AtRest = field(default_factory=AtRest)
+    _early: deque[tuple[bytes, EngineRequest]] = field(default_factory=deque)
+    """Requests that came during a long step; handled at the next turn."""
+
+    def stop(self) -> None:
+        """Leave the loop at its next turn. Safe to call from a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Raises `RankLostError` when a part of the engine is lost; its clients know by then."""
+        self.engine.on_wait(self._answer_pings)
+        self.reports.announce()
+        try:
+            self._turn_until_stopped()
+            self._abort_everything()
+        except RankLostError:
+            self.engine.scheduler.report_failure(RankLostError("this worker lost a part of its model"))
+            raise
+
+    def _turn_until_stopped(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self.operations.close()
+
+    def _turn(self) -> None:
+        received = self._receive()
+        worked = self.engine.step()
+        self._abort_unreachable()
+        self.operations.poll()
+        self.reports.publish()
+        self._at_rest.turn(worked=received or worked, now=time.monotonic())
+        if not (received or worked):
+            self.poller.wait(RANKS_SLEEP if self.engine.awaits_ranks else LONGEST_SLEEP)
+
+    def _receive(self) -> bool:
+        any_message = False
+        while self._early:
+            any_message = True
+            self._handle_request(*self._early.popleft())
+        for client, message in self.requests.receive():
+            any_message = True
+            self._handle_request(client, message)
+        if self.control is not None:
+            for order in self.control.receive():
+                any_message = True
+                self._handle_order(order)
+        return any_message
+
+    def _answer_pings(self) -> None:
+        """During a long step: prove that this engine lives, and keep everything else for the next turn."""
+        for client, message in self.requests.receive():
+            if isinstance(message, Ping):
+                self._handle_request(client, message)
+            else:
+                self._early.append((client, message))
+        self.reports.publish_stats()
+
+    def _handle_request(self, client: bytes, message: EngineRequest) -> None:
+        match message:
+            case GenerateRequest():
+                self.engine.add(message, client)
+                self.requests.send(client, Taken(rid=message.rid))
+            case AbortRequest():
+                self.engine.abort(RequestId(message.rid))
+            case CloseSession():
+                self.engine.close_session(message.session, cache_salt=message.cache_salt)
+            case Ping():
+                self.requests.send(client, Pong(nonce=message.nonce, incarnation=self.incarnation))
+
+    def _handle_order(self, order: WorkerToEngine) -> None:
+        match order:
+            case Audit():
+                self.reports.audit(order.nonce)
+            case ReplayCache():
+                self.reports.replay_cache()
+            case PeerGone():
+                self.engine.peer_gone(order.incarnation)
+            case PeerEnded():
+                self.engine.peer_ended(order.incarnation)
+            case MeetPeers():
+                self.engine.meet_peers(order.peers)
+            case Drain():
+                # Whoever is paused could never finish.
+                self.engine.resume()
+                self.engine.drain()
+            case Shutdown():
+                self.stop()
+            case _:
+                self.operations.handle(order)
+
+    def _abort_unreachable(self) -> None:
+        """A gateway that died cannot abort its requests, so its worker does [dead-gateway-aborts]."""
+        while self.outbox.unreachable:
+            self.engine.abort_client(self.outbox.unreachable.pop())
+
+    def _abort_everything(self) -> None:
+        self.engine.abort_all()
+        deadline = time.monotonic() + ABORT_S
+        while not self.engine.idle and time.monotonic() < deadline:
+            self.engine.step()

@@ -1,0 +1,344 @@
+"""One step from start to end on a device with streams: queued at once, finished on the host.
+
+    on the host     what follows from lengths and flags (`forward.step_inputs`), then one copy of it all
+    queued          resolve ─▶ model, by a graph if one fits ─▶ logits ─▶ sample ─▶ publish, record ─▶ copy to host
+    later           `finish` reads the copies
+
+It is to streams what `runner` is to a thread, and gives the same results. Nothing in it looks at the device before
+`finish` [no-device-wait]. In a step with a grammar sampling is queued when its masks are released, which the scheduler
+does right after settling the step before [masks-after-settling]: the model is on its way by then.
+
+Frozen values with tensors in them, taken apart and put together again around other tensors.
+
+What crosses to a device is a step's view: dataclasses and tuples with tensors at the leaves. All of them are copied at
+once, in one piece of memory, so somebody has to know where they are.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tandem_engine.executor.cuda.graphs import Computed, DecodeGraph, DecodeGraphs
+from tandem_engine.executor.cuda.streams import (
+    DeviceStreams,
+    Download,
+    Queued,
+    StreamFuture,
+    StreamName,
+    TimedEvent,
+    download,
+    upload,
+)
+from tandem_engine.executor.interface import HiddenObserver
+from tandem_engine.executor.runner import hidden_states, keep_guesses, telling
+from tandem_engine.forward.batch import ForwardBatch, ForwardResult, Guesses, PromptScores, SampledLogprobs, TokenMasks
+from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.forward.kv_progress import KvProgress
+from tandem_engine.forward.results import Outcome, PooledSum, queue_pooled
+from tandem_engine.forward.step_inputs import StepInputs, can_be_decodes, step_inputs
+from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention.backend import AttentionPlan, GraphBackend
+from tandem_engine.model.base import StepModel
+from tandem_engine.parallel.group import SingleRank, TpGroup
+from tandem_engine.sampling.device_sampler import QueuedSampler, queue_prompt_scores
+
+T = TypeVar("T")
+
+_FIELDS: dict[type, tuple[str, ...]] = {}
+"""Of the types seen so far."""
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """Every tensor in dataclasses and tuples of `value`, in a fixed order. Any other object is a leaf without one."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def with_tensors(value: T, tensors: Sequence[Tensor]) -> T:
+    """`value` with other tensors in the places that `tensors_of` finds, in its order."""
+    rest = iter(tensors)
+    rebuilt: T = _rebuild(value, rest)
+    assert next(rest, None) is None, "more tensors than places"
+    return rebuilt
+
+
+def _collect(value: object, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, tuple):
+        for item in value:
+            _collect(item, found)
+    else:
+        for name in _names(type(value)):
+            _collect(getattr(value, name), found)
+
+
+def _rebuild(value: Any, rest: Iterator[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return next(rest)
+    if isinstance(value, tuple):
+        items = [_rebuild(item, rest) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    names = _names(type(value))
+    return type(value)(**{name: _rebuild(getattr(value, name), rest) for name in names}) if names else value
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    """Fields of a frozen dataclass; () for any other type, whose values nobody may copy."""
+    known = _FIELDS.get(kind)
+    if known is None:
+        frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        known = _FIELDS[kind] = tuple(each.name for each in fields(kind) if each.init) if frozen else ()
+    return known
+
+
+MILLISECOND = 1e-3
+Capture = Callable[[StepModel], DecodeGraphs]
+AgreeTime = Callable[[float], float]
+Before = Callable[[ForwardBatch], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """What the host will know of a step."""
+
+    logprobs: Outcome[tuple[SampledLogprobs | None, ...]]
+    scores: Outcome[tuple[PromptScores, ...]]
+    pooled: Outcome[tuple[PooledSum, ...]]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.logprobs.tensors, *self.scores.tensors, *self.pooled.tensors)
+
+
+class StreamRunner:
+    """Queues batches in the order they come. Scheduler thread only, under `torch.inference_mode`."""
+
+    def __init__(
+        self,
+        *,
+        model: StepModel,
+        pool: KvPool,
+        backend: GraphBackend,
+        future_map: FutureMap,
+        streams: DeviceStreams,
+        observer: HiddenObserver | None = None,
+        group: TpGroup | None = None,
+    ) -> None:
+        """`observer`, `group`: see `ModelRunner`."""
+        self.pool = pool
+        self.backend = backend
+        self.streams = streams
+        self.sampler = QueuedSampler()
+        self.future_map = future_map
+        self.agree_time: AgreeTime = float
+        """Makes the seconds of a step equal on all ranks. Called once for each, when it is finished."""
+        self.before: Before = lambda _: None
+        """Called with each batch before any of it is queued."""
+        self._model = model
+        self._observer = observer
+        self._group = group or SingleRank()
+        self._capture: Capture | None = None
+        self._graphs = DecodeGraphs(())
+
+    @property
+    def model(self) -> StepModel:
+        return self._model
+
+    @model.setter
+    def model(self, model: StepModel) -> None:
+        """Other weights lie elsewhere: their graphs are captured anew. Another stream may have written them."""
+        self.streams.synchronize()
+        self._model = model
+        if self._capture is not None:
+            self.capture(self._capture)
+
+    def capture(self, capture: Capture) -> None:
+        """Run steps that fit by the graphs that `capture` makes, now and for other weights."""
+        self._capture = capture
+        # Their memory first: two sets at a time may be too much.
+        self._graphs = DecodeGraphs(())
+        self._graphs = capture(self._model)
+
+    def enqueue(self, batch: ForwardBatch) -> Queued[ForwardResult]:
+        """Queue `batch`, on the host: KV is written, sampled tokens are published to their rows and copied back."""
+        if batch.num_tokens == 0:
+            return Queued(lambda: True, lambda: ForwardResult(step=batch.step, next_token_ids=()))
+        step = self._queue(batch)
+        return Queued(step.arrived, step.finish)
+
+    def _queue(self, batch: ForwardBatch) -> "QueuedStep":
+        self.before(batch)
+        graph, inputs = self._prepare(batch)
+        began = self.streams.record(StreamName.FORWARD, timed=True)
+        with self.streams.on(StreamName.FORWARD):
+            computed = self._compute(inputs, graph)
+        step = QueuedStep(runner=self, inputs=inputs, computed=computed, began=began)
+        if batch.sampling.masks is None:
+            step.sample(None)
+        else:
+            batch.sampling.masks.when_released(partial(step.sample_when_filled, batch.sampling.masks))
+        return step
+
+    def forward(self, batch: ForwardBatch) -> ForwardResult:
+        """Queue `batch` and wait for it. Not for steps that are served."""
+        return StreamFuture(self.enqueue(batch)).result()
+
+    def guess(self, batches: Sequence[ForwardBatch]) -> Guesses:
+        """See `Runner.guess`."""
+        steps = [self._queue(batch) for batch in batches]
+        with self.streams.on(StreamName.FORWARD):
+            # As `finish` has them: a token that means nothing is 0.
+            on_device = torch.cat([step.token_ids for step in steps]).clamp_(min=0)
+        futures = [StreamFuture(Queued(step.arrived, step.finish)) for step in steps]
+        return Guesses(lambda: [future.result() for future in futures], on_device=on_device)
+
+    def logits(self, batch: ForwardBatch) -> Tensor:
+        """See `Runner.logits`."""
+        graph, inputs = self._prepare(batch)
+        with self.streams.on(StreamName.FORWARD):
+            logits = self._compute(inputs, graph).logits
+        copies = download(self.streams, (logits,))
+        return StreamFuture(Queued(copies.arrived, lambda: copies.tensors[0])).result()
+
+    def record(self, batch: ForwardBatch, token_ids: Tensor) -> None:
+        """See `ModelRunner.record`; all of it on the host."""
+        edits = batch.sampling.edits
+        if edits is None:
+            return
+        told = (replace(edits, histories=()), token_ids)
+        # Called while a result is read, by whoever asked for it.
+        with torch.inference_mode():
+            edits, token_ids = with_tensors(told, upload(self.streams, tensors_of(told)))
+            with self.streams.on(StreamName.FORWARD):
+                self.sampler.editor.record(edits, token_ids)
+
+    def queue_results(
+        self, inputs: StepInputs, computed: Computed, masks: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Answers]:
+        """Queue all that follows the model: the tokens [R] of the step, and what else is asked of it."""
+        hidden = computed.hidden
+        scored = len(hidden) - sum(len(pooled.tokens) for pooled in inputs.batch.pooled)
+        sampled = self.sampler.sample(computed.logits, inputs, masks)
+        answers = Answers(
+            logprobs=sampled.logprobs,
+            scores=queue_prompt_scores(
+                hidden[inputs.sampled : scored], inputs.batch.prompt_positions, self._model.logits
+            ),
+            pooled=queue_pooled(hidden[scored:], inputs.batch.pooled),
+        )
+        # Rank 0's count, should ranks ever differ [rank-zero-tokens].
+        token_ids = self._group.broadcast(sampled.token_ids)
+        if inputs.publish_rows is not None:
+            sound = token_ids.clamp(min=0)
+            self.future_map.publish(inputs.publish_rows, sound)
+            self.sampler.record(inputs, sound[:, None])
+        return token_ids, answers
+
+    def _prepare(self, batch: ForwardBatch) -> tuple[DecodeGraph | None, StepInputs]:
+        """The graph for `batch`, if one fits, and what is to be computed, on the device."""
+        graph = self._graphs.fitting(batch.num_tokens) if can_be_decodes(batch) else None
+        on_host = step_inputs(batch, pad_to=None if graph is None else graph.rows)
+        inputs = with_tensors(on_host, upload(self.streams, tensors_of(on_host)))
+        return graph, replace(inputs, batch=replace(inputs.batch, on_host=on_host.batch))
+
+    def _compute(self, inputs: StepInputs, graph: DecodeGraph | None) -> Computed:
+        if inputs.page_copies is not None:
+            self.pool.copy_pages_of(*inputs.page_copies)
+        if inputs.batch.guessed is not None:
+            inputs.batch.guessed.fill(inputs.batch.input_ids)
+        computed = self._compute_queued(inputs) if graph is None else graph.replay(inputs)
+        keep_guesses(self._model, inputs.batch, computed.hidden, inputs.wanted)
+        return computed
+
+    def _compute_queued(self, inputs: StepInputs) -> Computed:
+        """Operation by operation."""
+        batch = inputs.batch
+        input_ids = self.future_map.resolve(batch.input_ids, inputs.token_rows)
+        attend: AttentionPlan = self.backend.plan(batch)
+        if batch.kv_progress is not None:
+            attend = telling(attend, partial(self._wrote, batch.kv_progress))
+        hidden = hidden_states(
+            self._model, self._observer, batch, input_ids=input_ids, attend=attend, wanted=inputs.wanted
+        )
+        return Computed(hidden, self._model.logits(hidden[: inputs.sampled]))
+
+    def _wrote(self, progress: KvProgress, layer: int) -> None:
+        """An event behind the layer's KV says when it is there."""
+        progress.wrote(layer, self.streams.record(StreamName.FORWARD))
+
+
+@dataclass(kw_only=True, slots=True)
+class QueuedStep:
+    """A step on its way."""
+
+    runner: StreamRunner
+    inputs: StepInputs
+    computed: Computed | None
+    """Until sampling is queued: by then nobody on the host needs it."""
+    began: TimedEvent
+    ended: TimedEvent | None = None
+    answers: Answers | None = None
+    results: Download | None = None
+    """None until sampling is queued."""
+    sampled: Tensor | None = None
+    """[R] int64 on the device, −1 for what means nothing; None until sampling is queued."""
+    error: Exception | None = None
+    """That queueing it raised, when it was queued behind the launch."""
+
+    def sample(self, masks: tuple[Tensor, Tensor] | None) -> None:
+        """Queue what follows the model, up to the copies for the host."""
+        streams, computed = self.runner.streams, self.computed
+        assert computed is not None, "a step is sampled once"
+        self.computed = None
+        with streams.on(StreamName.FORWARD):
+            token_ids, self.answers = self.runner.queue_results(self.inputs, computed, masks)
+        self.ended = streams.record(StreamName.FORWARD, timed=True)
+        self.sampled = token_ids
+        self.results = download(streams, (token_ids, *self.answers.tensors))
+
+    @property
+    def token_ids(self) -> Tensor:
+        """See `sampled`; of a step without a grammar."""
+        assert self.sampled is not None, "its masks are yet to come"
+        return self.sampled
+
+    def sample_when_filled(self, masks: TokenMasks) -> None:
+        """`sample`, with `masks`, which are final. Whoever asks for the result hears of an error."""
+        try:
+            with torch.inference_mode():
+                on_host = (torch.tensor(masks.rows), masks.wait())
+                rows, bitmask = upload(self.runner.streams, on_host)
+                self.sample((rows, bitmask))
+        except Exception as error:  # noqa: BLE001 - called by who fills masks, and has no part in it
+            self.error = error
+
+    def arrived(self) -> bool:
+        """See `Queued.arrived`."""
+        if self.error is not None:
+            raise self.error
+        return self.results is not None and self.results.arrived()
+
+    def finish(self) -> ForwardResult:
+        """See `Queued.finish`."""
+        assert self.results is not None, "a step is finished once it has arrived"
+        assert self.answers is not None, "a step is finished once it has arrived"
+        assert self.ended is not None, "a step is finished once it has arrived"
+        answers, (token_ids, *rest) = self.answers, self.results.tensors
+        first, second = len(answers.logprobs.tensors), len(answers.logprobs.tensors) + len(answers.scores.tensors)
+        tokens = token_ids.tolist()
+        unsound = tuple(row for row, token in enumerate(tokens) if token < 0)
+        return ForwardResult(
+            step=self.inputs.batch.step,
+            next_token_ids=tuple(max(0, token) for token in tokens) if unsound else tuple(tokens),
+            logprobs=answers.logprobs.read(rest[:first]),
+            prompt_scores=answers.scores.read(rest[first:second]),
+            pooled=answers.pooled.read(rest[second:]),
+            unsound=unsound,
+            compute_s=self.runner.agree_time(self.began.elapsed_time(self.ended) * MILLISECOND),
+        )

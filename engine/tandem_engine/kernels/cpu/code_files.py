@@ -1,0 +1,53 @@
+"""Where numba keeps compiled code on disk: files of its own for everything that a function was compiled for.
+
+numba keeps all code of one function together, in one index and in data files that it numbers as they come. Two
+processes that compile at the same time read the same index, give theirs the same number, and from then on calls with
+one dtype run the code for another. Here a file is named by what its code was compiled for, so whoever writes to it
+writes the same.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+
+class CodeFiles(FunctionCache):  # type: ignore[misc]
+    """numba's cache of one function. Raises `RuntimeError` where no folder for it can be written."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file = _FilesByKey(
+            folder=self._cache_path,
+            function=self._impl.filename_base,
+            source_stamp=self._impl.locator.get_source_stamp(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FilesByKey:
+    """Takes the place of one index of all keys. A key is a signature, a kind of CPU and a digest of the code."""
+
+    folder: str
+    function: str
+    """Its module, name and line, and the Python version."""
+    source_stamp: object
+    """Of the sources at import: code of others is compiled again."""
+
+    def load(self, key: object) -> Any:
+        """What was saved for `key`, or None."""
+        return self._files_of(key).load(key)
+
+    def save(self, key: object, data: object) -> None:
+        self._files_of(key).save(key, data)
+
+    def _files_of(self, key: object) -> Any:
+        # numba's types are written with all that tells them apart.
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()
+        return IndexDataCacheFile(
+            cache_path=self.folder,
+            filename_base=f"{self.function}-{digest[:16]}",
+            source_stamp=self.source_stamp,
+        )

@@ -1,0 +1,223 @@
+"""Experts of a sparse feed-forward block, all at once, without the host knowing who chose whom.
+
+    align      pairs p = t · k + rank of tokens and experts in blocks of one expert each (`expert_blocks`)
+    gate, up   inner[p] = round(activation(round(x[t] Gᵀ))) · round(x[t] Uᵀ), the halves G and U of the expert's weight
+    down       result[p] = inner[p] Dᵀ
+    combine    out[t]: a token's results, weighted and added
+
+Shapes: x [T, H]; experts [T, k] int64, weights [T, k]; gate_up [E, 2 · I, H], gate first, down [E, H, I]; out [T, H].
+x and weights have one dtype, and every `round` is to it: those are the places where `model.layers.mlp` rounds. Each of
+the two products is by weights of that dtype (here) or by packed ones (`quantized_moe`). Products are summed in float32
+(float32 inputs in IEEE arithmetic), in another order than torch's.
+
+Tiling: a program of a product has the rows of one block and a tile of the outputs, gathers its rows by `pairs`, and
+walks over the inputs BLOCK_K at a time; the one of gate and up sums both and never writes them.
+
+Of weights in the dtype one tile size serves every batch. With 64 rows a block reads a weight once for 64 multiply-adds,
+which is less than what a device computes while it reads one (H200: 206), so a single token still takes the time of
+reading its experts; and the order of a row's sum does not depend on T, so neither does its result.
+
+Source: the grouped product as in Triton's grouped GEMM tutorial.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_engine.kernels.interface import PackedWeight
+from tandem_engine.kernels.triton.common import rounded
+from tandem_engine.kernels.triton.expert_blocks import Alignment, align, combine
+from tandem_engine.kernels.triton.norm_activation import ACTIVATIONS, activated
+from tandem_engine.kernels.triton.quantized_moe import packed_block_rows, packed_down, packed_gate_up, reordered
+
+BLOCK_ROWS = 64
+
+ExpertWeights = Tensor | PackedWeight
+"""[E, outputs, inputs]: in the dtype of x, dense, or a packed stack."""
+
+
+class GemmTile(NamedTuple):
+    """How a product is cut."""
+
+    outputs: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+GATE_UP = GemmTile(outputs=64, depth=64, num_warps=4, num_stages=3)
+DOWN = GemmTile(outputs=128, depth=64, num_warps=4, num_stages=3)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def gate_up_kernel(
+    x,
+    weight,
+    pairs,
+    owner,
+    inner,
+    num_pairs,
+    CHOSEN: tl.constexpr,
+    INNER: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """inner[p] of the pairs of block i, outputs [j · OUTPUTS, (j + 1) · OUTPUTS); program (j, i)."""
+    block = tl.program_id(1)
+    expert = tl.load(owner + block).to(tl.int64)
+    if expert >= 0:
+        pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        live_row = pair < num_pairs
+        output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        live_output = output < INNER
+        gate_weight = weight + expert * (2 * INNER * DEPTH)
+        up_weight = gate_weight + INNER * DEPTH
+        row = pair // CHOSEN
+        gate = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        up = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        for start in range(0, DEPTH, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            live_k = k < DEPTH
+            left = tl.load(x + row[:, None] * DEPTH + k[None, :], mask=live_row[:, None] & live_k[None, :], other=0.0)
+            place = output[None, :] * DEPTH + k[:, None]
+            live = live_output[None, :] & live_k[:, None]
+            gate = tl.dot(left, tl.load(gate_weight + place, mask=live, other=0.0), gate, input_precision="ieee")
+            up = tl.dot(left, tl.load(up_weight + place, mask=live, other=0.0), up, input_precision="ieee")
+        dtype = inner.dtype.element_ty
+        product = rounded(activated(rounded(gate, dtype), ACTIVATION), dtype) * rounded(up, dtype)
+        target = inner + pair[:, None] * INNER + output[None, :]
+        tl.store(target, product.to(dtype), mask=live_row[:, None] & live_output[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def down_kernel(
+    inner,
+    weight,
+    pairs,
+    owner,
+    results,
+    num_pairs,
+    SIZE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """results[p] of the pairs of block i, outputs [j · OUTPUTS, (j + 1) · OUTPUTS); program (j, i)."""
+    block = tl.program_id(1)
+    expert = tl.load(owner + block).to(tl.int64)
+    if expert >= 0:
+        pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        live_row = pair < num_pairs
+        output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        live_output = output < SIZE
+        weight += expert * (SIZE * DEPTH)
+        total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        for start in range(0, DEPTH, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            live_k = k < DEPTH
+            left = tl.load(
+                inner + pair[:, None] * DEPTH + k[None, :], mask=live_row[:, None] & live_k[None, :], other=0.0
+            )
+            place = output[None, :] * DEPTH + k[:, None]
+            right = tl.load(weight + place, mask=live_output[None, :] & live_k[:, None], other=0.0)
+            total = tl.dot(left, right, total, input_precision="ieee")
+        target = results + pair[:, None] * SIZE + output[None, :]
+        tl.store(target, total.to(results.dtype.element_ty), mask=live_row[:, None] & live_output[None, :])
+
+
+def fused_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    activation: str,
+    order: Tensor | None = None,
+) -> Tensor:
+    """What the chosen experts make of x, weighted and added: [T, H], dense. All arguments are dense.
+
+    `order`: int32 [E, H], where `gate_up` has the inputs of each expert in an order of its own.
+    """
+    assert activation in ACTIVATIONS, f"activation {activation!r} is none of {ACTIVATIONS}"
+    tokens, size = x.shape
+    num_pairs, num_experts = experts.numel(), num_experts_of(gate_up)
+    out = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out
+    alignment = align(experts, num_experts, block_rows(num_pairs, gate_up, down, x.dtype))
+    rows = x if order is None else reordered(x, experts, order)
+    inner = torch.empty((num_pairs, inputs_of(down)), dtype=x.dtype, device=x.device)
+    results = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
+    _multiply_gate_up(rows, gate_up, alignment, inner, activation)
+    _multiply_down(inner, down, alignment, results)
+    combine(results, weights, out)
+    return out
+
+
+def block_rows(num_pairs: int, gate_up: ExpertWeights, down: ExpertWeights, dtype: torch.dtype) -> int:
+    """Rows of a block of so many pairs."""
+    packed = [isinstance(weight, PackedWeight) for weight in (gate_up, down)]
+    if not any(packed):
+        return BLOCK_ROWS
+    return packed_block_rows(num_pairs if all(packed) else None, num_experts_of(gate_up), dtype)
+
+
+def num_experts_of(weight: ExpertWeights) -> int:
+    return len(weight.codes) if isinstance(weight, PackedWeight) else len(weight)
+
+
+def inputs_of(weight: ExpertWeights) -> int:
+    return weight.inputs if isinstance(weight, PackedWeight) else weight.shape[2]
+
+
+def _multiply_gate_up(
+    rows: Tensor, weight: ExpertWeights, alignment: Alignment, inner: Tensor, activation: str
+) -> None:
+    """Fill `inner` from `rows`, one for each token or one for each pair."""
+    if isinstance(weight, PackedWeight):
+        packed_gate_up(rows, weight, alignment, inner, activation)
+        return
+    num_pairs, size = inner.shape
+    constants = gate_up_constants(num_pairs // len(rows), size, rows.shape[1], activation) | {"ROWS": alignment.rows}
+    gate_up_kernel[(triton.cdiv(size, GATE_UP.outputs), len(alignment.owner))](
+        rows, weight, alignment.pairs, alignment.owner, inner, num_pairs, **constants,
+        num_warps=GATE_UP.num_warps, num_stages=GATE_UP.num_stages,
+    )  # fmt: skip
+
+
+def _multiply_down(inner: Tensor, weight: ExpertWeights, alignment: Alignment, results: Tensor) -> None:
+    if isinstance(weight, PackedWeight):
+        packed_down(inner, weight, alignment, results)
+        return
+    num_pairs, size = results.shape
+    constants = down_constants(size, inner.shape[1]) | {"ROWS": alignment.rows}
+    down_kernel[(triton.cdiv(size, DOWN.outputs), len(alignment.owner))](
+        inner, weight, alignment.pairs, alignment.owner, results, num_pairs, **constants,
+        num_warps=DOWN.num_warps, num_stages=DOWN.num_stages,
+    )  # fmt: skip
+
+
+def gate_up_constants(chosen: int, inner: int, depth: int, activation: str) -> dict[str, int | str]:
+    """What `gate_up_kernel` is compiled for."""
+    return {
+        "CHOSEN": chosen,
+        "INNER": inner,
+        "DEPTH": depth,
+        "ACTIVATION": activation,
+        "ROWS": BLOCK_ROWS,
+        "OUTPUTS": GATE_UP.outputs,
+        "BLOCK_K": GATE_UP.depth,
+    }
+
+
+def down_constants(size: int, depth: int) -> dict[str, int]:
+    """What `down_kernel` is compiled for."""
+    return {"SIZE": size, "DEPTH": depth, "ROWS": BLOCK_ROWS, "OUTPUTS": DOWN.outputs, "BLOCK_K": DOWN.depth}

@@ -1,0 +1,199 @@
+"""Root-mean-square normalisation, on its own or right after something is added to the residual stream.
+
+    alone       out    = x / sqrt(mean(x²) + eps) · w
+    added       hidden = hidden + delta                    in place, rounded to the dtype of `hidden`
+                out    = hidden / sqrt(mean(hidden²) + eps) · w
+
+Shapes: x [T, D] with w [D], or heads x [T, H, D] with w [H, D]; the tokens of x may lie further apart than H · D, as
+the heads of q and k do in the output of their projection. Any float dtype; sums, means and divisions are float32.
+Adding moves 4 numbers for each of the stream, three operations of torch 7.
+
+Rounding, as `model.layers.norm` has it, so that bfloat16 rounds alike:
+    weight in x's dtype      x / rms is rounded, then multiplied by w and rounded again
+    weight in float32        (Gemma's 1 + w) x / rms · w is rounded once
+
+The sum of squares is taken in another order than torch's, so x / rms may differ by a few units of float32's last place;
+in bfloat16 that is at most one unit of its last place before w is applied.
+
+Tiling: a program has ROWS rows of D numbers as one tile, and a row lies in one program whole. ROWS follows from D
+alone, so the order of a row's sum does not depend on how many rows there are.
+
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; the fused residual as in Apex and vLLM.
+
+The middle of a gated feed-forward block: activation(gate) · up.
+
+    silu         x / (1 + e^−x)                                         SwiGLU
+    gelu_tanh    ½ x (1 + tanh y) = x / (1 + e^−2y),  y = √(2/π) (x + 0.044715 x³)       GeGLU
+
+Shapes: gate_up [T, 2 · I] with the gate first, to [T, I] of the same dtype. Computed in float32; the activated gate
+is rounded to the dtype before it is multiplied, as in `model.layers.mlp`. In bfloat16 the result is at most 2
+units of its last place from torch's, of 2^-6 where it is smaller; in float32 at most 3e-5 of its size from float64's,
+far below zero, where the error of y counts in e^−2y.
+
+Tiling: program (t, i) has BLOCK numbers of token t. 3 numbers move for each of the result, torch's two operations
+move 5.
+
+Source: Shazeer, GLU Variants Improve Transformer, 2020; Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_engine.kernels.triton.common import rounded
+
+TILE = 4096
+"""Numbers of a program, where rows are shorter than that."""
+
+
+@triton.jit
+def normalised(x, squares, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr, ROUND_FIRST: tl.constexpr):
+    """x / sqrt(squares / SIZE + eps) · weight in float32; with ROUND_FIRST rounded to DTYPE before the weight."""
+    x = x * tl.math.div_rn(1.0, tl.math.sqrt_rn(tl.math.div_rn(squares, SIZE * 1.0) + eps))
+    if ROUND_FIRST:
+        x = rounded(x, DTYPE)
+    return x * weight
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def rms_norm_kernel(
+    x,
+    delta,
+    weight,
+    out,
+    num_rows,
+    token_stride,
+    eps,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+):
+    """Rows [i · ROWS, (i + 1) · ROWS) of T · HEADS, row r being head r % HEADS of token r // HEADS; program i."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    live = (row < num_rows) & (column < SIZE)
+    token, head = row // HEADS, row % HEADS
+    source = x + token.to(tl.int64) * token_stride + head * SIZE + column
+    dense = row.to(tl.int64) * SIZE + column
+    dtype = x.dtype.element_ty
+    values = tl.load(source, mask=live, other=0.0).to(tl.float32)
+    if ADD:
+        values = rounded(values + tl.load(delta + dense, mask=live, other=0.0).to(tl.float32), dtype)
+        tl.store(source, values.to(dtype), mask=live)
+    squares = tl.sum(values * values, axis=1)[:, None]
+    scale = tl.load(weight + head * SIZE + column, mask=live, other=0.0).to(tl.float32)
+    normed = normalised(values, squares, scale, eps, SIZE, dtype, ROUND_FIRST)
+    tl.store(out + dense, normed.to(dtype), mask=live)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """Normalise the last dimension of x to a dense tensor of its shape and dtype.
+
+    Args:
+        x: [T, D] or [T, H, D], dense but for the first dimension.
+        weight: [D] or [H, D], dense; float32 when it is to be applied before rounding.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, out, eps)
+    return out
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """Add `delta` to `hidden` in place and normalise the sum. All [T, D] and dense, `weight` [D]."""
+    assert delta.is_contiguous(), f"delta of strides {delta.stride()}"
+    out = torch.empty_like(hidden)
+    _launch(hidden, delta, weight, out, eps)
+    return out
+
+
+def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+    if not x.numel():
+        return
+    assert weight.is_contiguous(), f"weight of strides {weight.stride()}"
+    assert x.shape[1:] == weight.shape, f"x of shape {tuple(x.shape)}, weight of {tuple(weight.shape)}"
+    heads, size = (1, x.shape[1]) if x.dim() == 2 else (x.shape[1], x.shape[2])
+    assert x.stride()[1:] in ((1,), (size, 1)), f"x of strides {x.stride()}"
+    constants = rms_norm_constants(heads, size, add=delta is not None, round_first=weight.dtype == x.dtype)
+    num_rows = x.shape[0] * heads
+    grid = (triton.cdiv(num_rows, constants["ROWS"]),)
+    rms_norm_kernel[grid](
+        x, x if delta is None else delta, weight, out, num_rows, x.stride(0), eps,
+        **constants, num_warps=warps_of(constants["WIDTH"]),
+    )  # fmt: skip
+
+
+def rms_norm_constants(heads: int, size: int, *, add: bool, round_first: bool) -> dict[str, int | bool]:
+    """What the kernel is compiled for."""
+    width = triton.next_power_of_2(size)
+    return {
+        "HEADS": heads,
+        "SIZE": size,
+        "WIDTH": width,
+        "ROWS": max(1, TILE // width),
+        "ADD": add,
+        "ROUND_FIRST": round_first,
+    }
+
+
+def warps_of(width: int) -> int:
+    """Of a program with rows of `width`: enough that a thread has at most 32 numbers."""
+    return max(4, min(16, width // 1024))
+
+
+BLOCK = 1024
+"""Numbers of a program."""
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+"""By their names in `config.Activation`."""
+
+_TWICE_ROOT = tl.constexpr(2 * 0.7978845608028654)
+_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def activated(gate, ACTIVATION: tl.constexpr):
+    """activation(gate), float32."""
+    exponent = gate if ACTIVATION == "silu" else _TWICE_ROOT * (gate + _CUBIC * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-exponent))
+
+
+@triton.jit
+def gated_activation_kernel(
+    gate_up,
+    out,
+    token_stride,
+    SIZE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[t, i] = activation(gate_up[t, i]) · gate_up[t, SIZE + i]"""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < SIZE
+    dtype = out.dtype.element_ty
+    gate = tl.load(gate_up + token * token_stride + column, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * token_stride + SIZE + column, mask=live, other=0.0).to(tl.float32)
+    product = rounded(activated(gate, ACTIVATION), dtype) * up
+    tl.store(out + token * SIZE + column, product.to(dtype), mask=live)
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """[T, 2 · I], rows dense, to a dense [T, I]. `activation` is one of `ACTIVATIONS`."""
+    tokens, both = gate_up.shape
+    out = torch.empty((tokens, both // 2), dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        assert gate_up.stride(1) == 1, f"gate_up of strides {gate_up.stride()}"
+        constants = gated_activation_constants(both // 2, activation)
+        grid = (tokens, triton.cdiv(both // 2, BLOCK))
+        gated_activation_kernel[grid](gate_up, out, gate_up.stride(0), **constants)
+    return out
+
+
+def gated_activation_constants(size: int, activation: str) -> dict[str, int | str]:
+    """What the kernel is compiled for."""
+    assert activation in ACTIVATIONS, f"activation {activation!r} is none of {ACTIVATIONS}"
+    return {"SIZE": size, "ACTIVATION": activation, "BLOCK": BLOCK}

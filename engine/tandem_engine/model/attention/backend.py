@@ -1,0 +1,146 @@
+"""What the executor knows of attention.
+
+A backend is built for one pool and one `AttentionSpec` per layer. One step
+    1. `plan(batch)` turns a `ForwardBatch` into what all layers share: which tokens see which pages
+    2. the model calls the plan once per layer with that layer's q, k and v
+    3. the plan writes k and v to the pool, then attends over everything the pool holds for each sequence
+
+On a device a plan is a `TurningPlan`: it takes q and k as their projection left them, and one kernel normalises and
+rotates them on their way to where they are needed.
+
+Contract of every backend
+    - A sequence's result depends on its own tokens alone: never, not by a bit, on its company in the batch
+      or on the number of threads.
+    - Only pages named in the batch's `page_table` are read and only slots in `out_cache_loc` written.
+    - The batch is a snapshot, so nothing shared with the scheduler is read after `plan` returned, and the
+      scheduler needs no fence against the layers [no-stream-fence].
+
+What one layer's attention computes. The model says it per layer; a backend is built for it.
+
+    softmax(cap(q·Kᵀ · scale)) · V   over the newest `window` tokens
+
+where cap(s) = soft_cap · tanh(s / soft_cap).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.kernels.interface import HeadTurn
+
+
+class AttentionPlan(Protocol):
+    """Attention of one step; a model's `Attend`."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v at `out_cache_loc`, then compute causal attention as the layer's `AttentionSpec` says.
+
+        q is [T, heads, head_dim]; k and v are [T, kv_heads, head_dim]. Tokens may lie further apart than
+        heads * head_dim. Query head h reads K/V head h // (heads // kv_heads).
+
+        Returns [T, heads * head_dim] in q's dtype.
+        """
+        ...
+
+
+class TurningPlan(ABC):
+    """An `AttentionPlan` that turns heads itself. A class and no protocol, for every layer asks whether it has one."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `AttentionPlan.__call__`."""
+
+    @abstractmethod
+    def turn_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> Tensor:
+        """As `__call__`, of q and k that have yet to be normalised and rotated as `turn` says."""
+
+
+class GraphPlan(AttentionPlan, Protocol):
+    """Attention of decodes whose inputs have a place of their own, so that a graph can run it for any of them.
+
+    As made it is a step of padding alone: each row has one token, in the dummy page, and writes there [finite-padding]
+    [dummy-page].
+    """
+
+    @property
+    def page_table(self) -> Tensor:
+        """[rows, max_pages] int32"""
+        ...
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """[rows] int32"""
+        ...
+
+    @property
+    def slots(self) -> Tensor:
+        """[rows] int64, `out_cache_loc`"""
+        ...
+
+    def load(self, batch: ForwardBatch) -> None:
+        """Copy in a step of as many sequences as rows, one token each, on the device. Nothing of an earlier step
+        remains that any row would read.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToldPlan:
+    """A plan, and word of each layer once its K and V are stored; implements `AttentionPlan`."""
+
+    plan: AttentionPlan
+    wrote: Callable[[int], object]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As the plan does."""
+        gathered = self.plan(layer, q, k, v)
+        self.wrote(layer)
+        return gathered
+
+
+class AttentionBackend(Protocol):
+    """Attention over one `KvPool`. Called by the thread that runs forwards."""
+
+    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+        """Prepare one step. Cheap beside a layer; the plan is used for this step only."""
+        ...
+
+    def warm_up(self) -> None:
+        """Compile or load what `plan` will need, so that no request waits for it. Touches no page."""
+        ...
+
+
+class GraphBackend(AttentionBackend, Protocol):
+    """A backend for devices that run steps by graphs."""
+
+    def graph_plan(self, max_rows: int, max_pages: int) -> GraphPlan:
+        """A plan for decodes of `max_rows` sequences, each of at most `max_pages` pages."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """One layer. Equal specs are equal work, so a backend plans a step once per distinct spec."""
+
+    scale: float
+    """Factor of the scores, usually 1 / √head_dim."""
+    window: int | None = None
+    """Newest tokens that a token sees, itself included; None is all of them."""
+    soft_cap: float | None = None
+    """Bound that scores approach smoothly (Gemma 2); None leaves them alone."""
+
+    def first_seen(self, position: int) -> int:
+        """The oldest position that the token at `position` sees."""
+        return 0 if self.window is None else max(position + 1 - self.window, 0)
+
+
+def distinct(specs: Sequence[AttentionSpec]) -> tuple[tuple[AttentionSpec, ...], tuple[int, ...]]:
+    """The different ones among the layers' specs, and for each layer the index of its own."""
+    kinds = tuple(dict.fromkeys(specs))
+    return kinds, tuple(kinds.index(spec) for spec in specs)

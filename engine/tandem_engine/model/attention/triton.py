@@ -1,0 +1,248 @@
+"""The backend for devices: Triton kernels that read pages in place. With TRITON_INTERPRET=1 it runs on a CPU.
+
+    rows of a step                   kernel                                 why
+    at most `max_queries` tokens     `kernels.triton.decode_attention`, split-KV   bound by memory
+    any other                        `kernels.triton.extend_attention`             bound by arithmetic
+
+Which way a row goes depends on that row alone, and so does its result. The host needs to know no length: which program
+computes what is listed on the device (`kernels.triton.work_list`), once a step for each distinct window, and all sizes
+are upper bounds. So nothing here waits for the device, and a step of decodes can be captured in a CUDA graph.
+
+A `TritonGraphPlan` is the plan of a captured step: its tensors stay where they are, `load` writes a batch into them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.kernels.interface import HeadTurn
+from tandem_engine.kernels.triton.common import facts_of
+from tandem_engine.kernels.triton.decode_attention import (
+    DecodeTiling,
+    Partials,
+    decode_attention,
+    decode_block_m,
+    decode_tiling,
+)
+from tandem_engine.kernels.triton.extend_attention import ExtendTiling, extend_attention, extend_tiling
+from tandem_engine.kernels.triton.work_list import Bounds, Rows, Splitting, WorkList, splitting_of
+from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention.backend import AttentionSpec, TurningPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedAttention:
+    """The kernels as they are launched over one pool."""
+
+    pool: KvPool
+    specs: Sequence[AttentionSpec]
+    """One for each layer."""
+    splitting: Splitting
+    decode: DecodeTiling
+    extend: ExtendTiling
+    multiprocessors: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.data.device
+
+    def attend(self, layer: int, q: Tensor, out: Tensor, rows: Rows, work: WorkList, partials: Partials) -> None:
+        """Write the results of all rows to `out`, [T, heads, head_dim]."""
+        keys, values = self.pool.key_value(layer)
+        spec, scales = self.specs[layer], self.pool.scales_of(layer)
+        k_scale, v_scale = scales or (None, None)
+        decode_attention(
+            q, keys, values, out, rows, work, partials, scale=spec.scale, soft_cap=spec.soft_cap,
+            k_scale=k_scale, v_scale=v_scale, tiling=self.decode, multiprocessors=self.multiprocessors,
+        )  # fmt: skip
+        if work.has_tiles:
+            extend_attention(
+                q, keys, values, out, rows, work, scale=spec.scale, soft_cap=spec.soft_cap,
+                k_scale=k_scale, v_scale=v_scale, tiling=self.extend,
+            )  # fmt: skip
+
+    def plan(self, rows: Rows, slots: Tensor, bounds: Bounds, partials: Partials | None = None) -> "TritonPlan":
+        """The plan of `rows`, which are within `bounds`. `partials`: memory that no other step uses meanwhile."""
+        windows = dict.fromkeys(spec.window for spec in self.specs)
+        lists = {
+            window: WorkList.empty(self.splitting, bounds, window=window, device=self.device) for window in windows
+        }
+        partials = partials or self.partials(bounds)
+        plan = TritonPlan(attention=self, rows=rows, slots=slots, lists=lists, partials=partials)
+        plan.fill()
+        return plan
+
+    def partials(self, bounds: Bounds) -> Partials:
+        """Memory for partial results of any batch within `bounds`."""
+        kv_heads, _, head_dim = self.pool.data.shape[3:]
+        return Partials.empty(self.splitting, bounds, kv_heads=kv_heads, head_dim=head_dim, device=self.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TritonPlan(TurningPlan):
+    """Implements `AttentionPlan`."""
+
+    attention: PagedAttention
+    rows: Rows
+    slots: Tensor
+    """[T] int64"""
+    lists: dict[int | None, WorkList]
+    partials: Partials
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.attention.pool.store(layer, k, v, self.slots)
+        return self.attend(layer, q).flatten(1)
+
+    def turn_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> Tensor:
+        """See `TurningPlan.turn_and_attend`: one launch between the projection and attention."""
+        return self.attend(layer, self.attention.pool.turn_and_store(layer, q, k, v, self.slots, turn)).flatten(1)
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Attention of `layer` over what the pool holds: [T, heads, head_dim]."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        work = self.lists[self.attention.specs[layer].window]
+        self.attention.attend(layer, _dense_heads(q), out, self.rows, work, self.partials)
+        return out
+
+    def fill(self) -> None:
+        """List the work of the rows as they are now."""
+        for work in self.lists.values():
+            work.fill(self.rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TritonGraphPlan(TurningPlan):
+    """An `AttentionPlan` for steps of decodes whose tensors never move, so that a CUDA graph can be captured with it.
+
+    Each row has one token: token i is that of row i. Rows that a batch does not have read no page, get zeros, and
+    write their K and V to the dummy page [finite-padding] [dummy-page].
+    """
+
+    plan: TritonPlan
+    page_table: Tensor
+    """[rows, pages] int32"""
+    seq_lens: Tensor
+    """[rows] int32; 0 is no row."""
+    slots: Tensor
+    """[rows] int64"""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.plan(layer, q, k, v)
+
+    def turn_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> Tensor:
+        """See `TurningPlan.turn_and_attend`."""
+        return self.plan.turn_and_attend(layer, q, k, v, turn)
+
+    def load(self, batch: ForwardBatch) -> None:
+        """Make this the plan of `batch`: to be called on the forward's stream, before the graph is replayed.
+
+        The batch's tensors are on the device or in pinned memory.
+        """
+        rows, pages = batch.page_table.shape
+        assert batch.num_tokens == rows, f"a graph of decodes was given {batch.num_tokens} tokens of {rows} rows"
+        assert rows <= len(self.seq_lens), f"{rows} rows for a graph of {len(self.seq_lens)}"
+        assert pages <= self.page_table.shape[1], f"{pages} pages for a graph of {self.page_table.shape[1]}"
+        self.page_table[:rows, :pages].copy_(batch.page_table, non_blocking=True)
+        for static, given in ((self.seq_lens, batch.seq_lens), (self.slots, batch.out_cache_loc)):
+            static[:rows].copy_(given, non_blocking=True)
+            static[rows:].zero_()
+        self.plan.fill()
+
+
+class TritonBackend:
+    """Implements `AttentionBackend` over a pool on a CUDA device, or anywhere in Triton's interpreter."""
+
+    def __init__(
+        self,
+        pool: KvPool,
+        *,
+        num_heads: int,
+        specs: Sequence[AttentionSpec],
+        dtype: torch.dtype | None = None,
+        max_queries: int = 1,
+    ) -> None:
+        """Choose tiles for the pool's shape.
+
+        Args:
+            specs: one for each layer of the pool.
+            dtype: of queries, which the pool's numbers are converted to; None is the pool's.
+            max_queries: longest row that decodes: 1 + the drafts that a step may verify.
+        """
+        _, layers, _, kv_heads, _, head_dim = pool.data.shape
+        assert len(specs) == layers, f"{len(specs)} specs for a pool of {layers} layers"
+        facts = facts_of(pool.data.device)
+        dtype = dtype or pool.data.dtype
+        itemsize = max(dtype.itemsize, pool.data.dtype.itemsize)
+        extend = extend_tiling(head_dim, itemsize, facts.shared_bytes)
+        splitting = splitting_of(
+            num_heads=num_heads, kv_heads=kv_heads, max_queries=max_queries, block_m=extend.block_m
+        )
+        self._attention = PagedAttention(
+            pool=pool,
+            specs=tuple(specs),
+            splitting=splitting,
+            decode=decode_tiling(
+                head_dim,
+                dtype.itemsize,
+                facts.shared_bytes,
+                pool_itemsize=pool.data.dtype.itemsize,
+                block_m=decode_block_m(splitting),
+            ),
+            extend=extend,
+            multiprocessors=facts.multiprocessors,
+        )
+        self._num_heads, self._dtype = num_heads, dtype
+        self._graph_partials: Partials | None = None
+        self._graph_items = 0
+
+    def plan(self, batch: ForwardBatch) -> TritonPlan:
+        """A small launch for each distinct window; waits for nothing."""
+        rows = Rows(*(self._int32(part) for part in (batch.page_table, batch.extend_lens, batch.seq_lens)))
+        bounds = self._bounds(rows.page_table, extend_tokens=batch.num_tokens if batch.num_extend else 0)
+        slots = batch.out_cache_loc.to(self._attention.device, non_blocking=True)
+        return self._attention.plan(rows, slots, bounds)
+
+    def graph_plan(self, max_rows: int, max_pages: int) -> TritonGraphPlan:
+        """The plan of a step of up to `max_rows` decodes with up to `max_pages` pages each. Empty until loaded."""
+        device = self._attention.device
+        page_table = torch.zeros((max_rows, max_pages), dtype=torch.int32, device=device)
+        seq_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        rows = Rows(page_table, torch.ones_like(seq_lens), seq_lens)
+        bounds = self._bounds(page_table, extend_tokens=0)
+        plan = self._attention.plan(rows, slots, bounds, self._shared_partials(bounds))
+        return TritonGraphPlan(plan=plan, page_table=page_table, seq_lens=seq_lens, slots=slots)
+
+    def warm_up(self) -> None:
+        """Compile every kernel for every distinct spec, by launches that have no work."""
+        pool, specs = self._attention.pool.data, self._attention.specs
+        none = torch.zeros(1, dtype=torch.int32, device=pool.device)
+        rows = Rows(none[:, None], none, none)
+        q = torch.zeros((1, self._num_heads, pool.shape[-1]), dtype=self._dtype, device=pool.device)
+        for extend_tokens in (0, 1):
+            plan = self._attention.plan(rows, none, self._bounds(rows.page_table, extend_tokens=extend_tokens))
+            for spec in dict.fromkeys(specs):
+                plan.attend(specs.index(spec), q)
+
+    def _shared_partials(self, bounds: Bounds) -> Partials:
+        """One memory for all graphs, of which only one runs at a time: that of the largest so far."""
+        items = self._attention.splitting.items(bounds)
+        if self._graph_partials is None or items > self._graph_items:
+            self._graph_partials, self._graph_items = self._attention.partials(bounds), items
+        return self._graph_partials
+
+    def _bounds(self, page_table: Tensor, *, extend_tokens: int) -> Bounds:
+        rows, pages = page_table.shape
+        return Bounds(rows, pages * self._attention.pool.page_size, extend_tokens)
+
+    def _int32(self, numbers: Tensor) -> Tensor:
+        """On the device. Of one type, so that what is compiled for graphs is compiled for other steps too."""
+        return numbers.to(self._attention.device, torch.int32, non_blocking=True)
+
+
+def _dense_heads(q: Tensor) -> Tensor:
+    """`q` with the heads of a token one behind the other."""
+    return q if q.stride()[1:] == (q.shape[2], 1) else q.contiguous()

@@ -1,0 +1,327 @@
+"""Which models and which steps compiled code computes beyond attention and products.
+
+    model           float32 or bfloat16 on a CPU, whole on one rank; plain blocks: an RMS norm before attention and one
+                    before a SwiGLU feed-forward, one rotation, one kind of attention and no cap on its scores
+    small step      at most `FEW_TOKENS`, all of whose attention reads pages in place: decodes, drafts, a few tokens on
+                    a cached prefix. One call
+    large step      any other
+
+Everything else takes the layers of `Decoder` one by one.
+
+The kernels over rows as a step calls them: again and again, with other addresses.
+
+What does not change within a step is filled into their records once: to fill in a hundred anew takes Python as long as
+some of the arithmetic of forty decodes.
+
+A step of many tokens: products by oneDNN, and what lies between them by compiled calls over rows.
+
+    hidden, delta ─▶ sum, norm ─▶ qkv ─▶ place heads ─▶ attend ─▶ output = delta
+    hidden, delta ─▶ sum, norm ─▶ gate_up ─▶ silu(gate) · up ─▶ down = delta
+
+What oneDNN is given has a number of rows that it likes (`padded_tokens`): there are some behind the last token, of
+zeros or another token's numbers, whose results nobody reads.
+
+The same arithmetic as `model.layers`, to the bit but for the order in which a norm sums its squares.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tandem_engine.config import Activation, ModelConfig, NormKind
+from tandem_engine.kernels.cpu.attention_work import STATISTICS
+from tandem_engine.kernels.cpu.decoder_step import PHASES_OF_LAYER, StepKernel, build_step_kernel
+from tandem_engine.kernels.cpu.gemm import steps_of
+from tandem_engine.kernels.cpu.numbers import dtype_of
+from tandem_engine.kernels.cpu.pieces import Array
+from tandem_engine.kernels.cpu.row_ops import (
+    GATE,
+    NORM,
+    PLACE,
+    RowKernel,
+    build_gate_kernel,
+    build_norm_kernel,
+    build_place_kernel,
+)
+from tandem_engine.kernels.cpu.threads import PHASE_BYTES, team
+from tandem_engine.model.attention.backend import AttentionSpec, ToldPlan, distinct
+from tandem_engine.model.attention.cpu import CpuPlan, PagedQueries
+from tandem_engine.model.base import Attend
+from tandem_engine.model.cpu.arrays import ModelArrays
+from tandem_engine.model.layers.attention import RotaryTable
+from tandem_engine.model.layers.linear import TokenEmbedding, padded_tokens
+from tandem_engine.model.layers.mlp import FeedForward
+from tandem_engine.model.layers.norm import Norm
+from tandem_engine.model.weights import Weights
+
+if TYPE_CHECKING:
+    from tandem_engine.model.decoder import Block
+
+
+class RowCalls:
+    """Of one step. Results that are not given a place are overwritten by the next call of the same kind."""
+
+    tokens: int
+    query: Tensor
+    """[padded T, H, D] float32: what attention is to look for, and zeros."""
+
+    def __init__(self, model: ModelArrays, plan: CpuPlan, positions: Tensor) -> None:
+        """`positions` [T] of the tokens: dense, and kept."""
+        config, dtype, pages = model.config, dtype_of(model.dtype), plan.kernels.pages
+        group, self.tokens = config.num_heads // config.num_kv_heads, len(positions)
+        padded = padded_tokens(self.tokens)
+        self.query = torch.zeros((padded, config.num_heads, config.head_dim))
+        self._plan, self._positions = plan, positions
+        self._normed = torch.zeros((padded, config.hidden_size), dtype=model.dtype)
+        self._inner = torch.empty((padded, config.intermediate_size), dtype=model.dtype)
+        self._weights = {name: (weight.ctypes.data, weight[0].nbytes) for name, weight in model.norms.items()}
+        self._norm = _Call(build_norm_kernel(dtype), NORM)
+        self._norm.set(size=config.hidden_size, eps=config.rms_eps)
+        self._place = _Call(build_place_kernel(dtype, config.head_dim, group), PLACE)
+        of_model = ("angles", "num_positions", "head_norm", "num_layers", "num_kv_heads", "eps")
+        self._place.set(**{name: model.constant[name][0] for name in of_model})
+        self._place.set(page_size=pages.shape[4], pages=pages.ctypes.data, slots=plan.slots.ctypes.data)
+        self._place.set(tokens=self.tokens, positions=positions.data_ptr(), query=self.query.data_ptr())
+        self._gate = _Call(build_gate_kernel(dtype), GATE)
+        self._gate.set(inner=config.intermediate_size)
+
+    def norm(self, hidden: Tensor, delta: Tensor | None, name: str, layer: int, *, out: Tensor | None = None) -> Tensor:
+        """hidden [n, E] += delta, and its norm by a weight of `STEP`: [padded n, E], or `out`."""
+        tokens = len(hidden)
+        normed = _first(self._normed, padded_tokens(tokens)) if out is None else out
+        weight, row = self._weights[name]
+        self._norm(
+            tokens=tokens,
+            hidden=hidden.data_ptr(),
+            delta=0 if delta is None else delta.data_ptr(),
+            weight=weight + layer * row,
+            out=normed.data_ptr(),
+        )
+        return normed
+
+    def place(self, layer: int, qkv: Tensor) -> None:
+        """q of qkv [padded T, (H + 2 KV) · D] to `query`, k and v to their pages."""
+        self._place(layer=layer, qkv=qkv.data_ptr())
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) · up of [n, 2 I]"""
+        inner = _first(self._inner, len(gate_up))
+        self._gate(tokens=len(gate_up), gate_up=gate_up.data_ptr(), out=inner.data_ptr())
+        return inner
+
+
+class _Call:
+    """A kernel and its record."""
+
+    def __init__(self, kernel: RowKernel, fields: "np.dtype[Any]") -> None:
+        self._work = np.zeros(1, fields)
+        self._record = self._work[0]
+        self._run = team().run
+        self._given = (kernel.address, self._work.ctypes.data, torch.get_num_threads())
+
+    def set(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            self._record[name] = value
+
+    def __call__(self, **fields: int) -> None:
+        self._record["next_task"] = 0
+        self.set(**fields)
+        self._run(*self._given)
+
+
+def _first(rows: Tensor, count: int) -> Tensor:
+    """Some of them, or new ones if there are not as many: who wants a token twice wants more than there are."""
+    if count > len(rows):
+        return torch.zeros((count, rows.shape[1]), dtype=rows.dtype)
+    return rows if count == len(rows) else rows[:count]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LargeStep:
+    """A step for oneDNN and the kernels over rows."""
+
+    model: ModelArrays
+    plan: CpuPlan
+    wrote: Callable[[int], object] | None
+    """Told of each layer whose K and V are stored, when somebody sends pages meanwhile."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+        """See `CausalLM.forward`."""
+        self._require_angles(positions)
+        calls = RowCalls(self.model, self.plan, positions.contiguous())
+        hidden, delta = self.model.embedding(input_ids), None
+        last = len(self.model.blocks) - 1
+        for layer, block in enumerate(self.model.blocks):
+            feed_forward = block.feed_forward
+            assert isinstance(feed_forward, FeedForward), f"{type(feed_forward).__name__} in a model without experts"
+            calls.place(layer, block.attention.qkv(calls.norm(hidden, delta, "attention_norm", layer)))
+            gathered = self._attend(calls, layer)
+            if layer == last:
+                # From here on a token serves only itself: most of a prompt need go no further.
+                hidden = hidden.index_select(0, wanted)
+                gathered = gathered.index_select(0, _padded(wanted))
+            delta = block.attention.output(gathered.to(hidden.dtype))
+            normed = calls.norm(hidden, delta, "feed_forward_norm", layer)
+            delta = feed_forward.down(calls.gate(feed_forward.gate_up(normed)))
+        return calls.norm(hidden, delta, "norm", 0, out=torch.empty_like(hidden))
+
+    def _require_angles(self, positions: Tensor) -> None:
+        least, most = torch.aminmax(positions)
+        if int(least) < 0 or int(most) >= int(self.model.constant["num_positions"][0]):
+            raise IndexError(f"positions {int(least)} to {int(most)} lie beyond the rotary table")
+
+    def _attend(self, calls: RowCalls, layer: int) -> Tensor:
+        """What all tokens gather, float32 [padded T, H · D]."""
+        gathered = self.plan.gather(layer, calls.query).flatten(1)
+        if len(gathered) > calls.tokens:
+            gathered[calls.tokens :].zero_()
+        if self.wrote is not None:
+            self.wrote(layer)
+        return gathered
+
+
+def _padded(wanted: Tensor) -> Tensor:
+    """With as many more indices, of the first token, as `padded_tokens` asks for."""
+    return F.pad(wanted, (0, padded_tokens(len(wanted)) - len(wanted)))
+
+
+PARALLEL_BYTES = 16 << 20
+"""Weights of a step from which other threads pay: less takes no longer than the threads wait for one another."""
+
+TASKS_PER_THREAD = 2
+"""Of attention, so many at least where its heads can be told apart."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SmallStep:
+    """A step for the kernel."""
+
+    kernel: StepKernel
+    model: ModelArrays
+    plan: CpuPlan
+    queries: PagedQueries
+    scale: float
+    """Of attention scores."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+        """See `CausalLM.forward`."""
+        model, pages, queries = self.model, self.plan.kernels.pages, self.queries
+        tokens, threads = len(input_ids), self._threads()
+        given = {
+            name: each if each.is_contiguous() else each.contiguous()
+            for name, each in (("input_ids", input_ids), ("positions", positions), ("wanted", wanted))
+        }
+        out = torch.empty((len(wanted), model.config.hidden_size), dtype=model.dtype)
+        arrays = self._scratch(tokens) | {"slots": self.plan.slots, "pages": pages}
+        arrays |= {"page_table": queries.page_table, "tasks": queries.tasks, "queries": queries.queries}
+        arrays |= {"groups": queries.groups, "members": queries.members}
+        record = model.constant.copy()
+        step = record[0]
+        for name, array in arrays.items():
+            step[name] = array.ctypes.data
+        for name, tensor in given.items():
+            step[name] = tensor.data_ptr()
+        step["out"], step["tokens"], step["wanted_tokens"] = out.data_ptr(), tokens, len(wanted)
+        step["page_size"], step["table_width"] = pages.shape[4], queries.page_table.shape[1]
+        step["num_tasks"], step["num_groups"] = len(queries.tasks), len(queries.groups)
+        step["num_queries"] = len(queries.queries)
+        step["head_parts"] = self._head_parts(threads)
+        step["scale"] = self.scale
+        team().run(self.kernel.address, record.ctypes.data, threads)
+        if step["refused"]:
+            raise IndexError("a token id lies outside of the vocabulary, or a position beyond the rotary table")
+        return out
+
+    def _threads(self) -> int:
+        return torch.get_num_threads() if self.model.weight_bytes >= PARALLEL_BYTES else 1
+
+    def _head_parts(self, threads: int) -> int:
+        """See `STEP`. All heads of a page together come from memory faster, where there are tasks enough."""
+        few = threads > 1 and len(self.queries.groups) < TASKS_PER_THREAD * threads
+        return self.model.config.num_kv_heads if few else 1
+
+    def _scratch(self, tokens: int) -> dict[str, Array]:
+        """See `STEP`, by its names."""
+        config = self.model.config
+        heads, head_dim = config.num_heads, config.head_dim
+        return {
+            "phases": np.zeros((2 + PHASES_OF_LAYER * config.num_layers, PHASE_BYTES), np.uint8),
+            "hidden": np.empty((tokens, config.hidden_size), np.float32),
+            "qkv": np.empty((tokens, heads + 2 * config.num_kv_heads, head_dim), np.float32),
+            "query": np.empty((tokens, heads, head_dim), np.float32),
+            "partial": np.empty((len(self.queries.tasks), heads, head_dim + STATISTICS), np.float32),
+            "gate_up": np.empty((tokens, 2 * config.intermediate_size), np.float32),
+        }
+
+
+FEW_TOKENS = 32
+"""With more of them oneDNN's products are faster by more than the calls between them cost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedStack:
+    """A decoder up to its last norm."""
+
+    kernel: StepKernel
+    arrays: ModelArrays
+
+    def step_of(self, attend: Attend, tokens: int) -> SmallStep | LargeStep | None:
+        """The step of so many tokens that `attend` was planned for, if it is one for compiled code."""
+        plan, wrote = (attend.plan, attend.wrote) if isinstance(attend, ToldPlan) else (attend, None)
+        if not isinstance(plan, CpuPlan) or plan.kernels.pages.dtype != dtype_of(self.arrays.dtype):
+            return None
+        view = plan.read_in_place() if tokens <= FEW_TOKENS and wrote is None else None
+        if view is None or view.paged is None:
+            return LargeStep(model=self.arrays, plan=plan, wrote=wrote)
+        return SmallStep(kernel=self.kernel, model=self.arrays, plan=plan, queries=view.paged, scale=view.spec.scale)
+
+
+def fuse(
+    config: ModelConfig,
+    weights: Weights,
+    *,
+    embedding: TokenEmbedding,
+    blocks: "Sequence[Block]",
+    rotary: RotaryTable,
+    norm: Norm,
+    specs: Sequence[AttentionSpec],
+) -> FusedStack | None:
+    """The kernel for a decoder of these parts, or None when it does not cover the model."""
+    if not (_is_plain(config, specs) and _is_here(weights) and _has_whole_steps(config, weights.dtype)):
+        return None
+    arrays = ModelArrays.of(config, weights.dtype, embedding=embedding, blocks=blocks, rotary=rotary, norm=norm)
+    if arrays is None:
+        return None
+    group = config.num_heads // config.num_kv_heads
+    return FusedStack(kernel=build_step_kernel(dtype_of(weights.dtype), config.head_dim, group), arrays=arrays)
+
+
+def _is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
+    """Whether the kernel has all that the model computes."""
+    kinds, _ = distinct(specs)
+    return (
+        config.norm is NormKind.PLAIN
+        and not config.sandwich_norms
+        and config.activation is Activation.SILU
+        and config.moe is None
+        and config.local_rope is None
+        and config.embedding_scale == 1.0
+        and len(kinds) == 1
+        and kinds[0].soft_cap is None
+    )
+
+
+def _is_here(weights: Weights) -> bool:
+    supported = weights.dtype in (torch.float32, torch.bfloat16)
+    return supported and weights.group.size == 1 and weights.device.type == "cpu"
+
+
+def _has_whole_steps(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether no projection ends with a part of a step; an even number of inputs is all that it takes."""
+    inputs = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+    return all(each % steps_of(dtype) == 0 for each in inputs)

@@ -1,0 +1,186 @@
+"""The experts of a layer on a device, all at once. Importing this needs Triton.
+
+What they compute, and where it is rounded, is said where their twin for a CPU is: `moe`. They are read one after the
+other and put into two stacks, of gate with up and of down, so that no second copy of all is held. A stack is in the
+model's dtype or packed, as its matrices come; it is plain where some of them cannot be packed, or not alike.
+
+An order of inputs (GPTQ's act-order) is each expert's own. That of down becomes an order of the outputs of gate and up,
+which costs nothing; that of gate and up is kept, and their kernel is given rows of x in it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from tandem_engine.config import Activation
+from tandem_engine.kernels.interface import PackedWeight
+from tandem_engine.kernels.triton.fused_moe import ExpertWeights, fused_experts, inputs_of, num_experts_of
+from tandem_engine.kernels.triton.quantized_moe import FEW_ROWS
+from tandem_engine.model.layers.mlp import Router
+from tandem_engine.model.layers.norm import Norm
+from tandem_engine.model.layers.triton import in_order, packed_weight
+from tandem_engine.model.quantization.levels import Levels
+from tandem_engine.parallel.group import TpGroup
+
+Matrix = Tensor | Levels
+
+
+class ExpertMatrices(NamedTuple):
+    """Of one expert, or this rank's part of them, where they are to stay."""
+
+    gate_up: Matrix
+    """[2 * I, hidden], gate first."""
+    down: Matrix
+    """[hidden, I]"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceExperts:
+    """`SparseFeedForward` with all experts computed at once, and nobody waiting to hear who was chosen."""
+
+    norm: Norm
+    router: Router
+    weights: "ExpertStacks"
+    activation: Activation
+    group: TpGroup
+
+    @classmethod
+    def of(cls, weights: "ExpertStacks", *, norm: Norm, router: Router, activation: Activation, group: TpGroup) -> Self:
+        """The block of these experts. Kernels of packed ones are compiled."""
+        layer = cls(norm=norm, router=router, weights=weights, activation=activation, group=group)
+        if weights.any_packed:
+            layer._warm_up()
+        return layer
+
+    def __call__(self, normed: Tensor) -> Tensor:
+        """See `FeedForward`."""
+        experts, weights = self.router(normed)
+        return self.group.all_reduce(self._computed(normed, experts, weights))
+
+    def _computed(self, normed: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        held = self.weights
+        return fused_experts(
+            normed, experts, weights, held.gate_up, held.down, activation=self.activation.value, order=held.order
+        )
+
+    def _warm_up(self) -> None:
+        """No request waits for a compiler: run what few tokens take, and what many do."""
+        held, chosen = self.weights, self.router.experts_per_token
+        many = FEW_ROWS * num_experts_of(held.gate_up) // chosen + 1
+        x = torch.zeros((many, held.hidden_size), dtype=held.dtype, device=held.device)
+        experts = torch.zeros((many, chosen), dtype=torch.int64, device=held.device)
+        for tokens in (1, many):
+            self._computed(x[:tokens], experts[:tokens], x[:tokens, :1].expand(-1, chosen).contiguous())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertStacks:
+    """The matrices of all experts of a layer."""
+
+    gate_up: ExpertWeights
+    """[E, 2 * I, hidden]"""
+    down: ExpertWeights
+    """[E, hidden, I]"""
+    order: Tensor | None
+    """int32 [E, hidden]: the inputs of each `gate_up` in the order of their groups, where one has them otherwise."""
+    dtype: torch.dtype
+    """Of the model."""
+    device: torch.device
+
+    @property
+    def any_packed(self) -> bool:
+        return any(isinstance(stack, PackedWeight) for stack in (self.gate_up, self.down))
+
+    @property
+    def hidden_size(self) -> int:
+        return inputs_of(self.gate_up)
+
+
+def read_experts(
+    held: Callable[[int], ExpertMatrices],
+    plain: Callable[[int], ExpertMatrices],
+    *,
+    count: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ExpertStacks:
+    """Stacks of `count` experts as they are to be held; of `plain` ones where those are not alike."""
+    stacks = _stacked(held, count, dtype, device) or _stacked(plain, count, dtype, device)
+    assert stacks is not None, "plain matrices have one format"
+    return stacks
+
+
+def _stacked(
+    read: Callable[[int], ExpertMatrices], count: int, dtype: torch.dtype, device: torch.device
+) -> ExpertStacks | None:
+    """None where experts differ in kind."""
+    gate_up, down, orders = _Stack(count=count), _Stack(count=count), _Orders(count=count)
+    for expert in range(count):
+        ready, order = _ready(read(expert))
+        orders.put(expert, order, ready.gate_up.shape[1])
+        if not (gate_up.put(expert, ready.gate_up) and down.put(expert, ready.down)):
+            return None
+    return ExpertStacks(gate_up=gate_up.whole(), down=down.whole(), order=orders.held, dtype=dtype, device=device)
+
+
+def _ready(matrices: ExpertMatrices) -> tuple[ExpertMatrices, Tensor | None]:
+    """Inputs in the order of their groups, and that order of those of gate and up."""
+    gate_up, down = matrices
+    order = None
+    if isinstance(down, Levels):
+        down, inner = in_order(down)
+        if inner is not None:
+            both = torch.cat((inner, inner + len(inner)))
+            gate_up = gate_up.outputs(both) if isinstance(gate_up, Levels) else gate_up.index_select(0, both)
+    if isinstance(gate_up, Levels):
+        gate_up, order = in_order(gate_up)
+    return ExpertMatrices(gate_up, down), order
+
+
+@dataclass(kw_only=True, slots=True)
+class _Stack:
+    """One matrix of each expert, put in place as it is read."""
+
+    count: int
+    held: ExpertWeights | None = None
+
+    def put(self, expert: int, matrix: Matrix) -> bool:
+        """False where it is of another kind than those before."""
+        part = matrix if isinstance(matrix, Tensor) else packed_weight(matrix)
+        if isinstance(part, Tensor):
+            if self.held is None:
+                self.held = part.new_empty(self.count, *part.shape)
+            if not isinstance(self.held, Tensor):
+                return False
+            self.held[expert] = part
+            return True
+        if self.held is None:
+            self.held = part.room_for(self.count)
+        if not (isinstance(self.held, PackedWeight) and self.held.is_like(part)):
+            return False
+        self.held.put(expert, part)
+        return True
+
+    def whole(self) -> ExpertWeights:
+        """Of all experts."""
+        assert self.held is not None, "no expert was read"
+        return self.held if isinstance(self.held, Tensor) else self.held.lean()
+
+
+@dataclass(kw_only=True, slots=True)
+class _Orders:
+    """Of the inputs of each expert; nothing while all are in order."""
+
+    count: int
+    held: Tensor | None = None
+    """int32 [count, inputs]"""
+
+    def put(self, expert: int, order: Tensor | None, inputs: int) -> None:
+        if order is None:
+            return
+        if self.held is None:
+            self.held = torch.arange(inputs, dtype=torch.int32, device=order.device).repeat(self.count, 1)
+        self.held[expert] = order

@@ -1,0 +1,242 @@
+"""Which request broke the step: those of a failed step run apart until the guilty one stands alone.
+
+Life of an incident
+    1. raised    a step raised. What was launched on top of it is void too: it may have read what was never written
+    2. suspects  its requests leave their queues, keep row and pages, and go back to their last settled token.
+                 They form two groups, or one when there is a single request
+    3. trials    steps of one group and of nobody else, over what the failed step was to compute
+    4. outcome   a trial that raises splits its group again; whoever gets its token is back among the running;
+                 a request that raises alone for the second time at one token ends with the error
+
+Everybody else stands still meanwhile, with all memory, so an incident of n requests costs at most 3n
+failed steps and takes no page from anybody. Nobody is recomputed further back than the last settled token,
+and pages that are being sent to a peer stay where they are [settled-only-sent].
+
+A suspect's home is its group [one-home]: it is in `Queues.requests`, and in no queue.
+
+Self-check: every page and row has exactly one owner.
+
+Runs when the engine is idle after work, in at most a thousandth of the time: it looks at every page, and a request that
+comes meanwhile waits for it (12,700 pages take some 5 ms). A problem is logged and counted, and serving continues. With
+`audit_every_step` it runs after each step and raises, which is for tests.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tandem_engine.base.errors import OutOfPagesError
+from tandem_engine.config import SchedulerConfig
+from tandem_engine.executor.interface import StepFault, fault_of
+from tandem_engine.memory.audit import ConservationReport, check_conservation
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.scheduler.counters import Tally
+from tandem_engine.scheduler.finishing import Endings, error_finish
+from tandem_engine.scheduler.prefill_adder import Extend
+from tandem_engine.scheduler.queues import Queues
+from tandem_engine.scheduler.request import Request, sends_kv
+
+logger = logging.getLogger(__name__)
+
+
+class Accusation(NamedTuple):
+    """A step of `req` alone raised when `committed` of its tokens had settled."""
+
+    req: Request
+    committed: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Isolation:
+    """Suspects of failed steps, and what they compute next."""
+
+    config: SchedulerConfig
+    memory: KvMemory
+    queues: Queues
+    endings: Endings
+    tally: Tally
+    groups: deque[list[Request]] = field(default_factory=deque)
+    """In the order in which they are tried. None is empty."""
+    accusation: Accusation | None = None
+    """The newest step that raised with a single request in it."""
+
+    @property
+    def active(self) -> bool:
+        """Whether somebody has to be tried before anything else runs."""
+        return bool(self.groups)
+
+    def suspects(self) -> Iterator[Request]:
+        """Every request whose home is here."""
+        for group in self.groups:
+            yield from (req for req in group if req.finished is None)
+
+    def accuse(self, members: Sequence[Request], bystanders: Sequence[Request], error: BaseException) -> None:
+        """The step of `members` raised `error`; that of `bystanders` was on top of it. Nothing is in flight."""
+        self._take_out({*members, *bystanders})
+        # Whoever stands in both was launched again before it was known that its step failed.
+        others = [req for req in bystanders if req not in {*members}]
+        live, bystanding = self._rewound(members), self._rewound(others)
+        if bystanding:
+            self.groups.appendleft(bystanding)
+        if len(live) == 1:
+            self._accuse_alone(live[0], error)
+        elif live:
+            half = len(live) // 2
+            self.groups.appendleft(live[half:])
+            self.groups.appendleft(live[:half])
+
+    def trial(self) -> list[Extend]:
+        """The next step of the group in front. Empty when nobody is under suspicion any more."""
+        while self.groups:
+            group = [req for req in self.groups.popleft() if req.finished is None]
+            extends = self._extends(group)
+            rest = [req for req in group if req.kv is not None and req.launched_len < req.extend_target]
+            for extend in extends:
+                if extend.samples:
+                    rest.remove(extend.req)
+                    self._house(extend.req)
+            if rest:
+                self.groups.appendleft(rest)
+            if extends:
+                return extends
+        return []
+
+    def drop(self, requests: Iterable[Request]) -> None:
+        """`requests` have another home now."""
+        members = {*requests}
+        kept = ([req for req in group if req not in members] for group in self.groups)
+        self.groups = deque(group for group in kept if group)
+
+    def _take_out(self, members: set[Request]) -> None:
+        """Out of every queue, earlier groups included."""
+        self.queues.running = [req for req in self.queues.running if req not in members]
+        if self.queues.chunked in members:
+            self.queues.chunked = None
+        self.drop(members)
+
+    def _rewound(self, requests: Sequence[Request]) -> list[Request]:
+        """Those that go on, back at their last settled token. A wish that came meanwhile is a fact now."""
+        live = []
+        for req in requests:
+            if req.finished is not None:
+                continue
+            if req.to_finish is not None:
+                self.endings.finish(req, req.to_finish)
+                continue
+            # The failed step may have changed what the device knows of its rows.
+            req.kv = self.memory.renew(req.held_kv)
+            req.launched_len = req.kv.committed_len
+            req.extend_target = req.seq_len
+            live.append(req)
+        return live
+
+    def _accuse_alone(self, req: Request, error: BaseException) -> None:
+        """Once may be chance."""
+        accusation = Accusation(req, req.launched_len)
+        if accusation == self.accusation:
+            self.accusation = None
+            self._convict(req, error)
+        else:
+            self.accusation = accusation
+            self.groups.appendleft([req])
+
+    def _convict(self, req: Request, error: BaseException) -> None:
+        start, stop = req.launched_len, req.extend_target
+        logger.error(
+            "poison request %s failed: the model step over its tokens %d to %d raises on every attempt",
+            req.rid,
+            start,
+            stop,
+            exc_info=error,
+            extra={"fields": {**req.about, "step": self.tally.launched}},
+        )
+        self.tally.convicted += 1
+        what = f"request {req.rid}: the model step over its tokens {start} to {stop} raised {type(error).__name__}"
+        if fault_of(error) is StepFault.OUT_OF_MEMORY:
+            finish = Finish(reason=FinishReason.ERROR, error=f"{what}, alone", code="out_of_memory", retryable=True)
+        else:
+            finish = Finish(reason=FinishReason.ERROR, error=what, code="engine_error", retryable=False)
+        # Nothing of it enters the cache: what broke the step may be in its pages.
+        self.endings.finish(req, finish, checkpoint=False)
+
+    def _extends(self, group: Sequence[Request]) -> list[Extend]:
+        """As much of the group as one step may compute."""
+        extends = []
+        budget = self.config.prefill_budget(decodes=0)
+        for req in group:
+            start = req.launched_len
+            chunk = min(budget, self.config.chunk_limit(decodes=0), req.extend_target - start)
+            if chunk == 0:
+                break
+            if not self.memory.ensure(req.held_kv, start + chunk):
+                self._let_go(req)
+                continue
+            budget -= chunk
+            extends.append(Extend(req=req, start=start, stop=start + chunk))
+        return extends
+
+    def _house(self, req: Request) -> None:
+        """Where a request goes that gets its token in this step; a stage is asked for what it sends."""
+        if not sends_kv(req):
+            self.queues.running.append(req)
+
+    def _let_go(self, req: Request) -> None:
+        """No pages for the rest of its prompt: those who stand still have them. It waits for them in the queue."""
+        if sends_kv(req):
+            error = OutOfPagesError(f"request {req.rid} ended early: no KV page was left for the rest of its prompt")
+            self.endings.finish(req, error_finish(error))
+            return
+        self.endings.release(req, checkpoint=True)
+        self.queues.waiting.return_to_head(req)
+        self.tally.retracted += 1
+
+
+IDLE_SHARE = 1e-3
+"""Of the time that audits of an idle engine take, at most."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Health:
+    """Audits on behalf of the scheduler."""
+
+    config: SchedulerConfig
+    memory: KvMemory
+    queues: Queues
+    tally: Tally
+    clock: Callable[[], float] = time.perf_counter
+    _due: bool = False
+    """Whether there was work since the last audit."""
+    _earliest: float = float("-inf")
+    """When the next audit of an idle engine may run."""
+
+    def audit(self) -> ConservationReport:
+        """Collect the five sets of pages from their owners, now. Changes nothing."""
+        live = [*self.queues.live()]
+        kvs = [req.kv for req in live if req.kv is not None]
+        swapped = [req.swapped for req in live if req.swapped is not None]
+        return check_conservation(self.memory, kvs, self.queues.held_pages(), swapped)
+
+    def after_turn(self, *, idle: bool) -> None:
+        """Audit when the configuration or the occasion asks for it."""
+        if self.config.audit_every_step:
+            problems = self.audit().problems
+            assert not problems, f"audit after step: {'; '.join(problems)}"
+            return
+        self._due |= not idle
+        if idle and self._due and self.clock() >= self._earliest:
+            self._audit_idle()
+
+    def _audit_idle(self) -> None:
+        began = self.clock()
+        self._report(self.audit())
+        ended = self.clock()
+        self._due, self._earliest = False, ended + (ended - began) / IDLE_SHARE
+
+    def _report(self, report: ConservationReport) -> None:
+        if report.problems:
+            self.tally.audit_failures += 1
+            logger.error("audit while idle: %s", "; ".join(report.problems))

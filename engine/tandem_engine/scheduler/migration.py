@@ -1,0 +1,91 @@
+"""Running requests that are to go on at another worker, because this one stops or computes prompts from now on.
+
+Life of a departure
+    1. running   as ever
+    2. asked     its client was told that it should leave, and looks for a worker with room; it goes on here meanwhile
+    3. moving    the client ends it here and sends it anew: it is handed over (side SEND) to the worker that was found.
+                 Its pages are in the prefix cache, so nothing but the last, partial page is computed again, and the
+                 token after it, which the client has before the transfer begins
+    4. moved     the other worker has verified the pages and goes on
+
+Nobody has room: it goes on here, and is asked again. Nothing is given up before there is a place to go to, or the time
+that it has for leaving is over: then it is computed again elsewhere.
+
+Only a few leave at a time. Each costs the step that it joins some prompt tokens, so that the others, and the clients
+that wait for a moved request's next token, hardly notice.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.names import RequestId
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.scheduler.output_stream import OutputStream
+from tandem_engine.scheduler.queues import Queues
+from tandem_engine.scheduler.request import Request
+
+AT_ONCE = 8
+"""Requests that are asked or moving at any time."""
+
+ASK_AGAIN_S = 1.0
+"""As often as a gateway's view of the fleet changes."""
+
+FEW_TOKENS = 8
+"""With so few tokens left, a request ends here sooner than it would begin elsewhere."""
+
+
+def is_moving(message: GenerateRequest) -> bool:
+    """Whether `message` continues what this worker was generating until now, for somebody else to go on."""
+    return message.handoff is not None and message.handoff.moving
+
+
+@dataclass(kw_only=True, slots=True)
+class Departures:
+    """Decides who is asked to leave, and when."""
+
+    queues: Queues
+    stream: OutputStream
+    clock: Clock
+    wanted: bool = False
+    within_s: float = inf
+    """Time that each has for leaving, from the moment when it is to leave and runs."""
+    _since: dict[RequestId, float] = field(default_factory=dict)
+    """Since when those who are to leave are."""
+    _asked: dict[RequestId, float] = field(default_factory=dict)
+    """Running requests that were asked, and when last."""
+
+    def poll(self) -> list[Request]:
+        """Once per turn: ask those who have waited longest for it, as long as few are under way.
+
+        Returns those whom nobody has taken within their time.
+        """
+        if not self.wanted or not self.queues.running:
+            self._since.clear()
+            return []
+        now = self.clock.now()
+        leaving = {req.rid: req for req in self.leaving()}
+        self._since = {rid: self._since.get(rid, now) for rid in leaving}
+        self._asked = {rid: at for rid, at in self._asked.items() if rid in leaving}
+        free = AT_ONCE - self._moving() - sum(now < at + ASK_AGAIN_S for at in self._asked.values())
+        idle = [req for rid, req in leaving.items() if now >= self._asked.get(rid, -ASK_AGAIN_S) + ASK_AGAIN_S]
+        idle.sort(key=lambda req: self._asked.get(req.rid, -ASK_AGAIN_S))
+        for req in idle[: max(free, 0)]:
+            self._asked[req.rid] = now
+            self.stream.ask_to_leave(req)
+        return [req for rid, req in leaving.items() if now - self._since[rid] >= self.within_s]
+
+    def leaving(self) -> Iterator[Request]:
+        """Running requests that are to leave; none when nobody is."""
+        return (req for req in self.queues.running if self.wanted and _may_leave(req))
+
+    def _moving(self) -> int:
+        return sum(req.handoff is not None and req.handoff.moving for req in self.queues.live())
+
+
+def _may_leave(req: Request) -> bool:
+    """A conversation that is kept here ends its turn here; so does an output that is nearly complete."""
+    if req.finished is not None or req.to_finish is not None or req.session is not None:
+        return False
+    return req.remaining_tokens > FEW_TOKENS

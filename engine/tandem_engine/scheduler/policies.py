@@ -1,0 +1,414 @@
+"""Who goes first, and who gives way.
+
+The planner knows the two questions and not the answers. A policy answers from what is there now and remembers
+nothing between plans [admission-not-latched], so replaying the same requests at the same times gives the same order on
+every rank.
+
+A greater `Request.priority` is more important, here and at the API: SGLang's default, the opposite of vLLM.
+
+Why nobody starves under a policy that lets later requests go first.
+
+A request that has waited for `seconds` is *overdue*. Overdue requests go before all others, in the order of the
+queue, so from then on only those that were before it can be. The priority policy counts in `levels` instead.
+
+Prefixes that some request is computing: others had better wait for them than compute them again.
+
+A request waits when at least `WORTH_WAITING` tokens behind what the cache has for it are the tokens that
+somebody else computes now, or will in this step. It waits until they are in the cache, which settled chunks of
+a prompt enter one by one; so it runs beside the rest of a long prompt of which it shares only the beginning.
+
+First come, first served. Nobody overtakes, so nobody starves.
+
+The head of the queue waits while somebody computes a prefix that it needs too (`shared_prefix`): to start it at once
+would be to compute that twice. Those behind it wait with it, some steps at most.
+
+Requests that were put back, and those that followed another choice of their answer, stand at the head; but a choice
+that another worker decodes stands where it came.
+
+Policies that look at what the prefix cache has for each waiting request.
+
+Each pass: overdue requests first; the others in an order that `lpm` or `dfs_weight` makes of what is cached for
+them. Of requests that share what is not cached yet, one computes it and the others wait (`shared_prefix`).
+
+Matching every waiting request costs more than it saves once there are many: longer queues than `MOST_MATCHED`
+are served in their own order.
+
+Depth first through the cached prefixes of waiting requests, the branch with most of them first.
+
+Requests that share a cached prefix run one after the other, so it is used by all of them while it is there, and
+prefixes that many wait for go before longer ones that few wait for.
+
+The most important request first; it may put less important ones back.
+
+A waiting request gains one level of priority with every `ageing.seconds`. So one of priority p goes before every
+one of priority q > p that arrives more than (q − p) · seconds after it, and can wait no longer than for those
+that came earlier.
+
+A running request is *outranked* by a waiting one whose priority is greater by `threshold` or more. Age protects
+here as well: what has run and waited for long enough is put back for nobody.
+
+The request with the fewest steps left goes first; the one with the most gives way.
+
+Steps left are those of its prompt, chunk by chunk, and one for each token it may still generate: a bound known in
+advance, not a guess. Overdue requests go before.
+
+When new prompts are admitted while others decode: `--scheduler-delay-factor`, as in vLLM's scheduler.
+
+A prompt that arrives alone takes a step of its own, and requests that decode wait for that step. With a factor above
+0 new prompts wait until the oldest of them has waited factor × the time of the last step with prompts, so that several
+are computed together. No prompt waits while there is nothing else to compute.
+
+Times are those of the scheduler's clock when steps are planned, which is the same on every rank.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeAlias
+
+from tandem_engine.base.clock import Clock
+from tandem_engine.config import SchedulePolicy, SchedulerConfig
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.prefix_cache import NoPrefixCache
+from tandem_engine.memory.radix_cache import shared_blocks
+from tandem_engine.messages.kv_events import TOKEN_BYTES, pack_tokens
+from tandem_engine.scheduler.queues import Queues
+from tandem_engine.scheduler.request import Request
+
+
+class Policy(Protocol):
+    """One way to order waiting requests. Every one bounds how long a request can be passed over."""
+
+    def order(self, queues: Queues) -> Iterator[Request]:
+        """Waiting requests in the order in which they are tried.
+
+        The planner takes each request that it gets out of the queue before it asks for the next, and asks no
+        more after the first that has to wait: nobody overtakes it. Work starts with the first `next`.
+        """
+        ...
+
+    def next_outside(self, requests: Iterable[Request]) -> Request | None:
+        """Who goes first of `requests`, which wait outside the queues for KV that is computed elsewhere.
+
+        They come in order of arrival; None when there are none.
+        """
+        ...
+
+    def victim(self, candidates: Sequence[Request]) -> Request:
+        """The request that gives its memory back when there is too little. Never called with none."""
+        ...
+
+
+def first_come(requests: Iterable[Request]) -> Request | None:
+    """Who goes first outside the queues where arrival is all that counts there."""
+    return next(iter(requests), None)
+
+
+def least_important(candidates: Sequence[Request]) -> Request:
+    """The newest of those with the least priority: the victim of every policy that has no better idea."""
+    ranked = enumerate(candidates)
+    _, victim = max(ranked, key=lambda entry: (-entry[1].priority, entry[1].arrived_at, entry[0]))
+    return victim
+
+
+class Aged(NamedTuple):
+    """A queue in two parts, each in the order of the queue."""
+
+    overdue: list[Request]
+    others: list[Request]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ageing:
+    """What waiting is worth."""
+
+    clock: Clock
+    seconds: float
+
+    def split(self, waiting: Iterable[Request]) -> Aged:
+        due = self.clock.now() - self.seconds
+        aged = Aged([], [])
+        for req in waiting:
+            (aged.overdue if req.arrived_at <= due else aged.others).append(req)
+        return aged
+
+    def levels(self, req: Request) -> int:
+        """How many times `seconds` have passed since `req` arrived."""
+        return int((self.clock.now() - req.arrived_at) / self.seconds)
+
+
+WORTH_WAITING = 32
+"""Tokens, rounded up to pages. SGLang's threshold for the same decision."""
+
+
+class SharedPrefixes:
+    """What is being computed now, as prefixes that end `WORTH_WAITING` tokens behind what is cached."""
+
+    def __init__(self, memory: KvMemory) -> None:
+        self._memory = memory
+        self._worth = memory.pages_for(WORTH_WAITING) * memory.page_size
+        self._prefixes: set[tuple[str, bytes]] = set()
+
+    def cached(self, req: Request) -> int:
+        """Tokens of `req` that the cache has now."""
+        tokens = req.token_ids(0, req.seq_len)
+        return self._memory.cached_len(tokens, salt=req.cache_salt, max_match=req.longest_match)
+
+    def computing(self, requests: Iterable[Request]) -> None:
+        """Note those of `requests` whose prompt is on its way to the cache."""
+        for req in requests:
+            if req.kv is not None and req.kv.committed_len < req.extend_target:
+                self.add(req, self.cached(req))
+
+    def add(self, req: Request, cached: int) -> None:
+        """`req`, of which `cached` tokens are cached, is computed now."""
+        if cached + self._worth <= req.seq_len:
+            self._prefixes.add(self._prefix(req, cached))
+
+    def worth_waiting(self, req: Request, cached: int) -> bool:
+        """Whether somebody computes enough of what `req` needs next and may take from the cache."""
+        return cached + self._worth <= req.longest_match and self._prefix(req, cached) in self._prefixes
+
+    def _prefix(self, req: Request, cached: int) -> tuple[str, bytes]:
+        return req.cache_salt, pack_tokens(req.token_ids(0, cached + self._worth))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fcfs:
+    """Implements `Policy`."""
+
+    memory: KvMemory | None = None
+    """Whose prefix cache requests may wait for; None when nobody is to wait."""
+
+    def order(self, queues: Queues) -> Iterator[Request]:
+        shared = None
+        if self.memory is not None:
+            shared = SharedPrefixes(self.memory)
+            shared.computing(queues.requests.values())
+        while (head := queues.waiting.head) is not None:
+            if shared is None:
+                yield head
+                continue
+            cached = shared.cached(head)
+            if shared.worth_waiting(head, cached) and queues.groups.donor(head) is None:
+                return
+            yield head
+            shared.add(head, cached)
+
+    def next_outside(self, requests: Iterable[Request]) -> Request | None:
+        return first_come(requests)
+
+    def victim(self, candidates: Sequence[Request]) -> Request:
+        return least_important(candidates)
+
+
+MOST_MATCHED = 128
+"""Waiting requests; SGLang's limit."""
+
+
+class Candidate(NamedTuple):
+    """A waiting request and the tokens that the cache has for it."""
+
+    req: Request
+    cached: int
+
+
+Ranking: TypeAlias = Callable[[list[Candidate]], list[Candidate]]
+"""Puts candidates, given in the order of the queue, in the order in which they are tried."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByPrefix:
+    """Implements `Policy`."""
+
+    memory: KvMemory
+    ageing: Ageing
+    ranking: Ranking
+
+    def order(self, queues: Queues) -> Iterator[Request]:
+        if len(queues.waiting) > MOST_MATCHED:
+            yield from Fcfs().order(queues)
+            return
+        shared = SharedPrefixes(self.memory)
+        shared.computing(queues.requests.values())
+        overdue, others = self.ageing.split(queues.waiting)
+        for req in overdue:
+            yield req
+            shared.add(req, shared.cached(req))
+        for req, cached in self.ranking([Candidate(req, shared.cached(req)) for req in others]):
+            if not shared.worth_waiting(req, cached):
+                yield req
+                shared.add(req, cached)
+
+    def next_outside(self, requests: Iterable[Request]) -> Request | None:
+        return first_come(requests)
+
+    def victim(self, candidates: Sequence[Request]) -> Request:
+        return least_important(candidates)
+
+
+class Path(NamedTuple):
+    """A candidate and its cached tokens, packed: a way down the tree of all candidates' prefixes."""
+
+    tokens: bytes
+    candidate: Candidate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeaviestBranchFirst:
+    """A `Ranking`. Equals keep the order of the queue."""
+
+    page_size: int
+
+    def __call__(self, candidates: list[Candidate]) -> list[Candidate]:
+        by_salt: defaultdict[str, list[Path]] = defaultdict(list)
+        for candidate in candidates:
+            tokens = pack_tokens(candidate.req.token_ids(0, candidate.cached))
+            by_salt[candidate.req.cache_salt].append(Path(tokens, candidate))
+        return [path.candidate for paths in _heaviest_first(by_salt.values()) for path in self._depth_first(paths)]
+
+    def _depth_first(self, paths: list[Path]) -> list[Path]:
+        """Where `paths` part, their branches; then those that end there."""
+        if len(paths) == 1:
+            return paths
+        block = self.page_size * TOKEN_BYTES
+        # What the first and the last in order share, all between them share.
+        tokens = [path.tokens for path in paths]
+        parting = shared_blocks(min(tokens), max(tokens), block) * block
+        branches: defaultdict[bytes, list[Path]] = defaultdict(list)
+        for path in paths:
+            branches[path.tokens[parting : parting + block]].append(path)
+        ending = branches.pop(b"", [])
+        below = (path for branch in _heaviest_first(branches.values()) for path in self._depth_first(branch))
+        return [*below, *ending]
+
+
+def _heaviest_first(branches: Iterable[list[Path]]) -> list[list[Path]]:
+    return sorted(branches, key=len, reverse=True)
+
+
+def longest_prefix_first(candidates: list[Candidate]) -> list[Candidate]:
+    """Equals keep the order of the queue."""
+    return sorted(candidates, key=lambda candidate: -candidate.cached)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByPriority:
+    """Implements `Policy`, and says who is put back for whom."""
+
+    ageing: Ageing
+    threshold: int
+
+    def order(self, queues: Queues) -> Iterator[Request]:
+        yield from sorted(queues.waiting, key=self._standing, reverse=True)
+
+    def next_outside(self, requests: Iterable[Request]) -> Request | None:
+        return max(requests, key=self._standing, default=None)
+
+    def victim(self, candidates: Sequence[Request]) -> Request:
+        return self._most_expendable_first(candidates)[0]
+
+    def outranked(self, head: Request, candidates: Sequence[Request]) -> list[Request]:
+        """Those of `candidates` that `head` may put back, the most expendable first."""
+        lower = [req for req in candidates if head.priority - req.priority - self.ageing.levels(req) >= self.threshold]
+        return self._most_expendable_first(lower)
+
+    def _standing(self, req: Request) -> float:
+        """Priority with age, less what is the same for all: the order of two requests never changes."""
+        return req.priority - req.arrived_at / self.ageing.seconds
+
+    def _most_expendable_first(self, candidates: Sequence[Request]) -> list[Request]:
+        """The newest of equals is the most expendable."""
+        ranked = sorted(candidates, key=self._standing, reverse=True)
+        ranked.reverse()
+        return ranked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShortestRemaining:
+    """Implements `Policy`."""
+
+    ageing: Ageing
+    chunk: int
+    """Prompt tokens of one step."""
+
+    def order(self, queues: Queues) -> Iterator[Request]:
+        overdue, others = self.ageing.split(queues.waiting)
+        yield from overdue
+        yield from sorted(others, key=self.steps_left)
+
+    def next_outside(self, requests: Iterable[Request]) -> Request | None:
+        return first_come(requests)
+
+    def victim(self, candidates: Sequence[Request]) -> Request:
+        return max(reversed(candidates), key=lambda req: (self.steps_left(req), req.arrived_at))
+
+    def steps_left(self, req: Request) -> int:
+        """At most so many steps until `req` has its last token."""
+        uncomputed = req.seq_len - req.launched_len
+        return -(-uncomputed // self.chunk) + req.remaining_tokens
+
+
+def make_policy(config: SchedulerConfig, *, memory: KvMemory, clock: Clock) -> Policy:
+    """The policy that `config` names."""
+    ageing = Ageing(clock=clock, seconds=config.policy_ageing_seconds)
+    match config.schedule_policy:
+        case SchedulePolicy.FCFS:
+            return Fcfs(memory=None if isinstance(memory.cache, NoPrefixCache) else memory)
+        case SchedulePolicy.LPM:
+            return ByPrefix(memory=memory, ageing=ageing, ranking=longest_prefix_first)
+        case SchedulePolicy.DFS_WEIGHT:
+            return ByPrefix(memory=memory, ageing=ageing, ranking=HeaviestBranchFirst(page_size=memory.page_size))
+        case SchedulePolicy.PRIORITY:
+            return ByPriority(ageing=ageing, threshold=config.priority_preemption_threshold)
+        case SchedulePolicy.SRF:
+            return ShortestRemaining(ageing=ageing, chunk=config.chunked_prefill_size)
+
+
+@dataclass(kw_only=True, slots=True)
+class PromptDelay:
+    """Belongs to one planner."""
+
+    clock: Clock
+    factor: float
+    lag: int
+    """Plans between that of a step and the first one after its beginning: 1 with overlap, else 0."""
+    last_step_s: float = 0.0
+    """Of the last step with prompts."""
+    _planned_at: float | None = None
+    _prompts: list[bool] = field(default_factory=list)
+    """Whether the last steps computed prompts, the newest last: as many as may not have been measured."""
+
+    def begin_plan(self) -> None:
+        """A step is about to be planned: note how long the one that has ended since the last plan took."""
+        now = self.clock.now()
+        if self._planned_at is not None and len(self._prompts) > self.lag and self._prompts[-1 - self.lag]:
+            self.last_step_s = now - self._planned_at
+        self._planned_at = now
+
+    def planned(self, *, prompts: bool) -> None:
+        """The step computes prompts, or not."""
+        self._prompts = [*self._prompts[-self.lag :], prompts] if self.lag else [prompts]
+
+    def interrupt(self) -> None:
+        """The next plan does not follow at once: the time until then is that of no step."""
+        self._planned_at = None
+        self._prompts.clear()
+
+    def holds(self, queues: Queues) -> bool:
+        """Whether those that wait stay in the queue, in a step that has others to compute."""
+        if not len(queues.waiting):
+            return False
+        # A request that was admitted before and put back has waited already.
+        if any(req.first_scheduled_at is not None for req in queues.waiting):
+            return False
+        oldest = min(req.arrived_at for req in queues.waiting)
+        return self.clock.now() - oldest <= self.factor * self.last_step_s
+
+    def note(self, queues: Queues, *, held: bool) -> None:
+        """The step leaves those that wait in the queue for the delay's sake, or not: their time of it is kept."""
+        now = self.clock.now()
+        for req in queues.waiting:
+            if req.delayed_since is not None:
+                req.delayed_s += now - req.delayed_since
+            req.delayed_since = now if held else None

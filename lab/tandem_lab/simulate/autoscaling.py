@@ -1,0 +1,303 @@
+"""Workers that come and go during a run, as an autoscaler decides.
+
+Each period   what came, waits and runs → `Load` → the scaler → workers that start, change their role, or leave
+start         a worker is asked for, and joins after `start_s`; from the moment it is asked for it costs
+flip          a worker leaves its role when it has finished what it has, and joins the other after `flip_s`
+leave         the emptiest first; it costs until it has finished what it has
+
+Who decides how many workers there are, side by side: the operator's law, one like an HPA's, and nobody.
+
+All see the same load at the same moments. The law is the operator's own code (`tandem_operator.scaling`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from math import ceil
+from typing import Protocol
+
+from tandem_engine.config import Role
+from tandem_lab.simulate.fleet import Fleet, FleetShape
+from tandem_lab.simulate.gateway import Held
+from tandem_lab.simulate.worker import ModelledWorker
+from tandem_operator.api.types import ROLES, RoleName
+from tandem_operator.scaling.load import Load
+from tandem_operator.scaling.policy import Memory, ScalingConfig, Window, decide
+from tandem_operator.telemetry.pod_metrics import GatewayFigures, GatewayTotals, WorkerFigures
+from tandem_operator.telemetry.samples import Demand, Gain, Sizes, load_of
+
+Counts = dict[RoleName, int]
+HPA_TOLERANCE = 0.1
+
+HPA_DOWN_WINDOW_S = 300.0
+"""Both as the HorizontalPodAutoscaler has them by default."""
+
+
+class Scaler(Protocol):
+    """Asked once a period."""
+
+    def decide(self, load: Load, there: Mapping[RoleName, int]) -> tuple[Counts, int]:
+        """Workers wanted of each role, and how many change from decode to prefill (negative: the other way)."""
+        ...
+
+
+@dataclass(slots=True)
+class Law:
+    """The operator's."""
+
+    config: ScalingConfig
+    _memory: Memory = field(default_factory=Memory)
+
+    def decide(self, load: Load, there: Mapping[RoleName, int]) -> tuple[Counts, int]:
+        outcome = decide(load, there, self._memory, self.config)
+        self._memory = outcome.memory
+        return dict(outcome.wanted), outcome.flips
+
+
+@dataclass(slots=True)
+class Hpa:
+    """Each role for itself: replicas in proportion to a metric over its target, as Kubernetes computes it.
+
+    The metric of prefill is queued tokens per worker, with the queue that a worker clears within the target time as
+    its target; that of decode is the share of places in use.
+    """
+
+    config: ScalingConfig
+    _windows: dict[RoleName, Window] = field(default_factory=dict)
+
+    def decide(self, load: Load, there: Mapping[RoleName, int]) -> tuple[Counts, int]:
+        prefill, decode = load.prefill, load.decode
+        per_worker = prefill.worker_tokens_per_s * self.config.prefill.targets.queue_seconds
+        ratios: dict[RoleName, float] = {
+            "prefill": prefill.queued_tokens / max(1.0, per_worker * there["prefill"]),
+            "decode": (decode.running + decode.waiting) / max(1.0, decode.worker_places * there["decode"]) / 0.8,
+        }
+        return {role: self._replicas(role, ratios[role], there[role], load.at) for role in ROLES}, 0
+
+    def _replicas(self, role: RoleName, ratio: float, now: int, at: float) -> int:
+        wished = now if abs(ratio - 1.0) <= HPA_TOLERANCE else ceil(now * ratio)
+        bounds = self.config.bounds(role)
+        wished = min(max(wished, bounds.least, 1), bounds.most)
+        window = self._windows.get(role, Window()).add(at, wished, HPA_DOWN_WINDOW_S)
+        self._windows[role] = window
+        # At most double, or four more, in one period.
+        return min(window.most(at, HPA_DOWN_WINDOW_S), max(now * 2, now + 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """As many as the fleet begins with."""
+
+    def decide(self, load: Load, there: Mapping[RoleName, int]) -> tuple[Counts, int]:
+        del load
+        return {role: there[role] for role in ROLES}, 0
+
+
+ROLE_OF: dict[RoleName, Role] = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+
+
+@dataclass(slots=True)
+class GatewayCounters:
+    """All gateways' together, since the start of a run. Names are those of `GatewayTotals`."""
+
+    choices: int = 0
+    asked_tokens: int = 0
+    predicted_tokens: int = 0
+    first_token_s: float = 0.0
+    first_tokens: int = 0
+    finished_s: float = 0.0
+    finished: int = 0
+
+    def asked(self, prompt_tokens: int) -> None:
+        """A request has come."""
+        self.choices += 1
+        self.asked_tokens += prompt_tokens
+
+    def admitted(self, cached_tokens: int) -> None:
+        """It has a worker, which is predicted to have so many of its tokens cached."""
+        self.predicted_tokens += cached_tokens
+
+    def began(self, ttft_s: float) -> None:
+        """Its first token is out."""
+        self.first_tokens += 1
+        self.first_token_s += ttft_s
+
+    def ended(self, e2e_s: float) -> None:
+        """Its last token is out."""
+        self.finished += 1
+        self.finished_s += e2e_s
+
+    def totals(self) -> GatewayTotals:
+        return GatewayTotals(**asdict(self))
+
+
+@dataclass(kw_only=True, slots=True)
+class SeenLoad:
+    """One run's."""
+
+    fleet: Fleet
+    held: Callable[[], Held]
+    """What waits at gateways."""
+    sizes: Sizes
+    counters: GatewayCounters = field(default_factory=GatewayCounters)
+    demand: Demand = field(default_factory=Demand)
+    _before: GatewayFigures | None = None
+
+    @staticmethod
+    def of(fleet: Fleet, shape: FleetShape, held: Callable[[], Held]) -> "SeenLoad":
+        """Of a fleet whose workers are like `shape`, also while there is none of a role."""
+        sizes = Sizes(tokens_per_s=shape.times.prefill_rate, places=shape.max_sequences, pages=shape.cache_blocks)
+        return SeenLoad(fleet=fleet, held=held, sizes=sizes)
+
+    def load(self, period_s: float) -> Load:
+        """Now; `period_s` after the last time."""
+        workers = [_worker(role, each) for role in ROLES for each in self.fleet.offered(ROLE_OF[role])]
+        self.sizes.take(workers)
+        gateway = self._gateway()
+        gain = self._gain(gateway, period_s)
+        self._before = gateway
+        self.demand.take([gain])
+        return load_of(
+            at=self.fleet.redis.events.now(),
+            age_s=0.0,
+            workers=workers,
+            gateways=[gateway],
+            rates=self.demand.rates([gain]),
+            sizes=self.sizes,
+        )
+
+    def _gateway(self) -> GatewayFigures:
+        """All of them, as one."""
+        held = self.held()
+        return GatewayFigures(
+            answering=held.requests + sum(each.outstanding for each in self.fleet.workers.values()),
+            waiting=held.requests,
+            held=held.without_worker,
+            waiting_tokens=held.prompt_tokens,
+            oldest_wait_s=held.oldest_wait_s,
+            totals=self.counters.totals(),
+        )
+
+    def _gain(self, now: GatewayFigures, seconds: float) -> Gain:
+        if self._before is None:
+            return Gain(totals=now.totals, seconds=seconds, waiting_tokens=now.waiting_tokens)
+        return Gain(
+            totals=now.totals.since(self._before.totals),
+            seconds=seconds,
+            waiting_tokens=now.waiting_tokens - self._before.waiting_tokens,
+        )
+
+
+def _worker(role: RoleName, worker: ModelledWorker) -> WorkerFigures:
+    """Sequences beyond a worker's places wait. How long its prompts have waited is not modelled."""
+    load, cache = worker.load(), worker.cache
+    return WorkerFigures(
+        serves=role,
+        draining=False,
+        age_s=0.0,
+        running=min(load.sequences, load.max_sequences),
+        waiting=max(0.0, load.sequences - load.max_sequences),
+        transferring=0.0,
+        inflight=0.0,
+        leaving=0.0,
+        waiting_tokens=load.queue_tokens,
+        oldest_wait_s=0.0,
+        places=load.max_sequences,
+        tokens_per_s=load.prefill_rate,
+        pages=cache.capacity,
+        used_pages=cache.capacity - cache.room,
+    )
+
+
+FLIP_S = 1.0
+"""A live worker changes its role without loading anything (docs/operations.md)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingCosts:
+    """What scaling takes."""
+
+    period_s: float = 5.0
+    start_s: float = 60.0
+    """From the decision to a worker that takes requests: pod, image, weights, warming up."""
+
+
+@dataclass(slots=True)
+class Autoscaling:
+    """One run's. `begin` plans the first look."""
+
+    fleet: Fleet
+    scaler: Scaler
+    costs: ScalingCosts
+    seen: SeenLoad
+    starting: Counts = field(default_factory=lambda: {"prefill": 0, "decode": 0})
+    cancelled: Counts = field(default_factory=lambda: {"prefill": 0, "decode": 0})
+    """Of those that start, as many are not wanted any more when they are there."""
+    worker_seconds: float = 0.0
+    most: int = 0
+    changes: int = 0
+
+    def begin(self) -> None:
+        self.fleet.redis.events.after(self.costs.period_s, self._look)
+
+    def there(self) -> Counts:
+        """Workers of each role, those that start included."""
+        return {role: len(self.fleet.offered(ROLE_OF[role])) + self._coming(role) for role in ROLES}
+
+    async def _look(self) -> None:
+        if self.fleet.closing:
+            return
+        paid = len(self.fleet.workers) + sum(self.starting.values())
+        self.worker_seconds += paid * self.costs.period_s
+        self.most = max(self.most, paid)
+        await self.fleet.redis.follow()
+        there = self.there()
+        wanted, flips = self.scaler.decide(self.seen.load(self.costs.period_s), there)
+        self.changes += wanted != there
+        giver: RoleName = "decode" if flips > 0 else "prefill"
+        taker: RoleName = "prefill" if flips > 0 else "decode"
+        for _ in range(abs(flips)):
+            await self._flip(giver, taker)
+        now = self.there()
+        for role in ROLES:
+            for _ in range(wanted[role] - now[role]):
+                self._start(role, self.costs.start_s)
+            for _ in range(now[role] - wanted[role]):
+                await self._stop(role)
+        self.fleet.redis.events.after(self.costs.period_s, self._look)
+
+    def _coming(self, role: RoleName) -> int:
+        return self.starting[role] - self.cancelled[role]
+
+    def _start(self, role: RoleName, seconds: float) -> None:
+        if self.cancelled[role]:
+            self.cancelled[role] -= 1
+            return
+        self.starting[role] += 1
+        self.fleet.redis.events.after(seconds, lambda: self._join(role))
+
+    async def _join(self, role: RoleName) -> None:
+        self.starting[role] -= 1
+        if self.cancelled[role]:
+            self.cancelled[role] -= 1
+            return
+        if self.fleet.closing:
+            return
+        await self.fleet.redis.follow()
+        await self.fleet.join(ROLE_OF[role])
+
+    async def _stop(self, role: RoleName) -> None:
+        if self._coming(role):
+            self.cancelled[role] += 1
+            return
+        worker = self._emptiest(role)
+        if worker is not None:
+            await self.fleet.leave(worker)
+
+    async def _flip(self, giver: RoleName, taker: RoleName) -> None:
+        worker = self._emptiest(giver)
+        if worker is not None:
+            await self.fleet.leave(worker)
+            self._start(taker, FLIP_S)
+
+    def _emptiest(self, role: RoleName) -> ModelledWorker | None:
+        return min(self.fleet.offered(ROLE_OF[role]), key=lambda each: each.outstanding, default=None)

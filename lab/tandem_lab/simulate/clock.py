@@ -1,0 +1,111 @@
+"""Simulated time: a clock that jumps from one event to the next.
+
+Events at the same time happen in the order in which they were planned, so a run is a function of its inputs.
+
+The router's own functions in a Redis whose time is the simulation's.
+
+Leases, report ages and reservations count simulated milliseconds, which `SimulatedRedis.follow` writes before Redis is
+asked for anything. What Redis expires by itself would go by its own time, so nothing does within a day.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from tandem_services.common.redis_client import RedisAddress, RedisClient
+from tandem_services.router.index import BlockIndex
+from tandem_services.router.keys import Keys
+from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, LibrarySource, library_source
+from tandem_services.router.registry import Registry
+from tandem_services.router.shared_state import FairBoard
+
+Action = Callable[[], Awaitable[None] | None]
+
+
+@dataclass(slots=True)
+class EventQueue:
+    """A `Clock` and the events that move it. Seconds from the start of the run."""
+
+    _now: float = 0.0
+    _planned: int = 0
+    _events: list[tuple[float, int, Action]] = field(default_factory=list)
+
+    def now(self) -> float:
+        return self._now
+
+    def at(self, time: float, action: Action) -> None:
+        """Plan `action`; a time that has passed means at once."""
+        self._planned += 1
+        heappush(self._events, (max(time, self._now), self._planned, action))
+
+    def after(self, seconds: float, action: Action) -> None:
+        self.at(self._now + seconds, action)
+
+    async def run(self) -> None:
+        """Until no event is left."""
+        while self._events:
+            self._now, _, action = heappop(self._events)
+            waiting = action()
+            if waiting is not None:
+                await waiting
+
+
+PATIENCE_S = 60.0
+"""A run that fell back to local routing because this machine was busy would not be repeatable: it fails instead."""
+
+START_MS = 1_000_000
+"""Redis time at the start: leases and reservations are never of before it."""
+
+DAY_MS = 86_400_000
+EXPIRIES = {"INDEX_TTL_MS": DAY_MS, "FLEET_TTL_MS": DAY_MS, "LEASE_MS": DAY_MS, "FENCE_AFTER_MS": DAY_MS}
+
+ORDERED_HASHES = {"hash-max-listpack-entries": 4096, "hash-max-listpack-value": 4096}
+"""As many workers as there may be, and rows with as many reservations as they may have."""
+
+CLOCK = """\
+local function now_ms()
+  return tonumber(redis.call('GET', '{key}'))
+end
+"""
+
+
+@dataclass(kw_only=True)
+class SimulatedRedis:
+    """One cluster name's registry and index."""
+
+    address: RedisAddress
+    cluster: str
+    events: EventQueue
+    keys: Keys = field(init=False)
+    source: LibrarySource = field(init=False)
+    client: RedisClient = field(init=False)
+    registry: Registry = field(init=False)
+    index: BlockIndex = field(init=False)
+    fairness: FairBoard = field(init=False)
+    _written: int = -1
+
+    def __post_init__(self) -> None:
+        self.keys = Keys(self.cluster)
+        self.source = library_source({**CONSTANTS, **EXPIRIES}, clock=CLOCK.format(key=self._clock_key))
+        self.client = RedisClient(self.address, timeout_s=PATIENCE_S)
+        library = FunctionLibrary(self.client, self.source)
+        self.registry = Registry(library=library, keys=self.keys)
+        self.index = BlockIndex(library=library, keys=self.keys)
+        self.fairness = FairBoard(library=library, keys=self.keys)
+
+    @property
+    def _clock_key(self) -> str:
+        return self.keys.prefix + "simulated_clock"
+
+    async def begin(self) -> None:
+        """Keep hashes in the order in which they were written: otherwise it is another one in each Redis process, and
+        with it which of equal workers is taken. Raises `RedisUnavailableError`."""
+        for option, value in ORDERED_HASHES.items():
+            await self.client.command("CONFIG", "SET", option, value)
+
+    async def follow(self) -> None:
+        """Redis time is the simulation's from now on. Raises `RedisUnavailableError`."""
+        now = START_MS + int(self.events.now() * 1000)
+        if now != self._written:
+            await self.client.command("SET", self._clock_key, now)
+            self._written = now

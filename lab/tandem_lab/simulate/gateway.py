@@ -1,0 +1,311 @@
+"""A gateway's queue in simulated time: the product's own `LateBinding`, told by events what in a gateway time tells it.
+
+arrive   each choice of a request, as in a gateway. One that fits no worker is refused; the queue asks the router for
+         the others, or gives them a seat. The first choice that is refused ends those of its request that wait
+turn     as long as somebody waits: at once after each admission and when a request of this gateway has ended, else each
+         `poll_s`
+sync     of several gateways: what tenants have had is added up in Redis, as often as gateways do it
+refresh  the view of the fleet, once a heartbeat, each gateway at a moment of its own
+"""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from tandem_lab.simulate.fleet import MODEL, Fleet
+from tandem_lab.simulate.requests import SimulatedRequest
+from tandem_services.common.errors import ApiError
+from tandem_services.gateway.limits import check_context
+from tandem_services.gateway.queueing.fair_queue import SYNC_S, FairQueue, SharedCounters
+from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding, Visitor
+from tandem_services.gateway.queueing.shared_route import SharedRoute
+from tandem_services.router.decision import Choice, RouteQuery, WorkerView
+from tandem_services.router.keys import HEARTBEAT_S
+from tandem_services.router.router import RouterCounters
+from tandem_services.router.usage_counters import VirtualCounters
+
+TOO_LONG = "context_length"
+"""Why a request is refused before it is queued: 400, and the same for all time."""
+
+MAX_GATEWAYS = 64
+
+
+class Chooser(Protocol):
+    """What a gateway asks of a router: the product's own, or another one that is compared with it."""
+
+    counters: RouterCounters
+
+    async def refresh(self) -> None:
+        """Called each simulated second."""
+
+    async def choose(self, query: RouteQuery) -> Choice:
+        """Raises `NoWorkersError`."""
+
+    async def release(self, choice: Choice) -> None:
+        """The last token of what was chosen is out, or there is no room for it. Called once for each choice."""
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """The fleet as last seen."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayShape:
+    """How many gateways, and what each is like."""
+
+    gateways: int = 1
+    seats: int = 1024
+    policy: AdmissionPolicy = field(default_factory=AdmissionPolicy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What waits at all gateways, as the autoscaler sees it."""
+
+    requests: int
+    prompt_tokens: int
+    oldest_wait_s: float
+    without_worker: int
+    """Those that no worker can take, as opposed to those for whom none has room."""
+
+
+@dataclass(slots=True)
+class QueueNotes:
+    """An `Observer` that keeps what the report tells."""
+
+    waits: list[float] = field(default_factory=list)
+    """Seconds in the queue, of those that got a worker; 0 for those that found one at once."""
+    refusals: Counter[str] = field(default_factory=Counter)
+
+    def asked(self, prompt_tokens: int) -> None:
+        del prompt_tokens
+
+    def admitted(self, wait_s: float, *, matched_tokens: int) -> None:
+        del matched_tokens
+        self.waits.append(wait_s)
+
+    def refused(self, reason: str) -> None:
+        self.refusals[reason] += 1
+
+    def waiting(self, lengths: Mapping[str, int]) -> None:
+        del lengths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Client:
+    """Who is told what became of a request, after the queue is done with it."""
+
+    admitted: Callable[[int, Choice], Awaitable[None]]
+    """The choice of this number has workers."""
+    refused: Callable[[int], None]
+    """So many of its choices get none; called once."""
+
+
+class Gateway:
+    """One of a run."""
+
+    def __init__(self, chooser: Chooser, fleet: Fleet, shape: GatewayShape, number: int = 0) -> None:
+        self.chooser = chooser
+        self.notes = QueueNotes()
+        self._fleet = fleet
+        self._events = fleet.redis.events
+        self._turns = 0
+        self._taking_turns = False
+        self._asked: RouteQuery | None = None
+        """For whom the router was asked last."""
+        counters = VirtualCounters()
+        # One gateway alone is told by Redis what it has told it.
+        fairness = fleet.redis.fairness if shape.gateways > 1 else None
+        self.binding = LateBinding(
+            chooser=chooser,
+            clock=self._events,
+            queue=FairQueue(seats=shape.seats, counters=counters),
+            counters=SharedCounters(counters=counters, board=fairness, gateway=str(number)),
+            observer=self.notes,
+            policy=shape.policy,
+        )
+
+    async def begin(self, *, after_s: float) -> None:
+        """`after_s`: of each second, when it looks at the fleet. Raises `RedisUnavailableError`."""
+        await self.chooser.refresh()
+        self._events.after(HEARTBEAT_S + after_s, self._refresh)
+        if self.binding.counters.board is not None:
+            self._events.after(SYNC_S + after_s, self._sync)
+
+    async def arrive(self, request: SimulatedRequest, client: Client, numbers: Sequence[int]) -> None:
+        """Choices of `request`, by their numbers. Raises whatever the router raises but `NoWorkersError`."""
+        try:
+            self._check(request)
+        except ApiError:
+            client.refused(len(numbers))
+            return
+        visit = _Visit(self, client)
+        route = SharedRoute() if len(numbers) > 1 else None
+        for number in numbers:
+            await self._arrive(request, visit, number, route)
+        if visit.refusals:
+            # As in a gateway: all have come before one of them ends the request.
+            visit.end()
+        elif visit.waiting and not self._taking_turns:
+            self._plan_turn(0.0)
+
+    async def _arrive(self, request: SimulatedRequest, visit: "_Visit", number: int, route: SharedRoute | None) -> None:
+        query = partial(self._query, request, number)
+
+        async def ask(query: RouteQuery) -> Choice:
+            await self._fleet.redis.follow()
+            return await self.chooser.choose(query)
+
+        async def alone() -> Choice:
+            return await ask(query())
+
+        async def beside() -> Choice:
+            return await alone() if route is None else await route.choose(self.chooser, query(), ask, alone)
+
+        answer = _Answer(visit, number)
+        visitor = self.binding.visitor(
+            beside,
+            answer,
+            tenant=request.tenant,
+            priority=request.priority,
+            prompt_tokens=request.prompt_tokens,
+        )
+        answer.visitor = visitor
+        visit.waiting.append(visitor)
+        try:
+            choice = await self.binding.arrive(visitor)
+        except ApiError:
+            visit.waiting.remove(visitor)
+            visit.refusals += 1
+            return
+        if choice is not None:
+            visit.waiting.remove(visitor)
+            await visit.client.admitted(number, choice)
+
+    async def ended(self, request: SimulatedRequest, choice: Choice) -> None:
+        """Its last token is out."""
+        await self._fleet.redis.follow()
+        await self.chooser.release(choice)
+        self.binding.charge_output(request.tenant, request.output_tokens)
+        if self.binding.queue:
+            self.binding.freed()
+            self._plan_turn(0.0)
+
+    def after(self, action: Callable[[], Awaitable[None] | None]) -> None:
+        """At once, but not within what goes on now: a gateway wakes another task."""
+        self._events.after(0.0, action)
+
+    def _check(self, request: SimulatedRequest) -> None:
+        """Raises `ApiError` 400 where no worker could ever hold it."""
+        try:
+            check_context(request.prompt_tokens, request.output_tokens, self._fleet.longest, "prompt")
+        except ApiError:
+            self.notes.refused(TOO_LONG)
+            raise
+
+    def _query(self, request: SimulatedRequest, number: int) -> RouteQuery:
+        """The same as the last time for who is asked for again: all that wait would take memory, one takes none."""
+        request_id = f"request-{request.number}"
+        query = self._query_of(request, request_id)
+        return replace(query, request_id=f"{request_id}-{number}") if request.choices > 1 else query
+
+    def _query_of(self, request: SimulatedRequest, request_id: str) -> RouteQuery:
+        if self._asked is None or self._asked.request_id != request_id:
+            self._asked = RouteQuery(
+                request_id=request_id,
+                model=MODEL,
+                token_ids=request.token_ids(),
+                cache_salt=request.cache_salt,
+                max_tokens=request.output_tokens,
+                session_key=request.session,
+            )
+        return self._asked
+
+    def _plan_turn(self, seconds: float) -> None:
+        """Instead of the one that is planned."""
+        self._taking_turns = True
+        self._turns += 1
+        number = self._turns
+        self._events.after(seconds, lambda: self._turn(number))
+
+    async def _turn(self, number: int) -> None:
+        if number != self._turns:
+            return
+        self._taking_turns = bool(self.binding.queue)
+        if self._taking_turns:
+            admitted = await self.binding.turn()
+            self._plan_turn(0.0 if admitted else self.binding.policy.poll_s)
+
+    async def _refresh(self) -> None:
+        if self._fleet.closing:
+            return
+        await self._fleet.redis.follow()
+        await self.chooser.refresh()
+        self._events.after(HEARTBEAT_S, self._refresh)
+
+    async def _sync(self) -> None:
+        if self._fleet.closing:
+            return
+        await self._fleet.redis.follow()
+        await self.binding.sync()
+        self._events.after(SYNC_S, self._sync)
+
+
+@dataclass(slots=True)
+class _Visit:
+    """Choices of one request, from their arrival on. Clients of a trace never leave."""
+
+    gateway: Gateway
+    client: Client
+    waiting: list[Visitor] = field(default_factory=list)
+    refusals: int = 0
+
+    def end(self) -> None:
+        """One was refused: none waits any more. Those that run go on to their end."""
+        left, self.waiting = self.waiting, []
+        for visitor in left:
+            self.gateway.binding.leave(visitor)
+        self.client.refused(self.refusals + len(left))
+
+
+@dataclass(slots=True)
+class _Answer:
+    """Of one choice in the queue."""
+
+    visit: _Visit
+    number: int
+    visitor: Visitor | None = None
+
+    def done(self) -> bool:
+        return self.visitor not in self.visit.waiting
+
+    def set_result(self, result: Choice, /) -> None:
+        assert self.visitor is not None
+        self.visit.waiting.remove(self.visitor)
+        self.visit.gateway.after(lambda: self.visit.client.admitted(self.number, result))
+
+    def set_exception(self, exception: BaseException, /) -> None:
+        assert self.visitor is not None
+        self.visit.waiting.remove(self.visitor)
+        self.visit.refusals += 1
+        if self.visit.refusals == 1 or not isinstance(exception, ApiError):
+            self.visit.gateway.after(lambda: self._failed(exception))
+
+    def _failed(self, exception: BaseException) -> None:
+        """Raises what is no refusal: it ends the run."""
+        if not isinstance(exception, ApiError):
+            raise exception
+        self.visit.end()
+
+
+def held_at(gateways: Iterable[Gateway]) -> Held:
+    """What waits there now."""
+    queues = [gateway.binding for gateway in gateways]
+    figures = [queue.figures() for queue in queues]
+    return Held(
+        requests=sum(len(queue.queue) for queue in queues),
+        prompt_tokens=sum(each.prompt_tokens for each in figures),
+        oldest_wait_s=max((each.oldest_wait_s for each in figures), default=0.0),
+        without_worker=sum(each.held for each in figures),
+    )

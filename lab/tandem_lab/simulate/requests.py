@@ -1,0 +1,148 @@
+"""A trace as the router gets it: token ids that are a function of the block numbers, and a guess of who sent them.
+
+Whose the requests of a trace are, as a gateway would find it out from their keys.
+
+Without a key file everybody whom the trace names is a tenant of weight 1 in one cache, and asks for what priority it
+likes. With one, names are those of its entries, and weight, priority and cache are as the gateway's own code has them.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.logs import quoted
+from tandem_engine.messages.kv_events import TOKEN_BYTES, chain_packed, chain_seed
+from tandem_lab.traces import TRACE_BLOCK, TraceRow
+from tandem_services.gateway.access.caller import UNKNOWN, Caller
+from tandem_services.gateway.access.keys import KeyRing
+from tandem_services.gateway.access.tenants import EVERYBODY, Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """One request's tenant, and what the request gets of what it asked for."""
+
+    tenant: Tenant
+    priority: int
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """Of one trace."""
+
+    keys: KeyRing | None = None
+    """None: no keys are required."""
+
+    def admit(self, name: str, priority: int) -> Admitted:
+        """Raises `ConfigError` when the key file has no such entry."""
+        if self.keys is None:
+            tenant = UNKNOWN if name == EVERYBODY else Tenant(name=name, sha256=())
+            return Admitted(tenant, priority, "")
+        holder = next((tenant for tenant in self.keys.tenants if tenant.name == name), None)
+        if holder is None:
+            names = ", ".join(tenant.name for tenant in self.keys.tenants[:10])
+            raise ConfigError(f"--api-keys: no entry for tenant {quoted(name)} of the trace; there are {names}")
+        caller = Caller(tenant=holder)
+        return Admitted(holder, caller.priority(priority), caller.cache_salt(""))
+
+
+TOKEN_PERIOD = 8
+"""Tokens of a block repeat after as many: the bytes of its number. Small integers, which cost no memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedRequest:
+    """One request of a run."""
+
+    number: int
+    at: float
+    """Seconds after the first."""
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+    chain: tuple[bytes, ...]
+    """Digests of its whole blocks, as the router computes them."""
+    session: str
+    """Requests that share more than their first block are taken for one conversation."""
+    tenant: Tenant = UNKNOWN
+    priority: int = 0
+    cache_salt: str = ""
+    choices: int = 1
+    """Each of `output_tokens`."""
+    gateway: int = 0
+    """Which one it is sent to, of as many as there are: modulo their number."""
+
+    @property
+    def total_output_tokens(self) -> int:
+        """Of all choices."""
+        return self.output_tokens * self.choices
+
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(_tokens(self.blocks)[: self.prompt_tokens])
+
+
+def simulated_requests(
+    rows: Iterable[TraceRow],
+    *,
+    limit: int | None,
+    speed: float,
+    tenants: Tenants | None = None,
+    apart: bool = False,
+) -> list[SimulatedRequest]:
+    """In the order of arrival. Gateways get them in turn, or, `apart`, all of a tenant are sent to one.
+
+    `speed` divides the times between them. Raises `ConfigError` for an unknown tenant.
+    """
+    ordered = sorted(islice(rows, limit), key=lambda row: row.at)
+    sessions, tenants = _Sessions(), tenants or Tenants()
+    homes: dict[str, int] = {}
+    admitted = [tenants.admit(row.tenant, row.priority) for row in ordered]
+    return [
+        SimulatedRequest(
+            number=number,
+            at=(row.at - ordered[0].at) / speed,
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=row.output_tokens,
+            blocks=row.blocks,
+            chain=tuple(_chain(row, whose.cache_salt)),
+            session=sessions.of(row.blocks),
+            tenant=whose.tenant,
+            priority=whose.priority,
+            cache_salt=whose.cache_salt,
+            choices=row.choices,
+            gateway=homes.setdefault(whose.tenant.name, len(homes)) if apart else number,
+        )
+        for number, (row, whose) in enumerate(zip(ordered, admitted, strict=True))
+    ]
+
+
+def _chain(row: TraceRow, cache_salt: str) -> Iterator[bytes]:
+    tokens = _tokens(row.blocks[: row.prompt_tokens // TRACE_BLOCK])
+    packed = bytearray(len(tokens) * TOKEN_BYTES)
+    packed[::TOKEN_BYTES] = tokens
+    yield from chain_packed(packed, TRACE_BLOCK * TOKEN_BYTES, parent=chain_seed(cache_salt))
+
+
+def _tokens(blocks: Iterable[int]) -> bytes:
+    """One byte for each token."""
+    return b"".join(block.to_bytes(TOKEN_PERIOD, "little") * (TRACE_BLOCK // TOKEN_PERIOD) for block in blocks)
+
+
+class _Sessions:
+    """Names conversations by the blocks that their requests have in common."""
+
+    def __init__(self) -> None:
+        self._of_block: dict[int, str] = {}
+        self._count = 0
+
+    def of(self, blocks: tuple[int, ...]) -> str:
+        # The first block is everybody's system prompt.
+        known = next((self._of_block[block] for block in reversed(blocks[1:]) if block in self._of_block), None)
+        if known is None:
+            self._count += 1
+            known = f"conversation-{self._count}"
+        for block in blocks[1:]:
+            self._of_block.setdefault(block, known)
+        return known

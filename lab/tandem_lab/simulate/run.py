@@ -1,0 +1,114 @@
+"""A whole simulation: one replay for each policy, or for each scaler, on one trace, one fleet and one Redis."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tandem_lab.bench.load import Slo
+from tandem_lab.simulate.block_cache import infinite_cache, pooled_lru
+from tandem_lab.simulate.fleet import FleetShape
+from tandem_lab.simulate.gateway import GatewayShape
+from tandem_lab.simulate.replay import Scaled, replay
+from tandem_lab.simulate.report import (
+    PolicyReport,
+    Report,
+    ScalerReport,
+    ScalingReport,
+    TraceLimits,
+    policy_report,
+    scaler_report,
+)
+from tandem_lab.simulate.requests import SimulatedRequest
+from tandem_services.common.redis_client import RedisAddress
+from tandem_services.router.policies import PolicyNames
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    requests: Sequence[SimulatedRequest]
+    shape: FleetShape
+    policies: Mapping[str, PolicyNames]
+    """By the name that the report uses."""
+    local_prefill_tokens: int
+    seed: int
+    slo: Slo | None = None
+    gateways: GatewayShape = field(default_factory=GatewayShape)
+
+    async def run(self, redis: RedisAddress, on_served: Callable[[str], None]) -> Report:
+        """`on_served` is called with the policy's name for each request. Raises `RedisUnavailableError`."""
+        limits = self.limits()
+        began = time.monotonic()
+        reports: dict[str, PolicyReport] = {}
+        for number, (name, policies) in enumerate(self.policies.items()):
+            outcome = await replay(
+                self.requests,
+                self.shape,
+                redis=redis,
+                cluster=f"simulation-{number}",
+                policies=policies,
+                local_prefill_tokens=self.local_prefill_tokens,
+                seed=self.seed,
+                on_served=lambda name=name: on_served(name),  # type: ignore[misc]
+                gateways=self.gateways,
+            )
+            reports[name] = policy_report(outcome, pooled=limits.pooled_lru_hit_rate, slo=self.slo)
+        minutes = (time.monotonic() - began) / 60
+        return Report(
+            trace=limits,
+            policies=reports,
+            requests_per_minute=len(self.requests) * len(self.policies) / minutes,
+        )
+
+    def limits(self) -> TraceLimits:
+        chains = [request.chain for request in self.requests for _ in range(request.choices)]
+        capacity = self.shape.cache_blocks * self.shape.computing
+        return TraceLimits(
+            requests=len(self.requests),
+            blocks=sum(len(chain) for chain in chains),
+            distinct_blocks=distinct_blocks(self.requests),
+            cache_blocks=capacity,
+            infinite_cache_hit_rate=infinite_cache(chains).share,
+            pooled_lru_hit_rate=pooled_lru(chains, capacity).share,
+        )
+
+
+def distinct_blocks(requests: Sequence[SimulatedRequest]) -> int:
+    """Whole blocks of a trace, each counted once."""
+    return len({block for request in requests for block in request.chain})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingSimulation:
+    """Scalers side by side, all with one routing policy."""
+
+    simulation: Simulation
+    scalers: Mapping[str, Scaled]
+    slo: Slo
+
+    async def run(self, redis: RedisAddress, on_served: Callable[[str], None]) -> ScalingReport:
+        """As `Simulation.run`; the name is the scaler's."""
+        whole = self.simulation
+        began, longest = time.monotonic(), 0.0
+        reports: dict[str, ScalerReport] = {}
+        for number, (name, scaled) in enumerate(self.scalers.items()):
+            outcome = await replay(
+                whole.requests,
+                whole.shape,
+                redis=redis,
+                cluster=f"scaling-{number}",
+                policies=next(iter(whole.policies.values())),
+                local_prefill_tokens=whole.local_prefill_tokens,
+                seed=whole.seed,
+                on_served=lambda name=name: on_served(name),  # type: ignore[misc]
+                gateways=whole.gateways,
+                scaled=scaled,
+            )
+            longest = max(longest, outcome.seconds)
+            reports[name] = scaler_report(outcome, self.slo)
+        minutes = (time.monotonic() - began) / 60
+        return ScalingReport(
+            requests=len(whole.requests),
+            simulated_s=longest,
+            scalers=reports,
+            requests_per_minute=len(whole.requests) * len(self.scalers) / minutes,
+        )

@@ -1,0 +1,330 @@
+"""Which canary requests are due for a service, and what their answers mean. Pure: whoever asks brings time and answers.
+
+revision   asked through its first pair until one answer is good: then these two are offered to the router, and
+           from then on readiness counts
+worker     each other one of a revision that has passed, before it is offered (`canary_runner`)
+gateway    asked again and again; it fails when several answers in a row are bad, so that one lost packet is no
+outage
+
+Which workers may be offered to the router: those through which a canary has gone themselves. Pure, as `canaries`.
+
+A revision is tried by its first pair. Every other worker of it that stands by (added, replaced, restarted) is tried by
+a canary of its own, with a partner of the other role that serves already where there is one:
+
+    stands by ─▶ canary ─┬─ passed ─▶ proved, until it was offered
+                         └─ failed ─▶ again after `RETRY_S`, with the next partner: the fault may be that one's
+
+Where canaries through the gateway fail as well, the fault is not the newcomer's: after `BAD_IN_A_ROW` it counts as
+proved, for it is no worse than those that serve. Who finds no partner is not tried, and helps itself
+(`tandem_services.worker.standby`).
+
+Tries what is new of one service: canaries, and the end of the standby of workers that one has gone through.
+
+    pods ─▶ who of them stands by ─▶ canaries that are due ─▶ answers ─▶ POST /offer to those through which one passed
+                                                                    ─▶ pods turn Ready, rollouts go on
+    before the canary of a single worker: POST /hold, else it would help itself in the meantime
+
+The state is where it belongs: whether a worker stands by is the worker's, which revisions there are the API server's.
+A new leader asks both and sends the canary again; it costs a request.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import httpx
+
+from tandem_operator.builders.served import Served
+from tandem_operator.controller.observations import Subject
+from tandem_operator.planning.observed import Canary
+from tandem_operator.planning.status import GATEWAY_CANARY
+from tandem_operator.telemetry.pods import PodSeen
+from tandem_operator.telemetry.worker_control import (
+    OrderFailedError,
+    order_hold,
+    order_offer,
+    pair_of,
+    starting,
+    with_standby,
+)
+
+RETRY_S = 5.0
+BAD_IN_A_ROW = 3
+
+AT_ONCE = 8
+"""Newcomers that are asked in one turn: they share a gateway, and partners that serve clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    asked_at: float = -math.inf
+    bad: int = 0
+    message: str = ""
+
+
+@dataclass(slots=True)
+class PodTrials:
+    """Of one service. Times are monotonic seconds; pods go by their uid."""
+
+    _tried: dict[str, _Tried] = field(default_factory=dict)
+    _proved: set[str] = field(default_factory=set)
+
+    def due(self, now: float, usable: Iterable[PodSeen], passed: Collection[str]) -> list[tuple[PodSeen, PodSeen]]:
+        """Newcomers of the revisions `passed` to ask now, each with its partner; those that waited longest first."""
+        known = sorted(usable, key=lambda pod: pod.name)
+        newcomers = [pod for pod in known if pod.standby and pod.worker_role and pod.revision in passed]
+        due = [pod for pod in newcomers if pod.uid not in self._proved and now - self._of(pod).asked_at >= RETRY_S]
+        due.sort(key=lambda pod: self._of(pod).asked_at)
+        partners = ((pod, self._partner(pod, known)) for pod in due)
+        return [(pod, partner) for pod, partner in partners if partner is not None][:AT_ONCE]
+
+    def take(self, now: float, pod: PodSeen, answer: Canary, *, serving: bool) -> None:
+        """What became of it. `serving`: canaries through the gateway pass."""
+        if answer.passed:
+            self.prove(pod)
+            return
+        bad = self._of(pod).bad + 1
+        self._tried[pod.uid] = _Tried(now, bad, answer.message)
+        if bad >= BAD_IN_A_ROW and not serving:
+            self.prove(pod)
+
+    def prove(self, *pods: PodSeen) -> None:
+        """A canary has gone through them."""
+        self._proved |= {pod.uid for pod in pods if pod.standby}
+
+    def proved(self, pod: PodSeen) -> bool:
+        return pod.uid in self._proved
+
+    def offered(self, pod: PodSeen) -> None:
+        """It stands by no longer. Should it do so again, it is another process, and tried again."""
+        self._proved.discard(pod.uid)
+        self._tried.pop(pod.uid, None)
+
+    def failing(self, pods: Iterable[PodSeen]) -> Mapping[str, str]:
+        """Names of those that are kept away, with the reason. Forgets who is no longer there."""
+        living = {pod.uid: pod for pod in pods}
+        self._tried = {uid: tried for uid, tried in self._tried.items() if uid in living}
+        self._proved &= living.keys()
+        return {
+            living[uid].name: tried.message
+            for uid, tried in self._tried.items()
+            if tried.bad >= BAD_IN_A_ROW and uid not in self._proved and not living[uid].ready
+        }
+
+    def _partner(self, pod: PodSeen, usable: Sequence[PodSeen]) -> PodSeen | None:
+        """The next one at each failure, of those that serve, else of those that stand by too."""
+        others = [one for one in usable if one.worker_role not in (None, pod.role) and one.revision == pod.revision]
+        chosen = [one for one in others if not one.standby] or others
+        return chosen[self._of(pod).bad % len(chosen)] if chosen else None
+
+    def _of(self, pod: PodSeen) -> _Tried:
+        return self._tried.get(pod.uid, _Tried())
+
+
+REPEAT_S = 30.0
+"""Between two canaries through the gateway while they pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A canary to send."""
+
+    revision: str
+    """`GATEWAY_CANARY` for one that takes whatever way the gateway chooses."""
+    gateway: PodSeen
+    pair: tuple[PodSeen, PodSeen] | None = None
+    """The prefill and the decode worker that it has to go through."""
+    newcomer: PodSeen | None = None
+    """The one of the two that it is to prove, where its revision has passed before."""
+
+    @property
+    def key(self) -> str:
+        """Of whom it speaks: one such canary at a time."""
+        return self.revision if self.newcomer is None else f"pod {self.newcomer.uid}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    canary: Canary | None = None
+    asked_at: float | None = None
+    bad: int = 0
+
+
+@dataclass(slots=True)
+class CanaryBook:
+    """Of one service. Times are monotonic seconds."""
+
+    timeout_s: float
+    """A revision that has not answered so long after it was first seen has failed."""
+    _entries: dict[str, _Entry] = field(default_factory=dict)
+    _first_seen: dict[str, float] = field(default_factory=dict)
+    _pods: PodTrials = field(default_factory=PodTrials)
+
+    def due(self, now: float, pods: Iterable[PodSeen]) -> list[Ask]:
+        """What to ask now."""
+        usable = [pod for pod in pods if pod.usable]
+        gateway = next((pod for pod in usable if pod.role == "gateway"), None)
+        if gateway is None:
+            return []
+        revisions = dict.fromkeys(pod.revision for pod in usable if pod.worker_role is not None)
+        pairs = {revision: pair for revision in revisions if (pair := pair_of(revision, usable)) is not None}
+        asks = [Ask(revision, gateway, pair) for revision, pair in pairs.items() if self._due(now, revision)]
+        # Whom the router may choose: nobody, while all pairs stand by.
+        offered = any(not pod.standby for pair in pairs.values() for pod in pair)
+        if offered and self._due(now, GATEWAY_CANARY):
+            asks.append(Ask(GATEWAY_CANARY, gateway))
+        passed = {name for name, entry in self._entries.items() if entry.canary is not None and entry.canary.passed}
+        for pod, partner in self._pods.due(now, usable, passed):
+            pair = (pod, partner) if pod.role == "prefill" else (partner, pod)
+            asks.append(Ask(pod.revision, gateway, pair, newcomer=pod))
+        return asks
+
+    def take(self, now: float, ask: Ask, answer: Canary) -> None:
+        """What became of it."""
+        if ask.newcomer is not None:
+            gateway = self._entries.get(GATEWAY_CANARY)
+            self._pods.take(now, ask.newcomer, answer, serving=gateway is None or not gateway.bad)
+            return
+        if answer.passed and ask.pair is not None:
+            self._pods.prove(*ask.pair)
+        before = self._entries.get(ask.revision, _Entry())
+        bad = 0 if answer.passed else before.bad + 1
+        forgiven = before.canary is not None and before.canary.passed and bad < BAD_IN_A_ROW
+        canary = before.canary if forgiven else _steady(before.canary, answer)
+        self._entries[ask.revision] = _Entry(canary, now, bad)
+
+    def proved(self, pod: PodSeen) -> bool:
+        """Whether a canary has gone through it since it stands by."""
+        return self._pods.proved(pod)
+
+    def offered(self, pod: PodSeen) -> None:
+        """It stands by no longer."""
+        self._pods.offered(pod)
+
+    def failing(self, pods: Iterable[PodSeen]) -> Mapping[str, str]:
+        """Names of workers that fail though their revision has passed, with the reason. `pods`: all there are."""
+        return self._pods.failing(pods)
+
+    def results(self, now: float, revisions: Iterable[str]) -> dict[str, Canary]:
+        """Of the revisions that have workers, and of the gateway."""
+        living = {*revisions, GATEWAY_CANARY}
+        self._entries = {name: entry for name, entry in self._entries.items() if name in living}
+        self._first_seen = {name: self._first_seen.get(name, now) for name in living}
+        results = {name: entry.canary for name, entry in self._entries.items() if entry.canary is not None}
+        for name in living - {GATEWAY_CANARY} - set(results):
+            if now - self._first_seen[name] > self.timeout_s:
+                results[name] = Canary(
+                    passed=False, message=f"no pair of the revision responded within {self.timeout_s:.0f} s"
+                )
+        return results
+
+    def _due(self, now: float, revision: str) -> bool:
+        entry = self._entries.get(revision)
+        if entry is None or entry.asked_at is None:
+            return True
+        if entry.canary is not None and entry.canary.passed and not entry.bad:
+            return revision == GATEWAY_CANARY and now - entry.asked_at >= REPEAT_S
+        return now - entry.asked_at >= RETRY_S
+
+
+def _steady(before: Canary | None, now: Canary) -> Canary:
+    """With the sentence of before where only its figures are others: a status would be written for each."""
+    if before is None or before.passed != now.passed:
+        return now
+    return replace(now, message=steady(before.message, now.message))
+
+
+def steady(before: str, now: str) -> str:
+    """`before`, if `now` says the same with other figures."""
+    return before if _words(before) == _words(now) else now
+
+
+def _words(text: str) -> str:
+    return "".join(letter for letter in text if not letter.isdigit() and letter != ".")
+
+
+logger = logging.getLogger(__name__)
+
+SendCanary = Callable[[Ask, str], Awaitable[Canary]]
+"""Sends one, with the service's token."""
+
+
+@dataclass(slots=True)
+class Trials:
+    """One per service, for as long as this operator leads."""
+
+    client: httpx.AsyncClient
+    token: Callable[[Served], Awaitable[str]]
+    """The service's token for orders. Raises `OrderFailedError` while there is none."""
+    send: SendCanary | None
+    """None: canaries are switched off, and no worker stands by."""
+    book: CanaryBook
+    clock: Callable[[], float] = time.monotonic
+    asking: dict[str, tuple[Ask, "asyncio.Task[Canary]"]] = field(default_factory=dict)
+    """Canaries under way, by `Ask.key`."""
+    expecting: bool = False
+    """A worker starts, or an answer is due: the next turn should be soon."""
+    failing: dict[str, str] = field(default_factory=dict)
+    """Pods that are kept from the router because canaries through them fail, though their revision has passed."""
+
+    async def turn(self, subject: Subject, *, patience_s: float | None) -> dict[str, Canary]:
+        """What is known of each revision, and of the gateway under "". Waits no longer than `patience_s` for answers;
+        None: for all of them.
+        """
+        if self.send is None:
+            return {}
+        pods = await with_standby(self.client, subject.pods)
+        canaries = await self._canaries(subject, pods, self.send, patience_s)
+        await self._offer(subject, pods)
+        failing = self.book.failing(pods)
+        self.failing = {name: steady(self.failing.get(name, text), text) for name, text in failing.items()}
+        self.expecting = bool(self.asking) or bool(starting(pods))
+        return canaries
+
+    def close(self) -> None:
+        """Canaries under way are given up."""
+        for _, answer in self.asking.values():
+            answer.cancel()
+
+    async def _canaries(
+        self, subject: Subject, pods: Sequence[PodSeen], send: SendCanary, patience_s: float | None
+    ) -> dict[str, Canary]:
+        """Send those that are due, beside those under way."""
+        for ask in self.book.due(self.clock(), pods):
+            if ask.key not in self.asking:
+                self.asking[ask.key] = (ask, asyncio.create_task(self._ask(subject, ask, send)))
+        if self.asking:
+            await asyncio.wait([answer for _, answer in self.asking.values()], timeout=patience_s)
+        for key, (ask, answer) in list(self.asking.items()):
+            if answer.done():
+                self.book.take(self.clock(), ask, answer.result())
+                del self.asking[key]
+        revisions = [one.revision for one in subject.parts.deployments() if one.revision]
+        return self.book.results(self.clock(), revisions)
+
+    async def _ask(self, subject: Subject, ask: Ask, send: SendCanary) -> Canary:
+        try:
+            token = await self.token(subject.wanted)
+            if ask.newcomer is not None:
+                await order_hold(self.client, ask.newcomer, token)
+            return await send(ask, token)
+        except OrderFailedError as error:
+            return Canary(passed=False, message=str(error))
+
+    async def _offer(self, subject: Subject, pods: Sequence[PodSeen]) -> None:
+        """End the standby of all that a canary has gone through, and of those that have nobody to be tried with."""
+        proved = [pod for pod in pods if pod.standby and (self.book.proved(pod) or not subject.has_pairs)]
+        await asyncio.gather(*(self._offer_one(subject, pod) for pod in proved))
+
+    async def _offer_one(self, subject: Subject, pod: PodSeen) -> None:
+        try:
+            await order_offer(self.client, pod, await self.token(subject.wanted))
+        except OrderFailedError as error:
+            # It stands by, and the next turn finds it so.
+            logger.warning("cannot make pod routable for %s: %s: %s", subject.service.key, pod.name, error)
+        else:
+            self.book.offered(pod)
+            logger.info("pod is routable for %s: %s", subject.service.key, pod.name)

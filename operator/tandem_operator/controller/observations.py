@@ -1,0 +1,230 @@
+"""From what is known of a service's objects to what the planner wants to know. Pure.
+
+Only objects whose controller is the service itself count: what merely has the same labels or the same name is nobody's
+business of ours, and is neither counted nor changed nor taken away.
+
+What is known of a service beyond its objects: canaries, links, decisions of the autoscaler.
+
+Found out by asking its pods, every few seconds and beside reconciles, which only read it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from tandem_operator.api.model_service import Decision, ModelServiceStatus
+from tandem_operator.api.types import ROLES, RoleName
+from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL, selector_of
+from tandem_operator.builders.served import Served
+from tandem_operator.builders.worker import FOLLOWER
+from tandem_operator.controller.store import DEPLOYMENT, LEADER_WORKER_SET, POD, WORKER_POOL, Seen, ServiceKey
+from tandem_operator.planning.deletion import gateway_selector
+from tandem_operator.planning.observed import Canary, DeploymentSeen, Observed, Ref
+from tandem_operator.planning.plan import wanted_workers
+from tandem_operator.planning.pod_failure import pod_trouble
+from tandem_operator.planning.status import GATEWAY_CANARY
+from tandem_operator.telemetry.pods import COMPONENT_LABEL, PodSeen
+from tandem_operator.telemetry.samples import Seen as SeenPods
+
+_ENDED = ("Succeeded", "Failed")
+MAX_TROUBLE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Objects of one service, those apart that it owns."""
+
+    owned: dict[Ref, Seen]
+    pods: tuple[Seen, ...]
+    """With the service's label; ended ones left out. Their owners are ReplicaSets."""
+
+    @staticmethod
+    def of(uid: str, seen: Iterable[Seen]) -> "Parts":
+        """`uid`: of the service."""
+        everything = list(seen)
+        owned = {one.ref: one for one in everything if one.owner == uid}
+        return Parts(owned=owned, pods=tuple(one for one in everything if one.ref.kind == POD.name and not _ended(one)))
+
+    def removable(self) -> frozenset[Ref]:
+        """What a plan may take away: neither what is going already, nor pools, which stay with the service."""
+        return frozenset(
+            ref for ref, one in self.owned.items() if not one.deleting and ref.kind not in (WORKER_POOL.name, POD.name)
+        )
+
+    def pools(self) -> dict[RoleName, int]:
+        """`spec.replicas` of the WorkerPools."""
+        counts: dict[RoleName, int] = {}
+        for one in self.owned.values():
+            if one.ref.kind == WORKER_POOL.name and not one.deleting:
+                spec = one.body["spec"]
+                counts[spec["role"]] = spec.get("replicas", 1)
+        return counts
+
+    def deployments(self, failing: Mapping[str, str] = MappingProxyType({})) -> tuple[DeploymentSeen, ...]:
+        """All that the service owns and that are not going. `failing`: as `Findings.failing`."""
+        mine = [one for one in self.owned.values() if not one.deleting]
+        plain = [
+            _deployment(one, self.pods_with(one.body["spec"]["selector"]["matchLabels"]), failing)
+            for one in mine
+            if one.ref.kind == DEPLOYMENT.name
+        ]
+        return (*plain, *(self._group(one, failing) for one in mine if one.ref.kind == LEADER_WORKER_SET.name))
+
+    def _group(self, seen: Seen, failing: Mapping[str, str]) -> DeploymentSeen:
+        """Its leaders are the workers; a follower that does not come up is trouble all the same."""
+        labels = selector_of(seen.body["metadata"].get("labels", {}))
+        found = _deployment(seen, self.pods_with(labels), failing)
+        followers = [pod for pod in self.pods_with({**labels, COMPONENT_LABEL: FOLLOWER}) if not pod.deleting]
+        trouble = found.trouble or _trouble({}, followers, failing)
+        return replace(found, paused=_partition(seen) > 0, trouble=trouble)
+
+    def pods_seen(self) -> tuple[PodSeen, ...]:
+        """Workers and gateways, as those see them who talk to them."""
+        return tuple(pod for one in self.pods if (pod := PodSeen.of(one.body)) is not None)
+
+    def pods_with(self, labels: Mapping[str, str]) -> list[Seen]:
+        """Terminating ones too."""
+        return [pod for pod in self.pods if labels.items() <= pod.body["metadata"].get("labels", {}).items()]
+
+    def ready_pods(self, labels: Mapping[str, str]) -> list[Seen]:
+        """Those that take requests."""
+        return [pod for pod in self.pods_with(labels) if _ready(pod) and not pod.deleting]
+
+
+def _deployment(seen: Seen, pods: list[Seen], failing: Mapping[str, str]) -> DeploymentSeen:
+    body = seen.body
+    labels = body["metadata"].get("labels", {})
+    role = next((role for role in ROLES if role == labels.get(ROLE_LABEL)), None)
+    living = [pod for pod in pods if not pod.deleting]
+    return DeploymentSeen(
+        name=seen.ref.name,
+        api_version=seen.ref.api_version,
+        kind=seen.ref.kind,
+        replicas=body["spec"].get("replicas", 1),
+        # Of the pods themselves: the Deployment's own status trails behind them.
+        ready=sum(_ready(pod) for pod in living),
+        pods=len(living),
+        role=role,
+        revision=labels.get(REVISION_LABEL),
+        created=body["metadata"].get("creationTimestamp", ""),
+        exchanging=_exchanging(body),
+        paused=body["spec"].get("paused", False),
+        trouble=_trouble(body, living, failing),
+    )
+
+
+def _exchanging(body: dict[str, Any]) -> bool:
+    """A Deployment or a LeaderWorkerSet with pods of an older template, or too few of the newest."""
+    status = body.get("status", {})
+    updated = status.get("updatedReplicas", 0)
+    return bool(updated < body["spec"].get("replicas", 1) or status.get("replicas", 0) > updated)
+
+
+def _partition(group: Seen) -> int:
+    """Groups that keep their template."""
+    strategy = group.body["spec"].get("rolloutStrategy", {})
+    return int(strategy.get("rollingUpdateConfiguration", {}).get("partition", 0))
+
+
+def _ready(pod: Seen) -> bool:
+    conditions = pod.body["status"].get("conditions", ())
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+def _ended(pod: Seen) -> bool:
+    return pod.ref.kind == POD.name and pod.body["status"].get("phase") in _ENDED
+
+
+def _trouble(deployment: dict[str, Any], pods: list[Seen], failing: Mapping[str, str]) -> str:
+    """The first pod's that has some, else what keeps the Deployment from making pods."""
+    for pod in sorted(pods, key=lambda one: one.ref.name):
+        for text in pod_trouble(pod.body["status"]):
+            return text[:MAX_TROUBLE]
+        if pod.ref.name in failing and not _ready(pod):
+            return f"no canary passes through {pod.ref.name}: {failing[pod.ref.name]}"[:MAX_TROUBLE]
+    for one in deployment.get("status", {}).get("conditions", ()):
+        if one["type"] == "ReplicaFailure" and one["status"] == "True":
+            return str(one.get("message", one.get("reason", "")))[:MAX_TROUBLE]
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """Of one service."""
+
+    canaries: Mapping[str, Canary] = field(default_factory=dict)
+    """As `Observed.canaries`."""
+    failing: Mapping[str, str] = field(default_factory=dict)
+    """Pods through which canaries fail, though their revision has passed: name → why."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """As `Observed.links`."""
+    decisions: tuple[Decision, ...] | None = None
+    """Newest first; None: none made since this operator leads, those in the status stay."""
+    holding: str = ""
+    """Why the autoscaler decides nothing; empty while it does."""
+    pods: SeenPods | None = field(default=None, compare=False)
+    """What pods said last. It changes each time and is no news."""
+
+
+class FindingsBoard:
+    """The newest of each service."""
+
+    def __init__(self) -> None:
+        self._of: dict[ServiceKey, Findings] = {}
+
+    def of(self, key: ServiceKey) -> Findings | None:
+        """None: nobody has looked yet."""
+        return self._of.get(key)
+
+    def put(self, key: ServiceKey, findings: Findings) -> bool:
+        """Whether they are new."""
+        before = self._of.get(key)
+        self._of[key] = findings
+        return before != findings
+
+    def forget(self, key: ServiceKey) -> None:
+        self._of.pop(key, None)
+
+    def clear(self) -> None:
+        self._of.clear()
+
+
+def canaries_by_readiness(service: str, parts: Parts, roles: Iterable[RoleName] = ROLES) -> dict[str, Canary]:
+    """A revision counts as one that answered when it has a ready pod of each of `roles`: with canaries switched off
+    (`--canary off`), and where there are no pairs to ask, for nobody prefills apart.
+    """
+    ready: dict[str, set[RoleName]] = {}
+    for one in parts.deployments():
+        if one.revision is not None and one.role is not None and one.ready:
+            ready.setdefault(one.revision, set()).add(one.role)
+    passed = {revision: Canary(passed=True) for revision, found in ready.items() if found.issuperset(roles)}
+    if passed and parts.ready_pods(gateway_selector(service)):
+        passed[GATEWAY_CANARY] = Canary(passed=True)
+    return passed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """The service, what it owns, and its pods."""
+
+    service: Seen
+    wanted: Served
+    status: ModelServiceStatus
+    parts: Parts
+    pods: tuple[PodSeen, ...]
+    now: str
+    """RFC 3339."""
+
+    @property
+    def rolling_out(self) -> bool:
+        """Whether workers of another revision are there."""
+        return any(one.replicas or one.pods for one in self.parts.deployments() if one.role and self._old(one.revision))
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether anybody is to prefill apart: else no canary can go from one worker to another."""
+        return wanted_workers(self.wanted, Observed(now=self.now, pools=self.parts.pools()))["prefill"] > 0
+
+    def _old(self, revision: str | None) -> bool:
+        return revision != self.status.revision

@@ -1,0 +1,391 @@
+"""The autoscaler of both roles: a pure step from a load, a memory and what there is to what there should be.
+
+    load not to be trusted?  ─▶ hold, and say so
+    nobody asks for long?    ─▶ zero, both roles together; somebody waits at zero? ─▶ a pair
+    need of each role ─▶ windows ─▶ tolerance ─▶ lessons ─▶ bounds, steps, cooldown ─▶ GPU budget ─▶ flips before pods
+
+Workers that are pending or warming up are counted as there: they were asked for already. The same code runs in the
+operator and in `tandem simulate --autoscale`.
+
+What scaling down has taught: a number of workers that proved too few is not gone back to at the same need. Pure.
+
+The need is measured with the workers that are there, and it is another with fewer: batches are larger and each sequence
+takes longer, what finds no place becomes backlog, roles compete for what they share, and clients that wait for their
+answers ask less while they wait. A steady load can so need 1.7 workers as three see it and 2.2 as two do; going by the
+need alone would take the third away and bring it back for ever.
+
+    went down to m at need y ─▶ up again from m within the trial, though no more comes than before it
+                             ─▶ m was too few at y: refuted
+    refuted                  ─▶ down to m only for a need that is smaller than y by more than the tolerance
+    that one holds           ─▶ forgotten
+
+The trial lasts as long as a backlog may take to be cleared, and more to be wanted: by then the effect has shown itself.
+A load that has grown meanwhile, by what comes per second, says nothing against m.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from tandem_operator.api.types import ROLES, RoleName
+from tandem_operator.scaling.load import Load, Need, Targets, decode_need, prefill_need
+
+Counts = dict[RoleName, int]
+
+
+def within_budget(
+    wanted: Mapping[RoleName, int], least: Mapping[RoleName, int], gpus: Mapping[RoleName, int], budget: int | None
+) -> Counts:
+    """As much of `wanted` as `budget` GPUs allow, the roles alike: next is always the one that has the smaller part
+    of what it wants. `least` is given even beyond the budget, for without it nothing is served.
+    """
+    if budget is None or sum(wanted[role] * gpus[role] for role in ROLES) <= budget:
+        return {role: wanted[role] for role in ROLES}
+    given = {role: min(least[role], wanted[role]) for role in ROLES}
+    left = budget - sum(given[role] * gpus[role] for role in ROLES)
+    while True:
+        open_roles = [role for role in ROLES if given[role] < wanted[role] and gpus[role] <= left]
+        if not open_roles:
+            return given
+        role = min(open_roles, key=lambda one: given[one] / wanted[one])
+        given[role] += 1
+        left -= gpus[role]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Of a role's workers."""
+
+    at: float
+    workers: int
+    """That were left."""
+    need: float
+    """The most that was needed throughout the window before, as those who were there then saw it."""
+    arrivals: float
+    """The most that came per second throughout that window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Of one role."""
+
+    on_trial: Reduction | None = None
+    refuted: Reduction | None = None
+
+    def went_down(self, reduction: Reduction) -> "Lesson":
+        """From now on it is on trial."""
+        return replace(self, on_trial=reduction)
+
+    def went_up(self, at: float, before: int, arrivals: float, trial_s: float) -> "Lesson":
+        """More were needed than `before`, while so much came per second."""
+        last = self.on_trial
+        if last is None or last.workers != before:
+            return replace(self, on_trial=None)
+        if at - last.at > trial_s:
+            return Lesson()
+        return Lesson(refuted=last if arrivals <= last.arrivals else self.refuted)
+
+    def fewest(self, need: float, tolerance: float) -> int:
+        """Workers that must be left at a need of `need`, the most of the window; 0 where nothing speaks against any."""
+        if self.refuted is None or need < self.refuted.need * (1 - tolerance):
+            return 0
+        return self.refuted.workers + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    at: float
+    workers: int
+    need: float = 0.0
+    """Before it was rounded."""
+    arrivals: float = 0.0
+    """Per second, in the role's own unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Samples, oldest first, as far back as any window reaches."""
+
+    samples: tuple[Sample, ...] = ()
+
+    def add(self, at: float, workers: int, reach_s: float, need: float = 0.0, arrivals: float = 0.0) -> "Window":
+        """With a new sample, and of those older than `reach_s` only the last, which says how it was at that time."""
+        recent = [one for one in self.samples if one.at > at - reach_s]
+        older = [one for one in self.samples if one.at <= at - reach_s][-1:]
+        return Window((*older, *recent, Sample(at, workers, need, arrivals)))
+
+    def lasting(self, at: float, window_s: float) -> int:
+        """Workers that were needed at every moment of the window. The newest sample is always in it."""
+        return min(one.workers for one in self._within(at, window_s))
+
+    def most(self, at: float, window_s: float) -> int:
+        """Workers that were needed at some moment of it."""
+        return max(one.workers for one in self._within(at, window_s))
+
+    def peak(self, at: float, window_s: float) -> float:
+        """The same, not rounded."""
+        return max(one.need for one in self._within(at, window_s))
+
+    def busiest(self, at: float, window_s: float) -> float:
+        """Most arrivals per second."""
+        return max(one.arrivals for one in self._within(at, window_s))
+
+    def covers(self, at: float, window_s: float) -> bool:
+        """Whether samples reach back to its beginning."""
+        return bool(self.samples) and self.samples[0].at <= at - window_s
+
+    def _within(self, at: float, window_s: float) -> Iterable[Sample]:
+        return [one for one in self.samples if one.at >= at - window_s]
+
+
+Action = Literal["scale", "flip", "hold"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleBounds:
+    """What the spec says of one role."""
+
+    least: int
+    most: int
+    targets: Targets
+    gpus: int = 0
+    """Of one worker."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingConfig:
+    """What the spec says of both."""
+
+    prefill: RoleBounds
+    decode: RoleBounds
+    gpu_budget: int | None = None
+    flip_roles: bool = True
+    scale_up_window_s: float = 0.0
+    scale_down_window_s: float = 300.0
+    tolerance: float = 0.1
+    max_step_up: int = 4
+    max_step_down: int = 1
+    idle_s_to_zero: float = 0.0
+    cooldown_s: float = 30.0
+
+    def bounds(self, role: RoleName) -> RoleBounds:
+        return self.prefill if role == "prefill" else self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The last one of a role."""
+
+    at: float
+    up: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """What one step leaves for the next. Lost with its process: scaling down then begins its window anew."""
+
+    windows: Mapping[RoleName, Window] = field(default_factory=dict)
+    changes: Mapping[RoleName, Change] = field(default_factory=dict)
+    lessons: Mapping[RoleName, Lesson] = field(default_factory=dict)
+    """Of scaling down."""
+    busy_at: float | None = None
+    """When somebody last asked for something."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """One thing that was decided, for status and events."""
+
+    role: RoleName | Literal["both"]
+    action: Action
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What there should be."""
+
+    wanted: Counts
+    """Workers of each role, flipped ones counted in their new role."""
+    flips: int
+    """Live workers to flip before any pod comes or goes: positive from decode to prefill, negative the other way."""
+    decisions: tuple[Decision, ...]
+    memory: Memory
+
+
+def decide(load: Load, there: Mapping[RoleName, int], memory: Memory, config: ScalingConfig) -> Outcome:
+    """`there`: workers of each role, those that are pending or warming up included."""
+    now = {role: there[role] for role in ROLES}
+    trouble = load.trouble()
+    if trouble:
+        return _hold(now, f"metrics are not reliable: {trouble}", memory)
+    memory = _remember(load, memory, config)
+    zero = _zero(load, now, memory, config)
+    if zero is not None:
+        return zero
+    needs = {role: _need(role, load, config) for role in ROLES}
+    wanted = {role: _wanted(role, now[role], needs[role], load.at, memory, config) for role in ROLES}
+    flips = _flips(now, wanted, load.at, memory, config)
+    if flips:
+        wanted = _after(flips, now, wanted)
+    wanted = within_budget(
+        wanted, _least(config), {role: config.bounds(role).gpus for role in ROLES}, config.gpu_budget
+    )
+    lessons = {role: _learnt(role, load, now[role], wanted[role], memory, config) for role in ROLES}
+    return _outcome(load.at, now, wanted, flips, needs, replace(memory, lessons=lessons))
+
+
+def _remember(load: Load, memory: Memory, config: ScalingConfig) -> Memory:
+    reach = max(config.scale_up_window_s, config.scale_down_window_s, config.cooldown_s)
+    windows = {}
+    for role in ROLES:
+        need = _need(role, load, config).workers
+        workers = rounded(need, config.tolerance)
+        windows[role] = memory.windows.get(role, Window()).add(load.at, workers, reach, need, _arrivals(role, load))
+    busy_at = memory.busy_at if load.idle and memory.busy_at is not None else load.at
+    return replace(memory, windows=windows, busy_at=busy_at)
+
+
+def _need(role: RoleName, load: Load, config: ScalingConfig) -> Need:
+    if role == "prefill":
+        return prefill_need(load.prefill, config.prefill.targets)
+    return decode_need(load.decode, config.decode.targets)
+
+
+def _arrivals(role: RoleName, load: Load) -> float:
+    return load.prefill.arrived_tokens_per_s if role == "prefill" else load.decode.arrived_per_s
+
+
+def rounded(workers: float, tolerance: float) -> int:
+    """Whole workers; a small part of one more is not worth it."""
+    whole = math.floor(workers)
+    return whole if whole > 0 and workers - whole <= tolerance else math.ceil(workers)
+
+
+def _least(config: ScalingConfig) -> Counts:
+    """While anything is served each role has a worker."""
+    return {role: max(1, config.bounds(role).least) for role in ROLES}
+
+
+def _zero(load: Load, now: Counts, memory: Memory, config: ScalingConfig) -> Outcome | None:
+    """Both roles go to nothing, stay there, and come back, together. None: neither is the case."""
+    assert memory.busy_at is not None, "just remembered"
+    idle_s = load.at - memory.busy_at
+    allowed = config.idle_s_to_zero > 0 and not any(config.bounds(role).least for role in ROLES)
+    if not any(now.values()):
+        if load.idle and allowed:
+            return Outcome(wanted=now, flips=0, decisions=(), memory=memory)
+        reason = f"{load.held:.0f} requests wait at the gateway" if load.held else "zero workers are not allowed"
+        return _outcome(load.at, now, _least(config), 0, dict.fromkeys(ROLES, Need(workers=1, reason=reason)), memory)
+    if allowed and load.idle and idle_s >= config.idle_s_to_zero:
+        need = Need(workers=0, reason=f"no requests for {idle_s:.0f} s")
+        return _outcome(load.at, now, dict.fromkeys(ROLES, 0), 0, dict.fromkeys(ROLES, need), memory)
+    return None
+
+
+def _wanted(role: RoleName, now: int, need: Need, at: float, memory: Memory, config: ScalingConfig) -> int:
+    window, bounds = memory.windows[role], config.bounds(role)
+    up = window.lasting(at, config.scale_up_window_s)
+    down = window.most(at, config.scale_down_window_s)
+    target = now
+    lasting = window.covers(at, config.scale_up_window_s)
+    if up > now and lasting and not _resting(role, at, memory, config, up=False):
+        target = min(up, now + config.max_step_up)
+    elif (
+        down < now and window.covers(at, config.scale_down_window_s) and not _resting(role, at, memory, config, up=True)
+    ):
+        target = _fewer(now, max(down, now - config.max_step_down), need, config)
+        target = min(now, max(target, _taught(role, at, memory, config)))
+    return min(max(target, bounds.least, 1), bounds.most)
+
+
+def _fewer(now: int, target: int, need: Need, config: ScalingConfig) -> int:
+    """`target`, if that would still hold with a little more to do; else the fewest that would."""
+    while target < now and need.workers > target * (1 - config.tolerance):
+        target += 1
+    return target
+
+
+def _taught(role: RoleName, at: float, memory: Memory, config: ScalingConfig) -> int:
+    """Workers that must be left, for fewer have proved too few at this need."""
+    peak = memory.windows[role].peak(at, config.scale_down_window_s)
+    return memory.lessons.get(role, Lesson()).fewest(peak, config.tolerance)
+
+
+def _learnt(role: RoleName, load: Load, now: int, wanted: int, memory: Memory, config: ScalingConfig) -> Lesson:
+    lesson, window = memory.lessons.get(role, Lesson()), memory.windows[role]
+    at, window_s = load.at, config.scale_down_window_s
+    if wanted < now:
+        return lesson.went_down(Reduction(at, wanted, window.peak(at, window_s), window.busiest(at, window_s)))
+    if wanted > now:
+        trial_s = config.scale_up_window_s + config.bounds(role).targets.clear_seconds
+        return lesson.went_up(at, now, _arrivals(role, load), trial_s)
+    return lesson
+
+
+def _resting(role: RoleName, at: float, memory: Memory, config: ScalingConfig, *, up: bool) -> bool:
+    """Whether its last change was in this direction, and lately: not the moment for the other one."""
+    change = memory.changes.get(role)
+    return change is not None and change.up is up and at - change.at < config.cooldown_s
+
+
+def _flips(now: Counts, wanted: Counts, at: float, memory: Memory, config: ScalingConfig) -> int:
+    """Workers that change from decode to prefill; negative: the other way.
+
+    A flip takes seconds and is taken back as fast, so what has been spare throughout the cooldown is enough.
+    """
+    if not config.flip_roles or config.prefill.gpus != config.decode.gpus:
+        return 0
+    directions: tuple[tuple[RoleName, RoleName, int], ...] = (("prefill", "decode", 1), ("decode", "prefill", -1))
+    for taker, giver, sign in directions:
+        missing = wanted[taker] - now[taker]
+        if missing > 0 and not _resting(giver, at, memory, config, up=True):
+            return sign * min(missing, _spare(giver, now, at, memory, config))
+    return 0
+
+
+def _spare(role: RoleName, now: Counts, at: float, memory: Memory, config: ScalingConfig) -> int:
+    window = memory.windows[role]
+    if not window.covers(at, config.cooldown_s):
+        return 0
+    busy = max(window.most(at, config.cooldown_s), config.bounds(role).least, 1, _taught(role, at, memory, config))
+    return max(0, now[role] - busy)
+
+
+def _after(flips: int, now: Counts, wanted: Counts) -> Counts:
+    """What is given away is not wanted any more."""
+    giver: RoleName = "decode" if flips > 0 else "prefill"
+    return {**wanted, giver: min(wanted[giver], now[giver] - abs(flips))}
+
+
+def _outcome(
+    at: float, now: Counts, wanted: Counts, flips: int, needs: Mapping[RoleName, Need], memory: Memory
+) -> Outcome:
+    decisions: list[Decision] = []
+    if flips:
+        taker: RoleName = "prefill" if flips > 0 else "decode"
+        decisions.append(
+            Decision(
+                role="both", action="flip", before=0, after=abs(flips), reason=f"to {taker}: {needs[taker].reason}"
+            )
+        )
+    signs: Counts = {"prefill": flips, "decode": -flips}
+    for role in ROLES:
+        before = now[role] + signs[role]
+        if wanted[role] != before:
+            reason = needs[role].reason
+            decisions.append(Decision(role=role, action="scale", before=before, after=wanted[role], reason=reason))
+    changes = dict(memory.changes)
+    for role in ROLES:
+        if wanted[role] != now[role]:
+            changes[role] = Change(at, wanted[role] > now[role])
+    return Outcome(wanted=wanted, flips=flips, decisions=tuple(decisions), memory=replace(memory, changes=changes))
+
+
+def _hold(now: Counts, reason: str, memory: Memory) -> Outcome:
+    total = sum(now.values())
+    held = Decision(role="both", action="hold", before=total, after=total, reason=reason)
+    return Outcome(wanted=now, flips=0, decisions=(held,), memory=memory)

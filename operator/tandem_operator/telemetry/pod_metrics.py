@@ -1,0 +1,247 @@
+"""What one pod says of itself, in numbers, from its `/metrics`. Figures that lack something are not made at all.
+
+What a pod's `/metrics` says, by name. Other pods' words: bounded by who fetched them, and checked here.
+
+`NAMES` is every series that the operator reads; a test compares it with what gateways and workers export.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem_operator.api.types import RoleName
+
+WORKER = "tandem_worker_"
+GATEWAY = "tandem_gateway_"
+
+WORKER_NAMES = frozenset(
+    WORKER + name
+    for name in (
+        "role",
+        "offered",
+        "draining",
+        "stats_age_seconds",
+        "num_requests_running",
+        "num_requests_waiting",
+        "num_requests_transferring",
+        "num_requests_inflight",
+        "num_requests_leaving",
+        "num_requests_swapped",
+        "waiting_prompt_tokens",
+        "oldest_wait_seconds",
+        "max_running_requests",
+        "prefill_tokens_per_second",
+        "kv_pages",
+        "kv_pages_free",
+        "kv_pages_evictable",
+    )
+)
+
+LINK_NAMES = frozenset({"tandem_link_conditions", "tandem_link_bytes_per_second"})
+"""Absent while a worker has no peers."""
+
+GATEWAY_NAMES = frozenset(
+    GATEWAY + name
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "num_requests_held",
+        "waiting_prompt_tokens",
+        "oldest_wait_seconds",
+        "choices_total",
+        "asked_prompt_tokens_total",
+        "predicted_cached_tokens_total",
+        "time_to_first_token_seconds_sum",
+        "time_to_first_token_seconds_count",
+        "e2e_request_latency_seconds_sum",
+        "e2e_request_latency_seconds_count",
+    )
+)
+NAMES = WORKER_NAMES | LINK_NAMES | GATEWAY_NAMES
+_NAME = re.compile(r"tandem_\w+")
+
+
+class UnusableFiguresError(Exception):
+    """A pod answered with something that cannot be read, or that lacks a figure. The sentence names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    labels: Mapping[str, str]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exposition:
+    """Samples of `NAMES` by series."""
+
+    samples: Mapping[str, list[Sample]]
+
+    @staticmethod
+    def parse(text: str) -> "Exposition":
+        """Raises `UnusableFiguresError`."""
+        samples: dict[str, list[Sample]] = {}
+        try:
+            # Most of an exposition is buckets of histograms that nobody reads here; parsing them costs most.
+            for metric in text_string_to_metric_families("\n".join(filter(_is_read, text.splitlines()))):
+                for sample in metric.samples:
+                    samples.setdefault(sample.name, []).append(Sample(sample.labels, sample.value))
+        except (ValueError, KeyError, IndexError) as error:
+            raise UnusableFiguresError(f"its metrics cannot be read: {error}") from error
+        return Exposition(samples)
+
+    def sum(self, name: str) -> float:
+        """Over all series of `name`. Raises `UnusableFiguresError` when there is none, or one is no number."""
+        found = self.samples.get(name)
+        if not found:
+            raise UnusableFiguresError(f"it has no metric {name}")
+        total = math.fsum(sample.value for sample in found)
+        if not math.isfinite(total) or total < 0:
+            raise UnusableFiguresError(f"its metric {name} is {total}")
+        return total
+
+    def of(self, name: str) -> list[Sample]:
+        """All series of `name`."""
+        return self.samples.get(name, [])
+
+
+def _is_read(line: str) -> bool:
+    """Whether the line is a sample of `NAMES`."""
+    match = _NAME.match(line)
+    return match is not None and match[0] in NAMES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerFigures:
+    """A worker whose engine has reported."""
+
+    serves: RoleName | None
+    """As what; None: as both, which the operator never asks for."""
+    draining: bool
+    age_s: float
+    """Of the engine's report when it was read."""
+    running: float
+    waiting: float
+    transferring: float
+    """Sequences that wait for their KV from a prefill worker."""
+    inflight: float
+    """Sequences whose KV is being sent."""
+    leaving: float
+    """Of those that run, the ones that are to go on elsewhere."""
+    waiting_tokens: float
+    oldest_wait_s: float
+    places: float
+    tokens_per_s: float
+    pages: float
+    used_pages: float
+    slow_links: Mapping[str, str] = field(default_factory=dict)
+    """Links that are slower than the service expects: peer → transport."""
+
+    @property
+    def outstanding(self) -> float:
+        """Requests that would have to move if it went away now."""
+        return self.running + self.waiting + self.transferring + self.inflight
+
+    @staticmethod
+    def of(exposition: Exposition) -> "WorkerFigures":
+        """Raises `UnusableFiguresError`."""
+
+        def value(name: str) -> float:
+            return exposition.sum(WORKER + name)
+
+        pages = value("kv_pages")
+        return WorkerFigures(
+            serves=_role(exposition),
+            draining=value("draining") > 0,
+            age_s=value("stats_age_seconds"),
+            running=value("num_requests_running"),
+            waiting=value("num_requests_waiting") + value("num_requests_swapped"),
+            transferring=value("num_requests_transferring"),
+            inflight=value("num_requests_inflight"),
+            leaving=value("num_requests_leaving"),
+            waiting_tokens=value("waiting_prompt_tokens"),
+            oldest_wait_s=value("oldest_wait_seconds"),
+            places=value("max_running_requests"),
+            tokens_per_s=value("prefill_tokens_per_second"),
+            pages=pages,
+            used_pages=max(0.0, pages - value("kv_pages_free") - value("kv_pages_evictable")),
+            slow_links=_slow_links(exposition),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayTotals:
+    """Since its start."""
+
+    choices: float = 0.0
+    asked_tokens: float = 0.0
+    predicted_tokens: float = 0.0
+    first_token_s: float = 0.0
+    first_tokens: float = 0.0
+    finished_s: float = 0.0
+    finished: float = 0.0
+
+    def since(self, before: "GatewayTotals") -> "GatewayTotals":
+        """What was added; all there is when any of them has become less: it has started anew meanwhile."""
+        names = [one.name for one in fields(self)]
+        if any(getattr(self, name) < getattr(before, name) for name in names):
+            return self
+        return GatewayTotals(**{name: getattr(self, name) - getattr(before, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayFigures:
+    """A gateway: what it answers and what waits there now, and its totals."""
+
+    answering: float
+    """Clients' requests, those that wait included; canaries are none."""
+    waiting: float
+    held: float
+    """Of them, those that no worker can take."""
+    waiting_tokens: float
+    oldest_wait_s: float
+    totals: GatewayTotals
+
+    @staticmethod
+    def of(exposition: Exposition) -> "GatewayFigures":
+        """Raises `UnusableFiguresError`."""
+
+        def value(name: str) -> float:
+            return exposition.sum(GATEWAY + name)
+
+        return GatewayFigures(
+            answering=value("num_requests_running"),
+            waiting=value("num_requests_waiting"),
+            held=value("num_requests_held"),
+            waiting_tokens=value("waiting_prompt_tokens"),
+            oldest_wait_s=value("oldest_wait_seconds"),
+            totals=GatewayTotals(
+                choices=value("choices_total"),
+                asked_tokens=value("asked_prompt_tokens_total"),
+                predicted_tokens=value("predicted_cached_tokens_total"),
+                first_token_s=value("time_to_first_token_seconds_sum"),
+                first_tokens=value("time_to_first_token_seconds_count"),
+                finished_s=value("e2e_request_latency_seconds_sum"),
+                finished=value("e2e_request_latency_seconds_count"),
+            ),
+        )
+
+
+Figures = WorkerFigures | GatewayFigures
+
+
+def _role(exposition: Exposition) -> RoleName | None:
+    held = {sample.labels.get("role") for sample in exposition.of(WORKER + "role") if sample.value > 0}
+    return "prefill" if held == {"prefill"} else "decode" if held == {"decode"} else None
+
+
+def _slow_links(exposition: Exposition) -> dict[str, str]:
+    carried = {
+        sample.labels.get("peer", ""): sample.labels.get("transport", "")
+        for sample in exposition.of("tandem_link_bytes_per_second")
+    }
+    slow = [sample.labels.get("peer", "") for sample in exposition.of("tandem_link_conditions") if sample.value > 0]
+    return {peer: carried.get(peer, "unknown") for peer in slow}

@@ -1,0 +1,76 @@
+"""What files say, followed while they change: keys, and models.
+
+1. At the start it must be good, whoever starts the gateway sees to that.
+2. Once a second names and times are looked at; what has changed is read again, off the event loop, and taken over.
+3. A change that is no good, or that cannot be carried out, leaves everything as it was. That is told once, and tried
+   again every second until it is mended or taken back.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from tandem_services.common.tasks import for_ever
+
+POLL_S = 1.0
+Signature = tuple[tuple[str, int, int, int], ...]
+T = TypeVar("T")
+
+
+def signature_of(files: Iterable[Path]) -> Signature:
+    """Differs when one of them may have changed. Raises `OSError`."""
+    stats = [(file, file.stat()) for file in files]
+    return tuple((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+
+
+@dataclass(kw_only=True, slots=True)
+class Follower(Generic[T]):
+    """One per file or folder."""
+
+    value: T
+    """What is used."""
+    signature: Callable[[], Signature]
+    """Of the files; () when they cannot be looked at."""
+    read: Callable[[], T]
+    take: Callable[[T], Awaitable[None]]
+    """Use another value from now on, or raise and go on with the former."""
+    refused: Callable[[str], None]
+    """Told once for each complaint."""
+    mended: Callable[[], None]
+    """The files say again what is used."""
+    faults: tuple[type[Exception], ...]
+    """What `read` and `take` may raise; the message is the complaint."""
+    seen: Signature | None = None
+    """None: nothing has been looked at."""
+    _complaint: str = ""
+
+    async def run(self, logger: logging.Logger, *, what: str) -> None:
+        """For ever. `what` is followed, in the words of a log line."""
+        # Who is never followed again keeps what was taken away.
+        await for_ever(self.poll, every_s=POLL_S, logger=logger, complaint=f"cannot check for changed {what}")
+
+    async def poll(self) -> None:
+        """Take over what has changed."""
+        signature = await asyncio.to_thread(self.signature)
+        if signature == self.seen and not self._complaint:
+            return
+        try:
+            value = await asyncio.to_thread(self.read)
+            if value != self.value:
+                await self.take(value)
+                self.value, self._complaint = value, ""
+        except self.faults as error:
+            self._refuse(str(error))
+            return
+        self.seen = signature
+        if self._complaint:
+            self._complaint = ""
+            self.mended()
+
+    def _refuse(self, complaint: str) -> None:
+        if complaint != self._complaint:
+            self._complaint = complaint
+            self.refused(complaint)

@@ -1,0 +1,297 @@
+"""`POST /v1/embeddings`: a vector for each input.
+
+    body ─▶ plan ─▶ one choice per input, a bounded number at a time ─▶ one answer, in the order of the inputs
+
+An input is a prompt whose hidden states are wanted instead of its continuation. It takes the ways of a prompt:
+chosen worker, retries, deadline, abort when the client leaves. One worker computes it alone, a prefill worker
+where there is one.
+"""
+
+import asyncio
+import base64
+from array import array
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from sys import byteorder
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from tandem_engine.base.logs import quoted
+from tandem_engine.messages.requests import Pooling, PoolingParams
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.tokenizer.text_tokenizer import TruncationSide
+from tandem_services.common.errors import bad_request, internal_error
+from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.api.openai_schemas import Prompt, PromptItem, place_of, split_prompts
+from tandem_services.gateway.api.request_fields import asked_truncation
+from tandem_services.gateway.api.response_writer import Answering, new_record
+from tandem_services.gateway.dispatch.generation import Generator
+from tandem_services.gateway.dispatch.plan import ChoiceRequest
+from tandem_services.gateway.http.body import BodyDecoder, decode_body, read_body
+from tandem_services.gateway.http.middleware import RequestIdentity, identify_request, identity_of, run_until_disconnect
+from tandem_services.gateway.http.sse import encode_json, send_json
+from tandem_services.gateway.limits import (
+    MAX_DIMENSIONS,
+    MAX_EMBEDDING_INPUTS,
+    check_cache_salt,
+    check_context,
+    check_name,
+    check_priority,
+    check_token_ids,
+)
+from tandem_services.gateway.models.catalog import ModelCatalog
+from tandem_services.gateway.models.service import ModelService
+from tandem_services.gateway.observe.explain import RequestRecord
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    input: str | list[PromptItem] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    pooling: Pooling | None = None
+    """Ours: last (default), mean or cls."""
+    normalize: bool | None = None
+    """vLLM's: scale to length 1, which is the default."""
+    add_special_tokens: bool | None = None
+    parse_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    """Seconds."""
+    request_id: str | None = None
+    rid: str | None = None
+    """SGLang's name for `request_id`."""
+    custom_labels: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    index: int
+    embedding: list[float] | str
+    """Base64 of little-endian float32 when that was asked for."""
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(msgspec.Struct, kw_only=True):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
+CONCURRENT_INPUTS = 32
+"""Inputs of one request that workers have at once: a large request must not fill their queues alone."""
+
+NO_TEXT = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingPlan:
+    """A validated request in token ids. Nothing has been sent yet."""
+
+    model: str
+    inputs: tuple[tuple[int, ...], ...]
+    pooling: PoolingParams
+    as_base64: bool
+    cache_salt: str
+    priority: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.inputs))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingJob:
+    """One accepted request. `deadline`: the gateway's clock."""
+
+    plan: EmbeddingPlan
+    record: RequestRecord
+    deadline: float
+    identity: RequestIdentity
+
+
+class EmbeddingPlanner:
+    """Validates embedding requests."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._decoder = BodyDecoder(EmbeddingRequest, strict=strict, closed=True)
+
+    def decode(self, body: bytes) -> EmbeddingRequest:
+        """Raises `ApiError` naming the field at fault."""
+        return self._decoder.decode(body)
+
+    async def plan(self, request: EmbeddingRequest, served: ModelService, caller: Caller) -> EmbeddingPlan:
+        """Raises `ApiError` naming the field at fault."""
+        check_name(request.user, "user")
+        check_cache_salt(request.cache_salt)
+        check_priority(request.priority or 0)
+        if request.dimensions is not None and not 1 <= request.dimensions <= MAX_DIMENSIONS:
+            raise bad_request(
+                f"dimensions must be between 1 and {MAX_DIMENSIONS}, got {quoted(request.dimensions)}", "dimensions"
+            )
+        prompts = split_prompts(request.input, param="input", most=MAX_EMBEDDING_INPUTS)
+        return EmbeddingPlan(
+            model=request.model or "",
+            inputs=await _encode(request, served, prompts, caller),
+            pooling=PoolingParams(
+                pooling=request.pooling or Pooling.LAST,
+                normalize=request.normalize is not False,
+                dimensions=request.dimensions,
+            ),
+            as_base64=request.encoding_format == "base64",
+            cache_salt=caller.cache_salt(request.cache_salt or ""),
+            priority=caller.priority(request.priority or 0),
+        )
+
+
+async def _encode(
+    request: EmbeddingRequest, served: ModelService, prompts: Sequence[Prompt], caller: Caller
+) -> tuple[tuple[int, ...], ...]:
+    encoder = served.prompts
+    # vLLM's side for models that it serves embeddings of: the beginning of a text says what it is about.
+    truncation = asked_truncation(request, encoder.context_length, side="right")
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    special = request.add_special_tokens is not False
+    parsed = encoder.parses_special_tokens(request.parse_special_tokens, caller)
+    encoded = iter(
+        await encoder.encode_all(
+            texts,
+            add_special_tokens=special,
+            parse_special_tokens=parsed,
+            param="input",
+            truncation=truncation,
+        )
+        if texts
+        else ()
+    )
+    inputs = []
+    for position, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            ids = next(encoded)
+        else:
+            place = place_of(request.input, position, "input")
+            check_token_ids(prompt, encoder.tokenizer.vocab_size, "input", place=place)
+            ids = tuple(prompt) if truncation is None else truncation.of(prompt)
+        check_context(len(ids), 0, encoder.context_length(), "input")
+        inputs.append(ids)
+    return tuple(inputs)
+
+
+class EmbeddingEndpoint:
+    """ASGI application of the route."""
+
+    path = "/v1/embeddings"
+
+    def __init__(self, models: ModelCatalog, shared: Answering, *, strict: bool) -> None:
+        self._planner = EmbeddingPlanner(strict=strict)
+        self._models = models
+        self._shared = shared
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        serving = self._serve(await read_body(Request(scope, receive)), scope, send)
+        await run_until_disconnect(serving, receive)
+
+    async def _serve(self, body: bytes, scope: Scope, send: Send) -> None:
+        request = await decode_body(self._planner.decode, body)
+        del body  # as in `GenerationEndpoint`
+        identify_request(scope, request.request_id or request.rid)
+        served = self._models.of_request(scope, request.model)
+        request.model = request.model or served.model.name
+        identity = identity_of(scope)
+        deadline = self._shared.deadline(identity, request.timeout)
+        async with self._shared.bounded(deadline):
+            plan = await self._planner.plan(request, served, identity.caller)
+        identity.body.release()
+        record = new_record(
+            identity,
+            endpoint=self.path,
+            requested_model=plan.model,
+            prompt_tokens=plan.prompt_tokens,
+            choices=len(plan.inputs),
+        )
+        async with self._shared.accepted(record, identity, served.metrics, tokens=plan.prompt_tokens):
+            job = EmbeddingJob(plan=plan, record=record, deadline=deadline, identity=identity)
+            vectors = await self._vectors(job, served.generator)
+            await send_json(send, 200, _response(plan, vectors))
+
+    async def _vectors(self, job: EmbeddingJob, generator: Generator) -> list[bytes]:
+        """One per input, in their order. The first failure ends all of them."""
+        seats = asyncio.Semaphore(CONCURRENT_INPUTS)
+
+        async def vector(index: int) -> bytes:
+            async with seats:
+                return await _vector(job, generator, index)
+
+        tasks = [asyncio.create_task(vector(index)) for index in range(len(job.plan.inputs))]
+        try:
+            async with self._shared.bounded(job.deadline):
+                return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _vector(job: EmbeddingJob, generator: Generator, index: int) -> bytes:
+    record = job.record.choices[index]
+    async with aclosing(generator.dispatcher.run(_choice(job, generator.model, index), record)) as outputs:
+        async for accepted in outputs:
+            if accepted.embedding is not None:
+                record.finish_reason = "stop"
+                return accepted.embedding
+    raise internal_error("The model worker ended without an embedding. Try again.")
+
+
+def _choice(job: EmbeddingJob, model: str, index: int) -> ChoiceRequest:
+    plan = job.plan
+    return ChoiceRequest(
+        request_id=job.record.request_id,
+        index=index,
+        model=model,
+        input_ids=plan.inputs[index],
+        sampling=NO_TEXT,
+        pooling=plan.pooling,
+        cache_salt=plan.cache_salt,
+        priority=plan.priority,
+        deadline=job.deadline,
+        caller=job.identity.caller,
+        trace=job.identity.trace,
+    )
+
+
+def _response(plan: EmbeddingPlan, vectors: list[bytes]) -> bytes:
+    encode = _as_base64 if plan.as_base64 else _as_floats
+    return encode_json(
+        EmbeddingResponse(
+            data=[Embedding(index=index, embedding=encode(vector)) for index, vector in enumerate(vectors)],
+            model=plan.model,
+            usage=EmbeddingUsage(prompt_tokens=plan.prompt_tokens, total_tokens=plan.prompt_tokens),
+        )
+    )
+
+
+def _as_base64(vector: bytes) -> str:
+    return base64.b64encode(vector).decode("ascii")
+
+
+def _as_floats(vector: bytes) -> list[float]:
+    values = array("f")
+    values.frombytes(vector)
+    if byteorder == "big":
+        values.byteswap()
+    return values.tolist()

@@ -1,0 +1,387 @@
+"""Answering a generation request: plan it, run it, write it. `answering` accounts for it.
+
+    body ─▶ deadline ─▶ plan ─▶ job ─▶ pieces ─▶ whole JSON or events
+
+Until the first piece exists nothing has been written, so an error until then has an HTTP status. After it,
+an error is an event of the stream, which it ends.
+
+What endpoints that ask workers share: the life of an accepted request, from its limits to its last line in the log.
+
+deadline ─▶ plan ─▶ tokens reserved ─▶ running ─▶ answered, refused or left
+                                            └───── record: explain, metrics, one log line, whatever the end
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.logs import about_request
+from tandem_services.common.errors import ApiError, timed_out
+from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.api.interface import (
+    AnswerFormat,
+    ReadModel,
+    WholeChoice,
+    make_usage,
+    share_prompt_logprobs,
+)
+from tandem_services.gateway.api.openai_schemas import Usage
+from tandem_services.gateway.dispatch.generation import Generator, Job
+from tandem_services.gateway.dispatch.plan import GenerationPlan
+from tandem_services.gateway.http.body import decode_body, read_body
+from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error
+from tandem_services.gateway.http.middleware import (
+    CLIENT_CLOSED_REQUEST,
+    Closing,
+    RequestIdentity,
+    deadline_of,
+    identify_request,
+    identity_of,
+    run_until_disconnect,
+)
+from tandem_services.gateway.http.sse import EventStream, send_json
+from tandem_services.gateway.models.catalog import ModelCatalog
+from tandem_services.gateway.models.prompts import TokenizerThreads
+from tandem_services.gateway.observe.explain import ChoiceRecord, RequestJournal, RequestRecord, log_finished
+from tandem_services.gateway.observe.metrics import GatewayMetrics
+from tandem_services.gateway.output.choice_text import ChoicePiece
+
+T = TypeVar("T")
+
+MAX_REFUSAL_CHARACTERS = 200
+"""Of a record of a refused request."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Answering:
+    """One per gateway."""
+
+    journal: RequestJournal
+    clock: Clock
+    timeout_s: float
+    """Longest life of a request."""
+    closing: Closing = field(default_factory=Closing)
+    running: int = 0
+    """Requests that are being answered, those that wait for a worker among them."""
+
+    def deadline(self, identity: RequestIdentity, timeout_s: float | None) -> float:
+        """On `clock`. `timeout_s`: the longest that the client wants to wait. Raises `ApiError` 400 for no duration."""
+        return deadline_of(identity, wanted_s=timeout_s, most_s=self.timeout_s)
+
+    def remaining(self, deadline: float) -> float:
+        return max(deadline - self.clock.now(), 0.0)
+
+    async def without_workers(self, request: Request, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What `work` returns, which needs no worker, in time and as long as there is a client; its body was read.
+
+        Raises `ApiError` 504 at the deadline and `ClientGoneError` when the client leaves.
+        """
+        deadline = self.deadline(identity_of(request.scope), None)
+
+        async def limited() -> T:
+            async with self.bounded(deadline):
+                return await work()
+
+        return await run_until_disconnect(limited(), request.receive)
+
+    @asynccontextmanager
+    async def bounded(self, deadline: float) -> AsyncIterator[None]:
+        """Raises `ApiError` in the block: 504 at the deadline, 503 when the gateway ends what still runs."""
+        with self.closing.running():
+            async with time_limit(self.remaining(deadline)):
+                yield
+
+    @asynccontextmanager
+    async def accepted(
+        self, record: RequestRecord, identity: RequestIdentity, metrics: GatewayMetrics, *, tokens: int
+    ) -> AsyncIterator[None]:
+        """The block answers the request, which is accounted for however the block ends.
+
+        `metrics` are those of the model; `tokens` are those that it is expected to use. A block that has written an
+        error into its stream has noted it in `record`. Raises `ApiError` 429 beyond the tenant's limits, before the
+        block.
+        """
+        caller = identity.caller
+        await caller.reserve(tokens, choices=len(record.choices))
+        self.journal.open(record)
+        metrics.running.inc()
+        self.running += 1
+        try:
+            yield
+            record.status = 200 if record.error is None else record.status
+        except asyncio.CancelledError:
+            record.status = CLIENT_CLOSED_REQUEST
+            raise
+        except Exception as error:
+            refusal = as_api_error(error) or UNEXPECTED
+            record.status, record.error = refusal.status, str(refusal)
+            raise
+        finally:
+            metrics.running.dec()
+            self.running -= 1
+            caller.used(record.used_tokens)
+            record.e2e_s = self.clock.now() - identity.arrived
+            metrics.finished(record)
+            identity.trace.finished(record)
+            log_finished(record)
+            self.journal.close(record)
+
+    def refused(self, identity: RequestIdentity, endpoint: str, status: int, error: ApiError | None) -> None:
+        """Keep a record of a request that was answered with an error, if it was not accepted.
+
+        It has the error's kind and field, and none of its words: these may quote the body.
+        """
+        record = new_record(identity, endpoint=endpoint, requested_model="", prompt_tokens=0, choices=0)
+        record.status, record.e2e_s = status, self.clock.now() - identity.arrived
+        if error is not None:
+            parts = filter(None, (error.kind, error.reason, error.param))
+            record.error = ": ".join(parts)[:MAX_REFUSAL_CHARACTERS]
+        self.journal.refuse(record)
+
+
+@asynccontextmanager
+async def time_limit(seconds: float) -> AsyncIterator[None]:
+    """Raises `ApiError` 504 in the caller when the block takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise timed_out("The request did not finish before its deadline.") from error
+
+
+def new_record(
+    identity: RequestIdentity,
+    *,
+    endpoint: str,
+    requested_model: str,
+    prompt_tokens: int,
+    choices: int,
+    n: int = 1,
+    stream: bool = False,
+) -> RequestRecord:
+    """Of a request that has just been planned; `choices` of all its prompts, `n` of each."""
+    return RequestRecord(
+        request_id=identity.request_id,
+        client_request_id=identity.client_request_id,
+        trace_id=identity.trace.trace_id,
+        tenant=identity.caller.tenant.name,
+        endpoint=endpoint,
+        model=identity.model,
+        requested_model=requested_model,
+        stream=stream,
+        prompt_tokens=prompt_tokens,
+        n=n,
+        created=int(time.time()),
+        choices=[ChoiceRecord(index=index) for index in range(choices)],
+    )
+
+
+def keep_best(choices: Sequence[WholeChoice], *, generated: int, kept: int) -> list[WholeChoice]:
+    """Of every `generated` choices in a row, those of one prompt, the `kept` best, best first and numbered anew."""
+    if generated == kept:
+        return list(choices)
+    best: list[WholeChoice] = []
+    for first in range(0, len(choices), generated):
+        ranked = sorted(choices[first : first + generated], key=_mean_logprob, reverse=True)
+        best += ranked[:kept]
+    return [replace(choice, index=index) for index, choice in enumerate(best)]
+
+
+def _mean_logprob(choice: WholeChoice) -> float:
+    scores = [token.logprob.logprob for token in choice.scored]
+    return sum(scores) / len(scores) if scores else float("-inf")
+
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRequest(Protocol):
+    """A decoded body that says which model is to answer, and how soon."""
+
+    model: str | None
+    """None for the one model there is; the endpoint then fills in its name."""
+
+    @property
+    def request_id(self) -> str | None:
+        """What the client calls the request."""
+        ...
+
+    @property
+    def rid(self) -> str | None:
+        """The same under SGLang's name."""
+        ...
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that the client wants to wait at most."""
+        ...
+
+
+R = TypeVar("R", bound=ModelRequest)
+
+
+class Planner(Protocol[R]):
+    """One endpoint's requests and answers. The same for every model."""
+
+    endpoint: str
+
+    def decode(self, body: bytes) -> R:
+        """Raises `ApiError` 400 naming the field at fault."""
+        ...
+
+    async def plan(self, request: R, served: ReadModel, caller: Caller) -> GenerationPlan:
+        """For `served`, which `request` names. Raises `ApiError` or `InvalidRequestError` naming the field at fault."""
+        ...
+
+    def format(self, plan: GenerationPlan, served: ReadModel, request_id: str, created: int) -> AnswerFormat: ...
+
+
+class GenerationEndpoint(Generic[R]):
+    """ASGI application of one generation route."""
+
+    def __init__(self, planner: Planner[R], models: ModelCatalog, answering: Answering) -> None:
+        self._planner = planner
+        self._models = models
+        self._shared = answering
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        serving = self._serve(await read_body(Request(scope, receive)), scope, send)
+        await run_until_disconnect(serving, receive)
+
+    async def _serve(self, body: bytes, scope: Scope, send: Send) -> None:
+        request = await decode_body(self._planner.decode, body)
+        del body  # a request may run for minutes
+        identify_request(scope, request.request_id or request.rid)
+        served = self._models.of_request(scope, request.model)
+        request.model = request.model or served.model.name
+        identity = identity_of(scope)
+        caller = identity.caller
+        deadline = self._shared.deadline(identity, request.timeout)
+        async with self._shared.bounded(deadline):
+            plan = (await self._planner.plan(request, served, caller)).owned_by(caller)
+        identity.body.release()
+        record = new_record(
+            identity,
+            endpoint=self._planner.endpoint,
+            requested_model=plan.model,
+            prompt_tokens=plan.prompt_tokens,
+            choices=len(plan.choices),
+            n=plan.n,
+            stream=plan.stream,
+        )
+        async with self._shared.accepted(record, identity, served.metrics, tokens=plan.expected_tokens):
+            job = Job(
+                plan=plan,
+                record=record,
+                arrived=identity.arrived,
+                deadline=deadline,
+                caller=caller,
+                ticket=identity.ticket,
+                trace=identity.trace,
+            )
+            answer_format = self._planner.format(plan, served, identity.request_id, record.created)
+            answer = Answer(job, answer_format, served.generator, self._shared, send, served.prompts.threads)
+            await (answer.stream() if plan.stream else answer.whole())
+
+
+class Answer:
+    """One answer being written."""
+
+    def __init__(
+        self,
+        job: Job,
+        answer_format: AnswerFormat,
+        generator: Generator,
+        shared: Answering,
+        send: Send,
+        threads: TokenizerThreads,
+    ) -> None:
+        self._job = job
+        self._format = answer_format
+        self._generator = generator
+        self._shared = shared
+        self._send = send
+        self._threads = threads
+
+    async def whole(self) -> None:
+        """Gather everything, then answer once."""
+        choices = [WholeChoice(index=c.index, texts=[c.echo or ""]) for c in self._job.plan.choices]
+        async with self._shared.bounded(self._job.deadline):
+            await self._gather(choices)
+            share_prompt_logprobs(choices, self._job.plan.n)
+            best = keep_best(choices, generated=self._job.plan.n, kept=self._job.plan.kept)
+            body = await self._written(best, partial(self._format.whole, best, self._usage()))
+        await send_json(self._send, 200, body)
+
+    async def stream(self) -> None:
+        """Answer while it is generated. Raises only before the first event."""
+        async with EventStream(self._send) as events:
+            try:
+                async with self._shared.bounded(self._job.deadline):
+                    await self._write_events(events)
+            except Exception as error:  # the status is out: the client learns in the stream
+                if not events.started:
+                    raise
+                await self._write_failure(events, error)
+                return
+            await events.finish(self._format.closing(self._usage()))
+
+    async def _gather(self, choices: list[WholeChoice]) -> None:
+        async with aclosing(self._generator.pieces(self._job)) as batches:
+            async for batch in batches:
+                for piece in batch:
+                    choices[piece.index].add(piece)
+
+    async def _write_events(self, events: EventStream) -> None:
+        opened: set[int] = set()
+        async with aclosing(self._generator.pieces(self._job)) as batches:
+            async for batch in batches:
+                await events.write(await self._written(batch, partial(self._batch_events, batch, opened)))
+
+    async def _written(self, parts: Sequence[WholeChoice] | Sequence[ChoicePiece], write: Callable[[], bytes]) -> bytes:
+        """Texts of all tokens of a prompt, and of what else they could have been, are not for the event loop."""
+        entries = sum(len(part.prompt_logprobs) for part in parts if part.prompt_logprobs is not None)
+        if not entries:
+            return write()
+        return await self._threads.run(write, characters=entries, refusable=False)
+
+    def _batch_events(self, batch: Sequence[ChoicePiece], opened: set[int]) -> bytes:
+        return b"".join([self._piece_events(piece, opened) for piece in batch])
+
+    def _piece_events(self, piece: ChoicePiece, opened: set[int]) -> bytes:
+        usage = self._usage() if self._job.plan.continuous_usage else None
+        if piece.index in opened:
+            return self._format.chunk(piece, usage)
+        opened.add(piece.index)
+        opening = self._format.opening(self._job.plan.choices[piece.index], piece, usage)
+        return opening + self._format.chunk(piece, usage)
+
+    async def _write_failure(self, events: EventStream, error: Exception) -> None:
+        refusal = as_api_error(error)
+        if refusal is None:
+            logger.error(
+                "stream failed unexpectedly",
+                exc_info=error,
+                extra={"fields": about_request(self._job.record.request_id, trace_id=self._job.record.trace_id)},
+            )
+            refusal = UNEXPECTED
+        self._job.record.status, self._job.record.error = refusal.status, str(refusal)
+        await events.finish(self._format.failure(refusal))
+
+    def _usage(self) -> Usage:
+        record = self._job.record
+        return make_usage(
+            prompt_tokens=record.prompt_tokens,
+            completion_tokens=record.output_tokens,
+            cached_tokens=record.cached_tokens,
+            reasoning_tokens=record.reasoning_tokens,
+        )

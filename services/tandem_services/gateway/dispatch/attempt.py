@@ -1,0 +1,224 @@
+"""One attempt at one choice: the same request on one decode worker, or on a prefill and a decode worker.
+
+    prefill ── token 0 ──────────────▶ ┐
+    decode  ── token 0 again, 1, 2, … ▶ ┴─ TokenSequence ─▶ next() ─▶ the choice
+
+Outputs are taken up by the connections' readers at once and handed on when the choice asks: a slow client
+delays nobody else, and what has gathered meanwhile goes out in one piece.
+
+An attempt ends with a finish, or fails: `AttemptFailedError` when another worker may do better. The prefill
+worker matters until the decode worker has spoken; what happens to it later is ignored.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tandem_engine.base.errors import SessionError, SessionLostError
+from tandem_engine.messages.outputs import Finish, FinishReason, TokenOutput
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_services.common.errors import bad_request, conflict, timed_out
+from tandem_services.gateway.dispatch.engine_client import EngineConnection
+from tandem_services.gateway.dispatch.sessions import PARAM, session_lost
+from tandem_services.gateway.observe.explain import ChoiceRecord
+from tandem_services.gateway.output.token_sequence import Accepted, SequenceGapError, TokenSequence
+from tandem_services.router.decision import WorkerView
+
+GAP_TIMEOUT_S = 2.0
+"""The first token may come this much later on one connection than later ones on the other."""
+
+DEADLINE_EXCEEDED = "deadline_exceeded"
+"""The engine's code for a request that it aborted in time, not in error."""
+
+
+class FailureCause(StrEnum):
+    WORKER_LOST = "worker_lost"
+    """With the request in hand."""
+    UNREACHABLE = "unreachable"
+    """Lost before it took the request in."""
+    WORKER_ERROR = "worker_error"
+    OVERLOADED = "overloaded"
+    OUTPUT_LOST = "output_lost"
+    SILENCE = "silence"
+    """This worker and those before it said nothing for too long."""
+
+
+class AttemptFailedError(Exception):
+    """This attempt is over. When `retryable`, another one can continue after the tokens received so far."""
+
+    def __init__(
+        self,
+        cause: FailureCause,
+        incarnation: str,
+        *,
+        code: str | None = None,
+        retryable: bool = True,
+        by_abort: bool = False,
+    ) -> None:
+        super().__init__(f"{cause.value} on {incarnation}")
+        self.cause = cause
+        self.incarnation = incarnation
+        """The worker that reported the failure, or is it."""
+        self.code = code
+        """The engine's own code, when it gave one."""
+        self.retryable = retryable
+        self.by_abort = by_abort
+        """The worker ended it in order, because it leaves."""
+
+
+@dataclass(eq=False, slots=True)
+class Side:
+    """One of the attempt's workers; the listener of its connection."""
+
+    attempt: "Attempt"
+    connection: EngineConnection
+    is_prefill: bool
+    taken: bool = False
+    """The worker is known to have the request in hand."""
+    spoke: bool = False
+    ended: bool = False
+
+    def on_taken(self) -> None:
+        self.taken = True
+
+    def on_output(self, output: TokenOutput) -> None:
+        self.attempt.arrived(self, output)
+
+    def on_lost(self) -> None:
+        self.attempt.arrived(self, None)
+
+
+class Attempt:
+    """Single consumer: only the task of the choice calls `next` and `close`."""
+
+    __slots__ = ("_arrivals", "_record", "_rid", "_sequence", "_sides", "_wake", "began", "leaving")
+
+    def __init__(
+        self, rid: str, start: int, record: ChoiceRecord, *, began: float, awaits_prompt: bool = False
+    ) -> None:
+        self.began = began
+        """On the gateway's clock."""
+        self.leaving: WorkerView | None = None
+        """The worker that generates, once it has asked that another one goes on."""
+        self._rid = rid
+        self._record = record
+        self._sequence = TokenSequence(start, awaits_prompt=awaits_prompt)
+        self._sides: list[Side] = []
+        self._arrivals: deque[tuple[Side, TokenOutput | None]] = deque()
+        self._wake: asyncio.Future[None] | None = None
+
+    def submit(self, connection: EngineConnection, request: GenerateRequest, *, is_prefill: bool) -> None:
+        """Send `request` to one worker. Raises `AttemptFailedError` when it cannot be sent."""
+        side = Side(self, connection, is_prefill)
+        if not connection.submit(request, side):
+            raise AttemptFailedError(FailureCause.UNREACHABLE, connection.worker.incarnation)
+        self._sides.append(side)
+
+    def arrived(self, side: Side, output: TokenOutput | None) -> None:
+        """Called by a connection's reader; None means that the worker is lost."""
+        self._arrivals.append((side, output))
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def next(self) -> Accepted:
+        """At least one new token, or the finish. Raises `AttemptFailedError`, or `ApiError` for the client."""
+        while True:
+            while not self._arrivals:
+                await self._arrival()
+            accepted = self._take()
+            if accepted.token_ids or accepted.finish is not None:
+                return accepted
+
+    @property
+    def quiet_since(self) -> float:
+        """Since when a worker that matters has said nothing, not even to a ping; the beginning at the earliest."""
+        heard = (side.connection.heard_at for side in self._sides if not side.ended and not self._superseded(side))
+        return max(self.began, min(heard, default=self.began))
+
+    def gone_silent(self) -> AttemptFailedError:
+        """The failure of an attempt whose workers say nothing. There is no time left for another one."""
+        incarnation = self._sides[0].connection.worker.incarnation
+        return AttemptFailedError(FailureCause.SILENCE, incarnation, retryable=False)
+
+    def close(self) -> None:
+        """Stop whatever is still running, on both workers. Idempotent."""
+        for side in self._sides:
+            side.connection.forget(self._rid, abort=not side.ended and not self._superseded(side))
+        self._sides.clear()
+
+    def _arrival(self) -> Awaitable[None]:
+        """Until something has arrived. Raises `AttemptFailedError` for what is late behind a gap."""
+        self._wake = asyncio.get_running_loop().create_future()
+        return self._within_gap(self._wake) if self._sequence.has_gap else self._wake
+
+    async def _within_gap(self, wake: "asyncio.Future[None]") -> None:
+        try:
+            await asyncio.wait_for(wake, GAP_TIMEOUT_S)
+        except TimeoutError as error:
+            raise self._output_lost() from error
+
+    def _take(self) -> Accepted:
+        """All that has arrived, up to a finish or a failure. What came before a failure is not lost."""
+        accepted = Accepted([], [], None)
+        while self._arrivals and accepted.finish is None:
+            side, output = self._arrivals[0]
+            failure = _failure(output, side)
+            if failure is not None and accepted.token_ids:
+                break
+            self._arrivals.popleft()
+            if failure is None:
+                assert output is not None, "a lost worker is a failure"
+                accepted = self._accept(side, output, accepted)
+            elif not self._superseded(side):
+                raise failure
+        return accepted
+
+    def _accept(self, side: Side, output: TokenOutput, accepted: Accepted) -> Accepted:
+        side.spoke = True
+        side.ended = output.finish is not None
+        if output.leaving:
+            self.leaving = side.connection.worker
+            return accepted
+        if output.transfer is not None or output.prefill_s is not None or output.cached_tokens is not None:
+            self._record.note_output(output)
+        try:
+            return self._sequence.accept(output, accepted)
+        except SequenceGapError as error:
+            raise self._output_lost() from error
+
+    def _superseded(self, side: Side) -> bool:
+        """The decode worker has spoken, and nothing is missing: the prefill worker's part is over."""
+        if self._sequence.awaits_prompt:
+            return False
+        return side.is_prefill and any(other.spoke for other in self._sides if not other.is_prefill)
+
+    def _output_lost(self) -> AttemptFailedError:
+        return AttemptFailedError(FailureCause.OUTPUT_LOST, self._sides[-1].connection.worker.incarnation)
+
+
+def _failure(output: TokenOutput | None, side: Side) -> Exception | None:
+    """What an arrival means for the choice when it is not tokens: the worker is lost, or gives up."""
+    if output is None:
+        cause = FailureCause.WORKER_LOST if side.taken or side.spoke else FailureCause.UNREACHABLE
+        return AttemptFailedError(cause, side.connection.worker.incarnation)
+    if output.finish is None or output.finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
+        return None
+    return _finish_failure(output.finish, side.connection.worker.incarnation)
+
+
+def _finish_failure(finish: Finish, incarnation: str) -> Exception:
+    if finish.code == DEADLINE_EXCEEDED:
+        return timed_out("The request did not finish before its deadline.")
+    if finish.reason is FinishReason.ABORT:
+        # Nobody listens to an attempt that the gateway aborted itself: this worker is shutting down.
+        return AttemptFailedError(FailureCause.WORKER_ERROR, incarnation, code=finish.code, by_abort=True)
+    if finish.code == "invalid_request":
+        return bad_request(finish.error or "The model worker refused the request.", finish.param)
+    if finish.code == SessionLostError.code:
+        return session_lost()
+    if finish.code == SessionError.code:
+        return conflict(finish.error or "The session cannot take this turn.", PARAM, reason=finish.code)
+    cause = FailureCause.OVERLOADED if finish.code == "queue_full" else FailureCause.WORKER_ERROR
+    return AttemptFailedError(cause, incarnation, code=finish.code, retryable=finish.retryable)

@@ -1,0 +1,300 @@
+"""The life of one choice: from a prompt to its last token, over as many workers as it takes.
+
+    1. choose    the router names a decode worker and perhaps a prefill worker, and reserves the load (`Placing`)
+    2. send      to both at once, same room; ids carry the attempt, so late answers are recognised
+    3. receive   tokens in order, each once (`Attempt`, `TokenSequence`)
+    4. retry     on a lost worker or a retryable error: the attempt is aborted everywhere, the worker is
+                 excluded, and the tokens received so far are sent along as `resume_ids`. Sampling noise is a
+                 function of (seed, position), so the text goes on as if nothing had happened [resume-from-tokens]
+                 A retry that a living worker made necessary is paid from the gateway's `RetryBudget`
+    5. move      a worker that is to stop, or to do other work, asks for its request to go on elsewhere: as above, but
+                 it sends its KV to whoever takes over. With no place to go to, it goes on where it is
+    6. wait      for a worker when there is none: until the deadline once it has begun; before that for one with room,
+                 in the gateway's queue (`Admission`)
+    7. give up   after `max_attempts` that brought it no further, when two workers died of it (`Quarantine`), or when
+                 workers that say nothing at all have used up `silence_s`
+    8. release   the reservation, on every path
+
+Whatever ends the iteration, a client that leaves included, runs the `finally` that aborts the attempt.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.errors import WireError
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer, PrefixFetch
+from tandem_services.common.errors import ApiError
+from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError, FailureCause
+from tandem_services.gateway.dispatch.engine_client import EngineConnection, EnginePool
+from tandem_services.gateway.dispatch.placement import Placing
+from tandem_services.gateway.dispatch.plan import ChoiceRequest, RetryPolicy
+from tandem_services.gateway.dispatch.progress import LEAVING, LOST, Progress, at_fault, gave_up, turn_failed
+from tandem_services.gateway.dispatch.quarantine import Quarantine, Suspects, quarantined
+from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord
+from tandem_services.gateway.observe.metrics import GatewayMetrics
+from tandem_services.gateway.observe.tracing import AttemptStart, AttemptTrace
+from tandem_services.gateway.output.token_sequence import Accepted
+from tandem_services.router.decision import Choice, Placement, PlannedFetch, WorkerView
+
+
+def request_alone(
+    request: ChoiceRequest, progress: Progress, trace: AttemptTrace, *, deadline_s: float
+) -> GenerateRequest:
+    """What whoever generates is asked; `deadline_s` from now."""
+    return GenerateRequest(
+        rid=request.attempt_id(progress),
+        input_ids=request.input_ids,
+        sampling=request.sampling.without_prompt_logprobs() if progress.scored else request.sampling,
+        resume_ids=tuple(progress.received),
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        group=request.group,
+        pooling=request.pooling,
+        session=None if request.turn is None else request.turn.ref,
+        deadline_s=deadline_s,
+        trace=trace.context,
+    )
+
+
+def with_fetch(alone: GenerateRequest, planned: PlannedFetch | None) -> GenerateRequest:
+    """For whoever computes the prompt: with the prefix that it had better bring from another worker."""
+    if planned is None:
+        return alone
+    fetch = PrefixFetch(peer=_address(planned.source), tokens=planned.tokens, within_s=planned.within_s)
+    return msgspec.structs.replace(alone, fetch=fetch)
+
+
+def with_handoff(
+    request: GenerateRequest, side: HandoffSide, generation: int, *, peer: WorkerView, moving: bool = False
+) -> GenerateRequest:
+    """One end of a handoff whose other end is `peer`."""
+    handoff = Handoff(side=side, room=request.rid, generation=generation, peer=_address(peer), moving=moving)
+    # Who receives the KV of a session's first turn keeps the session.
+    session = request.session if side is HandoffSide.RECEIVE else None
+    return msgspec.structs.replace(request, handoff=handoff, session=session)
+
+
+def pair_of_requests(
+    alone: GenerateRequest, choice: Choice, generation: int, *, moving: bool
+) -> tuple[GenerateRequest, GenerateRequest]:
+    """For the decode worker and for the prefill worker of `choice`, which is a pair."""
+    assert choice.prefill is not None, "a worker alone hands nothing over"
+    receive = with_handoff(alone, HandoffSide.RECEIVE, generation, peer=choice.prefill)
+    computing = with_fetch(alone, choice.fetch)
+    return receive, with_handoff(computing, HandoffSide.SEND, generation, peer=choice.decode, moving=moving)
+
+
+def _address(worker: WorkerView) -> Peer:
+    """Where other engines reach it."""
+    return Peer(
+        worker_id=worker.worker_id,
+        incarnation=worker.incarnation,
+        endpoint=worker.peer_endpoint,
+        compat_hash=worker.compat_hash,
+    )
+
+
+logger = logging.getLogger(__name__)
+
+AWAY_S = 1.0
+"""Seconds for which a worker that drains or is paused is not asked again: the registry says so too by then."""
+
+MOVED = "moved"
+"""Outcome of an attempt that another worker continues with its KV."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Dispatcher:
+    """Runs choices. One per model service."""
+
+    placing: Placing
+    engines: EnginePool
+    clock: Clock
+    policy: RetryPolicy
+    metrics: GatewayMetrics
+    quarantine: Quarantine
+    suspects: Suspects = field(default_factory=Suspects)
+
+    async def run(self, request: ChoiceRequest, record: ChoiceRecord) -> AsyncGenerator[Accepted, None]:
+        """New tokens as they come; the last piece carries the finish. Close the generator to abort.
+
+        Raises `ApiError` when no attempt succeeded.
+        """
+        if request.turn is None or request.turn.begins:
+            self.quarantine.check(request)
+        self.placing.budget.choice_began()
+        self.metrics.choices.inc()
+        began = self.clock.now()
+        progress = Progress()
+        while len(progress.received) < request.sampling.max_tokens:
+            place, progress.place = progress.place, None
+            choice = place or await self.placing.choose(request, progress, record)
+            workers = choice if request.pooling is None else _one_worker(choice)
+            at = self.clock.now() - began
+            note = record.begin_attempt(workers, resumed_tokens=len(progress.received), began_s=at)
+            trace = request.trace.attempt(_attempt_start(request, progress, choice, note))
+            attempt = Attempt(
+                request.attempt_id(progress),
+                len(progress.received),
+                record,
+                began=self.clock.now(),
+                awaits_prompt=request.sampling.prompt_logprobs is not None and not progress.scored,
+            )
+            try:
+                if request.turn is not None:
+                    await request.turn.bind(workers.decode.incarnation, about=request.about)
+                await self._enter(attempt, request, workers, progress)
+                self._send(attempt, request, workers, progress, trace, moving=place is not None)
+                while True:
+                    waiting = attempt.next() if progress.silent_since is None else self._next(attempt, progress)
+                    accepted = await waiting
+                    progress.receive(accepted, by=workers.decode)
+                    trace.received(len(accepted.token_ids))
+                    self.placing.admission.binding.charge_output(request.caller.tenant, len(accepted.token_ids))
+                    if accepted.finish is not None:
+                        note.outcome = "finished"
+                    yield accepted
+                    if accepted.finish is not None:
+                        return
+                    if attempt.leaving is not None and await self.placing.finds_place(attempt, request, progress):
+                        note.outcome = MOVED
+                        break
+            except AttemptFailedError as failure:
+                note.outcome = failure.cause.value
+                if failure.cause in LOST:
+                    progress.note_silence(attempt.quiet_since)
+                self._note_failure(request, workers, progress, failure)
+            except ApiError:
+                note.outcome = "refused"
+                raise
+            finally:
+                attempt.close()
+                progress.end_trial()
+                self._correct_charge(request, choice, progress, record)
+                self._ended(choice, note, at=self.clock.now() - began)
+                trace.ended()
+        # The worker died between its last token and its finish.
+        yield Accepted([], [], Finish(reason=FinishReason.LENGTH))
+
+    def _ended(self, choice: Choice, note: AttemptRecord, *, at: float) -> None:
+        """An attempt is over, however it ended; `at` seconds after the choice began."""
+        if note.outcome == "running":
+            note.outcome = "stopped"
+        note.ended_s = at
+        self.metrics.attempt_ended(note.outcome)
+        self.placing.release(choice)
+
+    def _correct_charge(self, request: ChoiceRequest, choice: Choice, progress: Progress, record: ChoiceRecord) -> None:
+        """The tenant was charged for the prompt of each choice by what the router predicted to be cached. Once, for the
+        first attempt."""
+        if progress.number == 0 and record.cached_tokens is not None:
+            self.placing.admission.binding.correct_prompt(
+                request.caller.tenant,
+                len(request.input_ids),
+                predicted=choice.matched_tokens,
+                cached=record.cached_tokens,
+            )
+
+    async def _enter(self, attempt: Attempt, request: ChoiceRequest, workers: Choice, progress: Progress) -> None:
+        """Note where an attempt goes whose request may have killed a worker; it may have to wait its turn."""
+        progress.began_at = len(progress.received)
+        both = [worker.incarnation for worker in (workers.decode, workers.prefill) if worker is not None]
+        progress.trial = await self.suspects.enter(progress.suspicion, request.attempt_id(progress), both)
+        if progress.suspicion.needs_trial:
+            # The wait was no worker's silence.
+            attempt.began, progress.silent_since = self.clock.now(), None
+
+    async def _next(self, attempt: Attempt, progress: Progress) -> Accepted:
+        """What `attempt` gives next, after lost workers: one that says nothing has only what they left of the time."""
+        assert progress.silent_since is not None, "no worker was lost"
+        left = progress.silent_since + self.policy.silence_s - self.clock.now()
+        try:
+            async with asyncio.timeout(left):
+                accepted = await attempt.next()
+        except TimeoutError as error:
+            if attempt.quiet_since == attempt.began:
+                raise attempt.gone_silent() from error
+            progress.silent_since = None
+            return await attempt.next()
+        progress.silent_since = None
+        return accepted
+
+    def _send(
+        self,
+        attempt: Attempt,
+        request: ChoiceRequest,
+        choice: Choice,
+        progress: Progress,
+        trace: AttemptTrace,
+        *,
+        moving: bool,
+    ) -> None:
+        left_s = max(request.deadline - self.clock.now(), 0.0)
+        alone = request_alone(request, progress, trace, deadline_s=left_s)
+        if choice.prefill is None:
+            attempt.submit(self._connect(choice.decode), with_fetch(alone, choice.fetch), is_prefill=False)
+            return
+        receive, send = pair_of_requests(alone, choice, progress.number, moving=moving)
+        attempt.submit(self._connect(choice.decode), receive, is_prefill=False)
+        attempt.submit(self._connect(choice.prefill), send, is_prefill=True)
+
+    def _connect(self, worker: WorkerView) -> EngineConnection:
+        try:
+            return self.engines.connect(worker)
+        except WireError as error:
+            self.placing.chooser.mark_dead(worker.incarnation)
+            raise AttemptFailedError(FailureCause.UNREACHABLE, worker.incarnation) from error
+
+    def _note_failure(
+        self, request: ChoiceRequest, choice: Choice, progress: Progress, failure: AttemptFailedError
+    ) -> None:
+        """Decide whether there is another attempt; raises `ApiError` when there is none."""
+        progress.suspicion.acquit(worker.incarnation for worker in self.placing.chooser.workers())
+        progress.note_failure(failure, alone=self.suspects.alone(failure.incarnation))
+        progress.failed.add(at_fault(choice, failure))
+        if (state := LEAVING.get(failure.code or "")) is not None:
+            self.placing.chooser.note_refusal(failure.incarnation, state)
+            progress.sent_away[failure.incarnation] = self.clock.now() + AWAY_S
+        fields = {
+            **request.about,
+            "attempt": progress.attempts,
+            "cause": failure.cause.value,
+            "worker": failure.incarnation,
+            "code": failure.code,
+        }
+        logger.warning("attempt failed", extra={"fields": fields})
+        if request.turn is not None and not request.turn.begins:
+            raise turn_failed(failure) from failure
+        if progress.suspicion.convicted:
+            self.quarantine.convict(request, about=request.about, workers=progress.suspicion.lost)
+            raise quarantined() from failure
+        if not failure.retryable or progress.exhausted(self.policy.max_attempts):
+            raise gave_up(failure) from failure
+
+
+def _attempt_start(request: ChoiceRequest, progress: Progress, choice: Choice, note: AttemptRecord) -> AttemptStart:
+    return AttemptStart(
+        attempt_id=request.attempt_id(progress),
+        index=request.index,
+        number=progress.number,
+        asked_at=progress.asked_at,
+        choice=choice,
+        note=note,
+        sampling=request.sampling,
+        model=request.model,
+    )
+
+
+def _one_worker(choice: Choice) -> Choice:
+    """A prompt alone is the prefill worker's work, where there is one."""
+    return (
+        choice
+        if choice.prefill is None
+        else replace(choice, decode=choice.prefill, prefill=None, placement=Placement.ALONE)
+    )

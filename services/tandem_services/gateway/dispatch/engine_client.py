@@ -1,0 +1,411 @@
+"""Connections to engines: one per worker incarnation, shared by all requests.
+
+Life of a connection
+    1. opened     when the router may choose the worker (`EnginePool.watch`), or on the first request that goes there
+    2. proven     the incarnation has answered a ping. The socket is authenticated, so it is a member of the deployment
+                  that runs, whatever Redis says; the router offers nobody else
+    3. in use     a reader hands every output to the listener of its rid; unknown rids are ignored [unknown-id-ignored]
+       watched    a ping goes out each interval
+    4. dead       the socket went away, pings stay unanswered, or the engine sends what is no message:
+                  the router and every listener are told at once, the socket is closed. An engine that answers
+                  after all is used again (`Revival`), unless it is one that sends what is no message
+       or reopened  it went away while nobody used it. Firewalls and restarted networks close what is idle, so this
+                  says nothing about the engine: one more connection is tried, and a dead engine refuses it
+
+Silence is judged in unanswered pings, not in seconds: an event loop that was itself blocked sends none in
+that time, and a long queue on the engine answers them, so neither looks like death.
+
+Asks workers whose connection was lost whether they live after all: a network may fail where no worker does.
+
+    1. lost       `ask`: over a connection of its own, which is opened again for as long as it is refused
+    2. asking     a ping every `ask_every_s`, for `ask_for_s`; a process that hangs may still wake up
+    3. answered   by the incarnation that was asked: it is told at once, and the worker may be chosen again
+       or not     then the registry decides (`router.membership`)
+
+A worker whose line breaks again soon after an answer is asked after a pause that doubles each time, so that requests
+are not sent again and again over a line that does not hold.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.errors import WireError
+from tandem_engine.ipc.async_channels import AsyncDealerChannel
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, Taken, TokenOutput
+from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
+from tandem_services.common.engine_ping import ASK_EVERY_S, answers
+from tandem_services.router.decision import WorkerView
+from tandem_services.router.deployment import supersedes
+
+logger = logging.getLogger(__name__)
+
+STEADY_S = 10.0
+"""A line that has held for this long after an answer is as good as one that never broke."""
+
+FIRST_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """The last answer of a worker that had been lost."""
+
+    at: float
+    pause_s: float
+    """How long it had not been asked before."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Revival:
+    """One per model service. Belongs to one event loop."""
+
+    context: IpcContext
+    clock: Clock
+    on_alive: Callable[[str], None]
+    """Told the incarnation of every worker that has answered."""
+    ask_every_s: float = ASK_EVERY_S
+    ask_for_s: float = 10.0
+    _asking: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
+    _answered: dict[str, _Answered] = field(default_factory=dict)
+
+    @property
+    def asking(self) -> frozenset[str]:
+        """Incarnations that have not answered yet."""
+        return frozenset(name for name, task in self._asking.items() if not task.done())
+
+    def ask(self, worker: WorkerView) -> None:
+        """`worker` was lost: listen for a sign of life. Harmless when it is being asked already."""
+        if worker.incarnation in self.asking:
+            return
+        self._asking = {name: task for name, task in self._asking.items() if not task.done()}
+        self._asking[worker.incarnation] = asyncio.create_task(self._ask(worker))
+
+    def pause_s(self, incarnation: str) -> float:
+        """How long to wait before this worker is asked; nothing, unless its line broke soon after an answer."""
+        now = self.clock.now()
+        self._answered = {name: answer for name, answer in self._answered.items() if now - answer.at < STEADY_S}
+        answer = self._answered.get(incarnation)
+        return 0.0 if answer is None else min(max(FIRST_PAUSE_S, 2 * answer.pause_s), STEADY_S)
+
+    def close(self) -> None:
+        """Ask nobody any longer. Idempotent."""
+        for task in self._asking.values():
+            task.cancel()
+
+    async def _ask(self, worker: WorkerView) -> None:
+        incarnation, pause_s = worker.incarnation, self.pause_s(worker.incarnation)
+        await asyncio.sleep(pause_s)
+        if await answers(
+            self.context,
+            worker.request_endpoint,
+            incarnation,
+            within_s=self.ask_for_s,
+            ask_every_s=self.ask_every_s,
+        ):
+            self._answered[incarnation] = _Answered(self.clock.now(), pause_s)
+            logger.info("worker answers again", extra={"fields": {"worker": incarnation}})
+            self.on_alive(incarnation)
+
+
+UNREADABLE = "unreadable message"
+LOST = "connection lost"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LivenessTiming:
+    """When a silent engine is given up."""
+
+    ping_interval_s: float = 1.0
+    unanswered_pings: int = 3
+
+
+class Listener(Protocol):
+    """Where the outputs of one rid go. Called on the event loop; must not block or raise."""
+
+    def on_taken(self) -> None:
+        """The engine has the request in hand."""
+        ...
+
+    def on_output(self, output: TokenOutput) -> None: ...
+
+    def on_lost(self) -> None:
+        """The engine is dead. Called once, after the last output."""
+        ...
+
+
+class EngineConnection:
+    """The socket to one incarnation. `on_dead` is called once, while the listeners are still there.
+
+    Raises `WireError` for an endpoint that cannot be one: it came from the registry.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerView,
+        context: IpcContext,
+        timing: LivenessTiming,
+        on_dead: Callable[["EngineConnection", str], None],
+        clock: Clock,
+        *,
+        trusted: bool = False,
+    ) -> None:
+        """`trusted`: the incarnation has answered over another connection a moment ago."""
+        self.worker = worker
+        self.watched = False
+        """It is pinged without open requests, too."""
+        self._trusted = trusted
+        self._answered = asyncio.Event()
+        self.heard_at = float("-inf")
+        """When the engine last said anything, on `clock`."""
+        self._clock = clock
+        self._timing = timing
+        self._on_dead = on_dead
+        self._listeners: dict[str, Listener] = {}
+        self._unanswered = 0
+        self._closed = False
+        self._channel: AsyncDealerChannel[EngineReply, EngineRequest] = AsyncDealerChannel(
+            context, worker.request_endpoint, inbound=EngineReply, outbound=EngineRequest
+        )
+        self._tasks = [
+            asyncio.create_task(self._read()),
+            asyncio.create_task(self._watch_socket()),
+            asyncio.create_task(self._ping()),
+        ]
+
+    @property
+    def idle(self) -> bool:
+        return not self._listeners
+
+    def submit(self, request: GenerateRequest, listener: Listener) -> bool:
+        """Send a request and listen for its outputs. False when the engine takes no more messages or is dead."""
+        if self._closed:
+            return False
+        if self.idle and not self.watched:
+            self._unanswered = 0
+        self._listeners[request.rid] = listener
+        if self._channel.send(request):
+            return True
+        self._listeners.pop(request.rid)
+        return False
+
+    def forget(self, rid: str, *, abort: bool) -> None:
+        """Listen to `rid` no longer; `abort` tells the engine to stop it. Harmless when it has ended."""
+        self._listeners.pop(rid, None)
+        if abort and not self._closed:
+            self._channel.send(AbortRequest(rid=rid))
+
+    def close_session(self, message: CloseSession) -> None:
+        """Tell the engine. A message that gets lost costs it the session's time to live."""
+        if not self._closed:
+            self._channel.send(message)
+
+    @property
+    def answered(self) -> bool:
+        """Whether the engine has ever said anything here."""
+        return self.heard_at > float("-inf")
+
+    @property
+    def proven(self) -> bool:
+        """The incarnation has answered a ping, and has not been found dead since."""
+        return not self._closed and self.proven_before
+
+    @property
+    def proven_before(self) -> bool:
+        """Whether it was proven until this connection ended."""
+        return self._trusted or self._answered.is_set()
+
+    async def prove(self, *, within_s: float) -> bool:
+        """Whether the incarnation answers within this time, or has."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._answered.wait()
+        except TimeoutError:
+            pass
+        return self.proven
+
+    def greet(self) -> None:
+        """Make the engine say something."""
+        self._channel.send(Ping(nonce=0))
+
+    def close(self) -> None:
+        """Close the socket without telling anybody. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._channel.close()
+
+    async def _read(self) -> None:
+        try:
+            while not self._closed:
+                self._hear(await self._channel.receive())
+        except WireError as error:
+            self._die_of(error)
+
+    def _hear(self, reply: EngineReply) -> None:
+        self._unanswered = 0
+        self.heard_at = self._clock.now()
+        match reply:
+            case OutputBatch():
+                self._deliver(reply)
+            case Taken():
+                self._note_taken(reply.rid)
+            case Pong():
+                self._note_pong(reply)
+
+    def _deliver(self, batch: OutputBatch) -> None:
+        for output in batch.outputs:
+            listener = self._listeners.get(output.rid)
+            if listener is not None:
+                listener.on_output(output)
+
+    def _note_pong(self, pong: Pong) -> None:
+        if pong.incarnation == self.worker.incarnation:
+            self._answered.set()
+        else:
+            self._die(f"{pong.incarnation} answers at its address")
+
+    def _note_taken(self, rid: str) -> None:
+        listener = self._listeners.get(rid)
+        if listener is not None:
+            listener.on_taken()
+
+    async def _watch_socket(self) -> None:
+        await self._channel.disconnected()
+        # Tokens that came before the end are not made a second time elsewhere.
+        try:
+            for reply in self._channel.waiting():
+                self._hear(reply)
+                if self._closed:
+                    return
+        except WireError as error:
+            self._die_of(error)
+        self._die(LOST)
+
+    async def _ping(self) -> None:
+        for nonce in itertools.count():
+            await asyncio.sleep(self._timing.ping_interval_s)
+            if self.idle and not self.watched:
+                continue
+            if self._unanswered >= self._timing.unanswered_pings:
+                self._die("no answer to pings")
+                return
+            self._unanswered += 1
+            self._channel.send(Ping(nonce=nonce))
+
+    def _die_of(self, error: WireError) -> None:
+        logger.warning("engine sent an unreadable message", extra={"fields": {"error": str(error)}})
+        self._die(UNREADABLE)
+
+    def _die(self, reason: str) -> None:
+        if self._closed:
+            return
+        self.close()
+        self._on_dead(self, reason)
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.on_lost()
+
+
+@dataclass(kw_only=True, slots=True)
+class EnginePool:
+    """All connections to one fleet, by incarnation. Belongs to one event loop."""
+
+    context: IpcContext
+    timing: LivenessTiming
+    on_dead: Callable[[str], None]
+    """Told the incarnation of every worker that was found dead."""
+    revival: Revival
+    clock: Clock
+    _connections: dict[str, EngineConnection] = field(default_factory=dict)
+    _revived: set[str] = field(default_factory=set)
+    """Incarnations that have answered over another connection, and have none here yet."""
+    _closed: bool = False
+
+    def watch(self, workers: Iterable[WorkerView]) -> None:
+        """These are the workers that the router may choose: be connected to each, and to no others for long."""
+        if self._closed:
+            return
+        wanted = {worker.incarnation: worker for worker in workers}
+        self._revived &= wanted.keys()
+        for incarnation, connection in list(self._connections.items()):
+            connection.watched = incarnation in wanted
+            if not connection.watched and connection.idle:
+                connection.close()
+                del self._connections[incarnation]
+        for incarnation in wanted.keys() - self._connections.keys():
+            self._introduce(wanted[incarnation])
+
+    def proven(self, incarnation: str) -> bool:
+        """Whether this incarnation has answered a ping over an authenticated socket, and was not found dead since."""
+        connection = self._connections.get(incarnation)
+        return incarnation in self._revived if connection is None else connection.proven
+
+    async def prove(self, worker: WorkerView, *, within_s: float) -> bool:
+        """Whether `worker` answers within this time, or has."""
+        connection = self._connections.get(worker.incarnation) or self._introduce(worker)
+        return connection is not None and await connection.prove(within_s=within_s)
+
+    def revived(self, incarnation: str) -> None:
+        """It has answered over a connection of its own."""
+        self._revived.add(incarnation)
+
+    def connect(self, worker: WorkerView) -> EngineConnection:
+        """The connection to `worker`, opened when there is none. Raises `WireError` for an impossible endpoint."""
+        connection = self._connections.get(worker.incarnation)
+        if connection is None:
+            self._retire_older(worker)
+            connection = self._open(worker, trusted=worker.incarnation in self._revived)
+            self._revived.discard(worker.incarnation)
+        return connection
+
+    def close(self) -> None:
+        self._closed = True
+        self.revival.close()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def _open(self, worker: WorkerView, *, trusted: bool) -> EngineConnection:
+        connection = EngineConnection(worker, self.context, self.timing, self._bury, self.clock, trusted=trusted)
+        self._connections[worker.incarnation] = connection
+        return connection
+
+    def _introduce(self, worker: WorkerView) -> EngineConnection | None:
+        """Open a connection that is watched; None for an impossible endpoint."""
+        try:
+            connection = self.connect(worker)
+        except WireError as error:
+            logger.warning("impossible endpoint", extra={"fields": {"worker": worker.incarnation, "error": str(error)}})
+            self.on_dead(worker.incarnation)
+            return None
+        connection.watched = True
+        connection.greet()
+        return connection
+
+    def _retire_older(self, worker: WorkerView) -> None:
+        for connection in list(self._connections.values()):
+            if supersedes(worker.incarnation, connection.worker.incarnation) and connection.idle:
+                connection.close()
+                del self._connections[connection.worker.incarnation]
+
+    def _bury(self, connection: EngineConnection, reason: str) -> None:
+        incarnation = connection.worker.incarnation
+        self._connections.pop(incarnation, None)
+        if connection.idle and connection.answered and reason == LOST:
+            logger.info("connecting again", extra={"fields": {"worker": incarnation, "reason": reason}})
+            another = self._open(connection.worker, trusted=connection.proven_before)
+            another.watched = connection.watched
+            another.greet()
+            return
+        self.on_dead(incarnation)
+        if reason != UNREADABLE:
+            self.revival.ask(connection.worker)
+        logger.warning("worker lost", extra={"fields": {"worker": incarnation, "reason": reason}})

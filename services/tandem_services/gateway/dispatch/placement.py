@@ -1,0 +1,272 @@
+"""Where the attempts of choices go: asks the router, waits where it knows nobody, and gives reservations back.
+
+first attempt    through the gateway's queue (`Admission`), beside the other choices of its prompt where it fits
+a session's      the worker that keeps it, or nobody
+further ones     paid from the `RetryBudget` where a living worker made them necessary; not where it failed before,
+                 unless nobody else is left
+a move           who takes over from a worker that leaves; with no place to go to, it goes on where it is
+
+How often a gateway asks again, so that workers in trouble are not asked ever more.
+
+A token bucket over all requests: each attempt that a living worker has failed costs one token before there is another.
+Tokens come with new choices (`share` each) and with time (`per_second`), up to `capacity`. A choice whose worker died,
+or lets go because it leaves, costs nothing: it asks for no more than what was accepted before.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from tandem_engine.base.clock import Clock
+from tandem_services.common.errors import unavailable
+from tandem_services.common.tasks import BackgroundTasks
+from tandem_services.gateway.dispatch.attempt import Attempt
+from tandem_services.gateway.dispatch.plan import ChoiceRequest, RetryPolicy
+from tandem_services.gateway.dispatch.progress import Progress, nobody
+from tandem_services.gateway.dispatch.sessions import session_lost
+from tandem_services.gateway.observe.explain import ChoiceRecord
+from tandem_services.gateway.observe.metrics import GatewayMetrics
+from tandem_services.gateway.queueing.admission import Admission
+from tandem_services.router.decision import Choice, MemberProofs, NoWorkersError, Placement, RouteQuery, WorkerView
+from tandem_services.router.registry import WorkerState
+from tandem_services.router.tickets import RouteTicket
+
+
+class PairChooser(Protocol):
+    """What the gateway needs of the router."""
+
+    async def choose(self, query: RouteQuery) -> Choice:
+        """Reserve and return the best workers. Raises `NoWorkersError` when nobody can take it now."""
+        ...
+
+    async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
+        """What a stand-alone router chose and reserved for this prompt; None when that does not hold."""
+        ...
+
+    async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
+        """Reserve and return this worker alone. Raises `NoWorkersError` when it is gone."""
+        ...
+
+    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
+        """Reserve and return who takes over from `leaving`, which is the choice's prefill worker.
+
+        Raises `NoWorkersError` when nobody has room.
+        """
+        ...
+
+    async def release(self, choice: Choice) -> None:
+        """Give the reservation back. Called exactly once per choice."""
+        ...
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """All live workers, from memory."""
+        ...
+
+    def rely_on(self, proofs: MemberProofs) -> None:
+        """Choose nobody from now on who does not prove to be a member."""
+        ...
+
+    def mark_dead(self, incarnation: str) -> None:
+        """The connection to this worker was lost: do not choose it for a while, whatever the registry says."""
+        ...
+
+    def mark_alive(self, incarnation: str) -> None:
+        """It has answered since: choose it again, if the registry has it."""
+        ...
+
+    def note_refusal(self, incarnation: str, state: WorkerState) -> None:
+        """It has sent a request away because it is in `state`: do not choose it again until the registry says more."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class RetryBudget:
+    """One per model service."""
+
+    clock: Clock
+    share: float = 0.2
+    per_second: float = 5.0
+    capacity: float = 64.0
+    """Full at the start: many requests of one worker may fail at once."""
+    _tokens: float = field(init=False)
+    _counted_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tokens, self._counted_at = self.capacity, self.clock.now()
+
+    def choice_began(self) -> None:
+        self._add(self.share)
+
+    def spend(self) -> bool:
+        """Take a token. False when there is none."""
+        now = self.clock.now()
+        self._add((now - self._counted_at) * self.per_second)
+        self._counted_at = now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+    @property
+    def wait_s(self) -> float:
+        """Until there may be a token again, if nobody else takes it."""
+        return 1 / self.per_second
+
+    def _add(self, tokens: float) -> None:
+        self._tokens = min(self.capacity, self._tokens + tokens)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class Placing:
+    """One per model service."""
+
+    chooser: PairChooser
+    clock: Clock
+    policy: RetryPolicy
+    metrics: GatewayMetrics
+    budget: RetryBudget
+    admission: Admission
+    _background: BackgroundTasks = field(default_factory=BackgroundTasks)
+
+    async def choose(self, request: ChoiceRequest, progress: Progress, record: ChoiceRecord) -> Choice:
+        """Workers for the next attempt, reserved. Raises `ApiError` when there are none in time."""
+        await self._pay(progress)
+        progress.asked_at = self.clock.now()
+        try:
+            choice = await self._choose_once(request, progress)
+        except NoWorkersError as error:
+            return await self._await_worker(request, progress, error)
+        if progress.attempts == 0:
+            record.admission_s = self.clock.now() - progress.asked_at
+        return choice
+
+    async def finds_place(self, attempt: Attempt, request: ChoiceRequest, progress: Progress) -> bool:
+        """Whether the worker of `attempt` has asked to be left and another one has room: then the next attempt is its.
+
+        Without room the request stays where it is, until it is asked again.
+        """
+        leaving, attempt.leaving = attempt.leaving, None
+        if leaving is None or len(progress.received) >= request.sampling.max_tokens:
+            return False
+        progress.asked_at = self.clock.now()
+        try:
+            place = await self._timed(self.chooser.relocate(self._query(request, progress), leaving))
+        except NoWorkersError:
+            return False
+        progress.move_to(place, leaving)
+        fields = {**request.about, "worker": leaving.incarnation, "to": place.decode.incarnation}
+        logger.info("migrating request", extra={"fields": fields})
+        return True
+
+    def release(self, choice: Choice) -> None:
+        """An attempt is over: the reservation goes back."""
+        self._background.start(self.chooser.release(choice))
+        self.admission.freed()
+
+    async def settle(self) -> None:
+        """Wait for releases under way. Call at shutdown."""
+        await self._background.settle()
+
+    async def _pay(self, progress: Progress) -> None:
+        """For another attempt. A stream that has begun waits for its turn; what has not is refused with a 503."""
+        while progress.unpaid and not self.budget.spend():
+            if not progress.received:
+                self.metrics.retries_refused.inc()
+                raise unavailable("The model workers are failing. Try again later.", retry_after=self.budget.wait_s)
+            await asyncio.sleep(self.budget.wait_s)
+        progress.unpaid = False
+
+    async def _await_worker(self, request: ChoiceRequest, progress: Progress, error: NoWorkersError) -> Choice:
+        # Nobody is there who could be silent.
+        progress.silent_since = None
+        give_up_at = self.clock.now() + self.policy.recovery_s
+        while self.clock.now() < give_up_at:
+            await asyncio.sleep(self.policy.poll_s)
+            if not self.chooser.workers():
+                continue
+            try:
+                return await self._choose_once(request, progress)
+            except NoWorkersError as again:
+                error = again
+        raise nobody(error) from error
+
+    async def _keeper(self, query: RouteQuery, incarnation: str) -> Choice:
+        """Of a session that is continued: nobody else can."""
+        try:
+            return await self._timed(self.chooser.stay(query, incarnation))
+        except NoWorkersError as error:
+            raise session_lost() from error
+
+    async def _choose_once(self, request: ChoiceRequest, progress: Progress) -> Choice:
+        query = self._query(request, progress)
+        if request.turn is not None and request.turn.keeper is not None:
+            return await self._keeper(query, request.turn.keeper)
+        if progress.attempts == 0:
+            return await self._admitted(request, query)
+        try:
+            return await self._choose_suitable(query)
+        except NoWorkersError:
+            if not progress.failed:
+                raise
+        # A live worker that has failed this request once is better than none; the dead stay excluded, and so do those
+        # that have just sent it away.
+        now = self.clock.now()
+        away = frozenset(incarnation for incarnation, until in progress.sent_away.items() if now < until)
+        return await self._choose_suitable(replace(query, exclude=away))
+
+    async def _admitted(self, request: ChoiceRequest, query: RouteQuery) -> Choice:
+        """For the first attempt; beside the other choices of its prompt, if there are any."""
+        alone = partial(self._choose_suitable, query, request.ticket)
+        route = request.route
+        beside = None if route is None else partial(route.choose, self.chooser, query, self._choose_suitable, alone)
+        return await self.admission.admit(
+            alone if beside is None else beside,
+            tenant=request.caller.tenant,
+            priority=request.priority,
+            prompt_tokens=len(query.token_ids),
+        )
+
+    def _query(self, request: ChoiceRequest, progress: Progress) -> RouteQuery:
+        return RouteQuery(
+            request_id=request.attempt_id(progress),
+            model=request.model,
+            token_ids=(*request.input_ids, *progress.received),
+            cache_salt=request.cache_salt,
+            max_tokens=request.sampling.max_tokens - len(progress.received),
+            exclude=frozenset(progress.failed),
+            compat_hash=self._kind_wanted(progress),
+            session_key=request.session_key,
+        )
+
+    def _kind_wanted(self, progress: Progress) -> str | None:
+        """Weights that begin an output go on with it [same-kind-paired], unless their worker has been given others
+        since."""
+        writer = progress.written_by
+        if writer is None:
+            return None
+        now = next((worker for worker in self.chooser.workers() if worker.incarnation == writer.incarnation), writer)
+        return writer.compat_hash if now.compat_hash == writer.compat_hash else None
+
+    async def _choose_suitable(self, query: RouteQuery, ticket: RouteTicket | None = None) -> Choice:
+        """Not one whose decode worker would compute the prompt for want of others, when that is not wanted."""
+        chosen = None if ticket is None else ticket.take()
+        choice = None if chosen is None else await self.chooser.redeem(chosen, query)
+        if choice is None:
+            choice = await self._timed(self.chooser.choose(query))
+        if choice.placement is not Placement.DEGRADED or self.policy.prefill_fallback:
+            return choice
+        self._background.start(self.chooser.release(choice))
+        raise NoWorkersError("no prefill worker is left", retry_after=1.0)
+
+    async def _timed(self, decision: Awaitable[Choice]) -> Choice:
+        asked = self.clock.now()
+        choice = await decision
+        took = self.clock.now() - asked
+        self.metrics.decision.observe(took)
+        return replace(choice, decided_s=took)

@@ -1,0 +1,140 @@
+"""What one choice has achieved so far, over all its attempts, and what has become of them."""
+
+from dataclasses import dataclass, field
+
+from tandem_engine.base.errors import DrainingError, PausedError, TransferError
+from tandem_services.common.errors import ApiError, internal_error, unavailable
+from tandem_services.gateway.dispatch.attempt import AttemptFailedError, FailureCause
+from tandem_services.gateway.dispatch.quarantine import PROOF_TOKENS, Suspicion, Trial
+from tandem_services.gateway.dispatch.sessions import session_lost
+from tandem_services.gateway.output.token_sequence import Accepted
+from tandem_services.router.decision import Choice, NoWorkersError, WorkerView
+from tandem_services.router.registry import WorkerState
+
+LOST = (FailureCause.WORKER_LOST, FailureCause.UNREACHABLE)
+
+LEAVING = {DrainingError.code: WorkerState.DRAINING, PausedError.code: WorkerState.PAUSED}
+"""What a worker says that is well and sends its requests away, and the state in which it does."""
+
+MAX_UNREACHED = 12
+"""Attempts in a row whose worker was lost before it is known to have taken the request in. Many workers may die at
+once; a request that kills them too quickly to tell must not have all of them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """Kept by the task of the choice."""
+
+    received: list[int] = field(default_factory=list)
+    written_by: WorkerView | None = None
+    """The decode worker of the last of them, as it was then."""
+    scored: bool = False
+    """The logprobs of the prompt are here: they must not be computed, nor sent, again."""
+    attempts: int = 0
+    """Attempts that have failed."""
+    number: int = 0
+    """Of the current attempt: those before it have failed or moved."""
+    asked_at: float = 0.0
+    """Since when a worker was wanted for it, on the gateway's clock."""
+    place: Choice | None = None
+    """Where the next attempt goes, with the KV of the one before."""
+    failed: set[str] = field(default_factory=set)
+    """Incarnations to avoid."""
+    sent_away: dict[str, float] = field(default_factory=dict)
+    """Workers that are well and take no requests for now, and until when they are not asked again."""
+    fruitless: int = 0
+    """The last attempts that brought the output no further, on workers that had the request."""
+    unreached: int = 0
+    """And those whose worker is not known to have had it."""
+    unpaid: bool = False
+    """The next attempt costs the gateway a token of its budget."""
+    suspicion: Suspicion = field(default_factory=Suspicion)
+    trial: Trial | None = None
+    """Of the attempt under way, while it has to prove itself."""
+    began_at: int = 0
+    """Output tokens when the attempt under way began."""
+    silent_since: float | None = None
+    """Since when lost workers have kept the choice waiting; None while none has."""
+
+    @property
+    def gained(self) -> int:
+        """Tokens of the attempt under way."""
+        return len(self.received) - self.began_at
+
+    def receive(self, accepted: Accepted, *, by: WorkerView) -> None:
+        """`by`: the decode worker of the attempt under way."""
+        self.received += accepted.token_ids
+        if self.received:
+            self.written_by = by
+        self.scored = self.scored or accepted.prompt_logprobs is not None
+        if self.gained >= PROOF_TOKENS:
+            self.suspicion.proved()
+            self.end_trial()
+
+    def end_trial(self) -> None:
+        """The attempt under way has proved itself, or ended in some other way than with its worker. Idempotent."""
+        if self.trial is not None:
+            self.trial.cleared()
+            self.trial = None
+
+    def move_to(self, place: Choice, leaving: WorkerView) -> None:
+        """The next attempt takes over from `leaving`, which has not failed but will not be there much longer."""
+        self.place = place
+        self.number += 1
+        self.failed.add(leaving.incarnation)
+
+    def note_failure(self, failure: AttemptFailedError, *, alone: bool) -> None:
+        """`alone`: no other suspect was on the worker that failed."""
+        if self.gained >= PROOF_TOKENS:
+            self.fruitless = self.unreached = 0
+        self.attempts += 1
+        self.number += 1
+        self.unpaid = not (failure.cause in LOST or failure.code in LEAVING or failure.by_abort)
+        if failure.cause is FailureCause.UNREACHABLE:
+            self.unreached += 1
+        elif failure.code not in LEAVING:
+            self.fruitless += 1
+        if failure.cause is FailureCause.WORKER_LOST:
+            self._note_loss(failure.incarnation, alone=alone)
+
+    def exhausted(self, max_attempts: int) -> bool:
+        """Whether it is time to give up."""
+        return self.fruitless >= max_attempts or self.unreached >= MAX_UNREACHED
+
+    def note_silence(self, since: float) -> None:
+        self.silent_since = since if self.silent_since is None else min(self.silent_since, since)
+
+    def _note_loss(self, incarnation: str, *, alone: bool) -> None:
+        self.suspicion.note_loss(incarnation, gained=self.gained, alone=alone)
+        if self.trial is not None:
+            self.trial.lost(incarnation)
+            self.trial = None
+
+
+def at_fault(choice: Choice, failure: AttemptFailedError) -> str:
+    """The worker to avoid next time. A receiver that reports a failed transfer is well: its sender is not."""
+    if failure.code == TransferError.code and choice.prefill is not None:
+        return choice.prefill.incarnation
+    return failure.incarnation
+
+
+def nobody(error: NoWorkersError) -> ApiError:
+    """No worker came in time."""
+    return unavailable("No worker can take the request now. Try again later.", retry_after=error.retry_after)
+
+
+def gave_up(failure: AttemptFailedError) -> ApiError:
+    """`failure` was the last attempt's."""
+    if failure.cause is FailureCause.OVERLOADED:
+        return unavailable("All workers are at their limit. Try again later.", retry_after=1.0)
+    return internal_error("The model workers failed while generating. Try again.")
+
+
+def turn_failed(failure: AttemptFailedError) -> ApiError:
+    """Of a turn that only this worker could compute."""
+    gone = failure.cause in (*LOST, FailureCause.SILENCE) or failure.code == DrainingError.code
+    if gone:
+        return session_lost()
+    if failure.code == PausedError.code:
+        return unavailable("The worker that keeps the session is paused. Try again later.", retry_after=1.0)
+    return gave_up(failure)

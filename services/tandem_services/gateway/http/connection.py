@@ -1,0 +1,224 @@
+"""One connection, from being accepted to its end: bounds on what it costs while there is no request to bound.
+
+1. accepted  at most MAX_CONNECTIONS: one more ends one on which nothing is answered, or is refused with a 503
+2. head      from the connection, or its own first byte, to the empty line: HEAD_TIMEOUT_S and MAX_HEAD_BYTES, or a
+             408, 414 or 431 and the end; what is no HTTP gets a 400
+3. request   is the application's: `boundary` bounds what is in the head, `request_body` the body. Here a body in very
+             many very small pieces is a 400: each costs as much as a large one
+4. answer    is written as fast as the client reads: whoever writes waits. A client that reads nothing for
+             SEND_STALL_S while something is kept for it has left: without that a request could outlive its deadline,
+             whose error nobody takes either, and hold a connection for ever
+5. idle      until the next one: uvicorn's keep-alive
+
+A client that closes its side has left, also when it would still read: nothing tells it from one that is gone, and what
+it asked for must not be computed for nobody.
+
+uvicorn alone waits for a head for ever, and keeps all of one that never ends. What is wrong with one request is never
+written where another one's answer is expected: what comes before it is answered first. Where that cannot be told any
+more, as in the middle of an answer to a request whose body still comes, the connection ends without a word.
+"""
+
+import asyncio
+import math
+import uuid
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tandem_services.common.errors import ApiError, bad_request, unavailable
+from tandem_services.gateway.http.errors import error_json
+from tandem_services.gateway.limits import (
+    HEAD_TIMEOUT_S,
+    MAX_BODY_PIECES,
+    MAX_CONNECTIONS,
+    MAX_HEAD_BYTES,
+    MAX_URL_BYTES,
+    MIN_PIECE_BYTES,
+    SEND_STALL_S,
+    url_too_long,
+)
+
+CONNECTIONS_RETRY_S = 1.0
+
+
+class GatewayConnection(HttpToolsProtocol):
+    """uvicorn's connection, with the bounds above."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    """Ends a head that does not arrive. None while a request is answered, and while the client owes nothing."""
+    _stalled: asyncio.TimerHandle | None = None
+    """Ends a client that does not read. None while what is kept for it is less than whoever writes waits for."""
+    _unsent = 0
+    """Bytes that were kept for it when that was looked at last."""
+    _in_head = False
+    _head_bytes = 0
+    _body_pieces = 0
+    _body_bytes = 0
+    _last_word: ApiError | None = None
+    """What is wrong with what came behind the requests that are being answered."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS and not self._end_an_idle_one():
+            message = f"This gateway takes at most {MAX_CONNECTIONS} connections at once. Try again later."
+            self._end_with(unavailable(message, retry_after=CONNECTIONS_RETRY_S))
+            return
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_arrived()
+        self._reads()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reads()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing() or self._last_word is not None:
+            return
+        began_in_head = self._in_head
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._in_head:
+            self._bound_head(len(data) if began_in_head else 0)
+        if not self.answering:
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = self._body_pieces = self._body_bytes = 0
+        self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_arrived()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().on_body(body)
+        self._body_pieces += 1
+        self._body_bytes += len(body)
+        if self._body_pieces > MAX_BODY_PIECES and self._body_bytes < MIN_PIECE_BYTES * self._body_pieces:
+            message = f"request body comes in more than {MAX_BODY_PIECES} pieces of under {MIN_PIECE_BYTES} bytes each"
+            self._end_with(bad_request(message))
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._last_word is not None and not self.answering and not self.transport.is_closing():
+            self.transport.write(_whole_response(self._last_word))
+            self.end()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002  # uvicorn's name for its own sentence
+        """What uvicorn answers to bytes that are no HTTP."""
+        self._end_with(bad_request("this is not a valid HTTP request"))
+
+    @property
+    def answering(self) -> bool:
+        """Whether a request is being answered."""
+        cycle: Any = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def end(self) -> None:
+        """Close, without a word, once what was written before has been sent."""
+        self.transport.close()
+
+    def _end_an_idle_one(self) -> bool:
+        others = (connection for connection in self.connections if connection is not self)
+        idle = next((other for other in others if isinstance(other, GatewayConnection) and not other.answering), None)
+        if idle is None:
+            return False
+        self.connections.discard(idle)
+        idle.end()
+        return True
+
+    def _expect_head(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _head_arrived(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _head_is_late(self) -> None:
+        self._deadline = None
+        if self.answering:
+            # The next request's head, behind an answer that takes its time: nothing is read on while it is written.
+            self._expect_head()
+            return
+        message = f"request headers did not arrive within {HEAD_TIMEOUT_S:g} s"
+        self._end_with(ApiError(408, message, kind="RequestTimeoutError"))
+
+    def _expect_reading(self) -> None:
+        self._unsent = self.transport.get_write_buffer_size()
+        self._stalled = self.loop.call_later(SEND_STALL_S, self._is_not_read)
+
+    def _reads(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _is_not_read(self) -> None:
+        self._stalled = None
+        if self.transport.get_write_buffer_size() < self._unsent:
+            self._expect_reading()
+            return
+        self.transport.abort()
+
+    def _bound_head(self, size: int) -> None:
+        """Of a head that has not ended; `size` more of it is here."""
+        self._head_bytes += size
+        if len(self.url) > MAX_URL_BYTES:
+            self._end_with(url_too_long())
+        elif self._head_bytes > MAX_HEAD_BYTES:
+            message = f"the request line and headers are limited to {MAX_HEAD_BYTES} bytes"
+            self._end_with(ApiError(431, message, kind="RequestHeaderFieldsTooLargeError"))
+
+    def _end_with(self, refusal: ApiError) -> None:
+        if self._belongs_to_the_next:
+            self._last_word = refusal
+            return
+        if self._may_be_answered_here:
+            self.transport.write(_whole_response(refusal))
+        self.end()
+
+    @property
+    def _belongs_to_the_next(self) -> bool:
+        """Whether all requests before what is wrong have come whole, and are being answered."""
+        cycle: Any = self.cycle
+        return self.answering and not cycle.more_body
+
+    @property
+    def _may_be_answered_here(self) -> bool:
+        """Whether the next bytes that the client gets would be taken as the answer to what is wrong."""
+        cycle: Any = self.cycle
+        if cycle is None:
+            return True
+        if cycle.response_complete:
+            # What still arrives of a body whose request was refused has had its answer.
+            return not cycle.more_body
+        return cycle.more_body and not cycle.response_started and not self.pipeline
+
+
+def _whole_response(refusal: ApiError) -> bytes:
+    body = error_json(refusal)
+    lines = [
+        f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        f"x-request-id: {uuid.uuid4().hex}",
+        "connection: close",
+    ]
+    if refusal.retry_after is not None:
+        lines.append(f"retry-after: {math.ceil(refusal.retry_after)}")
+    return "\r\n".join([*lines, "", ""]).encode("ascii") + body

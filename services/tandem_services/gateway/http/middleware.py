@@ -1,0 +1,380 @@
+"""The outermost layer of every HTTP request: its id, its bounds, its last word.
+
+1. bounds      too many or too large headers, too long a URL, and a Host that is none, are refused before routing
+2. identity    our own id, unique for the life of the fleet; the client's X-Request-Id is echoed when it
+               sent a sane one, otherwise ours is its value
+3. last word   whatever a handler raises becomes an error response, or a log line when the client is gone
+4. counting    one metric per answer; errors on the API's paths are noted for the console
+5. tracing     the trace that the client's headers name, or a new one, where tracing is on
+6. draining    answers close their connections, so that clients open the next one to another gateway
+
+The end of what still runs when a gateway has waited long enough: each request gets its error.
+
+1. running  an answer registers its task for as long as it is being made
+2. ended    `end` cancels these tasks. The cancellation becomes an `ApiError` where the answer was registered, so a
+            stream writes the error as its last event, and an answer that has not begun is a 503
+
+Work that ends when its client goes away.
+
+Starlette cancels nothing when a client disconnects, so every request is run beside a watcher of its
+connection. Cancelling the work runs its `finally` blocks, which abort the request on every worker.
+
+By when a request must be answered: the gateway's limit, or less where the client says so.
+
+A client says it with the header `X-Request-Timeout` or with the body's `timeout`, both in seconds; the shortest counts.
+The deadline goes with the request: to the queue, to the workers, to every retry.
+"""
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.logs import about_request, quoted
+from tandem_services.common.allowed_hosts import AllowedHosts
+from tandem_services.common.errors import ApiError, bad_request, unavailable
+from tandem_services.common.health import Health
+from tandem_services.common.metrics import bounded_label
+from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error, send_error, speaks_anthropic
+from tandem_services.gateway.limits import (
+    MAX_HEADER_BYTES,
+    MAX_HEADER_FIELDS,
+    MAX_REQUEST_ID_CHARACTERS,
+    MAX_URL_BYTES,
+    BodyBudget,
+    BodyCharge,
+    url_too_long,
+)
+from tandem_services.gateway.observe.tracing import UNTRACED, RequestTrace, Traces, pass_on
+from tandem_services.router.tickets import TICKET_HEADER, RouteTicket
+
+RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class Closing:
+    """One per gateway; belongs to its event loop."""
+
+    ended: bool = False
+    _tasks: "set[asyncio.Task[object]]" = field(default_factory=set)
+    _cancelled: "frozenset[asyncio.Task[object]]" = frozenset()
+
+    def end(self) -> None:
+        """End every answer that is being made, and each that begins later. Idempotent."""
+        if self.ended:
+            return
+        self.ended = True
+        self._cancelled = frozenset(self._tasks)
+        for task in self._cancelled:
+            task.cancel()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The current task makes an answer while the block lasts. Raises `ApiError` 503 where `end` ends it."""
+        if self.ended:
+            raise shutting_down()
+        task = asyncio.current_task()
+        assert task is not None, "an answer is made by a task"
+        self._tasks.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            # Not where the client has left as well.
+            if task not in self._cancelled or task.uncancel():
+                raise
+            raise shutting_down() from None
+        finally:
+            self._tasks.discard(task)
+
+
+def shutting_down() -> ApiError:
+    return unavailable("The gateway is shutting down. Send the request again.", retry_after=RETRY_S)
+
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """What `work` returns at its end. Raises `ClientGoneError`, after `work` was cancelled, when the client goes first.
+
+    The request body must have been read: what `receive` yields next is the disconnect.
+    """
+    job = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((job, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            raise ClientGoneError
+        return job.result()
+    finally:
+        watcher.cancel()
+        if not job.done():
+            job.cancel()
+            await asyncio.wait((job,))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+logger = logging.getLogger(__name__)
+CLIENT_CLOSED_REQUEST = 499
+TIMEOUT_HEADER = "X-Request-Timeout"
+_SANE_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
+
+_SANE_HOST = re.compile(rb"[\w.~%:\[\]-]{0,261}")
+"""A name of at most 255 characters and a port."""
+
+_SCOPE_KEY = "tandem_request"
+_ERRORS = frozenset({*range(400, 600)} - {CLIENT_CLOSED_REQUEST})
+
+PROBE_PATHS = frozenset({"/live", "/ready", "/health"})
+"""They say nothing of the deployment, and load balancers ask for them by any name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestIdentity:
+    """Who is being answered, since when (the gateway's clock)."""
+
+    request_id: str
+    client_request_id: str | None
+    arrived: float
+    timeout: str | None = None
+    """The client's `TIMEOUT_HEADER`, as it was sent."""
+    ticket: RouteTicket = field(default_factory=RouteTicket)
+    """Of a stand-alone router that has chosen the workers."""
+    body: BodyCharge
+    """The bytes of its body that are held."""
+    caller: Caller = field(default_factory=Caller)
+    model: str = ""
+    """Name of the model service that answers; "" until one is known to."""
+    trace: RequestTrace = UNTRACED
+    on_end: tuple[Callable[[], None], ...] = ()
+    """Called after the last byte, or when there will be none."""
+
+    @property
+    def public_id(self) -> str:
+        """What the client knows the request by: its own id, if it sent one."""
+        return self.client_request_id or self.request_id
+
+
+def identity_of(scope: Scope) -> RequestIdentity:
+    """The identity that `RequestBoundary` gave to this request."""
+    identity: RequestIdentity = scope[_SCOPE_KEY]
+    return identity
+
+
+def identify_caller(scope: Scope, caller: Caller) -> None:
+    """From now on the request is known to be `caller`'s."""
+    scope[_SCOPE_KEY] = replace(identity_of(scope), caller=caller)
+
+
+def identify_request(scope: Scope, name: str | None) -> None:
+    """From now on the request is known by the `name` in its body, if that is sane and its head gave it none."""
+    identity = identity_of(scope)
+    if identity.client_request_id is None and name is not None and _SANE_ID.fullmatch(name):
+        scope[_SCOPE_KEY] = replace(identity, client_request_id=name)
+
+
+def identify_model(scope: Scope, model: str, *, on_end: Callable[[], None]) -> None:
+    """From now on the request is known to be answered by the model service of this name. `on_end`: when it has been."""
+    identity = identity_of(scope)
+    scope[_SCOPE_KEY] = replace(identity, model=model, on_end=(*identity.on_end, on_end))
+
+
+class AnswerMetrics(Protocol):
+    """What is counted here; `model` is "" where none is known to answer."""
+
+    def answered(self, endpoint: str, status: int, *, model: str) -> None: ...
+
+    def disconnected(self, *, model: str) -> None: ...
+
+
+Refused: TypeAlias = Callable[[RequestIdentity, str, int, ApiError | None], None]
+"""A POST to the path was answered with this status, and the error where one was raised."""
+
+
+class RequestBoundary:
+    """ASGI middleware. `endpoints` are the paths that may become metric labels."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        clock: Clock,
+        metrics: AnswerMetrics,
+        health: Health,
+        endpoints: Collection[str],
+        traces: Traces = pass_on,
+        hosts: AllowedHosts,
+        bodies: BodyBudget | None = None,
+        refused: Refused | None = None,
+    ) -> None:
+        self._app = app
+        self._clock = clock
+        self._metrics = metrics
+        self._health = health
+        self._endpoints = endpoints
+        self._traces = traces
+        self._hosts = hosts
+        self._bodies = bodies or BodyBudget()
+        self._refused = refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        identity = self._identify(scope, self._clock.now())
+        scope[_SCOPE_KEY] = identity
+        answer = _Answer(send, scope, self._health)
+        try:
+            _check_head(scope, self._hosts)
+            await self._app(scope, receive, answer.send)
+        except ClientGoneError:
+            answer.status = CLIENT_CLOSED_REQUEST
+            self._metrics.disconnected(model=identity_of(scope).model)
+        except asyncio.CancelledError:
+            # The server ends and waits no longer. What has not begun is refused; what has cannot be completed.
+            if not self._health.draining:
+                raise
+            answer.status = 503
+            if not answer.started:
+                await self._refuse(answer, scope, shutting_down())
+        except Exception as error:  # noqa: BLE001  # the boundary of one request: others must go on
+            await self._refuse(answer, scope, error)
+        finally:
+            identity.body.release()
+            endpoint = bounded_label(scope["path"], self._endpoints)
+            self._metrics.answered(endpoint, answer.status, model=identity_of(scope).model)
+            identity.trace.answered(answer.status)
+            if self._refused is not None and _is_refusal(scope, endpoint, answer.status):
+                self._refused(identity_of(scope), endpoint, answer.status, answer.refusal)
+            for ended in identity_of(scope).on_end:
+                ended()
+
+    def _identify(self, scope: Scope, now: float) -> RequestIdentity:
+        given = _header(scope, b"x-request-id") or ""
+        request_id = uuid.uuid4().hex
+        return RequestIdentity(
+            request_id=request_id,
+            client_request_id=given if _SANE_ID.fullmatch(given) else None,
+            arrived=now,
+            timeout=_header(scope, TIMEOUT_HEADER.lower().encode("ascii")),
+            ticket=RouteTicket(_header(scope, TICKET_HEADER.encode("ascii"))),
+            body=BodyCharge(budget=self._bodies),
+            trace=self._traces(scope, request_id, now),
+        )
+
+    async def _refuse(self, answer: "_Answer", scope: Scope, error: Exception) -> None:
+        identity = identity_of(scope)
+        refusal = as_api_error(error)
+        if refusal is None:
+            logger.error(
+                "request failed unexpectedly",
+                exc_info=error,
+                extra={"fields": about_request(identity.request_id, trace_id=identity.trace.trace_id)},
+            )
+            refusal = UNEXPECTED
+        answer.refusal = refusal
+        if not answer.started:
+            await send_error(answer.send, refusal, path=scope["path"], request_id=identity.public_id)
+
+
+def _is_refusal(scope: Scope, endpoint: str, status: int) -> bool:
+    """Of a request for work: paths that are none of the API's are strangers' words, and polls would fill the list."""
+    return scope["method"] == "POST" and endpoint == scope["path"] and status in _ERRORS
+
+
+class _Answer:
+    """Watches what is sent, and adds headers that every answer has."""
+
+    def __init__(self, send: Send, scope: Scope, health: Health) -> None:
+        self._send = send
+        self._scope = scope
+        self._health = health
+        self.started = False
+        self.status = 500
+        self.refusal: ApiError | None = None
+
+    def send(self, message: Message) -> Awaitable[None]:
+        return self._send(self._begun(message) if message["type"] == "http.response.start" else message)
+
+    def _begun(self, message: Message) -> Message:
+        self.started = True
+        self.status = message["status"]
+        closing = [(b"connection", b"close")] if self._health.draining else []
+        identity = identity_of(self._scope)
+        request_id = identity.public_id.encode("ascii")
+        ids = [(b"x-request-id", request_id)]
+        if speaks_anthropic(self._scope["path"]):
+            ids.append((b"request-id", request_id))
+        ours = [*ids, *identity.caller.headers(), *closing]
+        return {**message, "headers": [*message["headers"], *ours]}
+
+
+def _header(scope: Scope, wanted: bytes) -> str | None:
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
+
+
+def _check_head(scope: Scope, allowed: AllowedHosts) -> None:
+    headers = scope["headers"]
+    if len(headers) > MAX_HEADER_FIELDS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+        raise ApiError(
+            431,
+            f"request headers are limited to {MAX_HEADER_FIELDS} fields and {MAX_HEADER_BYTES} bytes",
+            kind="RequestHeaderFieldsTooLargeError",
+        )
+    _check_host(scope, [value for name, value in headers if name == b"host"], allowed)
+    if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_URL_BYTES:
+        raise url_too_long()
+
+
+def _check_host(scope: Scope, hosts: list[bytes], allowed: AllowedHosts) -> None:
+    """What is taken for the URL by whoever puts it together must not depend on a header (Starlette CVE-2026-48710)."""
+    if scope["http_version"] not in ("1.0", "1.1"):
+        raise ApiError(505, "only HTTP/1.0 and HTTP/1.1 are spoken here", kind="HttpVersionNotSupportedError")
+    if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
+        raise bad_request(f"a request has one Host header, this one has {len(hosts)}", "Host")
+    if hosts and not _SANE_HOST.fullmatch(hosts[0]):
+        raise bad_request("the Host header must be a name or an address, with or without a port", "Host")
+    if hosts and scope["path"] not in PROBE_PATHS and not allowed.allow(hosts[0].decode("latin-1")):
+        raise ApiError(
+            403,
+            f"Host {quoted(hosts[0].decode('latin-1'))} is not one of this gateway's: name it with --allowed-hosts, or "
+            "use an address",
+            kind="PermissionDeniedError",
+        )
+
+
+def deadline_of(identity: RequestIdentity, *, wanted_s: float | None, most_s: float) -> float:
+    """On the gateway's clock. `wanted_s` is the body's. Raises `ApiError` 400 for what is no duration."""
+    waits = [most_s]
+    if wanted_s is not None:
+        waits.append(_seconds(wanted_s, "timeout"))
+    if identity.timeout is not None:
+        waits.append(_seconds(identity.timeout, TIMEOUT_HEADER))
+    return identity.arrived + min(waits)
+
+
+def _seconds(value: float | str, name: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    # The comparison refuses NaN as well.
+    if not 0 < seconds < float("inf"):
+        raise bad_request(f"{name} must be a number of seconds above 0, got {quoted(value)}", name)
+    return seconds

@@ -1,0 +1,211 @@
+"""The model services behind one gateway, by the names that clients use.
+
+A name that is not there, and one that a key may not use, are the same to a client: nobody learns what others have.
+
+The model services of a gateway while its models file changes.
+
+1. What the file adds is opened first: tokenizer, keys, router, sockets. If that fails, nothing has changed.
+2. Then all names mean what the file says, in one step of the event loop.
+3. What the file no longer has, or has with other words, finishes: requests that have found it are answered by it, those
+   that wait in its queue included. After the last one it is closed.
+
+The fleet that was the first at the start stays: tenants' usage is counted in its Redis, and its key keeps their caches
+apart. The file's first entry may change in everything but that.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from starlette.types import Scope
+
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.logs import quoted
+from tandem_services.common.errors import ApiError, bad_request, not_found
+from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.config import ModelConfig
+from tandem_services.gateway.http.middleware import identify_model, identity_of
+from tandem_services.gateway.models.model import ModelCard, ModelList
+from tandem_services.gateway.models.service import Fleet, ModelService
+
+MOST_NAMED = 8
+"""Models in the answer to a request for another one: the rest is told by /v1/models."""
+
+
+class ModelCatalog:
+    """All model services of a gateway, which may change while it serves."""
+
+    def __init__(self, services: Sequence[ModelService]) -> None:
+        """`services`: as of `replace`."""
+        self.replace(services)
+
+    def replace(self, services: Sequence[ModelService]) -> None:
+        """From now on there are `services`: at least one, no two with a name in common.
+
+        Requests that have found one of the former are answered by it (`ModelService.visits`).
+        """
+        self._services = tuple(services)
+        self._by_name = {name: service for service in services for name in service.model.names}
+
+    def __iter__(self) -> Iterator[ModelService]:
+        return iter(self._services)
+
+    def find(self, name: str | None, caller: Caller) -> ModelService:
+        """The service of the model `name`; without a name, the only one. Raises `ApiError` 400 when there are several
+        and no name, and 404 for a name that is not there for `caller`."""
+        if not name:
+            if len(self._services) > 1:
+                raise bad_request("model is required: this gateway serves several", "model")
+            name = next(iter(self._services[0].model.names_for(caller)), self._services[0].model.name)
+        service = self._by_name.get(name)
+        if service is None or name not in service.model.names_for(caller):
+            raise self._no_such_model(name, caller)
+        return service
+
+    def of_request(self, scope: Scope, name: str | None) -> ModelService:
+        """As `find`, for the caller of the request in `scope`, which is known from now on to be answered by it."""
+        served = self.find(name, identity_of(scope).caller)
+        served.visits.begin()
+        identify_model(scope, served.model.name, on_end=served.visits.end)
+        return served
+
+    def policies_of(self, model: str) -> str:
+        """By a model's own name; "" where there is none of it any more."""
+        service = self._by_name.get(model)
+        return "" if service is None else service.policies
+
+    def listing(self, caller: Caller) -> ModelList:
+        """What `caller` may use, each name as a card."""
+        return ModelList(data=[s.model.card(name) for s in self._services for name in s.model.names_for(caller)])
+
+    def card(self, name: str, caller: Caller) -> ModelCard:
+        """Raises `ApiError` 404."""
+        return self.find(name, caller).model.card(name)
+
+    def _no_such_model(self, name: str, caller: Caller) -> ApiError:
+        names = [known for service in self._services for known in service.model.names_for(caller)]
+        shown = ", ".join(names[:MOST_NAMED])
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        there = f" Available: {shown}{more}." if names else ""
+        return not_found(f"The model '{quoted(name)}' does not exist.{there}", "model", reason="model_not_found")
+
+
+logger = logging.getLogger(__name__)
+
+
+class OpenFleet(Protocol):
+    """What a model service is built on, open."""
+
+    @property
+    def parts(self) -> Fleet: ...
+
+
+F = TypeVar("F", bound=OpenFleet)
+
+
+class FleetDoor(Protocol[F]):
+    """Opens and closes fleets."""
+
+    async def open(self, model: ModelConfig) -> F:
+        """Raises what `ModelsWatch` knows as a fault of the file."""
+        ...
+
+    async def close(self, fleet: F) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Member(Generic[F]):
+    fleet: F
+    service: ModelService
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.fleet.parts.config
+
+
+@dataclass(kw_only=True, slots=True)
+class LiveModels(Generic[F]):
+    """See the module docstring. All methods belong to one event loop."""
+
+    catalog: ModelCatalog
+    door: FleetDoor[F]
+    build: Callable[[Fleet], ModelService]
+    opened: Sequence[F]
+    """Of the catalog's services at the start, in their order."""
+    _members: list[_Member[F]] = field(init=False)
+    _first: F = field(init=False)
+    _retiring: dict[asyncio.Task[None], _Member[F]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._members = [_Member(fleet, service) for fleet, service in zip(self.opened, self.catalog, strict=True)]
+        self._first = self.opened[0]
+
+    @property
+    def fleets(self) -> list[F]:
+        """Those that are served now."""
+        return [member.fleet for member in self._members]
+
+    @property
+    def retiring(self) -> int:
+        """Model services that finish."""
+        return len(self._retiring)
+
+    async def change(self, models: Sequence[ModelConfig]) -> None:
+        """Serve `models` from now on, as `read_models` has checked them. Raises `ConfigError`, and as the door."""
+        self._check_first(models[0])
+        former = list(self._members)
+        kept = {member.config.names: member for member in former if member.config in models}
+        fresh = await self._open([model for model in models if model.names not in kept])
+        self._members = [kept.get(model.names) or fresh[model.names] for model in models]
+        for member in fresh.values():
+            member.service.start()
+        self.catalog.replace([member.service for member in self._members])
+        gone = [member for member in former if member not in self._members]
+        for member in gone:
+            self._retire(member)
+        fields = {"added": [m.config.name for m in fresh.values()], "removed": [m.config.name for m in gone]}
+        logger.info("models changed", extra={"fields": fields})
+
+    async def close(self) -> None:
+        """At shutdown, when no request runs: what still finishes is closed."""
+        unfinished = dict(self._retiring)
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
+        for member in unfinished.values():
+            await member.service.close()
+
+    def _check_first(self, model: ModelConfig) -> None:
+        first = self._first.parts.config
+        if (model.redis, model.cluster, model.curve_keys) != (first.redis, first.cluster, first.curve_keys):
+            raise ConfigError(
+                "the first entry's redis_url, redis_password_file, cluster and curve_keys cannot change while the "
+                "gateway runs: usage of keys is counted there. Add another entry after it, or restart the gateway"
+            )
+
+    async def _open(self, models: Sequence[ModelConfig]) -> dict[tuple[str, ...], _Member[F]]:
+        async with AsyncExitStack() as opened:
+            members = {}
+            for model in models:
+                fleet = await self.door.open(model)
+                opened.push_async_callback(self.door.close, fleet)
+                service = self.build(fleet.parts)
+                opened.push_async_callback(service.close)
+                members[model.names] = _Member(fleet, service)
+            opened.pop_all()
+        return members
+
+    def _retire(self, member: _Member[F]) -> None:
+        task = asyncio.create_task(self._finish(member), name=f"retirement of {member.config.name}")
+        self._retiring[task] = member
+        task.add_done_callback(lambda done: self._retiring.pop(done, None))
+
+    async def _finish(self, member: _Member[F]) -> None:
+        await member.service.visits.over()
+        await member.service.close()
+        if member.fleet is not self._first:
+            await self.door.close(member.fleet)
+        logger.info("model removed", extra={"fields": {"model": member.config.name}})

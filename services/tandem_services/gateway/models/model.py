@@ -1,0 +1,113 @@
+"""The model that a model service serves: its names, its tokenizer, and how long its context is."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from tandem_engine.base.errors import CheckpointError
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.output.reader import OutputDialect
+from tandem_services.router.decision import WorkerView
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    root: str
+    max_model_len: int | None
+    owned_by: str = "tandem"
+    parent: None = None
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+@dataclass(kw_only=True, slots=True)
+class ServedModel:
+    """One model. `workers` lists the live workers, from memory."""
+
+    names: tuple[str, ...]
+    """What clients may call it; the first is its own name, the others are aliases."""
+    tokenizer: TextTokenizer
+    dialect: OutputDialect
+    workers: Callable[[], tuple[WorkerView, ...]]
+    checkpoint_length: int | None = None
+    """What the checkpoint says of the context, for a fleet that may be scaled to zero: clients are held to it until a
+    worker has said what is true. None: without a worker nobody is served."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    _last_length: int | None = None
+    longest_token: int = field(init=False)
+    """Bytes of the longest token: no token covers more characters than this."""
+
+    def __post_init__(self) -> None:
+        self.longest_token = max(map(len, self.tokenizer.vocabulary.token_bytes), default=1)
+
+    @property
+    def name(self) -> str:
+        """Its own, under which its workers know it."""
+        return self.names[0]
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and output that every live worker can take; None without workers."""
+        lengths = [worker.context_length for worker in self.workers() if worker.model == self.name]
+        return min(lengths, default=None)
+
+    @property
+    def last_context_length(self) -> int | None:
+        """As `context_length`; while there are no workers, what it was with the last ones, or will be at most."""
+        self._last_length = self.context_length or self._last_length
+        return self._last_length or self.checkpoint_length
+
+    @property
+    def from_zero(self) -> bool:
+        """Whether requests are taken while there is no worker."""
+        return self.checkpoint_length is not None
+
+    def names_for(self, caller: Caller) -> tuple[str, ...]:
+        """Those of its names that `caller` may use."""
+        return tuple(name for name in self.names if caller.may_use(name, model=self.name))
+
+    def card(self, name: str) -> ModelCard:
+        """Of the model under one of its names."""
+        return ModelCard(id=name, created=self.created, root=self.name, max_model_len=self.context_length)
+
+
+MAX_FILE_BYTES = 1 << 20
+Length = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The part about text of a model that has others."""
+
+    max_position_embeddings: Length | None = None
+
+
+class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `config.json` what is needed here."""
+
+    max_position_embeddings: Length | None = None
+    text_config: TextConfig = TextConfig()
+
+
+def checkpoint_length(folder: Path) -> int:
+    """Tokens of prompt and output. Raises `CheckpointError` naming the file where it does not say."""
+    path = folder / "config.json"
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES)
+        config = msgspec.json.decode(content, type=CheckpointConfig)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{path}: its context length cannot be read ({error})") from error
+    length = config.max_position_embeddings or config.text_config.max_position_embeddings
+    if length is None:
+        raise CheckpointError(f"{path}: no max_position_embeddings; --from-zero-timeout needs it")
+    return length

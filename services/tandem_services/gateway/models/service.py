@@ -1,0 +1,214 @@
+"""One model service as a gateway serves it: a model, and everything between a plan and the fleet's workers.
+
+A gateway has one for each model (docs/multi-model.md). They have no worker, queue, quarantine or session in common;
+what they do have in common is the gateway's: keys and limits, the journal, and the tokenizers' threads.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from tandem_engine.base.clock import Clock
+from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.metrics import MetricFamilies
+from tandem_services.gateway.access.keys import deployment_secret
+from tandem_services.gateway.config import ModelConfig
+from tandem_services.gateway.dispatch.dispatcher import Dispatcher
+from tandem_services.gateway.dispatch.engine_client import EnginePool, LivenessTiming, Revival
+from tandem_services.gateway.dispatch.generation import Generator
+from tandem_services.gateway.dispatch.placement import PairChooser, Placing, RetryBudget
+from tandem_services.gateway.dispatch.plan import RetryPolicy
+from tandem_services.gateway.dispatch.quarantine import Board as QuarantineBoard
+from tandem_services.gateway.dispatch.quarantine import Quarantine
+from tandem_services.gateway.dispatch.sessions import SessionDesk, SessionDirectory
+from tandem_services.gateway.models.model import ServedModel, checkpoint_length
+from tandem_services.gateway.models.prompts import PromptEncoder, TokenizerThreads
+from tandem_services.gateway.observe.metrics import GatewayMetrics
+from tandem_services.gateway.output.reader import OutputDialect
+from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
+from tandem_services.gateway.queueing.fair_queue import Board as FairBoard
+from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
+from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
+from tandem_services.router.usage_counters import VirtualCounters
+
+
+@dataclass(slots=True)
+class Visits:
+    """Of one model service. All methods belong to one event loop."""
+
+    open: int = 0
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def begin(self) -> None:
+        self.open += 1
+        self._over.clear()
+
+    def end(self) -> None:
+        self.open -= 1
+        if self.open == 0:
+            self._over.set()
+
+    async def over(self) -> None:
+        """Returns when there is none."""
+        if self.open:
+            await self._over.wait()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """What a model service is built on. Whoever made it closes it, after the gateway."""
+
+    config: ModelConfig
+    chooser: PairChooser
+    sessions: SessionDirectory
+    context: IpcContext
+    tokenizer: TextTokenizer
+    quarantine: QuarantineBoard | None = None
+    """What all gateways of the fleet share through Redis, as `fairness`. None: this gateway keeps it for itself."""
+    fairness: FairBoard | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """What a gateway lends to its model services."""
+
+    clock: Clock
+    families: MetricFamilies
+    tokenizing: TokenizerThreads
+    timing: LivenessTiming
+    turn_s: float
+    """Longest life of a request."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelService:
+    """The parts of one that routes use."""
+
+    model: ServedModel
+    prompts: PromptEncoder
+    desk: SessionDesk
+    chooser: PairChooser
+    engines: EnginePool
+    generator: Generator
+    metrics: GatewayMetrics
+    policies: str
+    """Of the router, as spans name them."""
+    visits: Visits = field(default_factory=Visits)
+    """Requests that are answered here."""
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        return self.generator.dispatcher
+
+    def start(self) -> None:
+        """Begin what runs as long as it serves."""
+        work = {
+            f"quarantine of {self.model.name}": self.dispatcher.quarantine.run(),
+            f"virtual token counters of {self.model.name}": self.dispatcher.placing.admission.binding.run(),
+        }
+        self._tasks.extend(asyncio.create_task(run, name=name) for name, run in work.items())
+
+    async def close(self) -> None:
+        """Stop what was started here. Running requests have ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.dispatcher.placing.admission.close()
+        await self.dispatcher.placing.settle()
+        self.engines.close()
+
+
+def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
+    """Compose the parts."""
+    config, tokenizer = fleet.config, fleet.tokenizer
+    metrics = GatewayMetrics(shared.families, model=config.name)
+    dialect = OutputDialect.of(
+        tokenizer, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+    )
+    model = ServedModel(
+        names=config.names,
+        tokenizer=tokenizer,
+        dialect=dialect,
+        workers=fleet.chooser.workers,
+        checkpoint_length=checkpoint_length(config.path) if config.from_zero else None,
+    )
+    engines = _engines(fleet, shared, metrics)
+    policy = _retry_policy(config)
+    dispatcher = Dispatcher(
+        placing=Placing(
+            chooser=fleet.chooser,
+            clock=shared.clock,
+            policy=policy,
+            metrics=metrics,
+            budget=RetryBudget(clock=shared.clock),
+            admission=_admission(fleet, shared),
+        ),
+        engines=engines,
+        clock=shared.clock,
+        policy=policy,
+        metrics=metrics,
+        quarantine=Quarantine(
+            clock=shared.clock,
+            metrics=metrics,
+            salt=deployment_secret(fleet.context.keys, config.cluster),
+            board=fleet.quarantine,
+        ),
+    )
+    return ModelService(
+        model=model,
+        prompts=PromptEncoder(model=model, threads=shared.tokenizing, parse_special_tokens=config.parse_special_tokens),
+        desk=SessionDesk(directory=fleet.sessions, ttl_s=config.session_ttl_s, turn_s=shared.turn_s),
+        chooser=fleet.chooser,
+        engines=engines,
+        generator=Generator(
+            model=model.name,
+            dispatcher=dispatcher,
+            vocabulary=tokenizer.vocabulary,
+            clock=shared.clock,
+            metrics=metrics,
+        ),
+        metrics=metrics,
+        policies=str(config.policies),
+    )
+
+
+def _engines(fleet: Fleet, shared: Shared, metrics: GatewayMetrics) -> EnginePool:
+    def answers_again(incarnation: str) -> None:
+        metrics.workers_answering_again.inc()
+        pool.revived(incarnation)
+        fleet.chooser.mark_alive(incarnation)
+
+    pool = EnginePool(
+        context=fleet.context,
+        timing=shared.timing,
+        on_dead=fleet.chooser.mark_dead,
+        revival=Revival(context=fleet.context, clock=shared.clock, on_alive=answers_again),
+        clock=shared.clock,
+    )
+    fleet.chooser.rely_on(pool)
+    return pool
+
+
+def _admission(fleet: Fleet, shared: Shared) -> Admission:
+    config, counters = fleet.config, VirtualCounters()
+    metrics = QueueMetrics(shared.families, model=config.name)
+    binding = LateBinding(
+        chooser=fleet.chooser,
+        clock=shared.clock,
+        queue=FairQueue(seats=config.max_waiting, counters=counters),
+        counters=SharedCounters(counters=counters, board=fleet.fairness),
+        observer=metrics,
+        policy=AdmissionPolicy(room_s=config.room_s, worker_s=config.queue_s, worker_wait_s=config.worker_wait_s),
+    )
+    metrics.watch(binding.figures)
+    return Admission(binding=binding)
+
+
+def _retry_policy(config: ModelConfig) -> RetryPolicy:
+    return RetryPolicy(
+        max_attempts=config.max_attempts,
+        recovery_s=config.recovery_s,
+        silence_s=config.silence_s,
+        prefill_fallback=config.prefill_fallback,
+    )

@@ -1,0 +1,155 @@
+"""Metrics of a gateway. Names follow vLLM's, with our prefix; label values are bounded.
+
+`model_name` is the first name of a model service: those that are served are known at start, and neither aliases nor
+what clients make up become labels. It is "" where a request has named no model that is there.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from prometheus_client import Counter, Histogram
+
+from tandem_services.common.metrics import REQUEST_SECONDS, TOKEN_SECONDS, TRANSFER_SECONDS, MetricFamilies
+from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord, RequestRecord
+from tandem_services.router.decision import Source
+
+PREFIX = "tandem_gateway_"
+MODEL = "model_name"
+
+
+class HttpMetrics:
+    """What can be said of every HTTP request."""
+
+    def __init__(self, families: MetricFamilies) -> None:
+        self._requests = families.counter(
+            "tandem_gateway_requests",
+            "HTTP requests answered, by status code; 499 is a client that left",
+            [MODEL, "endpoint", "code"],
+        )
+        self._disconnects = families.counter(
+            "tandem_gateway_client_disconnects", "Requests whose client left before the end", [MODEL]
+        )
+
+        self._bodies = families.gauge("tandem_gateway_request_body_bytes", "Bytes of request bodies in flight")
+
+    def watch_bodies(self, held: Callable[[], int]) -> None:
+        """Ask for the bytes at each scrape."""
+        self._bodies.set_function(held)
+
+    def answered(self, endpoint: str, status: int, *, model: str) -> None:
+        self._requests.labels(model_name=model, endpoint=endpoint, code=str(status)).inc()
+
+    def disconnected(self, *, model: str) -> None:
+        self._disconnects.labels(model_name=model).inc()
+
+
+class GatewayMetrics:
+    """The series of one model service."""
+
+    def __init__(self, families: MetricFamilies, *, model: str) -> None:
+        def seconds(name: str, text: str, buckets: tuple[float, ...] = REQUEST_SECONDS) -> Histogram:
+            family = families.histogram(f"tandem_gateway_{name}_seconds", text, [MODEL], buckets=buckets)
+            return family.labels(model_name=model)
+
+        def total(name: str, text: str) -> Counter:
+            return families.counter(f"tandem_gateway_{name}", text, [MODEL]).labels(model_name=model)
+
+        self._model = model
+        self._attempts = families.counter(
+            "tandem_gateway_attempts",
+            "Attempts at choices, by outcome; every one but finished, stopped and moved cost time",
+            [MODEL, "outcome"],
+        )
+        self._placements = families.counter(
+            "tandem_gateway_placements",
+            "Attempts of finished requests by the workers that computed the prompt: pair, alone, local because it was "
+            "predicted to be faster, degraded because no prefill worker could",
+            [MODEL, "placement"],
+        )
+        self._routes = families.counter(
+            "tandem_gateway_route_decisions",
+            "Attempts of finished requests by the source of the route decision (redis, local: without Redis, session, "
+            "router: a stand-alone one) and what spoke for them: their session, a prefix that they are to fetch, one "
+            "that they have cached, or load alone",
+            [MODEL, "source", "reason"],
+        )
+        self._resumptions = families.counter(
+            "tandem_gateway_resumptions",
+            "Attempts of finished requests that continued after tokens of an earlier one, by the outcome of that one",
+            [MODEL, "cause"],
+        )
+        self.choices = total("choices", "Choices of requests that began")
+        self.running = families.gauge(
+            "tandem_gateway_num_requests_running", "Generation requests being answered", [MODEL]
+        ).labels(model_name=model)
+        self.ttft = seconds("time_to_first_token", "From a request's arrival to its first token")
+        self.itl = seconds("inter_token_latency", "Between two tokens of a choice", TOKEN_SECONDS)
+        self.e2e = seconds("e2e_request_latency", "From a request's arrival to its last byte")
+        self.queue = seconds("request_queue_time", "On the worker, from receipt to the first scheduled step")
+        self.prefill = seconds("request_prefill_time", "On the worker, from the first step to the first token")
+        self.decision = seconds(
+            "route_decision", "From asking the router for workers until it has chosen some", TRANSFER_SECONDS
+        )
+        self.transfer = seconds(
+            "kv_transfer", "On the decode worker, from granting KV pages to committing them", TRANSFER_SECONDS
+        )
+        self.exposed = seconds(
+            "kv_transfer_exposed", "Of a KV transfer, what came after the prompt was computed", TRANSFER_SECONDS
+        )
+        self.prompt_tokens = total("prompt_tokens", "Prompt tokens of finished requests")
+        self.cached_tokens = total("cached_prompt_tokens", "Prompt tokens found in a prefix cache")
+        self.output_tokens = total("generation_tokens", "Tokens generated and accepted")
+        self.quarantined = families.gauge(
+            "tandem_gateway_quarantined_requests", "Digests of requests that are refused", [MODEL]
+        ).labels(model_name=model)
+        self.convictions = total(
+            "requests_quarantined", "Requests that this gateway quarantined because workers died of them"
+        )
+        self.quarantine_refusals = total("quarantine_refusals", "Requests refused because they are quarantined")
+        self.workers_answering_again = total(
+            "workers_answering_again", "Workers that answered after their connection was lost: the network had failed"
+        )
+        self.retries_refused = total("retries_refused", "Choices given up because the retry budget was spent")
+        self.moved_pages = total("transferred_pages", "KV pages moved from prefill to decode workers")
+        self.moved_bytes = total("transferred_bytes", "KV bytes moved from prefill to decode workers")
+
+    def attempt_ended(self, outcome: str) -> None:
+        self._attempts.labels(model_name=self._model, outcome=outcome).inc()
+
+    def finished(self, record: RequestRecord) -> None:
+        """Count what a finished request has used."""
+        self.prompt_tokens.inc(record.prompt_tokens)
+        self.cached_tokens.inc(record.cached_tokens)
+        self.output_tokens.inc(record.output_tokens)
+        if record.e2e_s is not None:
+            self.e2e.observe(record.e2e_s)
+        for choice in record.choices:
+            self._count_choice(choice)
+
+    def _count_choice(self, choice: ChoiceRecord) -> None:
+        for attempt in choice.attempts:
+            self._placements.labels(model_name=self._model, placement=attempt.placement).inc()
+            self._routes.labels(model_name=self._model, source=attempt.source, reason=route_reason(attempt)).inc()
+        for before, attempt in pairwise(choice.attempts):
+            if attempt.resumed_tokens:
+                self._resumptions.labels(model_name=self._model, cause=before.outcome).inc()
+        if choice.ttft_s is not None:
+            self.ttft.observe(choice.ttft_s)
+        if choice.queue_s is not None:
+            self.queue.observe(choice.queue_s)
+        if choice.prefill_s is not None:
+            self.prefill.observe(choice.prefill_s)
+        if choice.transfer is not None:
+            self.moved_pages.inc(choice.transfer.pages)
+            self.moved_bytes.inc(choice.transfer.bytes)
+            self.transfer.observe(choice.transfer.wait_s)
+            self.exposed.observe(choice.transfer.exposed_s)
+
+
+def route_reason(attempt: AttemptRecord) -> str:
+    """What spoke for the chosen workers, the strongest of it."""
+    if attempt.source == Source.SESSION.value:
+        return "session"
+    if attempt.fetch is not None:
+        return "fetch"
+    return "prefix" if attempt.matched_tokens else "load"

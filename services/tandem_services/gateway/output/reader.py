@@ -1,0 +1,198 @@
+"""From the text of one output to its parts: first the reasoning, then content and tool calls.
+
+    text ──▶ reasoning parser ──▶ tool parser ──▶ parts
+
+`OutputReading` is decided with the request and makes one `OutputReader` for each choice.
+
+How the outputs of a served model are written: its reasoning and its tool calls.
+
+Decided once, when the gateway starts: by flag, or by what the chat template does with tools and reasoning, since a
+model is trained on what its template writes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem_engine.messages.sampling import FIELD, ReasoningBudget
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_engine.tokenizer.vocabulary import Vocabulary
+from tandem_services.common.errors import bad_request
+from tandem_services.gateway.output.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from tandem_services.gateway.output.reasoning import (
+    STYLES,
+    MarkerIds,
+    ReasoningParser,
+    ReasoningStyle,
+    detect_reasoning,
+)
+from tandem_services.gateway.output.tool_parsers.parser import Schemas, ToolParser
+from tandem_services.gateway.output.tool_parsers.registry import FAMILIES, ToolFamily, detect_family
+from tandem_services.gateway.output.tools import ToolUse
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputReading:
+    """How the outputs of one request are read."""
+
+    reasoning: ReasoningStyle | None = None
+    opened: bool = False
+    """The prompt ends inside the reasoning."""
+    shows_reasoning: bool = True
+    tool_parser: Callable[[Schemas], ToolParser] | None = None
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    parallel: bool = True
+    """False: calls after the first are left out."""
+    call_id_characters: int | None = None
+    """Length of the ids of calls, where the chat template insists on one."""
+    visible: frozenset[int] = frozenset()
+    """Special tokens that are markers: their text is needed although special tokens are not shown."""
+
+    @property
+    def is_plain(self) -> bool:
+        """All text is content."""
+        return self.reasoning is None and self.tool_parser is None
+
+    def new_reader(self) -> "OutputReader":
+        return OutputReader(
+            None if self.reasoning is None else ReasoningParser(self.reasoning, opened=self.opened),
+            None if self.tool_parser is None else self.tool_parser(self.schemas),
+            shows_reasoning=self.shows_reasoning,
+            parallel=self.parallel,
+        )
+
+
+PLAIN = OutputReading()
+
+
+class OutputReader:
+    """Reads one output."""
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolParser | None,
+        *,
+        shows_reasoning: bool,
+        parallel: bool,
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._shows_reasoning = shows_reasoning
+        self._parallel = parallel
+
+    @property
+    def reasons(self) -> bool:
+        """The newest text belongs to the reasoning."""
+        return self._reasoning is not None and self._reasoning.reasons
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that `text` decides."""
+        if self._reasoning is None:
+            return self._shown(self._answer(text))
+        reasoning, rest = self._reasoning.feed(text)
+        return self._shown([*reasoning, *self._answer(rest)])
+
+    def finish(self) -> list[Part]:
+        """The rest, when the output has ended."""
+        parts: list[Part] = []
+        if self._reasoning is not None:
+            reasoning, rest = self._reasoning.finish()
+            parts += [*reasoning, *self._answer(rest)]
+        if self._tools is not None:
+            parts += self._tools.finish()
+        return self._shown(parts)
+
+    def _answer(self, text: str) -> list[Part]:
+        if not text:
+            return []
+        return [Content(text)] if self._tools is None else self._tools.feed(text)
+
+    def _shown(self, parts: list[Part]) -> list[Part]:
+        return [part for part in parts if self._is_shown(part)]
+
+    def _is_shown(self, part: Part) -> bool:
+        match part:
+            case Reasoning():
+                return self._shows_reasoning
+            case CallBegin(index) | CallArguments(index):
+                return self._parallel or index == 0
+            case Content():
+                return True
+
+
+AUTO = "auto"
+
+_PROMPT_END_TOKENS = 16
+"""Enough to hold a reasoning marker and the blanks behind it, whatever the tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputDialect:
+    """One model's."""
+
+    vocabulary: Vocabulary
+    family: ToolFamily | None
+    reasoning: ReasoningStyle | None
+    markers: MarkerIds | None
+    """Those of the reasoning."""
+    knows_tools: bool
+    """Its chat template has a place for tools."""
+    visible: frozenset[int]
+    """Special tokens that are markers."""
+
+    @staticmethod
+    def of(tokenizer: TextTokenizer, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> "OutputDialect":
+        """By the names in `TOOL_CALL_PARSERS` and `REASONING_PARSERS`."""
+        template = "" if tokenizer.chat_template is None else tokenizer.chat_template.text
+        family = detect_family(template) if tool_call_parser == AUTO else FAMILIES.get(tool_call_parser)
+        reasoning = detect_reasoning(template) if reasoning_parser == AUTO else STYLES.get(reasoning_parser)
+        return OutputDialect(
+            vocabulary=tokenizer.vocabulary,
+            family=family,
+            reasoning=reasoning,
+            markers=None if reasoning is None else MarkerIds.of(reasoning, tokenizer),
+            knows_tools=tokenizer.chat_template is not None and tokenizer.chat_template.knows_tools,
+            visible=_visible(tokenizer.vocabulary, family, reasoning),
+        )
+
+    def budget(self, tokens: int | None) -> ReasoningBudget | None:
+        """At most so many tokens of reasoning, in an output that nobody has opened. None for no bound.
+
+        Raises `ApiError` 400 when this model has no reasoning, or none that is known.
+        """
+        if tokens is None:
+            return None
+        if self.markers is None:
+            raise bad_request(
+                f"{FIELD} needs a model whose reasoning has markers, and none are known of this one: leave it out, or "
+                "name them to the gateway with --reasoning-parser",
+                FIELD,
+            )
+        return self.markers.budget(tokens)
+
+    def reading(
+        self, prompt: Sequence[int], tools: ToolUse | None, *, constrained: bool, shows_reasoning: bool
+    ) -> OutputReading:
+        """How to read the outputs of `prompt`. `constrained`: a grammar holds from the first token on, so there is
+        no reasoning."""
+        reasoning = None if constrained else self.reasoning
+        end = self.vocabulary.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+        return OutputReading(
+            reasoning=reasoning,
+            opened=reasoning is not None and reasoning.opened(end),
+            shows_reasoning=shows_reasoning,
+            tool_parser=None if tools is None else tools.parser,
+            schemas={} if tools is None else tools.schemas,
+            parallel=tools is None or tools.parallel,
+            visible=self.visible if reasoning is not None or tools is not None else frozenset(),
+            call_id_characters=None if tools is None else tools.family.id_characters,
+        )
+
+
+def _visible(vocabulary: Vocabulary, family: ToolFamily | None, reasoning: ReasoningStyle | None) -> frozenset[int]:
+    markers = set() if family is None else set(family.markers)
+    if reasoning is not None:
+        markers |= {reasoning.begin, reasoning.end}
+    spelled = {marker.encode() for marker in markers}
+    return frozenset(token for token in vocabulary.special_ids if vocabulary.bytes_of(token) in spelled)

@@ -1,0 +1,145 @@
+"""Reasoning: what a model writes to itself between two markers before it answers.
+
+A chat template may have opened the reasoning at the end of the prompt, or closed it at once (`enable_thinking`
+false); otherwise the model writes the first marker itself, or, in families that always reason, leaves it out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tandem_engine.messages.sampling import ReasoningBudget
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.gateway.output.parts import Part, Reasoning
+from tandem_services.gateway.output.tool_parsers.parser import find_marker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReasoningStyle:
+    """How a family of models marks its reasoning."""
+
+    begin: str
+    end: str
+    always: bool
+    """Outputs begin with reasoning even when nobody has opened it."""
+
+    def opened(self, prompt_end: str) -> bool:
+        """Whether an output behind this prompt begins with reasoning."""
+        solid = prompt_end.rstrip()
+        if solid.endswith(self.begin):
+            return True
+        return self.always and not solid.endswith(self.end)
+
+
+STYLES: Mapping[str, ReasoningStyle] = {
+    "deepseek_r1": ReasoningStyle(begin="<think>", end="</think>", always=True),
+    "qwen3": ReasoningStyle(begin="<think>", end="</think>", always=False),
+    "mistral": ReasoningStyle(begin="[THINK]", end="[/THINK]", always=False),
+}
+"""By the name of `--reasoning-parser`."""
+
+REASONING_PARSERS = ("auto", "none", *sorted(STYLES))
+
+
+def detect_reasoning(template: str) -> ReasoningStyle | None:
+    """The style of a model by its chat template; None when it does not mention reasoning."""
+    if "[THINK]" in template:
+        return STYLES["mistral"]
+    if "</think>" not in template:
+        return None
+    return STYLES["deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"]
+
+
+class MarkerIds(NamedTuple):
+    """A style's markers in the tokens of one model."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @staticmethod
+    def of(style: ReasoningStyle, tokenizer: TextTokenizer) -> "MarkerIds":
+        begin, end = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (style.begin, style.end))
+        return MarkerIds(begin, end)
+
+    def budget(self, tokens: int) -> ReasoningBudget:
+        """Of an output that nobody has opened."""
+        return ReasoningBudget(tokens=tokens, begin=self.begin, end=self.end)
+
+
+class Cut(NamedTuple):
+    """What a piece of text became."""
+
+    reasoning: list[Part]
+    rest: str
+    """Text behind the reasoning."""
+
+
+class ReasoningParser:
+    """Reads one output. Blanks around the reasoning belong to its markers."""
+
+    __slots__ = ("_at", "_buffer", "_style")
+
+    def __init__(self, style: ReasoningStyle, *, opened: bool) -> None:
+        self._style = style
+        self._buffer = ""
+        self._at = "opened" if opened else "start"
+
+    @property
+    def reasons(self) -> bool:
+        """The newest text belongs to the reasoning."""
+        return self._at in ("opened", "before", "inside")
+
+    def feed(self, text: str) -> Cut:
+        self._buffer += text
+        cut = Cut([], "")
+        while True:
+            at = self._at
+            cut = self._step(cut)
+            if self._at == at:
+                return cut
+
+    def finish(self) -> Cut:
+        """The rest, when the output has ended."""
+        rest, self._buffer = self._buffer, ""
+        if self.reasons:
+            solid = rest.rstrip() if self._at == "inside" else rest.strip()
+            return Cut([Reasoning(solid)] if solid else [], "")
+        return Cut([], rest if self._at == "start" else "")
+
+    def _step(self, cut: Cut) -> Cut:
+        match self._at:
+            case "start" | "opened":
+                self._open()
+                return cut
+            case "inside":
+                return self._read(cut)
+            case "before" | "behind":
+                self._skip_blanks("inside" if self._at == "before" else "outside")
+                return cut
+            case _:
+                rest, self._buffer = self._buffer, ""
+                return Cut(cut.reasoning, cut.rest + rest)
+
+    def _skip_blanks(self, following: str) -> None:
+        self._buffer = self._buffer.lstrip()
+        self._at = following if self._buffer else self._at
+
+    def _open(self) -> None:
+        solid = self._buffer.lstrip()
+        if len(solid) < len(self._style.begin) and self._style.begin.startswith(solid):
+            return
+        if solid.startswith(self._style.begin):
+            self._buffer, self._at = solid.removeprefix(self._style.begin), "before"
+        elif self._at == "opened":
+            self._buffer, self._at = solid, "inside"
+        else:
+            self._at = "outside"
+
+    def _read(self, cut: Cut) -> Cut:
+        before, marker, held = find_marker(self._buffer, (self._style.end,))
+        solid = before.rstrip()
+        if marker is None:
+            self._buffer = before[len(solid) :] + held
+        else:
+            self._buffer, self._at = held, "behind"
+        return Cut([*cut.reasoning, Reasoning(solid)] if solid else cut.reasoning, cut.rest)

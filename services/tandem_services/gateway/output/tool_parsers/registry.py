@@ -1,0 +1,74 @@
+"""The tool-call parsers by the name of `--tool-call-parser`, and which one a model needs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tandem_services.gateway.output.tool_parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
+from tandem_services.gateway.output.tool_parsers.parser import Schemas, ToolParser
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolFamily:
+    """How a family of models writes tool calls."""
+
+    name: str
+    parser: Callable[[Schemas], ToolParser]
+    markers: tuple[str, ...]
+    """Texts that the parser looks for. Some tokenizers have them as special tokens."""
+    hint: str
+    """What the chat templates of the family have in them."""
+    id_characters: int | None = None
+    """Templates that take ids of just this length; None: of any."""
+    tag: tuple[str, str, str] | None = None
+    """(trigger, text before the arguments, text behind them), where a call is one text with JSON in it."""
+    separator: str = "\n"
+    """Between the calls of one output, in that form."""
+
+
+FAMILIES: Mapping[str, ToolFamily] = {
+    family.name: family
+    for family in (
+        ToolFamily(
+            name="qwen3_coder",
+            parser=qwen3_coder.Qwen3CoderParser,
+            markers=(qwen3_coder.WRAP, qwen3_coder.UNWRAP),
+            hint="<function=",
+        ),
+        ToolFamily(
+            name="hermes",
+            parser=hermes.HermesParser,
+            markers=(hermes.BEGIN, hermes.END),
+            hint="<tool_call>",
+            tag=(hermes.BEGIN, '<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>"),
+        ),
+        ToolFamily(
+            name="mistral",
+            parser=mistral.MistralParser,
+            markers=(mistral.BEGIN, "[ARGS]", "[CALL_ID]"),
+            hint=mistral.BEGIN,
+            id_characters=9,
+        ),
+        ToolFamily(
+            name="pythonic",
+            parser=pythonic.PythonicParser,
+            markers=(pythonic.TAG,),
+            hint="func_name1(",
+        ),
+        ToolFamily(
+            name="llama3_json",
+            parser=llama3_json.Llama3JsonParser,
+            markers=(llama3_json.TAG,),
+            hint='"parameters"',
+            tag=('{"name": ', '{{"name": "{name}", "parameters": ', "}"),
+            separator="; ",
+        ),
+    )
+}
+"""In the order in which templates are looked at."""
+
+TOOL_CALL_PARSERS = ("auto", "none", *sorted(FAMILIES))
+
+
+def detect_family(template: str) -> ToolFamily | None:
+    """The family of a model by its chat template; None when none of them is recognised."""
+    return next((family for family in FAMILIES.values() if family.hint in template), None)

@@ -1,0 +1,211 @@
+"""What the gateway asks the router and what it gets. The router's public vocabulary.
+
+What a router asks of whoever can prove that a worker is a member: that it answers over an authenticated socket.
+
+A gateway has such sockets (`gateway.dispatch.dispatcher`); a stand-alone router has none, and goes by signed rows
+alone.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+from tandem_engine.config import Role
+
+
+class Source(StrEnum):
+    """Who decided."""
+
+    REDIS = "redis"
+    """With the shared index and everybody's reservations."""
+    LOCAL = "local"
+    """From this gateway's last view, because Redis was away or slow."""
+    SESSION = "session"
+    """The conversation, whose worker it is."""
+    ROUTER = "router"
+    """A stand-alone router, whose ticket came with the request."""
+
+
+class Placement(StrEnum):
+    """Who computes the prompt, and why."""
+
+    PAIR = "pair"
+    """A prefill worker; its KV moves."""
+    ALONE = "alone"
+    """The one worker that does both, or that keeps the conversation."""
+    LOCAL = "local"
+    """The decode worker, because that is predicted to be faster."""
+    DEGRADED = "degraded"
+    """The decode worker, because no prefill worker can."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerView:
+    """One incarnation of a worker, as a gateway needs to know it."""
+
+    worker_id: str
+    incarnation: str
+    """`worker_id@number`: the process, not the address."""
+    role: Role
+    request_endpoint: str
+    peer_endpoint: str
+    compat_hash: str
+    """Workers with different hashes hold KV in different shapes and are never paired."""
+    context_length: int
+    page_size: int
+    model: str
+
+
+class ScoreTerm(msgspec.Struct, frozen=True, gc=False):
+    """One summand of a choice's price, for `explain`."""
+
+    name: str
+    seconds: float
+
+
+class PricedPrefix(msgspec.Struct, frozen=True, gc=False):
+    """A prefix that an option would bring from another worker."""
+
+    source: str
+    """Incarnation."""
+    tokens: int
+    """Of the prompt, that the source is predicted to have cached."""
+    seconds: float
+
+
+class PricedOption(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One way to serve a request, with its price: for `explain`, which keeps many. Workers are named by incarnation."""
+
+    decode: str
+    prefill: str | None
+    """None: the decode worker would compute the prompt itself."""
+    predicted_s: float
+    """Sum of the terms. The lowest was chosen, at random of those that are equal."""
+    terms: tuple[ScoreTerm, ...]
+    matched_tokens: int
+    """Prompt tokens predicted to be cached on the worker that would compute the prompt, on its device or in its host
+    memory."""
+    decode_matched_tokens: int
+    """Those on the decode worker: a pair need not move them."""
+    matched_host_tokens: int = 0
+    """Of `matched_tokens`, those in host memory alone."""
+    decode_matched_host_tokens: int = 0
+    """Of `decode_matched_tokens`, those in host memory alone."""
+    fetch: PricedPrefix | None
+
+
+class PricedOptions(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a choice was made from."""
+
+    options: tuple[PricedOption, ...]
+    """The one that was chosen, then the others, cheapest first; at most `TOLD_OPTIONS`."""
+    more: int
+    """Others that were dearer than all of these."""
+
+
+TOLD_OPTIONS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteQuery:
+    """One attempt that needs a worker."""
+
+    request_id: str
+    model: str
+    token_ids: tuple[int, ...]
+    """Prompt and, on a resumed attempt, the output so far."""
+    cache_salt: str = ""
+    max_tokens: int = 256
+    """Output tokens the request may still produce."""
+    exclude: frozenset[str] = frozenset()
+    """Incarnations that this request has already failed on."""
+    compat_hash: str | None = None
+    """Of the workers whose output is continued: other weights would continue it with other tokens
+    [same-kind-paired]."""
+    session_key: str = ""
+    """Whose request it is, for the policy `session`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Load that a choice adds to one worker."""
+
+    incarnation: str
+    queue_tokens: int
+    sequences: int
+    room_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What a choice reserved. Opaque to the gateway, which gives it back through `Router.release`."""
+
+    bucket: int | None
+    """Bucket of the shared reservation (Redis milliseconds); None when nothing was reserved in Redis."""
+    claims: tuple[Claim, ...]
+    serial: int = 0
+    """Number of the choice within its router, so that releasing twice counts once."""
+    note: int = 0
+    """Number in Redis of what was noted of its prompt as in flight; 0 when nothing was."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedFetch:
+    """A prefix of the prompt that the worker that computes it had better bring from another worker."""
+
+    source: WorkerView
+    tokens: int
+    """Of the prompt, that the source is predicted to have cached."""
+    seconds: float
+    """Predicted."""
+    within_s: float
+    """It is not worth waiting for longer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Where one attempt goes."""
+
+    request_id: str
+    decode: WorkerView
+    prefill: WorkerView | None
+    """None: the decode worker computes the prompt itself."""
+    source: Source
+    placement: Placement
+    terms: tuple[ScoreTerm, ...]
+    """Predicted seconds; their sum is what was minimised."""
+    matched_tokens: int
+    """Prompt tokens predicted to be cached on the worker that computes the prompt. A hint, never a promise."""
+    fetch: PlannedFetch | None = None
+    priced: PricedOptions | None = None
+    """What it was made from; None when nobody has asked, or nothing was priced."""
+    decided_s: float = 0.0
+    """How long the decision took, as far as whoever asked for it has measured that."""
+    reservation: Reservation
+
+
+class NoWorkersError(Exception):
+    """No live worker can take the request now. `retry_after` is in seconds."""
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class MemberProofs(Protocol):
+    """Belongs to the router's event loop."""
+
+    def watch(self, workers: Iterable[WorkerView]) -> None:
+        """These may be members: have them prove it, again and again, and no others."""
+        ...
+
+    def proven(self, incarnation: str) -> bool:
+        """Whether it has answered lately."""
+        ...
+
+    async def prove(self, worker: WorkerView, *, within_s: float) -> bool:
+        """Whether it answers within this time, or has lately."""
+        ...

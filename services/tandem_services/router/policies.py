@@ -1,0 +1,265 @@
+"""The policies of a router: by name, one for each role.
+
+Workers that have just registered, and how much of their share they are offered yet.
+
+A newcomer has an empty queue, so that it is the cheapest for every gateway at once; it has kernels still to compile and
+connections still to make, so that it is slower than its price says. Its share grows from nothing to all of it within
+`RAMP_S`. While a fleet starts, and to a gateway that has just started itself, everybody is new and so nobody is.
+
+Which workers the price may choose among. One policy for each role.
+
+The router asks the policy of the decode role first, then that of the prefill role among workers that can hand to
+those. What a policy passes over is left out of the query, as workers are that the request has failed on; everything
+else, the price of pair and alone, the reservation and explain, stays as it is.
+
+`session`: requests of one user or conversation go to one worker, and a worker that leaves moves only its own.
+
+The key is the request's `user`. A request without one goes anywhere, by its id.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from random import Random
+from typing import Protocol
+
+from tandem_engine.base.clock import Clock
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.config import Role
+from tandem_services.router.decision import RouteQuery, WorkerView
+
+RAMP_S = 10.0
+"""Ten heartbeats: what a newcomer really does is in its reports by then."""
+
+START_S = 30.0
+"""Workers of one fleet load their weights at different speed: whoever comes within this time belongs to its start."""
+
+FORGET_S = 60.0
+
+
+@dataclass(slots=True)
+class Newcomers:
+    """One router's."""
+
+    clock: Clock
+    _first: dict[str, float] = field(default_factory=dict)
+    """Incarnation → when it was first seen, or early enough for who belongs to the start."""
+    _last: dict[str, float] = field(default_factory=dict)
+    _began: float | None = None
+    """When the first worker was seen."""
+    _young_until: float = -math.inf
+
+    def observe(self, incarnations: Collection[str]) -> None:
+        """The fleet as of now. Who is away for `FORGET_S` is forgotten, not at once: Redis may have lost it."""
+        now = self.clock.now()
+        if self._began is None and incarnations:
+            self._began = now
+        starting = self._began is None or now - self._began < START_S
+        for incarnation in incarnations:
+            self._last[incarnation] = now
+            if incarnation not in self._first:
+                self._first[incarnation] = first = now - RAMP_S if starting else now
+                self._young_until = max(self._young_until, first + RAMP_S)
+        for incarnation in [one for one, last in self._last.items() if now - last > FORGET_S]:
+            del self._first[incarnation], self._last[incarnation]
+
+    @property
+    def any(self) -> bool:
+        """Whether somebody has not all of its share yet."""
+        return self.clock.now() < self._young_until
+
+    def share(self, incarnation: str) -> float:
+        """From 0 for one seen just now to 1, also for one that no view has shown."""
+        first = self._first.get(incarnation)
+        return 1.0 if first is None else min(1.0, (self.clock.now() - first) / RAMP_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A live worker that may take the request."""
+
+    incarnation: str
+    outstanding: float
+    """What this gateway has sent to it and not got back: seconds of prompts on a prefill worker, else sequences."""
+
+
+class Policy(Protocol):
+    """One for each role of each router; it may keep state."""
+
+    def narrow(self, contenders: Sequence[Contender], query: RouteQuery) -> Sequence[Contender]:
+        """Those of `contenders` (at least one, in the order of their names) that stay; at least one."""
+        ...
+
+
+class Exploring:
+    """`policy`, but for a `share` of all queries anybody."""
+
+    def __init__(self, policy: Policy, share: float, random: Random) -> None:
+        self._policy = policy
+        self._share = share
+        self._random = random
+
+    def narrow(self, contenders: Sequence[Contender], query: RouteQuery) -> Sequence[Contender]:
+        if self._random.random() < self._share:
+            return [self._random.choice(contenders)]
+        return self._policy.narrow(contenders, query)
+
+
+class LeastLoaded:
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def narrow(self, contenders: Sequence[Contender], query: RouteQuery) -> Sequence[Contender]:  # noqa: ARG002
+        least = min(each.outstanding for each in contenders)
+        return [self._random.choice([each for each in contenders if each.outstanding <= least])]
+
+
+class Locality:
+    def narrow(self, contenders: Sequence[Contender], query: RouteQuery) -> Sequence[Contender]:  # noqa: ARG002
+        return contenders
+
+
+class PowerOfTwo:
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def narrow(self, contenders: Sequence[Contender], query: RouteQuery) -> Sequence[Contender]:  # noqa: ARG002
+        two = self._random.sample(contenders, min(2, len(contenders)))
+        return [min(two, key=lambda each: each.outstanding)]
+
+
+class Ramping:
+    """`policy` among those that take part. A worker alone always does."""
+
+    def __init__(self, policy: Policy, share: Callable[[str], float], random: Random) -> None:
+        """`share`: 0 to 1 by incarnation."""
+        self._policy = policy
+        self._share = share
+        self._random = random
+
+    def narrow(self, contenders: Sequence[Contender], query: RouteQuery) -> Sequence[Contender]:
+        taking_part = [each for each in contenders if self._takes_part(each.incarnation)]
+        return self._policy.narrow(taking_part or contenders, query)
+
+    def _takes_part(self, incarnation: str) -> bool:
+        share = self._share(incarnation)
+        return share >= 1.0 or self._random.random() < share
+
+
+class RoundRobin:
+    """Remembers the name and not the position, so that workers may come and go."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def narrow(self, contenders: Sequence[Contender], query: RouteQuery) -> Sequence[Contender]:  # noqa: ARG002
+        following = [each for each in contenders if each.incarnation > self._last]
+        chosen = (following or contenders)[0]
+        self._last = chosen.incarnation
+        return [chosen]
+
+
+class Session:
+    """Rendezvous hashing: the worker whose digest with the key is highest. Keeps no state, so gateways agree."""
+
+    def narrow(self, contenders: Sequence[Contender], query: RouteQuery) -> Sequence[Contender]:
+        key = (query.session_key or query.request_id).encode("utf-8", "surrogatepass")
+        salted = blake2b(key, digest_size=16, salt=blake2b(query.cache_salt.encode(), digest_size=16).digest()).digest()
+        return [max(contenders, key=lambda each: blake2b(each.incarnation.encode(), key=salted).digest())]
+
+
+POLICIES: Mapping[str, Callable[[Random], Policy]] = {
+    "locality": lambda _: Locality(),
+    "round_robin": lambda _: RoundRobin(),
+    "least_loaded": LeastLoaded,
+    "power_of_two": PowerOfTwo,
+    "session": lambda _: Session(),
+}
+LOCALITY = "locality"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyNames:
+    """Which policy each role has."""
+
+    prefill: str = LOCALITY
+    """Of prefill workers."""
+    decode: str = LOCALITY
+    """Of decode workers and of those that do both."""
+
+    def __str__(self) -> str:
+        """In the form that `parse` reads."""
+        return f"prefill={self.prefill},decode={self.decode}"
+
+    @property
+    def narrow(self) -> bool:
+        """Whether they ever pass a worker over."""
+        return (self.prefill, self.decode) != (LOCALITY, LOCALITY)
+
+    @classmethod
+    def parse(cls, text: str, *, flag: str = "--router-policy") -> "PolicyNames":
+        """`NAME` for both roles, or `prefill=NAME,decode=NAME`. Raises `ConfigError`, which names `flag`."""
+        if "=" not in text:
+            return cls(prefill=_known(text, flag), decode=_known(text, flag))
+        named = {}
+        for part in text.split(","):
+            role, _, name = part.partition("=")
+            if role not in ("prefill", "decode") or role in named:
+                raise ConfigError(f"{flag} {text[:200]!r}: expected a name, or prefill=NAME,decode=NAME")
+            named[role] = _known(name, flag)
+        return cls(**named)
+
+
+def _known(name: str, flag: str) -> str:
+    if name not in POLICIES:
+        raise ConfigError(f"{flag}: there is no policy {name[:100]!r}; choose from {', '.join(POLICIES)}")
+    return name
+
+
+class PoliciesByRole:
+    """Narrows what a query may choose among. `outstanding` is as in `Contender`."""
+
+    def __init__(
+        self,
+        names: PolicyNames,
+        random: Random,
+        outstanding: Callable[[WorkerView], float],
+        *,
+        newcomers: Newcomers,
+        exploration: float = 0.0,
+    ) -> None:
+        """`exploration`: share of queries that go to anybody."""
+
+        def composed(name: str) -> Policy:
+            policy = POLICIES[name](random)
+            if exploration:
+                policy = Exploring(policy, exploration, random)
+            return Ramping(policy, newcomers.share, random)
+
+        self._prefill = composed(names.prefill)
+        self._decode = composed(names.decode)
+        self._outstanding = outstanding
+        self._newcomers = newcomers
+        self._always = names.narrow or exploration > 0.0
+
+    @property
+    def narrows(self) -> bool:
+        """False: nobody would be passed over now."""
+        return self._always or self._newcomers.any
+
+    def passed_over(self, workers: Iterable[WorkerView], query: RouteQuery) -> frozenset[str]:
+        """Incarnations among `workers`, all of which could take the query, that the policies leave out."""
+        everybody = sorted(workers, key=lambda each: each.incarnation)
+        decodes = [each for each in everybody if each.role is not Role.PREFILL]
+        holders = self._kept(self._decode, decodes, query)
+        kinds = {each.compat_hash for each in decodes if each.incarnation in holders}
+        prefills = [each for each in everybody if each.role is Role.PREFILL and each.compat_hash in kinds]
+        kept = holders | self._kept(self._prefill, prefills, query)
+        return frozenset(each.incarnation for each in everybody) - kept
+
+    def _kept(self, policy: Policy, workers: Sequence[WorkerView], query: RouteQuery) -> frozenset[str]:
+        if not workers:
+            return frozenset()
+        contenders = [Contender(each.incarnation, self._outstanding(each)) for each in workers]
+        return frozenset(each.incarnation for each in policy.narrow(contenders, query))

@@ -1,0 +1,152 @@
+"""The Redis Function library: one source built from `scripts/`, named after its own content.
+
+1. The source is the constants of `keys`, `cost` and `scoring`, then the scripts in the order of their dependence.
+2. Library and function names carry a digest of the source, so that gateways and workers of two releases
+   work side by side during a rollout, each with its own functions on the same keys.
+3. Whoever calls first loads it, and so does whoever finds it gone (Redis came back empty). A Redis user
+   without FUNCTION LOAD needs it loaded by an administrator: `library_source()` is what to load.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from importlib.resources import files
+from typing import TypeVar
+
+import msgspec
+
+from tandem_services.common.redis_client import (
+    Argument,
+    FunctionMissingError,
+    RedisClient,
+    Reply,
+    UnreadableReplyError,
+    decoded,
+)
+from tandem_services.router import cost, in_flight, keys, scoring, usage_counters
+from tandem_services.router import cost as shortlist
+
+T = TypeVar("T")
+
+SCRIPTS = (
+    "clock",
+    "state",
+    "fleet_row",
+    "open",
+    "in_flight",
+    "index",
+    "chain",
+    "score",
+    "worker",
+    "fleet",
+    "lease",
+    "fetch",
+    "settle",
+    "option",
+    "route",
+    "usage",
+    "fair",
+)
+
+SCOPED = frozenset({"lease", "usage", "fair"})
+"""Scripts of which no other uses anything. Their names are local to them: a Lua chunk has room for 200."""
+
+CONSTANTS: Mapping[str, float] = {
+    "LEASE_MS": keys.LEASE_MS,
+    "FENCE_AFTER_MS": keys.FENCE_AFTER_MS,
+    "FENCED_MEMORY_MS": keys.FENCED_MEMORY_MS,
+    "INDEX_TTL_MS": keys.INDEX_TTL_MS,
+    "FLEET_TTL_MS": keys.FLEET_TTL_MS,
+    "RESERVATION_MS": keys.RESERVATION_MS,
+    "RESERVATION_BUCKET_MS": keys.RESERVATION_BUCKET_MS,
+    "SWEEP_EVERY_MS": keys.SWEEP_EVERY_MS,
+    "SWEEP_STEP": keys.SWEEP_STEP,
+    "MAX_WORKERS": keys.MAX_WORKERS,
+    "MAX_ROW_FIELDS": keys.MAX_ROW_FIELDS,
+    "MAX_NAMED_BLOCKS": keys.MAX_NAMED_BLOCKS,
+    "DIGEST_BYTES": keys.DIGEST_BYTES,
+    "MAX_NOTES": in_flight.MAX_NOTES,
+    "NOTES_OF_DECISION": in_flight.NOTES_OF_DECISION,
+    "EXPIRY_FACTOR": in_flight.EXPIRY_FACTOR,
+    "EXPIRY_SLACK_MS": in_flight.EXPIRY_SLACK_MS,
+    "BACKLOG_MS": keys.BACKLOG_MS,
+    "WISH_MS": keys.WISH_MS,
+    "PLACE_MS": keys.PLACE_MS,
+    "MAX_GATEWAYS": keys.MAX_GATEWAYS,
+    "MAX_PLACES": keys.MAX_PLACES,
+    "USAGE_WINDOW_S": usage_counters.WINDOW_S,
+    "MAX_TENANTS": usage_counters.MAX_TENANTS,
+    "HANDOFF_S": cost.HANDOFF_S,
+    "NO_ROOM_S": cost.NO_ROOM_S,
+    "BROKEN_TOKEN_S": cost.BROKEN_TOKEN_S,
+    "COMING": cost.COMING,
+    "FOLLOWERS": cost.FOLLOWERS,
+    "COPY_FOLLOWERS": cost.COPY_FOLLOWERS,
+    "FETCH_S": cost.FETCH_S,
+    "FETCH_TURNS": cost.FETCH_TURNS,
+    "TURN_TOKENS": cost.TURN_TOKENS,
+    "PAIR_ENDS": shortlist.PAIR_ENDS,
+    "TIE_S": scoring.TIE_S,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySource:
+    """What FUNCTION LOAD takes, and the name it declares."""
+
+    name: str
+    text: str
+
+
+def library_source(constants: Mapping[str, float] = CONSTANTS, *, clock: str | None = None) -> LibrarySource:
+    """The library, named `tandem_` and eight hex digits of its content's digest.
+
+    `clock` takes the place of scripts/clock.lua, where time is not Redis's own.
+    """
+    folder = files("tandem_services.router") / "scripts"
+    scripts = [
+        clock if name == "clock" and clock is not None else _scoped(name, (folder / f"{name}.lua").read_text("utf-8"))
+        for name in SCRIPTS
+    ]
+    body = "\n".join((*(f"local {name} = {value}" for name, value in constants.items()), *scripts))
+    name = "tandem_" + blake2b(body.encode(), digest_size=4).hexdigest()
+    return LibrarySource(name, f"#!lua name={name}\nlocal VERSION = '{name}'\n{body}")
+
+
+def _scoped(name: str, script: str) -> str:
+    return f"do\n{script}\nend" if name in SCOPED else script
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionLibrary:
+    """Calls functions of the library, and loads it where it is missing.
+
+    All methods raise `RedisUnavailableError` when Redis does not answer in time or refuses.
+    """
+
+    client: RedisClient
+    source: LibrarySource = field(default_factory=library_source)
+
+    async def load(self) -> None:
+        await self.client.command("FUNCTION", "LOAD", "REPLACE", self.source.text)
+
+    async def call(self, function: str, keys: tuple[str, ...], *args: Argument) -> Reply:
+        """FCALL; a missing library is loaded and the call repeated once."""
+        fcall = ("FCALL", f"{self.source.name}_{function}", len(keys), *keys, *args)
+        try:
+            return await self.client.command(*fcall)
+        except FunctionMissingError:
+            await self.load()
+        return await self.client.command(*fcall)
+
+    async def ask(self, function: str, keys: tuple[str, ...], *args: Argument, shape: type[T]) -> T:
+        """As `call`, of a function that answers with msgpack. Raises `UnreadableReplyError` if it is not of `shape`."""
+        reply = await self.call(function, keys, *args)
+        try:
+            return decoded(reply, lambda data: msgspec.msgpack.decode(data, type=shape))
+        except ValueError as error:
+            raise self.unreadable(function, error) from error
+
+    def unreadable(self, function: str, reason: object) -> UnreadableReplyError:
+        """See `RedisClient.unreadable`."""
+        return self.client.unreadable(f"the answer of {function}", reason)

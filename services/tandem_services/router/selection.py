@@ -1,0 +1,423 @@
+"""Choices by what all gateways share: the index, everybody's reservations, one decision after the other in Redis.
+
+1. hash      the prompt's chain of blocks, which is all that Redis learns of it
+2. ask       one call of `route_and_reserve`
+3. resolve   the incarnations that it names are looked up in the view; one that registered since needs a new view
+
+The chain of block digests of a prompt, computed without holding up the event loop.
+
+A digest follows from the one before it, so nothing of it can be left out or done side by side: 0.6 µs a block, which is
+a millisecond for 32k tokens and tens of them for the longest prompts. Others have their turn after every slice of it.
+A prompt that is asked for again, while it waits for room, is not hashed again.
+
+Routing without Redis: least predicted wait from this gateway's own choices, sticky by first block.
+
+1. Every choice, whoever made it, is noted: the prefill work it adds and the sequence it occupies.
+2. While Redis is away the same price formula decides, with those notes in place of reports and
+   reservations, and with one guess in place of the index: the prompt is cached where its first block
+   hashes to (rendezvous hashing, so that a worker that leaves moves only its own prompts). When that
+   worker's wait is longer than computing the prompt again, another one is cheaper and is chosen.
+3. What prompts that this gateway has just sent will leave on a worker counts as cached there (`in_flight`).
+
+Choices that are being carried out: counted as this gateway's own load, and given back when they end.
+
+What a choice has reserved in Redis counts there for `RESERVATION_MS`; only until then is there anything to give back.
+
+Choices that one process makes and another carries out, by way of a ticket in Redis; see `tickets`.
+
+Without Redis there are none: nothing is issued, and nothing is found.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import count
+from random import Random
+
+from tandem_engine.base.clock import Clock
+from tandem_engine.config import Role
+from tandem_engine.messages.kv_events import chain_hashes, chain_seed
+from tandem_engine.messages.requests import about_attempt
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.router.cost import ASSUMED_PREFILL_RATE, Candidate, Demand, PricedFetch, room_needed, uncached
+from tandem_services.router.decision import Choice, Claim, PlannedFetch, Reservation, RouteQuery, Source
+from tandem_services.router.in_flight import PromptsInFlight
+from tandem_services.router.index import BlockIndex, Routed
+from tandem_services.router.keys import MAX_CHAIN_BLOCKS, RESERVATION_MS
+from tandem_services.router.membership import PROOF_WAIT_S, Membership
+from tandem_services.router.registry import WorkerRecord
+from tandem_services.router.scoring import (
+    Option,
+    cheapest,
+    computed_in_s,
+    options,
+    placement_of,
+    planned_fetch,
+    priced_options,
+)
+from tandem_services.router.tickets import Ticket, TicketBoard
+
+SLICE_BLOCKS = 512
+"""Hashed in a third of a millisecond."""
+
+
+async def prompt_chain(token_ids: Sequence[int], page_size: int, *, salt: str, most_blocks: int) -> list[bytes]:
+    """Digests of the first whole pages of a prompt, at most `most_blocks`."""
+    blocks = min(len(token_ids) // page_size, most_blocks)
+    chain: list[bytes] = []
+    parent = chain_seed(salt)
+    for first in range(0, blocks, SLICE_BLOCKS):
+        if first:
+            await asyncio.sleep(0)
+        last = min(first + SLICE_BLOCKS, blocks)
+        chain += chain_hashes(token_ids[first * page_size : last * page_size], page_size, parent=parent)
+        parent = chain[-1]
+    return chain
+
+
+@dataclass(slots=True)
+class LastChain:
+    """`prompt_chain` that keeps what it has computed last."""
+
+    _token_ids: Sequence[int] = ()
+    _hashed_as: tuple[int, str, int] = (0, "", 0)
+    _chain: list[bytes] = field(default_factory=list)
+
+    async def of(self, token_ids: Sequence[int], page_size: int, *, salt: str, most_blocks: int) -> list[bytes]:
+        """As `prompt_chain`; not to be changed, nor are `token_ids`, which are known by their identity."""
+        hashed_as = (page_size, salt, most_blocks)
+        if token_ids is self._token_ids and hashed_as == self._hashed_as:
+            return self._chain
+        chain = await prompt_chain(token_ids, page_size, salt=salt, most_blocks=most_blocks)
+        self._token_ids, self._hashed_as, self._chain = token_ids, hashed_as, chain
+        return chain
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedChoices:
+    """One per router. `refresh` brings a new view of the fleet."""
+
+    index: BlockIndex
+    membership: Membership
+    random: Random
+    refresh: Callable[[], Awaitable[None]]
+    next_serial: Callable[[], int]
+    chains: LastChain
+
+    async def choose(self, query: RouteQuery, demand: Demand, *, told: bool) -> Choice | None:
+        """Reserved; None when Redis knows nobody. Raises `RedisUnavailableError`."""
+        page_size = self.membership.page_size(query.model)
+        if page_size is None:
+            return None
+        chain = await self.chains.of(query.token_ids, page_size, salt=query.cache_salt, most_blocks=MAX_CHAIN_BLOCKS)
+        routed = await self.index.route(
+            model=query.model,
+            demand=demand,
+            page_size=page_size,
+            chain=b"".join(chain),
+            exclude=query.exclude,
+            seed=self.random.getrandbits(31),
+            told=told,
+        )
+        return None if routed is None else await self._resolve(query, demand, routed)
+
+    async def _resolve(self, query: RouteQuery, demand: Demand, routed: Routed) -> Choice | None:
+        """Addresses of the chosen incarnations.
+
+        None when one of them was found dead while Redis was asked, has no record that makes sense, does not answer, or
+        is no such worker as it was chosen for: what Redis says of it is no reason to send it something.
+        """
+        chosen = {incarnation for incarnation in (routed.decode, routed.prefill) if incarnation is not None}
+        if self.membership.unknown(chosen):
+            await self.refresh()
+        for incarnation in self.membership.unknown(chosen):
+            self.membership.note_nameless(incarnation)
+        proven = [await self.membership.prove(incarnation, within_s=PROOF_WAIT_S) for incarnation in sorted(chosen)]
+        decode = self.membership.find(routed.decode)
+        prefill = None if routed.prefill is None else self.membership.find(routed.prefill)
+        if decode is None or not all(proven) or not _suits(query, decode, prefill):
+            return None
+        return Choice(
+            request_id=query.request_id,
+            decode=decode.view,
+            prefill=None if prefill is None else prefill.view,
+            source=Source.REDIS,
+            placement=placement_of(decode.view.role, paired=routed.prefill is not None, degraded=routed.degraded),
+            terms=routed.terms,
+            matched_tokens=routed.matched_tokens,
+            fetch=self._fetch_of(routed, demand),
+            priced=routed.priced,
+            reservation=replace(routed.reservation, serial=self.next_serial()),
+        )
+
+    def _fetch_of(self, routed: Routed, demand: Demand) -> PlannedFetch | None:
+        """None, too, when the source is not known here: without its address nothing can be asked of it."""
+        if routed.fetch is None:
+            return None
+        computing = self.membership.find(routed.prefill or routed.decode)
+        source = self.membership.find_usable(routed.fetch.source)
+        if computing is None or source is None or source.compat_hash != computing.view.compat_hash:
+            return None
+        fetch = PricedFetch(source=source, tokens=routed.fetch.tokens, seconds=routed.fetch.seconds)
+        candidate = Candidate(view=computing.view, load=computing.load, matched=routed.matched_tokens, fetch=fetch)
+        return planned_fetch(candidate, demand)
+
+
+def _suits(query: RouteQuery, decode: WorkerRecord, prefill: WorkerRecord | None) -> bool:
+    """Whether the workers, by what they have signed, can do what the routing rows in Redis say they can."""
+    if decode.view.model != query.model or decode.view.context_length <= len(query.token_ids):
+        return False
+    return prefill is None or (prefill.view.model, prefill.view.compat_hash) == (query.model, decode.view.compat_hash)
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnLoad:
+    """What this gateway has sent to the workers and not yet got back."""
+
+    clock: Clock
+    _busy_until: dict[str, float] = field(default_factory=dict)
+    """Per incarnation, when the prefill work given to it should be done."""
+    _sequences: Counter[str] = field(default_factory=Counter)
+
+    def add(self, claims: Iterable[Claim], rates: dict[str, float]) -> None:
+        """Note a choice. `rates`: prefill tokens per second by incarnation."""
+        now = self.clock.now()
+        for claim in claims:
+            self._sequences[claim.incarnation] += claim.sequences
+            start = max(now, self._busy_until.get(claim.incarnation, now))
+            self._busy_until[claim.incarnation] = start + claim.queue_tokens / rates[claim.incarnation]
+
+    def remove(self, claims: Iterable[Claim]) -> None:
+        """The attempt has ended. Its prefill work is over by then or will be by prediction."""
+        for claim in claims:
+            self._sequences[claim.incarnation] = max(0, self._sequences[claim.incarnation] - claim.sequences)
+
+    def wait_s(self, incarnation: str) -> float:
+        return max(0.0, self._busy_until.get(incarnation, 0.0) - self.clock.now())
+
+    def sequences(self, incarnation: str) -> int:
+        return self._sequences[incarnation]
+
+    def forget_all_but(self, incarnations: set[str]) -> None:
+        """Drop notes about workers that are gone."""
+        for gone in self._sequences.keys() - incarnations:
+            del self._sequences[gone]
+        for gone in self._busy_until.keys() - incarnations:
+            del self._busy_until[gone]
+
+
+@dataclass(kw_only=True, slots=True)
+class LocalRouting:
+    """Chooses from the last view. Takes well under a millisecond for a hundred workers."""
+
+    own: OwnLoad
+    random: Random
+
+    def choose(
+        self,
+        records: Sequence[WorkerRecord],
+        demand: Demand,
+        first_block: bytes | None,
+        in_flight: Mapping[str, int] | None = None,
+    ) -> Option | None:
+        """The cheapest of `options`; None when there are none."""
+        return cheapest(self.options(records, demand, first_block, in_flight), self.random)
+
+    def options(
+        self,
+        records: Sequence[WorkerRecord],
+        demand: Demand,
+        first_block: bytes | None,
+        in_flight: Mapping[str, int] | None = None,
+    ) -> list[Option]:
+        """Empty when no record can decode.
+
+        `first_block`: digest of the prompt's first page, if it has one. `in_flight`: prompt tokens that workers will
+        have cached soon, by incarnation.
+        """
+        homes, coming = _homes(records, first_block), in_flight or {}
+        candidates = []
+        for record in records:
+            incarnation = record.view.incarnation
+            guessed = demand.prompt_tokens // 2 if incarnation in homes else 0
+            candidates.append(self._candidate(record, guessed, min(coming.get(incarnation, 0), demand.prompt_tokens)))
+        return options(candidates, demand, self.random)
+
+    def _candidate(self, record: WorkerRecord, guessed: int, coming: int) -> Candidate:
+        incarnation, matched = record.view.incarnation, max(guessed, coming)
+        load = replace(
+            record.load,
+            queue_tokens=self.own.wait_s(incarnation) * record.load.prefill_rate,
+            sequences=self.own.sequences(incarnation),
+        )
+        return Candidate(
+            view=record.view, load=load, matched=matched, in_flight=matched - guessed, links=record.link_rates
+        )
+
+
+def claims_of(option: Option, demand: Demand) -> tuple[Claim, ...]:
+    """Load that `option` adds; the same as `claims` in scripts/route.lua."""
+    decode, computing = option.decode.view.incarnation, option.computing
+    queue, room = uncached(computing.known, demand), room_needed(demand)
+    if option.prefill is None:
+        return (Claim(decode, queue, 1, room),)
+    return (
+        Claim(computing.view.incarnation, queue, 0, demand.prompt_tokens),
+        Claim(decode, 0, 1, room),
+    )
+
+
+def _homes(records: Sequence[WorkerRecord], first_block: bytes | None) -> set[str]:
+    """Where prompts with this first block go by default: one worker per role."""
+    if first_block is None:
+        return set()
+    homes = set()
+    for role in Role:
+        of_role = [record.view.incarnation for record in records if record.view.role is role]
+        if of_role:
+            homes.add(max(of_role, key=lambda name: _affinity(first_block, name)))
+    return homes
+
+
+def _affinity(first_block: bytes, incarnation: str) -> bytes:
+    return blake2b(incarnation.encode(), key=first_block, digest_size=8).digest()
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class HeldChoices:
+    """One per router."""
+
+    clock: Clock
+    own: OwnLoad
+    membership: Membership
+    index: BlockIndex
+    _serials: "count[int]" = field(default_factory=lambda: count(1))
+    _chosen_at: dict[int, float] = field(default_factory=dict)
+    """Choices not released yet, by serial."""
+
+    def next_serial(self) -> int:
+        """Of a choice that is about to be held."""
+        return next(self._serials)
+
+    def add(self, choice: Choice) -> None:
+        """It will be released."""
+        rates = {}
+        for claim in choice.reservation.claims:
+            record = self.membership.find(claim.incarnation)
+            rates[claim.incarnation] = record.load.prefill_rate if record else ASSUMED_PREFILL_RATE
+        self.own.add(choice.reservation.claims, rates)
+        self._chosen_at[choice.reservation.serial] = self.clock.now()
+
+    async def release(self, choice: Choice) -> None:
+        """Releasing twice counts once."""
+        reserved = self.reserves(choice)
+        if self.drop(choice) and reserved:
+            await self.give_back(choice.request_id, choice.reservation)
+
+    def drop(self, choice: Choice) -> bool:
+        """As `release`, of what somebody else gives back in Redis, or nobody. False when it was not held any more."""
+        if self._chosen_at.pop(choice.reservation.serial, None) is None:
+            return False
+        self.own.remove(choice.reservation.claims)
+        return True
+
+    def reserves(self, choice: Choice) -> bool:
+        """Whether what it reserved in Redis may still count."""
+        chosen_at = self._chosen_at.get(choice.reservation.serial, float("-inf"))
+        return choice.reservation.bucket is not None and self.clock.now() - chosen_at <= RESERVATION_MS / 1000
+
+    async def give_back(self, request_id: str, reservation: Reservation) -> None:
+        """In Redis alone. Without Redis it expires by itself."""
+        try:
+            await self.index.release(reservation)
+        except RedisUnavailableError:
+            fields = about_attempt(request_id)
+            logger.debug("cannot release the reservation of %s, it expires", request_id, extra={"fields": fields})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalChoices:
+    """One per router."""
+
+    routing: LocalRouting
+    membership: Membership
+    random: Random
+    chains: LastChain
+    in_flight: PromptsInFlight
+    next_serial: Callable[[], int]
+
+    async def choose(self, query: RouteQuery, demand: Demand, *, told: bool) -> Choice | None:
+        """Nothing is reserved that others could see; None when nobody can take it."""
+        page_size = self.membership.page_size(query.model) or 1
+        chain = await self.chains.of(query.token_ids, page_size, salt=query.cache_salt, most_blocks=MAX_CHAIN_BLOCKS)
+        records = self.membership.candidates(query.model, prompt_tokens=demand.prompt_tokens, exclude=query.exclude)
+        if not records:
+            return None
+        coming = {name: blocks * page_size for name, blocks in self.in_flight.matches(chain).items()}
+        options = self.routing.options(records, demand, chain[0] if chain else None, coming)
+        option = cheapest(options, self.random)
+        if option is None:
+            return None
+        serial, computing = self.next_serial(), option.computing
+        if computing.view.page_size == page_size:
+            self.in_flight.note(serial, chain, computing.view.incarnation, computed_in_s(option.terms))
+        return Choice(
+            request_id=query.request_id,
+            decode=option.decode.view,
+            prefill=None if option.prefill is None else option.prefill.view,
+            source=Source.LOCAL,
+            placement=option.placement,
+            terms=option.terms,
+            matched_tokens=0,
+            fetch=planned_fetch(computing, demand),
+            priced=priced_options(options, option) if told else None,
+            reservation=Reservation(None, claims_of(option, demand), serial),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TicketedChoices:
+    """One per router. `refresh` brings a new view of the fleet, if Redis answers."""
+
+    board: TicketBoard
+    membership: Membership
+    held: HeldChoices
+    refresh: Callable[[], Awaitable[None]]
+
+    async def issue(self, ticket_id: str, choice: Choice, query: RouteQuery) -> bool:
+        """Whether who learns `ticket_id` may carry out `choice`: not without a shared reservation."""
+        if choice.reservation.bucket is None:
+            return False
+        try:
+            await self.board.issue(ticket_id, Ticket.of(choice, query))
+        except RedisUnavailableError:
+            return False
+        return True
+
+    async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
+        """The choice of a ticket, which nobody holds here yet; None when it is void."""
+        try:
+            ticket = await self.board.take(ticket_id)
+        except RedisUnavailableError:
+            return None
+        if ticket is None:
+            return None
+        if self.membership.unknown({ticket.decode, *([ticket.prefill] if ticket.prefill else [])}):
+            await self.refresh()
+        choice = ticket.choice_for(query, self.membership.find_usable, self.held.next_serial())
+        if choice is None:
+            await self.held.give_back(query.request_id, ticket.reservation)
+        return choice
+
+    async def was_redeemed(self, ticket_id: str, choice: Choice) -> bool:
+        """Whether somebody else gives back what `choice` has reserved. Its ticket is void from now on."""
+        try:
+            return self.held.reserves(choice) and await self.board.take(ticket_id) is None
+        except RedisUnavailableError:
+            return True  # Nobody can tell. The reservation expires by itself.

@@ -1,0 +1,324 @@
+"""What gateways of a deployment tell each other about fairness: virtual token counters, who waits where, and places
+that one leaves to another. One atomic function in Redis (scripts/fair.lua).
+
+Digests of requests that no worker should see again, for all gateways of a deployment.
+
+One sorted set holds them, by the time at which they may be forgotten. The time is Redis's own, so that clocks of
+gateways do not matter. It is bounded, and goes by itself when nothing is added.
+
+Which worker keeps which conversation, for all gateways of a deployment to see.
+
+    opened     an id is taken; no worker keeps anything yet
+    bound      a worker computes its first turn, or keeps it since
+    forgotten  closed, or not used for its time to live
+
+A binding is a hint: the worker alone knows whether it still keeps the session, and says so when a turn arrives.
+Keys hold a digest of cache salt and id, so that clients can neither guess nor shape them.
+
+What tenants use, for all gateways of a deployment: one atomic function in Redis (scripts/usage.lua).
+
+A running request holds a lease that its gateway renews. Those of a gateway that died end by themselves.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import isfinite
+from typing import Annotated
+
+import msgspec
+
+from tandem_services.common.redis_client import RedisClient, Reply, UnreadableReplyError, decoded
+from tandem_services.router.keys import LEASE_OF_REQUEST_MS, Keys
+from tandem_services.router.redis_functions import FunctionLibrary
+from tandem_services.router.usage_counters import Ask, Refused, Usage, UsageLimits
+
+
+class _SyncReply(msgspec.Struct, frozen=True, kw_only=True):
+    floor: str
+    values: list[tuple[str, str]]
+    wishes: list[tuple[str, str]]
+    places: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Charge:
+    """What one gateway did for one tenant since its last report."""
+
+    tenant: str
+    cost: float
+    """Virtual tokens over the tenant's weight."""
+    waits: bool
+    """Something of it waits there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """Whom the next place of a gateway is for."""
+
+    priority: int
+    tenant: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What one gateway tells the others."""
+
+    gateway: str
+    charges: Sequence[Charge]
+    wish: Wish | None = None
+    left: int = 0
+    """Places that it leaves to others."""
+    wanted: int = 0
+    """Places that it would take where others leave some."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WishElsewhere:
+    """Of another gateway."""
+
+    priority: int
+    value: float
+    """Counter of the tenant that its next place is for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """Counters of all gateways together, and wishes, at one moment."""
+
+    values: dict[str, float]
+    """Of the tenants in the report."""
+    floor: float
+    wishes: tuple[WishElsewhere, ...] = ()
+    places: int = 0
+    """That others have left, and that are the reporter's from now on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FairBoard:
+    """Raises `RedisUnavailableError`; after the report has been added up, `UnreadableReplyError`, which is logged."""
+
+    library: FunctionLibrary
+    keys: Keys
+
+    async def sync(self, report: Report) -> Standing:
+        """Add its charges; returns where their tenants stand."""
+        wish = "" if report.wish is None else f"{report.wish.priority} {report.wish.tenant}"
+        args: list[str | int] = [report.gateway, wish, report.left, report.wanted]
+        for charge in report.charges:
+            args += (charge.tenant, f"{charge.cost:.6f}", "1" if charge.waits else "0")
+        reply = await self.library.ask("fair_sync", self.keys.fairness, *args, shape=_SyncReply)
+        try:
+            return Standing(
+                values={tenant: _number(value) for tenant, value in reply.values},
+                floor=_number(reply.floor),
+                wishes=tuple(_wish_elsewhere(priority, value) for priority, value in reply.wishes),
+                places=reply.places,
+            )
+        except ValueError as error:
+            raise self.library.unreadable("fair_sync", error) from error
+
+
+def _wish_elsewhere(priority: str, value: str) -> WishElsewhere:
+    return WishElsewhere(priority=int(priority), value=_number(value))
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text[:40]!r} is no counter")
+    return value
+
+
+MAX_DIGEST_BYTES = 64
+
+MOST_LEFT = 86_400.0
+"""Seconds. Nothing is put there for as long as a day. A later end was written by something else."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuarantineBoard:
+    """Reads and writes the set. All methods raise `RedisUnavailableError`."""
+
+    client: RedisClient
+    keys: Keys
+
+    async def put(self, digest: str, *, ttl_s: float, capacity: int) -> None:
+        """Remember `digest` for `ttl_s`; beyond `capacity` those that would be forgotten first go."""
+        now = await self._now_ms()
+        await self._drop_another_type()
+        key = self.keys.quarantine
+        await self.client.command("ZADD", key, now + int(ttl_s * 1000), digest)
+        await self.client.command("ZREMRANGEBYRANK", key, 0, -capacity - 1)
+        await self.client.command("PEXPIRE", key, int(ttl_s * 1000))
+
+    async def digests(self) -> dict[str, float]:
+        """Digest → seconds left. What is no digest is left out [redis-values-untrusted]."""
+        now = await self._now_ms()
+        await self._drop_another_type()
+        entries = await self.client.command("ZRANGE", self.keys.quarantine, now, "+inf", "BYSCORE", "WITHSCORES")
+        if not isinstance(entries, list):
+            raise self._unreadable("ZRANGE", entries)
+        found = {}
+        for name, score in zip(entries[::2], entries[1::2], strict=False):
+            if (
+                isinstance(name, bytes)
+                and name.isalnum()
+                and len(name) <= MAX_DIGEST_BYTES
+                and isinstance(score, bytes)
+            ):
+                found[name.decode("ascii")] = min((float(score) - now) / 1000, MOST_LEFT)
+        return found
+
+    async def clear(self, digest: str | None = None) -> int:
+        """Forget one digest, or all; returns how many there were."""
+        if digest is not None:
+            reply = await self.client.command("ZREM", self.keys.quarantine, digest)
+            if not isinstance(reply, int):
+                raise self._unreadable("ZREM", reply)
+            return reply
+        held = len(await self.digests())
+        await self.client.command("UNLINK", self.keys.quarantine)
+        return held
+
+    async def _drop_another_type(self) -> None:
+        """What is no sorted set would be refused by every command, for good."""
+        if await self.client.command("TYPE", self.keys.quarantine) not in (b"zset", b"none"):
+            await self.client.command("UNLINK", self.keys.quarantine)
+
+    async def _now_ms(self) -> int:
+        reply = await self.client.command("TIME")
+        match reply:
+            case (int() as seconds, int() as microseconds):
+                return seconds * 1000 + microseconds // 1000
+        raise self._unreadable("TIME", reply)
+
+    def _unreadable(self, command: str, reply: Reply) -> UnreadableReplyError:
+        return self.client.unreadable(f"the answer of {command} for {self.keys.quarantine}", repr(reply))
+
+
+MOST_TOKENS = 2**31
+"""No context is so long, and no vocabulary so large. A binding with more was written by something else."""
+
+
+class SessionBinding(msgspec.Struct, frozen=True, array_like=True):
+    """What gateways know of a session."""
+
+    incarnation: str | None = None
+    """Of the worker that keeps it; None before its first turn."""
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
+    """Of all its turns."""
+    last_token: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] | None = None
+    """The one it ends with; None while no turn has ended."""
+
+
+_BINDING = msgspec.json.Decoder(SessionBinding)
+
+
+class SessionName(msgspec.Struct, frozen=True):
+    """Sessions belong to a cache salt, as cached prefixes do."""
+
+    id: str
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionBindings:
+    """Reads and writes bindings. All methods raise `RedisUnavailableError`."""
+
+    client: RedisClient
+    keys: Keys
+
+    async def find(self, name: SessionName) -> SessionBinding | None:
+        """None for one that nobody opened, or that is forgotten; or whose binding cannot be read, which is logged."""
+        key = self._key(name)
+        value = await self.client.command("GET", key)
+        if value is None:
+            return None
+        try:
+            return decoded(value, _BINDING.decode)
+        except ValueError as error:
+            # Whoever wrote it, the session cannot be found by it, at the next try either.
+            self.client.unreadable("the binding of a session", f"{error}, at {key}")
+            return None
+
+    async def open(self, name: SessionName, *, ttl_s: float) -> bool:
+        """Take the id. False when it is taken."""
+        reply = await self.client.command("SET", self._key(name), _encoded(SessionBinding()), "NX", "PX", _ms(ttl_s))
+        return reply is not None
+
+    async def put(self, name: SessionName, binding: SessionBinding, *, ttl_s: float) -> None:
+        """Write a binding, whether there is one or not."""
+        await self.client.command("SET", self._key(name), _encoded(binding), "PX", _ms(ttl_s))
+
+    async def update(self, name: SessionName, binding: SessionBinding, *, ttl_s: float) -> None:
+        """Replace a binding; one that was closed meanwhile stays closed."""
+        await self.client.command("SET", self._key(name), _encoded(binding), "XX", "PX", _ms(ttl_s))
+
+    async def forget(self, name: SessionName) -> SessionBinding | None:
+        """Remove and return what there was."""
+        binding = await self.find(name)
+        await self.client.command("UNLINK", self._key(name))
+        return binding
+
+    def _key(self, name: SessionName) -> str:
+        digest = blake2b(msgspec.msgpack.encode(name), digest_size=16).hexdigest()
+        return self.keys.session(digest)
+
+
+def _encoded(binding: SessionBinding) -> bytes:
+    return msgspec.json.encode(binding)
+
+
+def _ms(seconds: float) -> int:
+    return max(1, int(seconds * 1000))
+
+
+class _TakeReply(msgspec.Struct, frozen=True, kw_only=True):
+    refused: Refused
+    second: int
+    retry_ms: float
+    requests: int
+    requests_reset_ms: float
+    tokens: int
+    tokens_reset_ms: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsageBoard:
+    """All methods raise `RedisUnavailableError`."""
+
+    library: FunctionLibrary
+    keys: Keys
+
+    async def take(self, tenant: str, limits: UsageLimits, ask: Ask) -> Usage:
+        """Grant `ask`, or say which limit is in its way."""
+        reply = await self.library.ask(
+            "usage_take",
+            self.keys.usage_of(tenant),
+            limits.requests,
+            limits.tokens,
+            limits.concurrency,
+            ask.requests,
+            ask.tokens,
+            ask.lease,
+            LEASE_OF_REQUEST_MS,
+            shape=_TakeReply,
+        )
+        return Usage(
+            refused=reply.refused,
+            second=reply.second,
+            retry_s=None if reply.retry_ms < 0 else reply.retry_ms / 1000,
+            requests=reply.requests,
+            requests_reset_s=reply.requests_reset_ms / 1000,
+            tokens=reply.tokens,
+            tokens_reset_s=reply.tokens_reset_ms / 1000,
+        )
+
+    async def settle(self, tenant: str, *, second: int, tokens: int, lease: str) -> None:
+        """A request has ended: see `UsageWindows.settle`."""
+        await self.library.call("usage_settle", self.keys.usage_of(tenant), second, tokens, lease)
+
+    async def renew(self, tenant: str, leases: Iterable[str]) -> None:
+        """Requests that still run. One that has ended meanwhile stays ended."""
+        await self.library.call("usage_renew", self.keys.usage_of(tenant), LEASE_OF_REQUEST_MS, *leases)

@@ -1,0 +1,238 @@
+"""What one tenant uses: requests and tokens of the last minute, and requests that run. Pure.
+
+A second counts until it has been over for a minute, so in no minute is more taken than the limit. `scripts/usage.lua`
+is the same for all gateways together; this is what one gateway has seen, and decides by while Redis is away.
+
+Virtual token counters: who has had how much of the fleet (VTC; Sheng et al., "Fairness in Serving Large Language
+Models", OSDI'24). Pure.
+
+Each tenant has a counter of the work done for it, divided by its weight. Of those that wait, the one with the least
+goes first, so none that waits gets less than another by more than what a few requests cost. A tenant that comes back
+starts where the others are: what it left unused while it was away is not saved up.
+
+    arrives   it had nothing waiting: raised to the least of those that wait, or to where the last one left
+    charged   prompt tokens when they are computed, output tokens as they come
+    leaves    nothing of it waits any more
+
+`scripts/fair.lua` is the same for all gateways together; this is what one gateway decides by between two reports, and
+while Redis is away. A counter that a tenant would be raised above on its return is forgotten, which bounds the memory.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+WINDOW_S = 60
+
+
+class Refused(StrEnum):
+    """Which limit an ask would have broken."""
+
+    NOTHING = ""
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+    CONCURRENCY = "concurrency"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsageLimits:
+    """Of one tenant. 0: no limit."""
+
+    requests: int = 0
+    """A minute."""
+    tokens: int = 0
+    """A minute."""
+    concurrency: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """What one request wants to take, all or nothing."""
+
+    requests: int = 0
+    tokens: int = 0
+    lease: str = ""
+    """Its name among those that run; "" where it takes no such place."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """The answer to an ask: whether it was granted, and what is used now."""
+
+    refused: Refused
+    second: int
+    """In which the tokens were taken; of the clock that decided."""
+    retry_s: float | None
+    """When a refused ask may succeed; None for never."""
+    requests: int
+    requests_reset_s: float
+    """Until none counts any more."""
+    tokens: int
+    tokens_reset_s: float
+
+
+@dataclass(slots=True)
+class _Window:
+    """Amounts by second, oldest first."""
+
+    taken: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    total: int = 0
+
+    def forget(self, now_s: int) -> None:
+        while self.taken and next(iter(self.taken)) < now_s - WINDOW_S:
+            self.total -= self.taken.popitem(last=False)[1]
+
+    def add(self, second: int, amount: int) -> None:
+        held = self.taken.get(second, 0)
+        self.taken[second] = max(0, held + amount)
+        self.total += self.taken[second] - held
+
+    def fits(self, amount: int, limit: int) -> bool:
+        return limit == 0 or amount == 0 or self.total + amount <= limit
+
+    def retry_s(self, amount: int, limit: int, now: float) -> float | None:
+        if amount > limit:
+            return None
+        left = self.total
+        for second, held in self.taken.items():
+            left -= held
+            if left + amount <= limit:
+                return second + WINDOW_S + 1 - now
+        return 0.0
+
+    def reset_s(self, now: float) -> float:
+        return next(reversed(self.taken)) + WINDOW_S + 1 - now if self.taken else 0.0
+
+
+@dataclass(slots=True)
+class UsageWindows:
+    """Of one tenant. Times are seconds of one clock that never goes back."""
+
+    _requests: _Window = field(default_factory=_Window)
+    _tokens: _Window = field(default_factory=_Window)
+    _running: set[str] = field(default_factory=set)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to remember."""
+        return not (self._running or self._requests.taken or self._tokens.taken)
+
+    @property
+    def running(self) -> frozenset[str]:
+        """Leases that have not ended."""
+        return frozenset(self._running)
+
+    def take(self, limits: UsageLimits, ask: Ask, now: float) -> Usage:
+        self.forget(now)
+        refused, retry_s = self._verdict(limits, ask, now)
+        if refused is Refused.NOTHING:
+            self.note(ask, now)
+        return Usage(
+            refused=refused,
+            second=int(now),
+            retry_s=retry_s,
+            requests=self._requests.total,
+            requests_reset_s=self._requests.reset_s(now),
+            tokens=self._tokens.total,
+            tokens_reset_s=self._tokens.reset_s(now),
+        )
+
+    def note(self, ask: Ask, now: float) -> None:
+        """Take, whatever the limits: somebody else has granted it."""
+        if ask.requests:
+            self._requests.add(int(now), ask.requests)
+        if ask.tokens:
+            self._tokens.add(int(now), ask.tokens)
+        if ask.lease:
+            self._running.add(ask.lease)
+
+    def settle(self, second: int, tokens: int, now: float) -> None:
+        """`tokens` used beyond those taken in `second`; below 0: not used, given back where they were taken."""
+        if tokens > 0:
+            self._tokens.add(int(now), tokens)
+        elif tokens < 0 and second in self._tokens.taken:
+            self._tokens.add(second, tokens)
+
+    def end(self, lease: str) -> None:
+        self._running.discard(lease)
+
+    def forget(self, now: float) -> None:
+        """Drop what counts no more."""
+        self._requests.forget(int(now))
+        self._tokens.forget(int(now))
+
+    def _verdict(self, limits: UsageLimits, ask: Ask, now: float) -> tuple[Refused, float | None]:
+        if not self._requests.fits(ask.requests, limits.requests):
+            return Refused.REQUESTS, self._requests.retry_s(ask.requests, limits.requests, now)
+        if not self._tokens.fits(ask.tokens, limits.tokens):
+            return Refused.TOKENS, self._tokens.retry_s(ask.tokens, limits.tokens, now)
+        if ask.lease and 0 < limits.concurrency <= len(self._running):
+            return Refused.CONCURRENCY, 0.0
+        return Refused.NOTHING, 0.0
+
+
+MAX_TENANTS = 4_096
+"""More counters than this are rubbish, or of a deployment that has more keys than fit into a key file."""
+
+UNCACHED_WEIGHT = 1.0
+
+OUTPUT_WEIGHT = 2.0
+"""An output token takes a step of its own; the paper's weights."""
+
+CACHED_WEIGHT = 0.1
+"""A prompt token found in a prefix cache costs memory, not computation."""
+
+
+def prompt_cost(prompt_tokens: int, cached_tokens: int) -> float:
+    """Virtual tokens of a prompt of which so many tokens are cached."""
+    cached = min(max(cached_tokens, 0), prompt_tokens)
+    return UNCACHED_WEIGHT * (prompt_tokens - cached) + CACHED_WEIGHT * cached
+
+
+@dataclass(kw_only=True, slots=True)
+class VirtualCounters:
+    """Belongs to one event loop."""
+
+    floor: float = 0.0
+    """Where the last tenant left."""
+    _values: dict[str, float] = field(default_factory=dict)
+    _backlogged: set[str] = field(default_factory=set)
+
+    def value(self, tenant: str) -> float:
+        return self._values.get(tenant, self.floor)
+
+    @property
+    def backlogged(self) -> frozenset[str]:
+        """Tenants with something waiting."""
+        return frozenset(self._backlogged)
+
+    def arrive(self, tenant: str) -> None:
+        """A request of it waits from now on. Does nothing when one waits already."""
+        if tenant in self._backlogged:
+            return
+        self._values[tenant] = max(self.value(tenant), self._level())
+        self._backlogged.add(tenant)
+
+    def charge(self, tenant: str, cost: float) -> None:
+        """`cost`: virtual tokens over its weight; below 0 takes back what was charged too much."""
+        self._values[tenant] = self.value(tenant) + cost
+
+    def leave(self, tenant: str) -> None:
+        """Nothing of it waits any more."""
+        self._backlogged.discard(tenant)
+        if not self._backlogged:
+            self.floor = max(self.floor, self.value(tenant))
+            self._forget()
+
+    def adopt(self, values: dict[str, float], floor: float) -> None:
+        """What all gateways together have counted."""
+        self._values.update(values)
+        self.floor = floor
+        self._forget()
+
+    def _level(self) -> float:
+        return min((self.value(tenant) for tenant in self._backlogged), default=self.floor)
+
+    def _forget(self) -> None:
+        keep = self._backlogged
+        self._values = {name: value for name, value in self._values.items() if name in keep or value > self.floor}
