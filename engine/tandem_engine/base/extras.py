@@ -5,6 +5,8 @@ A command imports what it needs when it runs, so an installation without an extr
 
 import errno
 
+from tandem_engine.base.version import install_hint
+
 EXTRAS: dict[str, tuple[str, ...]] = {
     "engine": ("torch", "numpy", "numba", "llvmlite", "safetensors", "nixl", "llguidance", "xxhash", "tqdm"),
     "operator": ("kopf", "kubernetes", "aiohttp", "pythonjsonlogger", "yaml", "websocket"),
@@ -26,7 +28,7 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
     extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
     if extra is None:
         return None
-    return f"{module} is not installed: pip install 'tandem[{extra}]'"
+    return f"{module} is not installed: {install_hint(extra)}"
 
 
 def full_disk(error: OSError) -> str | None:

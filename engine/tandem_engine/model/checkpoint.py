@@ -39,6 +39,7 @@ import msgspec
 import torch
 
 from tandem_engine.base.errors import CheckpointError, ConfigError, UnsupportedVariantError
+from tandem_engine.base.version import install_hint
 from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
 from tandem_engine.model.checkpoint_files import (
     ModelDirectory,
@@ -242,7 +243,7 @@ def _read_fallback(directory: ModelDirectory, fields: ConfigFields, reason: str)
         from tandem_engine.model.fallback_config import fallback_fingerprint, read_fallback_config
     except ImportError as error:
         raise CheckpointError(
-            f"{reason}; transformers, which may compute it, cannot be imported ({error}); install tandem[lab]"
+            f"{reason}; transformers, which may compute it, cannot be imported ({error}); {install_hint('lab')}"
         ) from error
     config = read_fallback_config(directory, fields)
     logger.info("transformers computes the model", extra={"fields": {"reason": reason}})

@@ -33,7 +33,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -42,6 +41,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import RankLostError
+from tandem_engine.base.version import product_version
 from tandem_engine.config import EngineConfig, ParallelConfig
 from tandem_engine.ipc.channels import IpcContext, Poller, RouterChannel
 from tandem_engine.ipc.keys import KeyPair
@@ -101,7 +101,7 @@ OWN = frozenset({"model_path", "threads", "cpus", "operation", "parallel.node_ra
 def settings_of(config: EngineConfig, fingerprint: str) -> dict[str, str]:
     """By name. `fingerprint` is the checkpoint's."""
     stated = dict(_flat("", msgspec.to_builtins(config)))
-    return {**stated, "checkpoint": fingerprint, "tandem": version("tandem"), "torch": str(torch.__version__)}
+    return {**stated, "checkpoint": fingerprint, "tandem": product_version(), "torch": str(torch.__version__)}
 
 
 def difference(leader: Mapping[str, str], node: Mapping[str, str]) -> str | None:

@@ -8,10 +8,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
 
+from tandem_engine.base.version import install_hint, product_version
 from tandem_services.cli import chat, ctl, gateway, keys, quarantine, router, up, worker
 from tandem_services.cli.entry import TeachingParser, run_command
 from tandem_services.cli.k8s import command as k8s
@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve large language models with prefill and decode in separate workers.",
         epilog=EPILOG,
     )
-    parser.add_argument("--version", action="version", version=f"tandem {version('tandem')}")
+    parser.add_argument("--version", action="version", version=f"tandem {product_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=TeachingParser)
     for command in COMMANDS:
         if isinstance(command, ModuleType):
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _no_lab(_: argparse.Namespace) -> int:
-    raise StartupError("tandem_lab is not installed here: pip install 'tandem[lab]'")
+    raise StartupError(f"tandem_lab is not installed here: {install_hint('lab')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -23,6 +22,7 @@ from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags,
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tandem_engine.base.version import product_version
 from tandem_engine.messages.requests import MAX_TRACESTATE_CHARACTERS, TraceContext
 from tandem_services.common.tracing import LAST_SPANS_S, TracingConfig
 
@@ -107,7 +107,7 @@ class SpanExport:
             shutdown_on_exit=False,
         )
         self._provider.add_span_processor(BoundedProcessor(batches, self.counts, config.max_waiting_spans))
-        self.tracer = self._provider.get_tracer("tandem", version("tandem"))
+        self.tracer = self._provider.get_tracer("tandem", product_version())
 
     def flush(self) -> None:
         """Send what waits; returns when the collector has answered."""
@@ -164,5 +164,5 @@ def context_of(span: Span) -> TraceContext:
 
 def _resource(service: str, instance: str) -> Resource:
     """Of OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, and of us where they are silent."""
-    ours = {"service.name": service, "service.version": version("tandem"), "service.instance.id": instance}
+    ours = {"service.name": service, "service.version": product_version(), "service.instance.id": instance}
     return Resource.create(ours).merge(OTELResourceDetector().detect())

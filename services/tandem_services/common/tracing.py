@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.version import DISTRIBUTION
 from tandem_services.common.errors import StartupError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def require_opentelemetry() -> None:
     except ImportError as error:
         # Versions of xds-protos up to 1.85 at least write an old copy of it over this package (grpc/grpc#42926).
         broken = "InstrumentationScope" in str(error)
-        fix = "--force-reinstall --no-deps opentelemetry-proto" if broken else "'tandem[otel]'"
+        fix = "--force-reinstall --no-deps opentelemetry-proto" if broken else f"'{DISTRIBUTION}[otel]'"
         raise StartupError(
             f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install {fix}, or set "
             "OTEL_TRACES_EXPORTER=none if only the environment enables traces"

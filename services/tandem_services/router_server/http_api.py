@@ -13,7 +13,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -27,6 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.logs import quoted
+from tandem_engine.base.version import product_version
 from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.errors import ApiError, bad_request, not_found
 from tandem_services.common.health import Health
@@ -206,7 +206,7 @@ def _operations_routes(health: Health, registry: CollectorRegistry) -> list[Rout
         return json_response(report, report.http_status)
 
     async def get_version(_: Request) -> Response:
-        return json_response({"version": version("tandem")})
+        return json_response({"version": product_version()})
 
     async def metrics(_: Request) -> Response:
         return Response(await render(registry), headers={"content-type": CONTENT_TYPE})

@@ -7,11 +7,11 @@ Bounded: of a fleet larger than a page can show the rest is a number.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import NamedTuple
 
 import msgspec
 
+from tandem_engine.base.version import product_version
 from tandem_engine.config import Role
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.common.health import Health
@@ -117,7 +117,7 @@ def _percentile(ordered: list[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
 
-VERSION = version("tandem")
+VERSION = product_version()
 MAX_WORKERS_SHOWN = 256
 MAX_LINKS_SHOWN = 512
 

@@ -1,6 +1,5 @@
 """What probes and Prometheus ask, on whichever port, and how every route answers with JSON."""
 
-from importlib.metadata import version
 from typing import Literal
 
 import msgspec
@@ -11,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem_engine.base.logs import quoted
+from tandem_engine.base.version import product_version
 from tandem_services.common.errors import ApiError
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import CONTENT_TYPE, render
@@ -33,7 +33,7 @@ class Version(msgspec.Struct, kw_only=True):
     version: str
 
 
-VERSION = version("tandem")
+VERSION = product_version()
 
 
 METRICS_PATH = "/metrics"

@@ -6,12 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
 
 from tandem_engine.base.extras import EXTRAS, lacking
+from tandem_engine.base.version import DISTRIBUTION
 from tandem_lab import __main__ as cli
 from tandem_services.cli import entry
 from tandem_services.cli import main as command
@@ -58,7 +60,7 @@ def test_command_without_its_extra_names_the_extra(tmp_path, script, argv, extra
     (tmp_path / "kubeconfig").write_text(KUBECONFIG)
     done = run(folder, script, *argv, env={"KUBECONFIG": str(tmp_path / "kubeconfig")})
     assert done.returncode not in (0, None)
-    assert f"is not installed: pip install 'tandem[{extra}]'" in done.stderr
+    assert f"is not installed: pip install 'tandem-llm[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -129,4 +131,19 @@ sys.meta_path.insert(0, Interrupt)
 def test_command_of_the_lab_where_it_is_missing_names_it(monkeypatch, capsys):
     monkeypatch.setattr(command, "find_spec", lambda _: None)
     assert command.main(["verify", "--quick", "--json", "x"]) == 3
-    assert "tandem_lab is not installed here: pip install 'tandem[lab]'" in capsys.readouterr().err
+    assert "tandem_lab is not installed here: pip install 'tandem-llm[lab]'" in capsys.readouterr().err
+
+
+def test_hints_install_what_pyproject_names():
+    """The distribution's own name, and nothing of a stranger's."""
+    root = Path(__file__).parents[4]
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["name"] == DISTRIBUTION
+    assert {*EXTRAS} <= {*project["optional-dependencies"]}
+    texts = [
+        path.read_text("utf-8")
+        for part in ("engine", "services", "operator", "lab")
+        for path in (root / part).rglob("*.py")
+    ]
+    hints = {hint for text in texts for hint in re.findall(r"pip install '?([\w.-]+)", text)}
+    assert hints <= {"nixl"}, "hints of ours are made by `install_hint`"

@@ -101,7 +101,7 @@ def test_without_the_packages_the_flag_is_refused_with_what_to_install(monkeypat
 
     monkeypatch.delitem(sys.modules, "tandem_services.common.span_export")
     monkeypatch.setattr(builtins, "__import__", without_sdk)
-    with pytest.raises(StartupError, match=r"--otlp-traces-endpoint needs .* pip install 'tandem\[otel\]'"):
+    with pytest.raises(StartupError, match=r"--otlp-traces-endpoint needs .* pip install 'tandem-llm\[otel\]'"):
         require_opentelemetry()
 
 
