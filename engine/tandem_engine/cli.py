@@ -18,6 +18,7 @@ from tandem_engine.base.errors import ConfigError, EngineError
 from tandem_engine.base.extras import lacking
 from tandem_engine.base.linux import keep_files_private
 from tandem_engine.base.logs import LogFormat, configure_logging
+from tandem_engine.base.progress import START, Phase
 from tandem_engine.config import Role
 from tandem_engine.config.flags import (
     add_engine_flags,
@@ -49,6 +50,7 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--report-ended", action="store_true", help="report traced requests to the worker service when they finish"
     )
+    parser.add_argument("--progress-file", type=Path, help=argparse.SUPPRESS)
     add_engine_flags(parser)
     parser.set_defaults(run=_serve)
 
@@ -69,6 +71,8 @@ def _add_log_format(parser: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace) -> int:
     keep_files_private()
     configure_logging(LogFormat(args.log_format), level=read_environment().level)
+    START.report_to(args.progress_file)
+    START.report(Phase.IMPORTS)
     # Engines share the cores of a machine: OpenMP threads that spin for work take them from each other.
     set_default("OMP_WAIT_POLICY", "PASSIVE")
     from tandem_engine.engine.process import ProcessConfig, serve

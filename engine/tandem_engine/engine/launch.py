@@ -39,6 +39,7 @@ import torch
 
 from tandem_engine.base.errors import ConfigError, EngineError
 from tandem_engine.base.linux import die_with_parent
+from tandem_engine.base.progress import START, Phase
 from tandem_engine.config import EngineConfig, device_defaults, with_device_defaults
 from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.engine.loaded_model import load, require_loadable
@@ -87,7 +88,9 @@ def launched_engine(
         gathered = _gathered(config, nodes, self_test=self_test, stack=stack) if config.parallel.tp_size > 1 else None
         parallel = stack.enter_context(other_ranks(config, self_test=self_test, gathered=gathered))
         watch_compiler(config)
+        START.report(Phase.WEIGHTS)
         loaded = load(config, progress=progress, parallel=parallel)
+        START.report(Phase.MEMORY)
         yield stack.enter_context(Engine.build(loaded, loaded.config, sink=sink, port=port))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import give_back, movable, to_huge_pages
+from tandem_engine.base.progress import Phase
 from tandem_engine.config import EngineConfig, ModelConfig
 from tandem_engine.executor.memory_profile import meter_for
 from tandem_engine.kernels.interface import FLOAT8
@@ -134,7 +135,9 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
 def _to_huge_pages(model: CausalLM, *, progress: bool) -> None:
     ranges = movable(weight_memory(model))
     if total := sum(size for _, size in ranges):
-        with load_progress(total, shown=progress, doing="moving weights to huge pages") as advance:
+        with load_progress(
+            total, shown=progress, doing="moving weights to huge pages", phase=Phase.HUGE_PAGES
+        ) as advance:
             to_huge_pages(ranges, advance=advance)
 
 

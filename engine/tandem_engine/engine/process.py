@@ -9,6 +9,7 @@ from types import FrameType
 
 from tandem_engine.base.errors import EngineError
 from tandem_engine.base.linux import die_with_parent, give_back
+from tandem_engine.base.progress import START, Phase
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.engine.control import Operations
@@ -89,6 +90,7 @@ def _serve(config: ProcessConfig, context: IpcContext, control: Control | None) 
     nodes = NodeAccess(host=config.host, curve_keys=config.curve_keys)
     with launched_engine(config.engine, progress=True, self_test=True, sink=outbox, port=port, nodes=nodes) as engine:
         logger.info("running a test prompt and step; compiling kernels that are not cached")
+        START.report(Phase.SELF_TEST)
         test = engine.self_test()
         engine.warm_up()
         # What is there now stays. Else every full collection walks all of torch: measured, 0.2 s without a token.
@@ -102,6 +104,8 @@ def _serve(config: ProcessConfig, context: IpcContext, control: Control | None) 
         reports = Reports(engine=engine, control=control, watchdog=watchdog, ready=ready)
         loop = _loop(config, engine, requests, outbox, reports)
         _stop_on_signal(loop, has_worker=control is not None)
+        START.report(Phase.REGISTRATION)
+        START.report_to(None)
         logger.info(
             "engine %s serves %s on %s (peers %s), %d pages of %d tokens, prefill %.0f tokens/s",
             config.incarnation,

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tandem_engine.base.progress import START
+
 logger = logging.getLogger(__name__)
 MICROSECOND = 1e-6
 Listener = Callable[..., object]
@@ -66,6 +68,9 @@ class CompileCounter:
         with self._lock:
             counts, serving = self._counts, self._serving
             self._counts = Compiles(starting=counts.starting + (not serving), serving=counts.serving + serving)
+        if not serving and not cache_hit:
+            START.kernel_missing()
+            START.kernel_compiled()
         logger.log(
             logging.WARNING if serving else logging.DEBUG,
             "kernel %s was %s %s, in %.3f s; its key: %s",

@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.base.errors import CheckpointError, ConfigError
+from tandem_engine.base.progress import START, Phase
 from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import open_weights, read_fields
@@ -96,7 +97,12 @@ GIB = 1 << 30
 
 @contextmanager
 def load_progress(
-    total: int, *, shown: bool, doing: str = "loading weights", clock: Clock | None = None
+    total: int,
+    *,
+    shown: bool,
+    doing: str = "loading weights",
+    phase: Phase = Phase.WEIGHTS,
+    clock: Clock | None = None,
 ) -> Iterator[Callable[[int], object]]:
     """What to tell the bytes of every tensor that was read, of `total`. Without `shown` nobody is told anything.
 
@@ -104,9 +110,22 @@ def load_progress(
     """
     with tqdm(total=total, unit="B", unit_scale=True, desc=doing, disable=None if shown else True) as bar:
         if bar.disable and shown:
-            yield _LogLines(total, doing, clock or MonotonicClock()).advance
+            yield _reported(_LogLines(total, doing, clock or MonotonicClock()).advance, phase, total)
         else:
-            yield bar.update
+            yield _reported(bar.update, phase, total)
+
+
+def _reported(advance: Callable[[int], object], phase: Phase, total: int) -> Callable[[int], object]:
+    """`advance`, and the same as the progress of this process's start."""
+    done = 0
+
+    def both(size: int) -> None:
+        nonlocal done
+        done += size
+        START.report(phase, done=done, total=total, unit="bytes")
+        advance(size)
+
+    return both
 
 
 class _LogLines:

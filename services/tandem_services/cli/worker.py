@@ -3,6 +3,7 @@
 import argparse
 import os
 import platform
+from pathlib import Path
 
 from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.linux import keep_files_private
@@ -113,6 +114,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="seconds that running requests have to migrate or finish after SIGTERM; the rest is computed again on "
         "other workers. Keep it some seconds below the pod's grace period (default: %(default)g)",
     )
+    parser.add_argument("--progress-file", type=Path, help=argparse.SUPPRESS)
     add_deployment(parser)
     add_tracing(parser)
     add_engine_flags(parser)
@@ -152,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
             tracing=tracing_of(args),
             log_format=LogFormat(args.log_format),
             engine_flags=tuple(engine_argv(args)),
+            progress_file=args.progress_file,
             node_rank=args.node_rank,
         )
     )

@@ -45,6 +45,8 @@ class WorkerConfig:
     tracing: TracingConfig | None = None
     engine_flags: tuple[str, ...] = ()
     """Passed to the engine verbatim."""
+    progress_file: Path | None = None
+    """Where the engine writes what it does until it serves; see `base.progress`."""
     log_format: LogFormat = LogFormat.PLAIN
     """Of the engine's log too."""
     node_rank: int = 0

@@ -95,6 +95,8 @@ def engine_argv(config: WorkerConfig, *, incarnation: str, control: str) -> list
     ]
     if config.tracing is not None:
         argv.append("--report-ended")
+    if config.progress_file is not None:
+        argv += ["--progress-file", str(config.progress_file)]
     return [*argv, *config.engine_flags]
 
 

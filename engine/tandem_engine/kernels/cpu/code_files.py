@@ -13,6 +13,8 @@ from typing import Any
 
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
+from tandem_engine.base.progress import START
+
 
 class CodeFiles(FunctionCache):  # type: ignore[misc]
     """numba's cache of one function. Raises `RuntimeError` where no folder for it can be written."""
@@ -38,10 +40,14 @@ class _FilesByKey:
 
     def load(self, key: object) -> Any:
         """What was saved for `key`, or None."""
-        return self._files_of(key).load(key)
+        code = self._files_of(key).load(key)
+        if code is None:
+            START.kernel_missing()
+        return code
 
     def save(self, key: object, data: object) -> None:
         self._files_of(key).save(key, data)
+        START.kernel_compiled()
 
     def _files_of(self, key: object) -> Any:
         # numba's types are written with all that tells them apart.
