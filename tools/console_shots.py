@@ -26,7 +26,7 @@ PNGQUANT = shutil.which("pngquant")
 """Makes pictures of a page a third as large (`apt-get install pngquant`); without it they stay large."""
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 780}
-FLEET = "--prefill 2 --decode 2 --local-prefill-tokens 64 --num-pages 480 --ready-timeout 300".split()
+FLEET = "--prefill 2 --decode 2 --local-prefill-tokens 64 --num-pages 480".split()
 START_S = 300.0
 CLIENTS = 6
 WARM_UP_S = 45

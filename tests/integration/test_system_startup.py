@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -28,6 +29,10 @@ pytestmark = [
 
 ONE_WORKER = ("--prefill", "0", "--decode", "0", "--both", "1", "--threads", "1", "--kv-cache-gib", "0.05")
 GONE_S = 60.0
+PROGRESS = re.compile(
+    r"ready \S+ \(\S+\) after [\d.]+ s$|(?:\S+ \(both\)|gateway): .+(?:, [\d.]+ s after the start| for \d+ s)$"
+)
+"""A line that `tandem up` shows while it starts."""
 ENGINE_ONLY = ("torch", "numpy", "nixl", "transformers", "numba", "safetensors")
 
 
@@ -40,7 +45,7 @@ def refused(tmp_path: Path, *flags: str, **env: str) -> str:
     )
     assert result.status not in (0, 1), f"status {result.status}: {result.stderr}"
     *progress, sentence = result.stderr.splitlines()
-    assert all(line.startswith("ready ") for line in progress), result.stderr
+    assert all(PROGRESS.match(line) for line in progress), result.stderr
     assert sentence.startswith("tandem: error: "), result.stderr
     return sentence
 

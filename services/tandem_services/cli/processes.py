@@ -10,28 +10,19 @@ Life of a process
 A redis-server of our own for one machine: a socket that only this user can open, and nothing written to disk.
 
 It has no port, so no other user of the machine and no page in a browser reaches it, and no password that could be seen.
-
-The folder in which `tandem up` keeps its keys and logs.
-
-`run.json` lists the files that `tandem up` made there. Any other file is never written, renamed or deleted: a name
-that is needed and belongs to a file that is not listed is an error. Logs of earlier starts are kept as NAME.log.1
-(the newest) to NAME.log.5.
 """
 
 import asyncio
-import json
 import os
 import re
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING
@@ -60,6 +51,8 @@ POLL_SECONDS = 0.02
 USAGE = 2
 """Exit status of a process whose flags cannot work."""
 
+_TAIL_BYTES = 4096
+
 _REASON = re.compile(r"(?:\bERROR +\S+|^tandem(?:-engine)?: error:) (.+)$", re.MULTILINE)
 """An error in a child's log, from its logger or from its command line."""
 
@@ -77,8 +70,12 @@ class Child:
     restart_at: float | None = None
     outlives_others: bool = False
     """Stopped once the others are gone."""
+    progress: Path | None = None
+    """File in which it reports what it does until it serves (`base.progress`)."""
 
     def start(self) -> None:
+        if self.progress is not None:
+            self.progress.unlink(missing_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.argv,
@@ -95,6 +92,23 @@ class Child:
     def status(self) -> int | None:
         """Exit status, None while running."""
         return None if self.process is None else self.process.poll()
+
+    @property
+    def session(self) -> int:
+        """Id of the session that it leads; 0 before the first start."""
+        return 0 if self.process is None else self.process.pid
+
+    def log_bytes(self) -> int:
+        """Size of its log."""
+        return self.log.stat().st_size if self.log.exists() else 0
+
+    def last_line(self) -> str:
+        """A clause with the last line of its log."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log_bytes() - _TAIL_BYTES))
+            lines = log.read(_TAIL_BYTES).decode("utf-8", "replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"the last line of its log: {last}" if last else "its log is empty"
 
     def last_words(self, lines: int = 5) -> str:
         """The first error it logged on purpose; without one, or after a crash, the end of its log."""
@@ -116,12 +130,17 @@ class Supervisor:
         child.start()
         self.children.append(child)
 
-    def require_alive(self) -> None:
-        """Raise `StartupError` naming the first process that has exited; `ConfigError` where a flag was at fault."""
+    def require_alive(self, doing: Mapping[str, str] | None = None) -> None:
+        """Raise `StartupError` naming the first process that has exited; `ConfigError` where a flag was at fault.
+
+        `doing`: what each was doing, by name, for the sentence.
+        """
         for child in self.children:
             if child.status is not None:
                 problem = StartupError if child.status != USAGE else ConfigError
-                raise problem(f"{child.name} {_describe(child.status)} while starting{child.last_words()}")
+                phase = (doing or {}).get(child.name)
+                what = f"{_describe(child.status)} while starting{f' ({phase})' if phase else ''}"
+                raise problem(f"{child.name} {what}{child.last_words()}")
 
     def restart_dead(self) -> list[str]:
         """Start again what died and has waited its pause. Returns a line for each event."""
@@ -171,7 +190,9 @@ def _describe(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
 
-START_TIMEOUT = 10.0
+START_TIMEOUT = 120.0
+"""It takes milliseconds; on a machine that is overloaded, seconds."""
+
 SOCKET_FILE, CONFIG_FILE = "redis.sock", "redis.conf"
 
 MAX_SOCKET_BYTES = 100
@@ -257,86 +278,3 @@ def _wait_for_socket(supervisor: Supervisor, path: Path) -> None:
 def python_command(*args: str) -> list[str]:
     """A `tandem` subcommand as a process of this interpreter."""
     return [sys.executable, "-m", "tandem_services.cli.main", *args]
-
-
-RUN_FILE = "run.json"
-KEPT_LOGS = 5
-_MAX_RUN_FILE_BYTES = 1 << 20
-
-
-def prepare_run_dir(path: Path, *, files: Iterable[str], logs: Iterable[str]) -> Path:
-    """Makes the folder ready for a start that will write `files` and `logs`. Returns its absolute path.
-
-    Raises:
-        StartupError: the folder cannot be written to, or a file there has a needed name and is not listed as ours.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        ours = _listed(path)
-        logs = [*logs]
-        needed = {RUN_FILE, *files, *logs}
-        _require_ours(path, sorted(needed), ours)
-        kept = {name for log in logs for name in _rotate(path, log, ours)}
-        _write_list(path, ours | needed | kept)
-    except OSError as error:
-        raise StartupError(
-            f"cannot write to {path} ({error.strerror}): choose another folder with --run-dir"
-        ) from error
-    return path.resolve()
-
-
-def _listed(path: Path) -> frozenset[str]:
-    """Names that `run.json` lists, itself included; empty if there is none of ours."""
-    run_file = path / RUN_FILE
-    try:
-        if not stat.S_ISREG(run_file.lstat().st_mode):
-            return frozenset()
-        with run_file.open("rb") as opened:
-            document = json.loads(opened.read(_MAX_RUN_FILE_BYTES))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return frozenset()
-    if not isinstance(document, dict) or document.get("made_by") != "tandem up":
-        return frozenset()
-    names = document.get("files")
-    return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
-
-
-def _require_ours(path: Path, names: Iterable[str], ours: frozenset[str]) -> None:
-    for name in names:
-        if not _exists(path / name):
-            continue
-        if name not in ours or not stat.S_ISREG((path / name).lstat().st_mode):
-            raise StartupError(
-                f"{path / name} exists and was not made by tandem up: choose another folder with --run-dir"
-            )
-
-
-def _rotate(path: Path, log: str, ours: frozenset[str]) -> list[str]:
-    """Moves NAME.log to NAME.log.1 and so on; the oldest is deleted. Returns the names of the logs that remain.
-
-    Numbers from that of the first foreign file on are left alone.
-    """
-    names = [log, *(f"{log}.{number}" for number in range(1, KEPT_LOGS + 1))]
-    usable = [*takewhile(lambda name: name in ours or not _exists(path / name), names)]
-    last = next((number for number, name in enumerate(usable) if not _exists(path / name)), len(usable) - 1)
-    (path / usable[last]).unlink(missing_ok=True)
-    for number in range(last, 0, -1):
-        (path / usable[number - 1]).replace(path / usable[number])
-    return [name for name in usable if _exists(path / name)]
-
-
-def _write_list(path: Path, names: Iterable[str]) -> None:
-    temporary = path / f".{RUN_FILE}.new"
-    temporary.unlink(missing_ok=True)
-    temporary.touch(mode=0o600, exist_ok=False)
-    temporary.write_text(json.dumps({"made_by": "tandem up", "files": sorted(names)}, indent=1) + "\n")
-    temporary.replace(path / RUN_FILE)
-
-
-def _exists(path: Path) -> bool:
-    """Of the name itself: a link that leads nowhere exists."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    return True

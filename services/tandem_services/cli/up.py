@@ -18,14 +18,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from tandem_engine.base.addresses import LOOPBACK, Address, is_loopback, loopback_beside, reachable_here
+from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import allowed_cpus, can_bind, format_cpus, keep_files_private
+from tandem_engine.base.progress import new_name
 from tandem_engine.config.flags import (
     AUTO_AFFINITY,
     NO_AFFINITY,
@@ -57,22 +59,22 @@ from tandem_services.cli.flags import (
     tracing_argv,
     tracing_of,
 )
+from tandem_services.cli.proc import session_cpu_seconds
 from tandem_services.cli.processes import (
     CONFIG_FILE,
     Child,
     Supervisor,
-    prepare_run_dir,
     python_command,
     require_redis,
     start_redis,
 )
-from tandem_services.common.errors import StartupError
+from tandem_services.cli.run_dir import prepare_run_dir
 from tandem_services.common.sockets import free_port, listen
 from tandem_services.common.tasks import ending_signals
 from tandem_services.common.tracing import require_opentelemetry
 
 if TYPE_CHECKING:
-    import httpx
+    from tandem_services.cli.start_watch import Watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +221,23 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
 def _add_start(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--run-dir", type=Path, metavar="DIR", help="keys and logs (default: .tandem/PORT)")
     group.add_argument(
-        "--ready-timeout",
+        "--stall-timeout",
         type=positive_float,
         default=120.0,
         metavar="S",
-        help="give up starting after this (default: 120)",
+        help="a start fails when a process that is not ready makes no progress for S seconds: same phase, nothing "
+        "logged and less than 1 s of CPU time (default: %(default)g)",
+    )
+    group.add_argument(
+        "--ready-timeout",
+        type=positive_float,
+        metavar="S",
+        help="a start also fails when not everything is ready after S seconds, however busy (default: no limit)",
+    )
+    group.add_argument(
+        "--exit-when-ready",
+        action="store_true",
+        help="stop everything once it is ready, with status 0: for tests, and for images that bring compiled kernels",
     )
 
 
@@ -233,6 +247,7 @@ STOP_GRACE = 5.0
 POLL_SECONDS = 0.1
 KEYS_FILE = "keys.json"
 REDIS_LOGIN_FILE = "redis-password"
+PROGRESS_SUFFIX = ".progress"
 
 EXAMPLES = """\
 examples:
@@ -309,7 +324,7 @@ def plan(args: argparse.Namespace) -> Plan:
         port=port,
         run_dir=prepare_run_dir(
             args.run_dir or Path(".tandem") / str(port),
-            files=(KEYS_FILE, REDIS_LOGIN_FILE, CONFIG_FILE),
+            files=(KEYS_FILE, REDIS_LOGIN_FILE, CONFIG_FILE, *_progress_files(workers)),
             logs=[f"{name}.log" for name in ("redis", "gateway", *(name for name, _, _ in workers))],
         ),
         workers=workers,
@@ -318,6 +333,12 @@ def plan(args: argparse.Namespace) -> Plan:
         # They share one memory, a GPU's too; each measures for itself and knows nothing of the others.
         mem_fraction_static=round(share / len(workers), 4) if share else None,
     )
+
+
+def _progress_files(workers: Iterable[tuple[str, str, int]]) -> list[str]:
+    """Names that workers write."""
+    paths = [Path(f"{name}{PROGRESS_SUFFIX}") for name, _, _ in workers]
+    return [str(each) for path in paths for each in (path, new_name(path))]
 
 
 def _require_keys(path: Path | None) -> None:
@@ -348,6 +369,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         start(args, todo, supervisor, cores)
         _wait_until_ready(args, todo, supervisor)
+        if args.exit_when_ready:
+            print("tandem: everything is ready; stopping", file=sys.stderr, flush=True)
+            return 0
         print(greeting_of(args, todo), flush=True)
         while True:
             for event in supervisor.restart_dead():
@@ -380,7 +404,9 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: C
         args.cpu_affinity = cores.flag(number) or args.cpu_affinity
         argv = ["worker", "--role", role, "--worker-id", name, "--health-port", str(health_port), *shared]
         argv += ["--host", loopback_beside(args.host), "--health-host", loopback_beside(args.host)]
-        supervisor.start(_child(todo, name, [*argv, *engine_argv(args)]))
+        progress = todo.run_dir / f"{name}{PROGRESS_SUFFIX}"
+        argv += ["--progress-file", str(progress)]
+        supervisor.start(_child(todo, name, [*argv, *engine_argv(args)], progress))
     gateway = ["gateway", "--host", args.host, "--port", str(todo.port), *shared]
     # Nobody but this machine has to learn that it ends.
     gateway += ["--drain-notice", "0"]
@@ -412,43 +438,44 @@ def _redis_flags(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -
     return flags if address.password_file is None else [*flags, "--redis-password-file", str(address.password_file)]
 
 
-def _child(todo: Plan, name: str, argv: list[str]) -> Child:
-    return Child(name=name, argv=python_command(*argv), log=todo.run_dir / f"{name}.log")
+def _child(todo: Plan, name: str, argv: list[str], progress: Path | None = None) -> Child:
+    return Child(name=name, argv=python_command(*argv), log=todo.run_dir / f"{name}.log", progress=progress)
 
 
 def _wait_until_ready(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
-    """Poll health endpoints, showing what is still missing. Raises `StartupError`."""
+    """Show what each process does until all are ready. Raises `StartupError`, `ConfigError`."""
     import httpx
-    from rich.console import Console
 
-    console = Console(stderr=True)
-    inner = loopback_beside(args.host)
-    waiting = {f"{name} ({role})": Address(inner, port).url("/ready") for name, role, port in todo.workers}
-    waiting["gateway"] = f"{_url(args, todo)}/ready"
-    began = time.monotonic()
+    from tandem_services.cli.start_view import start_view
+    from tandem_services.cli.start_watch import StartWatch, readiness
+
     # One client for all polls: each new one builds a TLS context, which takes milliseconds of a core.
-    with httpx.Client(timeout=1.0, trust_env=False, verify=False) as client, console.status("starting") as status:  # noqa: S501  plain HTTP to our own processes
-        while waiting:
-            supervisor.require_alive()
-            if time.monotonic() - began > args.ready_timeout:
-                raise StartupError(
-                    f"not ready after {args.ready_timeout:g} s: {', '.join(waiting)}; logs are in {todo.run_dir}. "
-                    "Where a large model takes longer to load, say so with --ready-timeout"
-                )
-            for name in [name for name, url in waiting.items() if is_ready(client, url)]:
-                del waiting[name]
-                console.print(f"[green]ready[/] {name} after {time.monotonic() - began:.1f} s", highlight=False)
-            status.update(f"waiting for {', '.join(waiting)}")
-            time.sleep(POLL_SECONDS)
+    with httpx.Client(timeout=1.0, trust_env=False, verify=False) as client, start_view() as view:  # noqa: S501  plain HTTP to our own processes
+        StartWatch(
+            watched=_watched(args, todo, supervisor),
+            supervisor=supervisor,
+            view=view,
+            clock=MonotonicClock(),
+            sleep=time.sleep,
+            probe=lambda url: readiness(client, url),
+            cpu_seconds=session_cpu_seconds,
+            stall_s=args.stall_timeout,
+            limit_s=args.ready_timeout,
+        ).run()
 
 
-def is_ready(client: "httpx.Client", url: str) -> bool:
-    from httpx import HTTPError
+def _watched(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> "list[Watched]":
+    from tandem_services.cli.start_watch import Watched
 
-    try:
-        return client.get(url).status_code == 200
-    except HTTPError:
-        return False
+    inner = loopback_beside(args.host)
+    children = {child.name: child for child in supervisor.children}
+    workers = [
+        Watched(child=children[name], label=f"{name} ({role})", url=Address(inner, port).url("/ready"))
+        for name, role, port in todo.workers
+    ]
+    gateway = children["gateway"]
+    after = tuple(worker.label for worker in workers)
+    return [*workers, Watched(child=gateway, label="gateway", url=f"{_url(args, todo)}/ready", after=after)]
 
 
 def _url(args: argparse.Namespace, todo: Plan) -> str:

@@ -16,7 +16,8 @@ from tandem_services.cli.flags import bundled_model, model_folder
 from tandem_services.cli.gateway import models_of
 from tandem_services.cli.main import build_parser, main
 from tandem_services.cli.processes import Child, Supervisor, start_redis
-from tandem_services.cli.up import Cores, greeting_of, is_ready, plan, start
+from tandem_services.cli.start_watch import readiness
+from tandem_services.cli.up import Cores, greeting_of, plan, start
 from tandem_services.common.errors import RemoteError, StartupError
 from tandem_services.common.sockets import free_port
 from tandem_testing.waiting import wait_for
@@ -296,7 +297,7 @@ def test_no_proxy_is_asked_whether_our_own_processes_are_ready(monkeypatch) -> N
         thread = Thread(target=server.handle_request)
         thread.start()
         with httpx.Client(trust_env=False) as client:
-            assert is_ready(client, f"http://127.0.0.1:{server.server_port}/ready")
+            assert readiness(client, f"http://127.0.0.1:{server.server_port}/ready").ready
         thread.join(UP_S)
 
 

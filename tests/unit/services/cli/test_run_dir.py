@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from tandem_services.cli.processes import KEPT_LOGS, RUN_FILE, prepare_run_dir
+from tandem_services.cli.run_dir import KEPT_LOGS, RUN_FILE, prepare_run_dir
 from tandem_services.common.errors import StartupError
 
 

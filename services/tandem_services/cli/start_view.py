@@ -1,0 +1,86 @@
+"""How `tandem up` shows a start: a live table on a terminal, lines without control codes elsewhere."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from tandem_services.cli.start_watch import Row, View
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
+
+PERIOD_S = 10.0
+"""Longest time without a line."""
+
+BAR_WIDTH = 24
+
+
+@contextmanager
+def start_view(stream: TextIO | None = None) -> Iterator[View]:
+    """The view for `stream`; standard error without one."""
+    stream = stream or sys.stderr
+    # Not as rich decides it: variables make it write colors into pipes.
+    if not stream.isatty():
+        yield Lines(stream)
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(file=stream)
+    if console.is_dumb_terminal:
+        yield Lines(stream)
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield LiveTable(live)
+
+
+class Lines:
+    """A line for each new phase, and what all that are not ready do whenever `PERIOD_S` passed without one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._shown: dict[str, str] = {}
+        self._last_line: float | None = None
+
+    def show(self, rows: Sequence[Row], now: float) -> None:
+        lines = [_change(row) for row in rows if self._shown.get(row.label) != row.phase]
+        self._shown = {row.label: row.phase for row in rows}
+        if self._last_line is None:
+            self._last_line = now
+        if not lines and now - self._last_line >= PERIOD_S:
+            lines = [f"{row.label}: {row.doing} for {row.in_phase_s:.0f} s" for row in rows if not row.ready]
+        if lines:
+            self._last_line = now
+            print("\n".join(lines), file=self._stream, flush=True)
+
+
+def _change(row: Row) -> str:
+    if row.ready:
+        return f"ready {row.label} after {row.since_start_s:.1f} s"
+    return f"{row.label}: {row.doing}, {row.since_start_s:.1f} s after the start"
+
+
+class LiveTable:
+    """A row for each process, which stays on the terminal when all are ready."""
+
+    def __init__(self, live: "Live") -> None:
+        self._live = live
+
+    def show(self, rows: Sequence[Row], now: float) -> None:
+        del now
+        self._live.update(_table(rows), refresh=True)
+
+
+def _table(rows: Sequence[Row]) -> "Table":
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        bar = Text() if row.share is None or row.ready else ProgressBar(total=1, completed=row.share, width=BAR_WIDTH)
+        style = "green" if row.ready else ""
+        table.add_row(row.label, Text(row.doing, style=style), f"{row.since_start_s:.1f} s", bar)
+    return table
