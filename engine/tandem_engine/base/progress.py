@@ -15,7 +15,7 @@ from tandem_engine.base.clock import Clock, MonotonicClock
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.1
-"""Between two writes of one phase."""
+"""Between two writes of bytes; the other phases have little to count."""
 
 MAX_FILE_BYTES = 4096
 GIB = 1 << 30
@@ -68,7 +68,7 @@ class ProgressFile:
         self._failed = False
 
     def write(self, progress: Progress) -> None:
-        """At once for a new phase and for its end, else once in `PERIOD_S`."""
+        """At once, but bytes of one phase once in `PERIOD_S` and at their end."""
         with self._lock:
             if self._failed or not self._is_due(progress):
                 return
@@ -83,7 +83,9 @@ class ProgressFile:
                 logger.warning("cannot report the progress of this start: %s", error)
 
     def _is_due(self, progress: Progress) -> bool:
-        if self._written is None or self._written[0].phase != progress.phase or progress.done == progress.total:
+        if self._written is None or progress.unit != "bytes" or progress.done == progress.total:
+            return True
+        if self._written[0].phase != progress.phase:
             return True
         return self._clock.now() - self._written[1] >= PERIOD_S
 
