@@ -298,11 +298,12 @@ async def measure(args: argparse.Namespace, processes: Processes) -> dict[str, A
     processes.start("redis", "redis-server", "--port", str(redis), "--save", "", "--bind", "127.0.0.1")
     redis_url = f"redis://127.0.0.1:{redis}/0"
     result: dict[str, Any] = {}
+    run = processes.folder / "run"
     async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=256)) as client:
         await asyncio.sleep(1)
-        processes.start("up", *TANDEM, "up", "--redis-url", redis_url, "--port", str(up))
+        processes.start("up", *TANDEM, "up", "--redis-url", redis_url, "--port", str(up), "--run-dir", str(run))
         await wait_for(client, f"http://127.0.0.1:{up}/ready")
-        keys = processes.folder / ".tandem" / str(up) / "keys.json"
+        keys = run / "keys.json"
         common = ("--redis-url", redis_url, "--curve-keys", str(keys))
         other = processes.start("gateway", *TANDEM, "gateway", *common, "--port", str(second))
         gateways = [f"http://127.0.0.1:{port}" for port in (up, second)]

@@ -15,6 +15,7 @@ import pytest
 
 from tandem_services.cli.flags import bundled_model
 from tandem_services.cli.main import main
+from tandem_services.cli.run_dir import read_run
 from tandem_services.common.redis_client import RedisAddress
 from tandem_testing.import_blocker import write_import_blocker
 from tandem_testing.redis_server import REDIS_SERVER
@@ -100,6 +101,20 @@ def test_a_missing_nixl_is_named_with_what_to_install(tmp_path):
     assert "--transport none" in said
 
 
+def test_start_shows_phases_in_a_pipe_and_exits_when_ready(tmp_path):
+    run_dir = tmp_path / "run"
+    result = run_tandem("up", "--port", "0", "--run-dir", str(run_dir), *ONE_WORKER, "--exit-when-ready", cwd=tmp_path)
+    assert (result.status, result.stdout) == (0, ""), result.stderr
+    *progress, end = result.stderr.splitlines()
+    assert end == "tandem: everything is ready; stopping"
+    assert "\x1b" not in result.stderr
+    assert not [line for line in progress if not PROGRESS.match(line)]
+    assert re.search(r"^both-0 \(both\): weights", result.stderr, re.MULTILINE)
+    assert {line.split()[1] for line in progress if line.startswith("ready ")} == {"both-0", "gateway"}
+    assert (run_dir / "run.json").is_file()
+    assert read_run(run_dir) is None
+
+
 @pytest.fixture
 def torchless(tmp_path):
     """A system in which only the engine process can import what an engine needs."""
@@ -146,8 +161,16 @@ async def test_system_on_ipv6_hides_its_secrets_and_takes_orders(tmp_path, capsy
             assert (await anyone.post(f"{url}/drain", json={})).status_code == 401
         redis = RedisAddress(url=next(str(p.flag("--redis-url")) for p in system.processes() if "worker" in p.argv))
         assert redis.url.startswith("unix://")
+        capsys.readouterr()
+        assert main(["ps", "--run-dir", str(system.run_dir)]) == 0
+        listed = capsys.readouterr().out
+        assert f"{system.url}  tandem-mini" in listed
+        assert all(f"pid {child}" in listed for child in (system.gateway_pid(), system.redis_pid()))
         made = [path for path in system.run_dir.rglob("*") if path.name != "up.out"]
         assert {"redis.sock", "keys.json", "gateway.log"} <= {path.name for path in made}
         assert not [path for path in made if path.lstat().st_mode & 0o077]
+        assert main(["stop", "--run-dir", str(system.run_dir)]) == 0
+        assert system.process.wait(GONE_S) == 0
+        assert not system.processes()
     finally:
         system.close()

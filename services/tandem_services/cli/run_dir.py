@@ -3,14 +3,21 @@
 `run.json` lists the files that `tandem up` made there. Any other file is never written, renamed or deleted: a name
 that is needed and belongs to a file that is not listed is an error. Logs of earlier starts are kept as NAME.log.1
 (the newest) to NAME.log.5.
+
+While `tandem up` runs, `run.json` also has its process, version, model, URL and the processes that it started.
 """
 
-import json
+import os
 import stat
+import tempfile
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
+from typing import Literal
 
+import msgspec
+
+from tandem_services.cli.proc import Identity
 from tandem_services.common.errors import StartupError
 
 RUN_FILE = "run.json"
@@ -27,11 +34,12 @@ def prepare_run_dir(path: Path, *, files: Iterable[str], logs: Iterable[str]) ->
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         ours = _listed(path)
+        _require_unused(path)
         logs = [*logs]
         needed = {RUN_FILE, *files, *logs}
         _require_ours(path, sorted(needed), ours)
         kept = {name for log in logs for name in _rotate(path, log, ours)}
-        _write_list(path, ours | needed | kept)
+        _write(path, ours | needed | kept, None)
     except OSError as error:
         raise StartupError(
             f"cannot write to {path} ({error.strerror}): choose another folder with --run-dir"
@@ -39,20 +47,73 @@ def prepare_run_dir(path: Path, *, files: Iterable[str], logs: Iterable[str]) ->
     return path.resolve()
 
 
-def _listed(path: Path) -> frozenset[str]:
-    """Names that `run.json` lists, itself included; empty if there is none of ours."""
+class StartedProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """One that `tandem up` started."""
+
+    name: str
+    pid: int
+    role: str = ""
+    health_port: int | None = None
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One `tandem up` that runs, or was killed."""
+
+    up: Identity
+    version: str
+    model: str
+    model_path: str
+    port: int
+    url: str
+    processes: tuple[StartedProcess, ...]
+
+
+class _Document(msgspec.Struct, frozen=True, kw_only=True):
+    """`run.json`."""
+
+    made_by: Literal["tandem up"] = "tandem up"
+    files: tuple[str, ...]
+    run: Run | None = None
+
+
+def record_run(path: Path, run: Run | None) -> None:
+    """`run` uses the folder; None: nothing does. Raises `OSError`."""
+    _write(path, _listed(path), run)
+
+
+def read_run(path: Path) -> Run | None:
+    """The `tandem up` that uses the folder now; None where there is none, or where it was killed."""
+    document = _read(path)
+    if document is None or document.run is None or not document.run.up.is_running:
+        return None
+    return document.run
+
+
+def _require_unused(path: Path) -> None:
+    run = read_run(path)
+    if run is not None:
+        raise StartupError(
+            f"{path} is in use by the tandem up with process id {run.up.pid}, which serves {run.url}: stop it with "
+            f"`tandem stop --run-dir {path}`, or choose another folder with --run-dir"
+        )
+
+
+def _read(path: Path) -> _Document | None:
+    """None if there is no `run.json` of ours."""
     run_file = path / RUN_FILE
     try:
         if not stat.S_ISREG(run_file.lstat().st_mode):
-            return frozenset()
+            return None
         with run_file.open("rb") as opened:
-            document = json.loads(opened.read(_MAX_RUN_FILE_BYTES))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return frozenset()
-    if not isinstance(document, dict) or document.get("made_by") != "tandem up":
-        return frozenset()
-    names = document.get("files")
-    return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
+            return msgspec.json.decode(opened.read(_MAX_RUN_FILE_BYTES), type=_Document)
+    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError, RecursionError):
+        return None
+
+
+def _listed(path: Path) -> frozenset[str]:
+    """Names that `run.json` lists, itself included; empty if there is none of ours."""
+    document = _read(path)
+    return frozenset() if document is None else frozenset(document.files)
 
 
 def _require_ours(path: Path, names: Iterable[str], ours: frozenset[str]) -> None:
@@ -79,12 +140,16 @@ def _rotate(path: Path, log: str, ours: frozenset[str]) -> list[str]:
     return [name for name in usable if _exists(path / name)]
 
 
-def _write_list(path: Path, names: Iterable[str]) -> None:
-    temporary = path / f".{RUN_FILE}.new"
-    temporary.unlink(missing_ok=True)
-    temporary.touch(mode=0o600, exist_ok=False)
-    temporary.write_text(json.dumps({"made_by": "tandem up", "files": sorted(names)}, indent=1) + "\n")
-    temporary.replace(path / RUN_FILE)
+def _write(path: Path, names: Iterable[str], run: Run | None) -> None:
+    text = msgspec.json.format(msgspec.json.encode(_Document(files=tuple(sorted(names)), run=run)), indent=1)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{RUN_FILE}.", dir=path)
+    try:
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(text + b"\n")
+        Path(temporary).replace(path / RUN_FILE)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def _exists(path: Path) -> bool:

@@ -2,32 +2,25 @@
 
 Order: Redis (unless --redis-url) → workers → gateway; ready when the gateway routes to a worker of every
 role. Then it watches and restarts what dies, until Ctrl-C, SIGTERM or SIGHUP stops everything in reverse order.
-
-Cores for the workers of one `tandem up`, which no other `tandem up` of this user gives to its own.
-
-    free → claimed by a file lock per core → held as long as the `Cores` live, at most until the process ends, however
-
-Two systems that both bound their workers to the first cores would fight over them while others are idle; the second
-takes what the first has left, or binds nothing where that is too little.
 """
 
 import argparse
-import fcntl
 import os
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from tandem_engine.base.addresses import LOOPBACK, Address, is_loopback, loopback_beside, reachable_here
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.errors import ConfigError
-from tandem_engine.base.linux import allowed_cpus, can_bind, format_cpus, keep_files_private
+from tandem_engine.base.linux import allowed_cpus, keep_files_private
 from tandem_engine.base.progress import new_name
+from tandem_engine.base.version import product_version
 from tandem_engine.config.flags import (
     AUTO_AFFINITY,
     NO_AFFINITY,
@@ -37,6 +30,7 @@ from tandem_engine.config.flags import (
     host_address,
     non_negative_int,
 )
+from tandem_services.cli.cores import Cores, claim
 from tandem_services.cli.flags import (
     add_allowed_hosts,
     add_api_keys,
@@ -59,7 +53,7 @@ from tandem_services.cli.flags import (
     tracing_argv,
     tracing_of,
 )
-from tandem_services.cli.proc import session_cpu_seconds
+from tandem_services.cli.proc import Identity, session_cpu_seconds
 from tandem_services.cli.processes import (
     CONFIG_FILE,
     Child,
@@ -68,75 +62,14 @@ from tandem_services.cli.processes import (
     require_redis,
     start_redis,
 )
-from tandem_services.cli.run_dir import prepare_run_dir
+from tandem_services.cli.run_dir import Run, StartedProcess, prepare_run_dir, record_run
+from tandem_services.cli.runs import default_run_dir
 from tandem_services.common.sockets import free_port, listen
 from tandem_services.common.tasks import ending_signals
 from tandem_services.common.tracing import require_opentelemetry
 
 if TYPE_CHECKING:
     from tandem_services.cli.start_watch import Watched
-
-
-@dataclass(frozen=True, slots=True)
-class Cores:
-    """Those of each worker, as `--cpu-affinity` takes them; empty where they are not bound."""
-
-    of_worker: tuple[str, ...] = ()
-    locks: tuple[IO[str], ...] = field(default=(), repr=False, compare=False)
-
-    def flag(self, worker: int) -> str | None:
-        """For worker number `worker`; None where it is not bound."""
-        return self.of_worker[worker] if self.of_worker else None
-
-    def release(self) -> None:
-        """Others may have them."""
-        for lock in self.locks:
-            lock.close()
-
-
-def claim(allowed: Collection[int], *, workers: int, threads: int, folder: Path | None = None) -> Cores:
-    """`threads` cores for each worker; none for any of them where there are too few, or cores cannot be claimed.
-
-    `folder`: of the locks, instead of one of this user's.
-    """
-    if not can_bind() or workers < 2 or workers * threads > len(allowed):
-        return Cores()
-    try:
-        taken = _lock(sorted(allowed), workers * threads, folder or _own_folder())
-    except OSError:
-        # Not being bound costs little; not starting would cost everything.
-        return Cores()
-    if len(taken) < workers * threads:
-        for lock in taken.values():
-            lock.close()
-        return Cores()
-    cpus = list(taken)
-    shares = (cpus[worker * threads : (worker + 1) * threads] for worker in range(workers))
-    return Cores(of_worker=tuple(map(format_cpus, shares)), locks=tuple(taken.values()))
-
-
-def _own_folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"tandem-cores-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
-    return folder
-
-
-def _lock(cpus: Collection[int], wanted: int, folder: Path) -> dict[int, IO[str]]:
-    """The first that are free, at most as many as wanted."""
-    taken: dict[int, IO[str]] = {}
-    for cpu in cpus:
-        if len(taken) == wanted:
-            break
-        lock = (folder / str(cpu)).open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-        else:
-            taken[cpu] = lock
-    return taken
 
 
 def greeting(args: argparse.Namespace, *, url: str, model: str, workers: Mapping[str, int], run_dir: Path) -> str:
@@ -219,7 +152,12 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_start(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--run-dir", type=Path, metavar="DIR", help="keys and logs (default: .tandem/PORT)")
+    group.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="keys and logs (default: $XDG_STATE_HOME/tandem/PORT, or ~/.local/state/tandem/PORT)",
+    )
     group.add_argument(
         "--stall-timeout",
         type=positive_float,
@@ -323,7 +261,7 @@ def plan(args: argparse.Namespace) -> Plan:
         model_names=served_names(args, model),
         port=port,
         run_dir=prepare_run_dir(
-            args.run_dir or Path(".tandem") / str(port),
+            args.run_dir or default_run_dir(port),
             files=(KEYS_FILE, REDIS_LOGIN_FILE, CONFIG_FILE, *_progress_files(workers)),
             logs=[f"{name}.log" for name in ("redis", "gateway", *(name for name, _, _ in workers))],
         ),
@@ -365,10 +303,13 @@ def run(args: argparse.Namespace) -> int:
     cores = claim_cores(args, todo)
     supervisor = Supervisor()
     for number in ending_signals():
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, _interrupt)
+    ready = False
     try:
         start(args, todo, supervisor, cores)
+        _record(args, todo, supervisor)
         _wait_until_ready(args, todo, supervisor)
+        ready = True
         if args.exit_when_ready:
             print("tandem: everything is ready; stopping", file=sys.stderr, flush=True)
             return 0
@@ -376,9 +317,11 @@ def run(args: argparse.Namespace) -> int:
         while True:
             for event in supervisor.restart_dead():
                 print(f"tandem: {event}", file=sys.stderr, flush=True)
+                _record(args, todo, supervisor)
             time.sleep(POLL_SECONDS)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("\ntandem: stopping", file=sys.stderr, flush=True)
+        return 130 if interrupt.args == (signal.SIGINT,) and not ready else 0
     finally:
         # A second Ctrl-C must not leave half of the processes behind.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -386,7 +329,38 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         supervisor.stop(STOP_GRACE)
         cores.release()
-    return 0
+        _record(args, todo, None)
+
+
+def _interrupt(number: int, _: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(number)
+
+
+def _record(args: argparse.Namespace, todo: Plan, supervisor: Supervisor | None) -> None:
+    """For `tandem ps` and `tandem stop`; None: everything has stopped."""
+    me = Identity.of(os.getpid())
+    try:
+        record_run(todo.run_dir, None if supervisor is None or me is None else _run_of(args, todo, supervisor, me))
+    except OSError as error:
+        # A full disk: what runs is of more use than a list of it.
+        print(f"tandem: cannot write to {todo.run_dir}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def _run_of(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, me: Identity) -> Run:
+    workers = {name: (role, port) for name, role, port in todo.workers}
+    started = []
+    for child in supervisor.children:
+        role, port = workers.get(child.name, ("", None))
+        started.append(StartedProcess(name=child.name, pid=child.session, role=role, health_port=port))
+    return Run(
+        up=me,
+        version=product_version(),
+        model=todo.model_names[0],
+        model_path=str(todo.model),
+        port=todo.port,
+        url=_url(args, todo),
+        processes=tuple(started),
+    )
 
 
 def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: Cores) -> None:

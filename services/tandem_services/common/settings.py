@@ -56,6 +56,8 @@ _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|U
 class Settings:
     """The environment of a service process. None: not set."""
 
+    state_home: Path | None = None
+    """For what programs keep of their runs (XDG_STATE_HOME); None: the user has no home folder."""
     redis_url: str | None = None
     redis_password_file: Path | None = None
     cluster: str = "default"
@@ -86,6 +88,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     variables = os.environ if environ is None else environ
     values = {name: value for name, value in variables.items() if name.startswith(PREFIX) and value}
     return Settings(
+        state_home=_state_home(variables.get("XDG_STATE_HOME", "")),
         redis_url=values.get("TANDEM_REDIS_URL"),
         redis_password_file=_path(values, "TANDEM_REDIS_PASSWORD_FILE"),
         cluster=values.get("TANDEM_CLUSTER", "default"),
@@ -104,6 +107,12 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         otel_max_waiting_spans=_positive(variables, "OTEL_BSP_MAX_QUEUE_SIZE", default=2048),
         warnings=tuple(_unknown(name) for name in sorted(values) if not _is_known(name)),
     )
+
+
+def _state_home(given: str) -> Path | None:
+    """As the XDG base directory specification has it: a relative path is ignored."""
+    folder = Path(given if Path(given).is_absolute() else os.path.expanduser("~/.local/state"))  # noqa: PTH111  raises nothing without a home
+    return folder if folder.is_absolute() else None
 
 
 def _otlp_endpoint(variables: Mapping[str, str]) -> str | None:

@@ -12,12 +12,13 @@ import pytest
 
 from tandem_engine.base.errors import ConfigError
 from tandem_services.cli.chat import Turn
+from tandem_services.cli.cores import Cores
 from tandem_services.cli.flags import bundled_model, model_folder
 from tandem_services.cli.gateway import models_of
 from tandem_services.cli.main import build_parser, main
 from tandem_services.cli.processes import Child, Supervisor, start_redis
 from tandem_services.cli.start_watch import readiness
-from tandem_services.cli.up import Cores, greeting_of, plan, start
+from tandem_services.cli.up import greeting_of, plan, start
 from tandem_services.common.errors import RemoteError, StartupError
 from tandem_services.common.sockets import free_port
 from tandem_testing.waiting import wait_for
@@ -126,7 +127,7 @@ BAD_DEPLOYMENTS = [
 
 @pytest.mark.parametrize(("argv", "sentence"), BAD_DEPLOYMENTS, ids=[" ".join(argv) for argv, _ in BAD_DEPLOYMENTS])
 def test_what_cannot_work_is_one_sentence_and_a_status(argv, sentence, tmp_path, monkeypatch, capfd) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     # Of its own, not those that other tests left, to streams that are closed by now.
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     status = main(argv)

@@ -6,8 +6,7 @@ import pytest
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config.flags import engine_argv, engine_config
-from tandem_services.cli import up
-from tandem_services.cli import up as cores
+from tandem_services.cli import cores, up
 from tandem_services.cli.main import build_parser
 from tandem_services.cli.processes import Child, Supervisor
 
