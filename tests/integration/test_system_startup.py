@@ -31,7 +31,8 @@ pytestmark = [
 ONE_WORKER = ("--prefill", "0", "--decode", "0", "--both", "1", "--threads", "1", "--kv-cache-gib", "0.05")
 GONE_S = 60.0
 PROGRESS = re.compile(
-    r"ready \S+ \(\S+\) after [\d.]+ s$|(?:\S+ \(both\)|gateway): .+(?:, [\d.]+ s after the start| for \d+ s)$"
+    r"ready (?:both-0 \(both\)|gateway) after [\d.]+ s$"
+    r"|(?:both-0 \(both\)|gateway): .+(?:, [\d.]+ s after the start| for \d+ s)$"
 )
 """A line that `tandem up` shows while it starts."""
 ENGINE_ONLY = ("torch", "numpy", "nixl", "transformers", "numba", "safetensors")
