@@ -78,7 +78,7 @@ class ProgressFile:
                 new.write_text(json.dumps(asdict(progress)))
                 new.replace(self._path)
             except OSError as error:
-                # A start goes on without a reader; a full disk may be one that only holds logs.
+                # The start does not depend on it; a full disk may be one that only holds logs.
                 self._failed = True
                 logger.warning("cannot report the progress of this start: %s", error)
 

@@ -4,7 +4,7 @@ Only a stall ends it: a process that is not ready, while its phase and its log s
 than a second of CPU time. A slow disk, a long compilation or a loaded machine delays a start and does not end it.
 
     each turn    what each process does: its progress file, the size of its log, once a second the CPU time
-                 those that may be ready are asked; with no news less and less often, for an answer costs CPU time, too
+                 the /ready endpoints, less and less often without news: an answer costs CPU time, too
 """
 
 import json
@@ -183,7 +183,7 @@ class StartWatch:
         for each in self._waiting():
             news = each.observe(cpu.get(each.child.session), elapsed_s=elapsed_s, now=now)
             if news or now >= each.probe_at:
-                self._ask(each, now)
+                self._probe_ready(each, now)
         self.supervisor.require_alive({each.child.name: each.doing for each in self._waiting()})
         self.view.show([each.row(now) for each in self.watched], now)
         self._require_progress()
@@ -195,7 +195,7 @@ class StartWatch:
         self._cpu_at = now + CPU_PERIOD_S
         return self.cpu_seconds([each.child.session for each in self._waiting()])
 
-    def _ask(self, each: Watched, now: float) -> None:
+    def _probe_ready(self, each: Watched, now: float) -> None:
         answer = self.probe(each.url)
         each.probe_at = now + min(max(POLL_S, each.quiet_s / 10), LONGEST_PROBE_PAUSE_S)
         each.reasons = answer.reasons
