@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
+import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,6 +83,10 @@ class Start:
 def start(tmp_path):
     made = Start(folder=tmp_path)
     yield made
+    for watched in made.watched:
+        # With what it has started, which does not end with it.
+        with suppress(ProcessLookupError):
+            os.killpg(watched.child.session, signal.SIGKILL)
     made.supervisor.stop(0.0)
 
 
