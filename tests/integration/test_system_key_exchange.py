@@ -63,7 +63,9 @@ async def test_keys_are_exchanged_with_a_second_fleet_and_no_answer_is_lost(old,
                 await assert_unharmed(await running, reference, GREEDY)
                 await until(lambda: _ended(old, leaver), PATIENT_S, "the old gateway has finished")
             old.close()
-            await assert_unharmed(await second.streams(AFTER, GREEDY), reference, GREEDY)
+        # New connections: idle ones may have reached their end, which the proxy of this busy process passes on late.
+        async with SystemClient(system=seen_by_clients) as third:
+            await assert_unharmed(await third.streams(AFTER, GREEDY), reference, GREEDY)
     finally:
         await front.close()
     await fleet.all_ready()

@@ -66,7 +66,7 @@ def test_command_without_its_extra_names_the_extra(tmp_path, script, argv, extra
 
 def test_table_of_extras_covers_every_distribution():
     distributions = packages_distributions()
-    for line in requires("tandem") or ():
+    for line in requires(DISTRIBUTION) or ():
         found = re.match(r"([\w.-]+)(?:\[[^]]*\])?[^;]*;.*extra == ['\"](\w+)['\"]", line)
         if found is None or found[2] not in EXTRAS:
             continue
