@@ -17,8 +17,10 @@ from tandem_engine.kernels.triton.work_list import Bounds, Rows, Splitting, Work
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.attention.reference import attend_dense
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """Of results that are means of normal numbers: some units of the last place of the dtype, and of the weights in it."""
+DEVICE_TOLERANCE = TOLERANCE | {torch.float32: 1e-5}
+"""Of a GPU: 6.5e-6 was seen on an H200 over prompts of thousands of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,7 @@ class Case:
 
     def check(self, spec: AttentionSpec, **how: object) -> None:
         """The kernels give what float64 does."""
+        bounds = DEVICE_TOLERANCE if self.q.device.type == "cuda" else TOLERANCE
         torch.testing.assert_close(
-            self.attend(spec, **how).double(), self.expected(spec), rtol=0, atol=TOLERANCE[self.heads.dtype]
+            self.attend(spec, **how).double(), self.expected(spec), rtol=0, atol=bounds[self.heads.dtype]
         )
