@@ -52,9 +52,6 @@ def test_without_the_api_it_is_said_what_is_wanting(services, started):
         assert running.stop() == 0
 
 
-# Beside other tests on a busy machine the operator repeats "404 leaderworkersets … not found" for a group of the former
-# revision and stays Degraded. Its cause is not known.
-@pytest.mark.xfail(strict=False, reason="the operator can stay at a 404 for a group of the former revision")
 def test_a_role_of_groups_comes_up_scales_rolls_and_goes(services, sets, started):
     with started() as running:
         services.apply(decode={"engine": TWO_PODS, "replicas": 2})

@@ -67,7 +67,7 @@ from tandem_operator.controller.store import (
 )
 from tandem_operator.planning.deletion import HELD_COMPONENTS, gateway_selector
 from tandem_operator.planning.observed import Ref
-from tandem_operator.planning.plan import Plan
+from tandem_operator.planning.plan import Plan, Scaling
 from tandem_operator.telemetry.pods import COMPONENT_LABEL, DELETION_COST
 from tandem_operator.telemetry.worker_control import OrderFailedError, order_token
 
@@ -290,7 +290,7 @@ class Executor:
             if manifest not in pools:
                 wrote |= await self._apply(service, parts, manifest)
         for scaling in plan.scale:
-            await self._cluster.scale(scaling.ref, service.namespace, scaling.replicas)
+            await self._scale(scaling, service, parts)
             wrote = True
         for ref in plan.delete:
             await self.delete(parts.owned[ref])
@@ -300,7 +300,7 @@ class Executor:
 
     async def _rehearse(self, service: Seen, parts: Parts, plan: Plan) -> None:
         """Every write of the plan but statuses, and scalings of objects that the plan itself makes."""
-        rehearsal, cluster, namespace = Rehearsal(), self._cluster, service.namespace
+        rehearsal, cluster = Rehearsal(), self._cluster
         for name in plan.secrets:
             secret = self._secret(service, parts, name)
             await rehearsal.step(SECRET.ref(name), self._secrets.rehearse(secret))
@@ -310,8 +310,7 @@ class Executor:
                 await rehearsal.step(_ref_of(manifest), cluster.apply(_addressed(parts, owned), dry_run=True))
         for scaling in plan.scale:
             if scaling.ref in parts.owned:
-                request = cluster.scale(scaling.ref, namespace, scaling.replicas, dry_run=True)
-                await rehearsal.step(scaling.ref, request)
+                await rehearsal.step(scaling.ref, self._scale(scaling, service, parts, dry_run=True))
         for ref in plan.delete:
             await rehearsal.step(ref, self._rehearse_delete(parts.owned[ref]))
         rehearsal.end()
@@ -353,12 +352,26 @@ class Executor:
     async def delete(self, seen: Seen) -> None:
         """An object that the service owns; one that has taken its name meanwhile stays."""
         try:
-            await self._cluster.delete(seen.ref, seen.namespace, seen.uid)
+            if not await self._cluster.delete(seen.ref, seen.namespace, seen.uid):
+                # A watch missed its end. Kept in the store, it would be deleted again at every look.
+                self._store.drop(seen)
         except ApiError as error:
             if not error.conflict:
                 raise
             logger.info("keeping %s %s: it was replaced by another object", seen.ref.kind, seen.ref.name)
         self._applied[seen.key].pop(seen.uid, None)
+
+    async def _scale(self, scaling: Scaling, service: Seen, parts: Parts, *, dry_run: bool = False) -> None:
+        """Raises `ApiError`. An object that the API server does not have leaves the store first: a watch missed its
+        end, and the next look must not try to scale it again.
+        """
+        try:
+            await self._cluster.scale(scaling.ref, service.namespace, scaling.replicas, dry_run=dry_run)
+        except ApiError as error:
+            seen = parts.owned.get(scaling.ref)
+            if error.absent and seen is not None and await self._cluster.get(scaling.ref, service.namespace) is None:
+                self._store.drop(seen)
+            raise
 
     async def scale(self, ref: Ref, namespace: str, replicas: int) -> None:
         """Through the scale subresource."""

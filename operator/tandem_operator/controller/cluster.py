@@ -204,17 +204,20 @@ class Cluster:
         path = kind.path(namespace, ref.name)
         return await self._write("patch", kind, "PATCH", path, {"fieldManager": FIELD_MANAGER}, body, MERGE)
 
-    async def delete(self, ref: Ref, namespace: str, uid: str, *, dry_run: bool = False) -> None:
-        """The object of that `uid` and, in the background, what it owns. Gone already is as good; another object of
-        the same name raises `ApiError` (409).
+    async def delete(self, ref: Ref, namespace: str, uid: str, *, dry_run: bool = False) -> bool:
+        """Delete the object of that `uid` and, in the background, what it owns. False if it did not exist any more.
+
+        Raises `ApiError` (409) where another object has the name.
         """
         kind = kind_of(ref.api_version, ref.kind)
         body: Manifest = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         try:
             await self._write("delete", kind, "DELETE", kind.path(namespace, ref.name), _dry(dry_run), body)
         except ApiError as error:
-            if not error.absent:
-                raise
+            if error.absent:
+                return False
+            raise
+        return True
 
     async def serves(self, kind: Kind) -> bool:
         """Whether the API server has this kind, in this version."""

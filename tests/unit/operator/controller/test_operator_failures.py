@@ -5,13 +5,16 @@ import json
 
 import pytest
 
+from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.builders.naming import labels_of
 from tandem_operator.controller.applier import Executor
 from tandem_operator.controller.cluster import ApiError
-from tandem_operator.controller.observations import Findings, FindingsBoard
+from tandem_operator.controller.observations import Findings, FindingsBoard, Parts
 from tandem_operator.controller.reconcile import PATIENCE, Reconciler
 from tandem_operator.controller.store import ServiceKey, Store
+from tandem_operator.planning.plan import Plan, Scaling
 from tandem_operator.settings import OperatorSettings
-from tandem_testing.kube_objects import a_service
+from tandem_testing.kube_objects import a_deployment, a_service
 
 KEY = ServiceKey("models", "chat")
 DRY_RUN = "does not support dry run"
@@ -22,6 +25,7 @@ class Server:
 
     def __init__(self):
         self.answers, self.written, self.statuses, self.version = {}, [], [], 100
+        self.gone, self.deleted = set(), []
 
     async def get(self, ref, namespace):
         return None
@@ -47,10 +51,13 @@ class Server:
         return {**manifest, "metadata": {**manifest["metadata"], **metadata}}
 
     async def scale(self, ref, namespace, replicas, *, dry_run=False):
-        return None
+        if ref.name in self.gone:
+            raise ApiError(404, "NotFound", f"{ref.name} not found")
 
     async def delete(self, ref, namespace, uid, *, dry_run=False):
-        return None
+        if not dry_run:
+            self.deleted.append(ref.name)
+        return ref.name not in self.gone
 
     async def existing(self, namespace, names):
         return frozenset(names)
@@ -134,3 +141,36 @@ async def test_a_refusal_after_the_dry_run_is_told():
     world = World()
     world.server.answers["Service", False] = ApiError(403, "Forbidden", "exceeded quota: one")
     assert await world.look() == "ApplyRefused"
+
+
+async def test_object_deleted_without_an_event_is_deleted_once():
+    """A watch missed its end, so the store has it until the API server denies it."""
+    world = World()
+    assert await world.look() == "AllWell"
+    spec = {"replicas": 0, "selector": {"matchLabels": labels_of("chat", "worker", role="decode")}}
+    ghost = a_deployment("chat-decode-former", owner="uid-ModelService-chat", role="decode", revision="r0", spec=spec)
+    world.store.put(ghost)
+    world.server.gone.add(ghost.ref.name)
+    for _ in range(3):
+        await world.look()
+    assert ghost not in world.store.parts(KEY)
+    assert world.server.deleted == [ghost.ref.name]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+async def test_object_that_cannot_be_scaled_leaves_the_store_if_gone(exists):
+    """404 alone does not say so: it may be the subresource that is not there."""
+    store, server = Store(), Server()
+    service = a_service(version=1)
+    part = a_deployment("chat-decode-former", owner=service.uid, role="decode", revision="r0")
+    store.put(part)
+    server.gone.add(part.ref.name)
+
+    async def get(ref, namespace):
+        return part.body if exists else None
+
+    server.get = get
+    plan = Plan(scale=(Scaling(ref=part.ref, replicas=0),), status=ModelServiceStatus())
+    with pytest.raises(ApiError, match="not found"):
+        await Executor(server, store, server).carry_out(service, Parts.of(service.uid, [part]), plan)
+    assert store.parts(KEY) == [part] * exists
