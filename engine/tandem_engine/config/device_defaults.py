@@ -10,7 +10,7 @@ Pages of 64 tokens: the keys of a block of attention are in one page, so its add
 
 from dataclasses import dataclass, replace
 
-from tandem_engine.config.engine import DEFAULT_CONTEXT, EngineConfig
+from tandem_engine.config.engine import EngineConfig
 
 GIB = 1 << 30
 
@@ -61,12 +61,12 @@ def device_defaults(memory_bytes: int) -> DeviceDefaults:
         max_prefill_tokens=whole,
         mixed_prefill_tokens=mixed,
         max_running_requests=rows,
-        default_context=max(context, DEFAULT_CONTEXT),
+        default_context=context,
     )
 
 
 def with_device_defaults(config: EngineConfig, memory_bytes: int) -> EngineConfig:
-    """`config` with what no flag gave as a GPU with so much memory wants it. The same for a CPU.
+    """`config` with the defaults of a GPU of this memory for what no flag gave. The same for a CPU.
 
     A bound that a flag gave bounds the others: no step is larger than `--max-tokens-per-step`.
     """

@@ -89,24 +89,23 @@ class CudaGraphCapturer:
                 run()
         self._streams.synchronize()
         graph = torch.cuda.CUDAGraph()
-        capturing = torch.cuda.graph(
+        # Other threads, NIXL's for one, may talk to the device meanwhile.
+        with torch.cuda.graph(
             graph,
             pool=self._pool,
             stream=self._streams.stream(StreamName.FORWARD),
-            # Other threads, NIXL's for one, may talk to the device meanwhile.
             capture_error_mode="thread_local",
-        )
-        with no_garbage_collection(), capturing:
+        ):
             outputs = run()
         return graph, outputs
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """No garbage is collected within; what there is, is collected before.
+    """Garbage is collected once before the block, and not within it.
 
     Graphs of an engine that is gone are garbage in cycles. A capture fails when one of them is freed while it runs:
-    CUDA permits no release of a graph then.
+    CUDA permits no release of a graph then. A collection walks all objects of the process, so there is one for all sizes.
     """
     was_enabled = gc.isenabled()
     gc.collect()
@@ -202,7 +201,8 @@ def capture_decodes(
     capturer.new_pool()
     began, before = time.perf_counter(), meter.used()
     bar = tqdm(sorted(sizes, reverse=True), desc="capturing graphs", unit="graph", disable=None)
-    graphs = DecodeGraphs([capture_decode(capturer, decoding, rows) for rows in bar])
+    with no_garbage_collection():
+        graphs = DecodeGraphs([capture_decode(capturer, decoding, rows) for rows in bar])
     taken = max(0, meter.used() - before)
     logger.info(
         "graphs of decodes for %s rows: captured in %.1f s, %.2f GiB",
@@ -259,9 +259,10 @@ def measure_graphs(capturer: GraphCapturer, decoding: Decoding, sizes: Sequence[
         return 0
     capturer.new_pool()
     kept, used = [], [meter.used()]
-    for rows in sorted(sizes, reverse=True)[:2]:
-        kept.append(capture_decode(capturer, decoding, rows))
-        used.append(meter.used())
+    with no_garbage_collection():
+        for rows in sorted(sizes, reverse=True)[:2]:
+            kept.append(capture_decode(capturer, decoding, rows))
+            used.append(meter.used())
     largest, *further = (max(0, after - before) for before, after in pairwise(used))
     return largest + sum(further) * (len(sizes) - 1)
 

@@ -10,7 +10,13 @@ import torch
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.names import DUMMY_PAGE
 from tandem_engine.config import GraphConfig, ModelImpl, MoeConfig
-from tandem_engine.executor.cuda.graphs import can_capture, graph_sizes, measure_graphs, no_garbage_collection
+from tandem_engine.executor.cuda.graphs import (
+    can_capture,
+    capture_decodes,
+    graph_sizes,
+    measure_graphs,
+    no_garbage_collection,
+)
 from tandem_engine.executor.cuda.streams import StreamName
 from tandem_engine.forward.step_inputs import as_decodes
 from tandem_testing.device_twin import HostWaitError, reachable
@@ -125,6 +131,24 @@ def test_garbage_is_collected_before_a_capture_and_not_within(enabled):
         assert gc.isenabled() is enabled
     finally:
         gc.enable()
+
+
+def test_all_captures_of_an_engine_are_within_one_collection(monkeypatch):
+    both, collected, within = Beside(graph_sizes=(1, 2)), [], []
+    capture = both.platform.capturer.capture
+
+    def watched(run):
+        within.append(gc.isenabled())
+        return capture(run)
+
+    monkeypatch.setattr(both.platform.capturer, "capture", watched)
+    monkeypatch.setattr(gc, "collect", lambda *_: collected.append(len(within)))
+    decoding = both.platform.decoding_of(both.streams)
+    with both.platform.streams.on(StreamName.FORWARD):
+        measure_graphs(both.platform.capturer, decoding, (1, 2), meter=RisingMemory(0, 1, 2))
+        capture_decodes(both.platform.capturer, decoding, (1, 2), meter=RisingMemory(0, 1))
+    assert (within, collected) == ([False] * 4, [0, 2])
+    assert gc.isenabled()
 
 
 @torch.inference_mode()
