@@ -105,7 +105,7 @@ def no_garbage_collection() -> Iterator[None]:
     """Garbage is collected once before the block, and not within it.
 
     Graphs of an engine that is gone are garbage in cycles. A capture fails when one of them is freed while it runs:
-    CUDA permits no release of a graph then. A collection walks all objects of the process, so there is one for all sizes.
+    CUDA permits no release of a graph then. A collection walks all objects of the process: one serves all captures.
     """
     was_enabled = gc.isenabled()
     gc.collect()
