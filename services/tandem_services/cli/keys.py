@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config.flags import positive_int
 from tandem_services.common.errors import StartupError
+from tandem_services.common.private_folder import new_contents
 
 EXAMPLES = """\
 examples:
@@ -166,16 +166,10 @@ def _sign_beside(path: Path) -> Iterator[None]:
 
 def _replace(path: Path, content: bytes, former: os.stat_result | None) -> None:
     """Nobody but its owner can read the new file before it is as the former was; 0600 where there was none."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    partial = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            if former is not None:
-                _give_to_owner_of(former, descriptor, path)
-            file.write(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with new_contents(path) as file:
+        if former is not None:
+            _give_to_owner_of(former, file.fileno(), path)
+        file.write(content)
 
 
 def _give_to_owner_of(former: os.stat_result, descriptor: int, path: Path) -> None:

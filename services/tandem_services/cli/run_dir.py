@@ -7,9 +7,7 @@ that is needed and belongs to a file that is not listed is an error. Logs of ear
 While `tandem up` runs, `run.json` also has its process, version, model, URL and the processes that it started.
 """
 
-import os
 import stat
-import tempfile
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
@@ -19,6 +17,7 @@ import msgspec
 
 from tandem_services.cli.proc import Identity
 from tandem_services.common.errors import StartupError
+from tandem_services.common.private_folder import new_contents
 
 RUN_FILE = "run.json"
 KEPT_LOGS = 5
@@ -142,14 +141,8 @@ def _rotate(path: Path, log: str, ours: frozenset[str]) -> list[str]:
 
 def _write(path: Path, names: Iterable[str], run: Run | None) -> None:
     text = msgspec.json.format(msgspec.json.encode(_Document(files=tuple(sorted(names)), run=run)), indent=1)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{RUN_FILE}.", dir=path)
-    try:
-        with os.fdopen(descriptor, "wb") as opened:
-            opened.write(text + b"\n")
-        Path(temporary).replace(path / RUN_FILE)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with new_contents(path / RUN_FILE) as file:
+        file.write(text + b"\n")
 
 
 def _exists(path: Path) -> bool:

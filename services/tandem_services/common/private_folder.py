@@ -1,8 +1,15 @@
-"""A folder of this user alone in the machine's temporary folder, at the same place for every process of the user."""
+"""Folders and files that only this user reads.
+
+private_folder    in the machine's temporary folder, at the same place for every process of the user
+new_contents      of a file, whole or not at all
+"""
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def private_folder(*names: str) -> Path:
@@ -18,3 +25,19 @@ def private_folder(*names: str) -> Path:
         if not folder.is_dir() or folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise PermissionError(f"{folder} is not a folder of this user alone")
     return folder
+
+
+@contextmanager
+def new_contents(path: Path) -> Iterator[BinaryIO]:
+    """An empty file of mode 0600 beside `path`, which replaces it at the end of the block. After an error it is gone.
+
+    A reader gets either the former contents or all of the new ones. Raises `OSError`.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    partial = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
