@@ -12,6 +12,7 @@ of 16 MiB.
 """
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.dry_run and not _device():
         print(NO_DEVICE)
         return 0
+    # As Ctrl-C: the part that runs ends with this process.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     runner = Runner(out=args.out, ends_at=time.monotonic() + args.minutes * 60, dry_run=args.dry_run)
     runner.run(args.part)
     return _shown(args.out, as_json=args.json)

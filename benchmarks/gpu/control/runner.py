@@ -19,6 +19,7 @@ from gpu.control import child, folder
 from gpu.control.lines import End, LineFile, Missing, open_case
 from gpu.control.parts import Part
 from gpu.control.state import PartState, State, Status
+from tandem_engine.base.linux import die_with_parent
 
 LEAST_S = 20.0
 """A part is not begun with less."""
@@ -107,6 +108,7 @@ class Runner:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  only prctl runs between fork and exec
         )
         assert process.stdout is not None
         reading = threading.Thread(target=self._copy, args=(process.stdout,), daemon=True)

@@ -1,6 +1,7 @@
 """Parts of a GPU run in processes that are killed, hang, crash or have no time, and a run that is called again."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -213,3 +214,27 @@ def test_make_gpu_runs_the_parts_with_the_given_interpreter(tmp_path, code):
     )
     assert done.returncode == code
     assert log.read_text().splitlines()[-1] == "-m gpu --part kernels"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ended_runner_leaves_no_part_behind(tmp_path, number):
+    """By SIGTERM it ends what the part has started, too; a killed one can end nothing, but the part ends with it."""
+    marker = tmp_path / "pid"
+    part_code = f"import os, pathlib, time; pathlib.Path({str(marker)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    code = (
+        f"import signal, sys, time; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
+        "from pathlib import Path\n"
+        "from gpu.control.parts import Part\nfrom gpu.control.runner import Runner\n"
+        "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
+        f"Runner(out=Path({str(tmp_path)!r}), ends_at=time.monotonic() + 600,"
+        f" command=lambda *_: [sys.executable, '-c', {part_code!r}]).run([Part(name='p', seconds=600.0, run='no')])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: marker.is_file() and marker.read_text(), 60)
+        process.send_signal(number)
+        process.wait(60)
+        wait_for(lambda: not Path("/proc", marker.read_text()).exists(), 60)
+    finally:
+        process.kill()
+        process.wait()
