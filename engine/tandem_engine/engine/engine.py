@@ -1,4 +1,4 @@
-"""One scheduler with its memory, executor and peers, as whoever owns the loop sees it."""
+"""One scheduler with its memory, executor and peers: the interface of the owner of the loop."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""An engine process from its configuration to its exit status: builds the parts, owns signals and their end."""
+"""An engine process from its configuration to its exit status: builds the parts, handles signals and the end."""
 
 import gc
 import logging
