@@ -1,4 +1,4 @@
-"""What a caller gets: frozen, with vLLM's field names."""
+"""Results for library callers: frozen, with vLLM's field names."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
