@@ -1,4 +1,4 @@
-"""`tandem-engine`: the engine's own commands. Users run `tandem`, which starts these as processes.
+"""`tandem-engine`: the engine's own commands. People use `tandem`, which starts these as processes.
 
 serve    one engine process for a worker service; with --tensor-parallel-size it starts its further ranks
 follow   the ranks of a further machine of an engine with --nnodes

@@ -1,8 +1,8 @@
-"""`python -m tandem_lab`: the commands of the lab that compute, each in a separate process.
+"""`python -m tandem_lab`: the commands of the lab that compute, each in a process of its own.
 
-verify    compare with transformers, token by token
-bench     offline throughput and latency against transformers
-accuracy  the cost of fewer bits of weights and KV, on a text
+verify   compare with transformers, token by token
+bench    offline throughput and latency against transformers
+accuracy what fewer bits of weights and KV cost, on a text
 """
 
 import argparse
