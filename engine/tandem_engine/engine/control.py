@@ -53,7 +53,7 @@ class Operations:
     profiler: StepProfiler
     answer: Answer
     model_replaced: Callable[[], None]
-    """The engine has another `compat_hash`: tell whoever pairs it with others."""
+    """The engine has another `compat_hash`: notify the component that pairs it with others."""
     reloading: Future[Reloaded] | None = None
     reload_nonce: int = 0
     """Of the order that `reloading` will answer."""

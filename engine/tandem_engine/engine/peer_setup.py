@@ -103,7 +103,7 @@ class PeerSide:
 
     @property
     def awaits_ranks(self) -> bool:
-        """Another rank may be about to report what wakes nobody here."""
+        """Another rank may be about to report, which wakes no thread here."""
         return self.transport is not None and self.transport.awaits_ranks
 
     def inputs(self) -> Iterator[FromPeer | LosePeer]:

@@ -78,9 +78,9 @@ class Reports:
 
     engine: Engine
     control: Control | None
-    """None without a worker service: nobody is told anything."""
+    """None without a worker service: nothing is reported."""
     watchdog: Watchdog
-    """Hears with every report that the engine lives."""
+    """Notified with every report that the engine is alive."""
     ready: EngineReady
     _event_sequence: int = 0
     _stats_at: float = 0.0

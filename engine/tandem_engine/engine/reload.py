@@ -78,7 +78,7 @@ class WeightsReload:
 
     @property
     def active(self) -> bool:
-        """Weights are asked for or being loaded."""
+        """Weights are requested or being loaded."""
         return self._loading is not None or self._answer is not None
 
     def expect(self) -> "Future[Reloaded]":
@@ -113,7 +113,7 @@ class WeightsReload:
         return True
 
     def close(self) -> None:
-        """Wait for a load that is going on, and forget it. Idempotent."""
+        """Wait for a load in progress, and forget it. Idempotent."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._loading = None
         if self._answer is not None:

@@ -49,7 +49,7 @@ class SocketReadable:
         self._wake()
 
     def close(self) -> None:
-        """Before the socket is closed: nobody waits any more. Idempotent."""
+        """Before the socket is closed: ends all waits. Idempotent."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._descriptor)
         self._loop = None

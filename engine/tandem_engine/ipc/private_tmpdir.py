@@ -90,7 +90,7 @@ def remove_abandoned(prefix: str) -> None:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    """Raises `OSError` when it is not, or cannot be told."""
+    """Raises `OSError` when it is not, or when that is unknown."""
     with _opened(folder) as place:
         entries = os.listdir(place)  # noqa: PTH208  # of the folder that was opened, whatever has its name by now
         if MARKER in entries:

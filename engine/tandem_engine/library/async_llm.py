@@ -59,7 +59,7 @@ LONGEST_SLEEP = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a caller wants done on the engine's thread."""
+    """A caller's function to run on the engine's thread."""
 
     function: Callable[[Engine], None]
     refuse: Callable[[EngineStoppedError], None]
@@ -278,11 +278,11 @@ class AsyncLLM:
             self._abort(streams[0].answer)
 
     async def pause(self, mode: PauseMode = PauseMode.IN_PLACE) -> None:
-        """Compute nothing until `resume`; requests wait. `PauseMode` says what becomes of running ones."""
+        """Compute nothing until `resume`; requests wait. `PauseMode` determines what happens to running ones."""
         await self._call(lambda engine: engine.pause(mode))
 
     async def resume(self) -> None:
-        """Go on after a pause."""
+        """Resume after a pause."""
         await self._call(lambda engine: engine.resume())
 
     async def reset_prefix_cache(self) -> int:

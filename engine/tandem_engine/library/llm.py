@@ -320,7 +320,7 @@ class LLM:
                     del self._growing[request.rid]
 
     def _drop_unfinished(self) -> None:
-        """After an exception, Ctrl-C included, nothing of this call may go on."""
+        """After an exception, Ctrl-C included, nothing of this call may continue."""
         if not self._growing:
             return
         self._growing.clear()

@@ -28,7 +28,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     """With the token that ended it."""
     cumulative_logprob: float | None
-    """Sum over `token_ids`; None when no logprobs were asked for."""
+    """Sum over `token_ids`; None when no logprobs were requested."""
     logprobs: tuple[TokenScores, ...] | None
     """Per token: the sampled one and the likeliest, by id."""
     finish_reason: str | None

@@ -33,7 +33,7 @@ class Session:
     tokens: int = field(default=0, init=False)
     """Of all their prompts and outputs."""
     forget: Callable[[str], None] = field(repr=False)
-    """Tells the engine to let go of the session of this id."""
+    """Has the engine release the session of this id."""
 
     def turn_ended(self, *, prompt: int, output: int) -> None:
         """A turn of `prompt` and `output` tokens is part of the conversation now."""

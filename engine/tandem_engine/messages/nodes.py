@@ -40,7 +40,7 @@ class NodeBeat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
 
 
 class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag="lost"):
-    """This node cannot go on."""
+    """This node cannot continue."""
 
     session: Name
     node_rank: int

@@ -36,7 +36,7 @@ from tandem_engine.base.errors import ConfigError, OtherRankFailedError, RankLos
 
 @dataclass(kw_only=True, slots=True)
 class FirstFailure:
-    """Written by the forward thread and by whoever watches the other ranks, read by the scheduler thread."""
+    """Written by the forward thread and by the watcher of other ranks, read by the scheduler thread."""
 
     error: RankLostError | None = None
 
@@ -53,7 +53,7 @@ class FirstFailure:
 
 @dataclass(kw_only=True, slots=True)
 class Departure:
-    """Set by whoever watches other nodes, read by the scheduler thread."""
+    """Set by the watcher of other nodes, read by the scheduler thread."""
 
     reason: str | None = None
     """Why the engine should drain; None while nothing asks for it."""
@@ -140,10 +140,10 @@ class SingleRank:
         return True
 
     def leave(self) -> None:
-        """Nobody to leave."""
+        """There is no other rank to leave."""
 
     def meet_again(self) -> None:
-        """Nobody to meet."""
+        """There is no other rank to rejoin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +155,7 @@ class Parallel:
     schedule: TpGroup = field(default_factory=SingleRank)
     """For the scheduler thread, which uses it in `agree` alone."""
     failure: FirstFailure = field(default_factory=FirstFailure)
-    """What makes this rank unable to go on, once something does."""
+    """The failure that keeps this rank from continuing, if any."""
     departure: Departure = field(default_factory=Departure)
     """What should end this engine in order, once something does."""
 

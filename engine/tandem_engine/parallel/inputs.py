@@ -45,7 +45,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, tag="resume"):
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag="flush_cache"):
-    """Only when nobody holds KV."""
+    """Only while no request holds KV."""
 
 
 class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="load_weights"):

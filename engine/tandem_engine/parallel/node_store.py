@@ -28,7 +28,7 @@ WAIT_S = 300.0
 """For a key, where the caller has no bound of its own."""
 
 ASK_AGAIN_S = 0.005
-"""Between looks at a key that another rank will set."""
+"""Between polls of a key that another rank will set."""
 
 
 class RemoteStore(Store):

@@ -80,12 +80,12 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_words(self) -> Path:
-        """Where a rank that cannot go on writes why."""
+        """Where a rank that cannot continue writes the reason."""
         return Path(self.folder) / f"rank-{self.rank}.error"
 
 
 def announce(store: Store, rank: int) -> None:
-    """Tell rank 0 that this rank runs and is about to join."""
+    """Notify rank 0 that this rank runs and is about to join."""
     store.set(_here_key(rank), "1")
 
 

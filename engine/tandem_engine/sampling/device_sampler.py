@@ -92,7 +92,7 @@ _NO_EDITS = LogitEdits()
 
 
 class QueuedEditor:
-    """Edits logits on a device. Owns the token history of its penalised rows."""
+    """Edits logits on a device. Owns the token history of its penalized rows."""
 
     def __init__(self) -> None:
         self.penalties = CountedPenalties()
@@ -281,7 +281,7 @@ class QueuedSample:
     token_ids: Tensor
     """[R] int64; `UNSOUND` where the best logit is NaN or +infinity."""
     logprobs: Outcome[tuple[SampledLogprobs | None, ...]]
-    """[R], or empty when nobody asked."""
+    """[R], or empty when no row requests them."""
 
 
 class QueuedSampler:

@@ -244,7 +244,7 @@ class TokenTails:
 
 
 class TokenCounts(Protocol):
-    """Of penalised rows."""
+    """Of penalized rows."""
 
     def record(self, slots: Tensor, token_ids: Tensor) -> None:
         """Count `token_ids` [P, K] of `slots` [P], −1 where a row has fewer than K."""
@@ -268,7 +268,7 @@ _NO_EDITS = LogitEdits()
 
 
 class LogitEditor:
-    """Edits logits. Owns the token history of penalised rows; belongs to the thread that runs forwards."""
+    """Edits logits. Owns the token history of penalized rows; belongs to the thread that runs forwards."""
 
     def __init__(self) -> None:
         self.penalties = PenaltyRows()

@@ -220,7 +220,7 @@ class SampleOutput:
     token_ids: Tensor
     """[S] int64; `UNSOUND` where the best logit is NaN or +infinity."""
     logprobs: tuple[SampledLogprobs | None, ...]
-    """[S], or empty when nobody asked."""
+    """[S], or empty when no row requests them."""
 
 
 class Sampler:

@@ -57,7 +57,7 @@ class Span:
 
 
 def make_batch(spans: Sequence[Span], *, page_size: int, mode: ForwardMode) -> ForwardBatch:
-    """`spans` as one step in which those that sample draw the token behind their last one."""
+    """`spans` as one step in which those that sample draw the token after their last one."""
     lens = [len(span.token_ids) for span in spans]
     table = _page_table(spans, page_size)
     positions = np.concatenate([np.arange(span.start, span.stop, dtype=np.int64) for span in spans])
@@ -81,7 +81,7 @@ def make_batch(spans: Sequence[Span], *, page_size: int, mode: ForwardMode) -> F
 
 
 def _page_table(spans: Sequence[Span], page_size: int) -> npt.NDArray[np.int32]:
-    """[spans, pages of the longest] int32; 0, the dummy page, behind a sequence's last page."""
+    """[spans, pages of the longest] int32; 0, the dummy page, after a sequence's last page."""
     parts = [span.kv.pages[span.window // page_size : -(-span.stop // page_size)] for span in spans]
     table = np.zeros((len(spans), max(map(len, parts))), dtype=np.int32)
     for row, pages in enumerate(parts):

@@ -88,7 +88,7 @@ class Proposer(Protocol):
 
 
 class Verifier(Protocol):
-    """Decides which drafts were right. Pure; called by the thread that runs forwards."""
+    """Determines which drafts are accepted. Pure; called by the thread that runs forwards."""
 
     def verify(self, drafts: DraftTokens, sampled: Sequence[int]) -> AcceptResult:
         """Compare drafts with the model's choice.

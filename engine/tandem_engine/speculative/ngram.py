@@ -84,7 +84,7 @@ class NgramIndex:
         return bool(self._previous) and self._best_occurrence() != NOWHERE
 
     def _best_occurrence(self) -> int:
-        """Position behind the earlier occurrence with the longest context, the newest of equals."""
+        """Position after the earlier occurrence with the longest context, the newest of equals."""
         best, best_context = NOWHERE, self._shortest - 1
         at = self._previous[-1] if self._previous else NOWHERE
         for _ in range(CANDIDATES):
@@ -173,7 +173,7 @@ class NgramProposer:
         return DraftTokens(tuple(self._index(request).continuation(request.limit) for request in requests))
 
     def release(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
-        """Drop the index. A request that comes back, after a retraction, has it built anew."""
+        """Drop the index. A request that comes back, after a retraction, has it rebuilt."""
         del token_ids
         self._indices.pop(kv.row, None)
 

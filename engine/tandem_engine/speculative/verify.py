@@ -50,7 +50,7 @@ class Model(Protocol):
         ...
 
     def record(self, batch: ForwardBatch, token_ids: Tensor) -> None:
-        """Requests whose next tokens depend on those before got `token_ids` [S, K], −1 behind a shorter run."""
+        """Requests whose next tokens depend on those before got `token_ids` [S, K], −1 after a shorter run."""
         ...
 
 

@@ -36,7 +36,7 @@ class Matcher(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """Why this output cannot go on: no token fits, or a step's limit was hit. Found by `fill`; final."""
+        """Why this output cannot continue: no token fits, or a step's limit was hit. Found by `fill`; final."""
         ...
 
     def accept(self, tokens: Sequence[int]) -> int:
@@ -78,7 +78,7 @@ class GrammarBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of processes; `compile` calls under way fail. Idempotent."""
+        """Release processes; `compile` calls in progress fail. Idempotent."""
         ...
 
 
