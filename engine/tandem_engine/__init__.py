@@ -1,7 +1,7 @@
 """Tandem's engine. As a library: `from tandem_engine import LLM, SamplingParams`.
 
-Importing this package imports nothing else: gateways and routers use its messages in processes without
-torch. The names below are looked up when somebody asks for one.
+Importing this package imports nothing else: gateways and routers use its messages in processes without torch. The names
+below are imported on first access.
 """
 
 from importlib import import_module

@@ -1,22 +1,16 @@
 """`tandem accuracy`: what fewer bits cost, on a text.
 
-1. the baseline predicts every token of the text from those before it; what it thinks of each is kept in a file
-2. every variant predicts the same and is compared, place by place: other dtypes of weights and KV, other checkpoints
-3. a table, or one JSON object
+    1. the baseline predicts every token of the text from those before it; its predictions are kept in a file
+    2. every variant predicts the same and is compared, place by place: other dtypes of weights and KV, checkpoints
+    3. a table, or one JSON object
 
-Both are computed by the engine's own steps, so that this measures our kernels and our rounding. It is no test: it says
-how far, not whether that is far.
+The engine's own steps compute both, so this measures Tandem's kernels and rounding. It is a measurement, not a test
+with a bound. The text is cut into windows, each of which a model sees from its beginning. The default text is the
+beginning of Lewis Carroll's "Alice's Adventures in Wonderland" (1865), which is in the public domain.
 
-How far one model's predictions of a text are from another's, token by token.
-
-perplexity        e^(mean −log q(t))                          t the token that follows
-KL divergence     Σ_v p(v) · (log p(v) − log q(v))            p the baseline's distribution, q the other's; in nats
-top-1 agreement   share of places where both think the same token likeliest
-
-What is predicted: a text cut into windows, each of which a model sees from its beginning.
-
-The text that comes along is the beginning of Lewis Carroll's "Alice's Adventures in Wonderland" (1865), which is in the
-public domain.
+    perplexity        e^(mean −log q(t))                          t the token that follows
+    KL divergence     Σ_v p(v) · (log p(v) − log q(v))            p the baseline's distribution, q the other's; in nats
+    top-1 agreement   share of places where both have the same likeliest token
 """
 
 import math

@@ -1,10 +1,10 @@
-"""Request traces in the formats that are public: Mooncake (.jsonl) and Azure LLM inference (.csv).
+"""Request traces in public formats: Mooncake (.jsonl) and Azure LLM inference (.csv).
 
-Neither has text. Mooncake names the blocks of a prompt, `TRACE_BLOCK` tokens each, so that equal leading numbers are
-a shared prefix; Azure has lengths alone, so its prompts share nothing.
+Both are without text. Mooncake names the blocks of a prompt, `TRACE_BLOCK` tokens each, so that equal leading numbers
+are a shared prefix; Azure has lengths alone, so its prompts share nothing.
 
-    Mooncake  {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [block, …]}, and where
-              somebody has added them "tenant": name, "priority": number and "n": choices
+    Mooncake  {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [block, …]}, and optionally
+              "tenant": name, "priority": number and "n": choices
     Azure     TIMESTAMP,ContextTokens,GeneratedTokens
 """
 

@@ -1,4 +1,4 @@
-"""What a command can lack on a machine, and the sentence that says so: an extra of the distribution, or room on a disk.
+"""What a command can lack on a machine, and the error message for it: an extra of the distribution, or disk space.
 
 A command imports what it needs when it runs, so an installation without an extra fails at that import.
 """

@@ -1,29 +1,22 @@
-"""Lists of CPUs as Linux writes them: `0-3,8`. And keeping a thread on some of them.
+"""What the engine uses of Linux: CPU lists and binding, freed memory, huge pages, private files, death with the parent.
 
-A thread that may run anywhere is moved between cores while it computes, now and then onto one where another worker's
-thread computes: both then take twice as long for some milliseconds. Threads that a bound thread starts, such as those
-of its OpenMP team, stay on the same cores.
+`parse_cpus`, `format_cpus` and `bind_thread` use lists such as `0-3,8`. Without binding, a thread is moved between
+cores while it computes, at times to one where another worker's thread computes: both then take twice as long for some
+milliseconds. Threads that a bound thread starts, such as its OpenMP team, stay on the same cores.
 
-Memory that was freed, and that the C library keeps for what may come.
+`give_back` and `AtRest` return freed memory to the system. Loading takes more than stays, for seconds, and the step of
+a long prompt more than that of a decode. glibc returns only the end of a heap. A step soon after another one reuses the
+rest; an idle engine does not need it.
 
-Loading takes more than stays, for seconds, and the step of a long prompt more than that of a decode. glibc gives the
-system back what lies at the end of a heap alone, so the rest is this process's for as long as it lives. A step soon
-after another one is glad of it; an engine at rest needs none.
+`to_huge_pages` moves memory to pages of 2 MiB. Weights are read from end to end for every token. With pages of 4 KiB
+the processor translates a quarter of a million addresses per gigabyte, twice each on a virtual machine, and restarts
+its prefetching each time. Linux moves written memory on request (`MADV_COLLAPSE`, since 6.1), unless huge pages are
+off. Elsewhere it is asked to do so in the background. A request may stop at the first page that cannot be moved,
+without a report, so it is made piece by piece.
 
-Memory in pages of 2 MiB.
-
-Weights are read from end to end for every token. In pages of 4 KiB the processor has to find out where the next one is
-a quarter of a million times a gigabyte, on a virtual machine twice each time, and begins anew to read ahead.
-
-Linux moves memory that is written already to huge pages when asked to (`MADV_COLLAPSE`, since 6.1), unless they are
-switched off on the machine. Where it does not, it is asked to do so in the background, as far as it likes to. It may
-stop at the first page that it cannot move and does not tell how far it came, so it is asked piece by piece.
-
-Files that hold prompts, KV or keys: for this user alone.
-
-A server process calls `keep_files_private` before it does anything else, so that logs, dumps and traces, some of which
-libraries write, are private too. Code that also runs within a user's own process, whose umask is not ours to change,
-opens its files with `private_opener`.
+`keep_files_private` keeps files with prompts, KV or keys for this user alone. A server process calls it first, so that
+logs, dumps and traces, some of which libraries write, are private too. Code that also runs in a user's own process,
+whose umask must not change, opens its files with `private_opener`.
 """
 
 import ctypes

@@ -1,16 +1,16 @@
-"""Log lines: one event per line, as JSON or as text, safe to read in a terminal.
+"""Log lines: one event per line, as JSON or as text, safe to read in a terminal, and written without blocking.
 
-Facts go in `extra={"fields": {...}}`, not into the message, so that a message stays greppable. Control
-characters never reach the output unescaped: a client's text cannot forge a line or move a cursor.
+Values go in `extra={"fields": {...}}`, not into the message, so that a message can be searched for. Control characters
+are always escaped: a client's text cannot forge a line or move a cursor.
 
-Where log lines go: from a thread of its own, so that nobody who logs ever waits for whoever reads.
+A separate thread writes, so that logging never waits for the reader:
 
     record ─▶ formatted where it was logged ─▶ at most `MAX_WAITING` lines ─▶ the thread ─▶ file descriptor
                                                full: dropped and counted       it cannot be written: dropped and counted
 
-A reader that stops (a collector that hangs, a terminal that is held) fills the pipe, and a write then blocks for ever;
-on a full disk it fails. Either way serving goes on, and when lines can be written again the first one says how many are
-missing [logs-never-block]. What waits is written when the process ends, or lost after `FLUSH_S`.
+A stopped reader (a collector that hangs, a paused terminal) fills the pipe, and a write then blocks forever; on a full
+disk it fails. In both cases serving continues, and the first line that can be written again has the number of missing
+lines [logs-never-block]. Waiting lines are written when the process ends, or lost after `FLUSH_S`.
 """
 
 import json

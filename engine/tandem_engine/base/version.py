@@ -1,6 +1,6 @@
 """The product's version, as its distribution states it.
 
-The distribution is `tandem-llm`: `tandem` on the package index belongs to somebody else. Commands and packages keep
+The distribution is `tandem-llm`, because `tandem` on the package index is another project. Commands and packages keep
 their names.
 """
 

@@ -1,8 +1,8 @@
-"""Defaults that follow from the device: how much is computed at a time, for how many requests, over which pages.
+"""Defaults that follow from the device: tokens and requests per step, and the page size.
 
-A GPU with the limits of a CPU is idle: its weights are read for 64 sequences where 256 would cost hardly more, and a
-prompt goes through it in chunks that are too short for its matrix products. What a flag says is kept; `EngineConfig`
-lists the settings that no flag gave, and only they change.
+A GPU with the limits of a CPU is idle: its weights are read for 64 sequences where 256 would cost hardly more, and
+chunks of a prompt are too short for its matrix products. Explicit flags are kept; `EngineConfig` lists the settings
+without a flag, and only they change.
 
 Pages of 64 tokens: the keys of a block of attention are in one page, so its addresses are computed once (prompts of
 8,192 tokens on an H200: 438 TFLOP/s, 344 with pages of 16), and a transfer has a quarter of the descriptors.

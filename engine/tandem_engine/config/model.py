@@ -1,4 +1,4 @@
-"""Architecture of a model, as its checkpoint's `config.json` tells it (`model.checkpoint`)."""
+"""Architecture of a model, read from its checkpoint's `config.json` (`model.checkpoint`)."""
 
 from dataclasses import dataclass
 from enum import StrEnum

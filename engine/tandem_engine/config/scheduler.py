@@ -1,4 +1,4 @@
-"""Who is admitted when, what is computed together, and who gives way."""
+"""Settings of admission, batching, scheduling policy and preemption."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the transfer stages ask of the scheduler they are attached to."""
+"""What the transfer stages require of their scheduler, and what they share: room keys and counters."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class TransferCounters:
     """Monotonic counts of one engine, both sides of transfers together."""
 
     moves: int = 0
-    """Grants given, and signs that more was written: it grows while transfers to here go on."""
+    """Grants given, and signs that more was written: it grows while transfers to here make progress."""
     committed: int = 0
     """Transfers received whole and verified."""
     handed_over: int = 0
@@ -93,7 +93,7 @@ class PrefixCounters:
     wait_s: float = 0.0
     """From asking to the end, of all that ended."""
     lent: int = 0
-    """Asks of others that were served."""
+    """Requests of others that were served."""
     lent_pages: int = 0
     quarantined: int = 0
     """Holds whose writer did not acknowledge in time."""

@@ -1,6 +1,6 @@
 """The receiving side of a handoff: a prompt computed elsewhere continues here from its first token.
 
-Life of a request with `handoff.side` RECEIVE
+States of a request with `handoff.side` RECEIVE
 
     accept ─▶ 1. waiting ─▶ 2. receiving ─▶ 3. verifying ─▶ 4. admitted (PREBUILT) ─▶ running
                   │              │               │
@@ -8,16 +8,16 @@ Life of a request with `handoff.side` RECEIVE
 
     1. waiting     no KV yet. In order of arrival each gets a row, the cached prefix and private pages for
                    the rest, as soon as running requests can spare them (`StageSide.spare_pages`)
-    2. receiving   the writer has a grant for the private pages, and writes to them until its handoff record says
-                   that it has written all; writes may repeat, in any order [record-after-writes] [writes-repeat]
-    3. verifying   everything is here; the transport digests the pages. Until the digests match, no page
-                   is committed, so none reaches attention or the prefix cache [verified-pages]
-    4. admitted    KV committed and cached; the first token stands in `output_ids` and is streamed again
-                   from here, so the client has it even if the prefill worker dies. Gateways drop doubles
+    2. receiving   the writer has a grant for the private pages, and writes to them until its handoff record
+                   reports that all is written; writes may repeat, in any order [record-after-writes] [writes-repeat]
+    3. verifying   all pages are here; the transport digests them. Until the digests match, no page is
+                   committed, so none reaches attention or the prefix cache [verified-pages]
+    4. admitted    KV committed and cached; the first token is in `output_ids` and is streamed again from
+                   here, so the client has it even if the prefill worker dies. Gateways drop duplicates
 
-No wait is unbounded: 1 and 2 end when nothing was heard of the writer for `grant_timeout` (`leases`), 3 the
-same time after its handoff record, and all with the request's own deadline. A request that ends early
-leaves its pages to its hold (`holds`), and tells the writer [abort-both-ways].
+No wait is unbounded: 1 and 2 end when the writer was silent for `grant_timeout` (`leases`), 3 the same time after its
+handoff record, and all with the request's own deadline. A request that ends early leaves its pages to its hold
+(`holds`) and notifies the writer [abort-both-ways].
 """
 
 import logging
@@ -104,7 +104,7 @@ class DecodeStage:
         return expired or granted or overdue
 
     def abort(self, rid: RequestId, wish: Finish) -> bool:
-        """End a request that is kept here as `wish` says. False when it is not."""
+        """End a request that is kept here with `wish`. False when it is not."""
         waiting = self.prealloc.of_request(rid)
         if waiting is not None:
             self._give_up_waiting(waiting, wish)
@@ -135,7 +135,7 @@ class DecodeStage:
     def grant_again(self, rooms: Iterable[RoomKey], writer: str) -> None:
         """Repeat the grants of `rooms` for `writer`, which has none: they were lost, unless they are on their way.
 
-        A writer that gets one twice ignores the second. Whom nothing reaches loses the room when the hold runs out.
+        A writer that gets one twice ignores the second. One that gets none loses the room when the hold runs out.
         """
         old = self.host.clock.now() - self.config.renewal_period / 2
         for key in rooms:
@@ -150,7 +150,7 @@ class DecodeStage:
                 self._send_grant(receiving)
 
     def unaccounted(self) -> Iterator[TransferHold]:
-        """Holds of which the writer has not said that all is written, or that nothing more will be."""
+        """Holds whose writer has not reported that all is written, or that nothing more will be."""
         return (receiving.hold for receiving in self._receiving.values() if receiving.record is None)
 
     def on_record(self, record: HandoffRecord) -> None:
@@ -171,7 +171,7 @@ class DecodeStage:
             self._fail(receiving, problem)
             return
         key, writer = receiving.hold.key, record.sender.incarnation
-        # The writer is done with the room and renews no more; verifying gets a lease of its own.
+        # The writer is done with the room and renews no more; verifying has a separate lease.
         self.holds.renew(key, writer=writer, valid_s=self.config.grant_timeout)
         self.holds.wrote(key, writer=writer, pages=record.pages)
         self.counters.moves += 1

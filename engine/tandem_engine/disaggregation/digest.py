@@ -1,18 +1,18 @@
-"""Digests of KV pages: the proof that a page arrived whole, and in the right place.
+"""Digests of KV pages: the proof that a page arrived complete, and in the right place.
 
-The key of a page's digest is its place (room, generation, index within the grant), so a page that was meant for
-another request, another attempt or another position does not verify even where its bytes are intact. The sender
-digests what it has written, the receiver what has arrived; which kind it is says the receiver's grant.
+The key of a page's digest is its place (room, generation, index within the grant). A page that was meant for another
+request, attempt or position does not verify even if its bytes are intact. The sender digests what it has written, the
+receiver what has arrived; the receiver's grant states the kind:
 
-    sampled   words of every layer and group of slots (`digest_words`): sees whatever a transfer can do to a page
-              as a whole, missed, torn, stale, foreign, for about a hundredth of the time a long transfer takes
-    full      every byte (`digest_words`), so that flipped bits are seen too; on a CPU it takes about as long as the
+    sampled   words of every layer and group of slots (`digest_words`): detects whatever a transfer can do to a page as
+              a whole (missed, torn, stale, foreign), for about a hundredth of the time that a long transfer takes
+    full      every byte (`digest_words`), so flipped bits are detected too; on a CPU it takes about as long as the
               transfer
 
-Where engines with different numbers of ranks meet, a rank writes some heads of each page, and a digest is of those.
+Between engines with different numbers of ranks, a rank writes some heads of each page, and a digest is of those heads.
 
-Pages are read where they lie: on a CPU by compiled loops, on a device by its own kernels (`device_digests`), or by
-torch's where Triton is missing. All agree to the bit, so a page may be digested by one here and by another there.
+Pages are read in place: on a CPU by compiled loops, on a device by Triton kernels (`digest_triton`), or by torch where
+Triton is missing. All agree to the bit, so each side may use another one.
 """
 
 from collections.abc import Callable, Sequence

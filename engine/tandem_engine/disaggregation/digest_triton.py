@@ -1,18 +1,18 @@
-"""Digests of pages on a device: one Triton kernel each for `digest_words` and `digest_words`, equal to them to the bit.
+"""Digests of pages on a device: Triton kernels for both digests of `digest_words`, equal to them to the bit.
 
     sampled    mix(base + Σ over samples s of mix(word[place(s)] ^ place(s))),  place(s) = mix(base + s · GOLDEN)
     full       mix(base + Σ over words w of fold((word[w] ^ (base + w · GOLDEN))))
 
-with base = mix(key), all modulo 2^64. Sums of integers have one value in any order, so programs add as they come.
+with base = mix(key), all modulo 2^64. A sum of integers does not depend on the order, so programs add in any order.
 
 Shapes: words [N, words of a page] signed, of 1 to 8 bytes; pages [n] int64; keys [n] int64, the bits of unsigned ones;
 rows [samples] int64; out [n] int64.
 
-Tiling: sampled has a program a page, which reads all of its samples at once, far apart. full has a program for BLOCK
-words of a page, each read once, dense; the sums of a page's programs are added and mixed by torch.
+Tiling: sampled has one program per page, which reads all of its samples at once, far apart. full has one program per
+BLOCK words of a page, each read once, dense; torch adds and mixes the sums of a page's programs.
 
-Pages stay where they are; what crosses to the host is eight bytes a page. Importing this needs Triton, which comes with
-torch for CUDA. With TRITON_INTERPRET=1 the kernels run on a CPU, which is how they are tested without a device.
+Pages stay in place; eight bytes per page go to the host. Importing this module requires Triton, which comes with torch
+for CUDA. With TRITON_INTERPRET=1 the kernels run on a CPU, which is how they are tested without a device.
 """
 
 import torch

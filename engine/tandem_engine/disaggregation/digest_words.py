@@ -1,39 +1,29 @@
-"""The digest of every byte of a page.
+"""The arithmetic of page digests, compiled for a CPU and in torch: of every byte (full), and of sampled words.
 
-    base    = mix(key)
-    x_i     = word_i xor (base + i · GOLDEN), i = 0 … words − 1
-    y_i     = (x_i xor x_i >> 32) · FIRST
-    digest  = mix(base + Σ (y_i xor y_i >> 29))              all modulo 2^64
+    base    = mix(key)                                                               all modulo 2^64
+    full      x_i = word_i xor (base + i · GOLDEN), i = 0 … words − 1;    y_i = (x_i xor x_i >> 32) · FIRST
+              digest = mix(base + Σ (y_i xor y_i >> 29))
+    sampled   place_s = mix(base + s · GOLDEN), s = 0 … samples − 1
+              digest = mix(base + Σ mix(word_s xor place_s))
 
-Each term is a bijection of its word, so that a change within one word is always seen; of others one in 2^64 is not. The
-sum has no order: a CPU makes it with vector instructions, a device in parallel (`device_digests`).
+Sums have no order: a CPU uses vector instructions, a device computes in parallel (`digest_triton`). In a full digest
+each term is a bijection of its word, so a change within one word is always detected; of other changes one in 2^64 is
+not.
 
-Arithmetic that digests of pages share: numbers modulo 2^64, the same compiled for a CPU, in torch, and in Triton.
+A page is [layer, 2, kv_head, slot, row]. A sampled digest reads one word of each layer and each group of `SLOT_GROUP`
+slots: in the last used slot of the group, of K or V, a head and a place in the row that follow from the page's key. The
+KV of a token depends on all tokens before it, so two sequences that differ anywhere before the last slot differ in it.
+Unless the words that it reads are equal by chance, a sampled digest detects
 
-`mix` is the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), a
-bijection. torch has no unsigned integers to calculate with: there the bits are those of signed ones.
+    missed    a page that was not written, or any layer of it
+    torn      a page written in part: every missing layer, so any missing run of two layers' length. Transfers write
+              whole pages or whole layers
+    stale     KV of another sequence, even of one that begins with the same tokens
+    foreign   a page meant for another room, generation or index: its words and its key differ
 
-Which words of a page a sampled digest reads, and the sum it makes of them.
-
-A page is [layer, 2, kv_head, slot, row]. Of each layer and each group of `SLOT_GROUP` slots one word is read: in the
-last slot of the group that is in use, of K or V, a head and a place in the row that follow from the page's key, so
-another room, generation or index reads other words. What a token leaves in its slot depends on all tokens before it:
-pages of two sequences that differ anywhere before the last slot differ in it, too. So a digest tells apart
-
-    missed    a page that was not written, or a layer of it, whichever
-    torn      a page written in part. Of a run of bytes that is missing, every whole layer is seen, so any run as long
-              as two layers, wherever it begins; transfers write whole pages or whole layers
-    stale     what another sequence left there, even one that begins with the same tokens
-    foreign   a page meant for another room, generation or index: its words are others, and so is its key
-
-as long as the words it reads are not equal by chance. What it cannot see is a few flipped bits elsewhere: that takes a
-digest of every byte.
-
-    base    = mix(key)
-    place_s = mix(base + s · GOLDEN), s = 0 … samples − 1
-    digest  = mix(base + Σ mix(word_s xor place_s))         all modulo 2^64
-
-The sum has no order, so a device can make it in parallel (`device_digests`).
+It does not detect a few flipped bits elsewhere. `mix` is the finalizer of splitmix64 (Steele, Lea, Flood: Fast
+splittable pseudorandom number generators, 2014), a bijection. torch has no arithmetic for unsigned integers, so there
+the bits are those of signed ones.
 """
 
 from typing import Any

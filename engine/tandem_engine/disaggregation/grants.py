@@ -1,36 +1,28 @@
-"""Write grants as the writing engine holds them.
+"""Write grants as the writing engine holds them: when pushes may start, and which acks it owes.
 
-Life of a grant
-    1. early      it came before the gateway's request did; kept for as long as it may be valid, within a bound
-    2. attached   to the room it belongs to; pushes may start until it expires, which the receiver puts off
-                  for as long as both go on (`leases`)
+`EarlyGrants` and `Grant`
+    1. early      it came before the gateway's request; kept while it may be valid, within a bound
+    2. attached   to its room; pushes may start until it expires. The receiver renews it while both continue (`leases`)
     3. expired    no push may start any more [grant-expiry]
 
-It expires `valid_s` after it was sent. While nothing is known of the receiver's clock it may have expired already,
-having lain unread: it is doubtful, and no push starts before the receiver has confirmed it. A renewal does that.
+A grant expires `valid_s` after it was sent. Without an estimate of the receiver's clock it may have expired unread: it
+is doubtful, and no push starts before the receiver renews it.
 
-What a peer's monotonic clock reads, in terms of ours: how old its messages are.
+`PeerClocks` dates messages by the sender's monotonic clock. A message may be unread for as long as its reader is
+stopped or a connection stalls, and a duration in it ("valid for 8 s") counts from when it was sent. Otherwise an engine
+that was frozen for 30 s would accept a grant whose pages already belong to another request [late-write] [one-clock].
+    1. unknown   no message of the peer can be dated; the reply to a question sets the estimate
+    2. known     we asked at `a`, and it replied when its clock was `b`: what it sends at `b + t` was sent no earlier
+                 than `a + t` here, less the drift of two clocks
+    3. renewed   by every later reply that gives a tighter bound; forgotten when the peer is fenced
 
-A message may lie unread for as long as its reader is stopped, or as a connection stalls. What it says of a duration
-("good for 8 s") must be counted from when it was sent, not from when it was read: an engine that was frozen for half a
-minute would otherwise take a grant for new whose pages have long been somebody else's [late-write] [one-clock].
-
-Life of what is known of one peer
-    1. unknown   nothing of it can be dated. Whoever has to asks a question, and the answer teaches
-    2. known     we asked at `a`, it answered when its clock said `b`: what it sends at `b + t` was sent no earlier than
-                 `a + t` here, less what two clocks drift apart meanwhile
-    3. renewed   by every later answer that says more: a slow one dates everything too early. Forgotten when the peer is
-                 fenced
-
-What the writing engine owes to peers whose pages it was granted.
-
-Life of the debt
+`DrainBook` has what is owed to peers
     1. started    a push into a peer's pages is outstanding, keyed by (room, generation, peer)
-    2. asked      the peer aborted: it wants to know when its pages are safe
-    3. settled    nothing is outstanding there any more, and a closed room starts nothing new: ack
+    2. asked      the peer aborted and requests an ack that its pages are safe
+    3. settled    nothing is outstanding, and a closed room starts nothing new: ack
 
-An ack is owed for every room a peer asks about, known or not: the room may have ended here long before
-the question came, and then the answer is immediate [ack-per-grant].
+An ack is owed for every room that a peer asks about, known or not: if the room ended long ago, the reply is immediate
+[ack-per-grant].
 """
 
 import math
@@ -64,13 +56,13 @@ class PeerClocks:
     _exchanges: dict[str, _Exchange] = field(default_factory=dict)
 
     def learn(self, incarnation: str, *, asked_at: float, answered_at: float, now: float) -> None:
-        """It answered, when its clock said `answered_at`, what we asked at `asked_at`. Nonsense teaches nothing."""
+        """Its reply, sent at `answered_at` by its clock, to our question of `asked_at`. Invalid times are ignored."""
         sensible = asked_at <= now and math.isfinite(asked_at) and math.isfinite(answered_at)
         if sensible and asked_at > self.earliest(incarnation, answered_at):
             self._exchanges[incarnation] = _Exchange(asked_at, answered_at)
 
     def earliest(self, incarnation: str, theirs: float) -> float:
-        """Our time at or before which its clock said `theirs`; -inf while nothing is known of it."""
+        """Our time at or before which its clock was `theirs`; -inf without an estimate."""
         exchange = self._exchanges.get(incarnation)
         if exchange is None or not math.isfinite(theirs):
             return -math.inf
@@ -83,7 +75,7 @@ class PeerClocks:
 
 
 EARLY_GRANTS = 1024
-"""Grants kept for rooms that are not known yet; beyond, the oldest goes and its room waits in vain."""
+"""Grants kept for rooms that are not known yet; beyond, the oldest is dropped and its room times out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +144,7 @@ class Grant:
 
 
 def renewed_until(message: GrantsRenewed, now: float) -> float | None:
-    """Until when pushes may start by this answer, counted from when it was asked for; None where it names no end."""
+    """Until when pushes may start by this reply, counted from the question; None where it names no end."""
     expires = min(message.said_at, now) + message.valid_s
     return expires if math.isfinite(expires) else None
 
@@ -201,7 +193,7 @@ class Target(NamedTuple):
 
 
 class AckDue(NamedTuple):
-    """`peer` may be told that nothing more will be written for `key`."""
+    """`peer` may be notified that nothing more will be written for `key`."""
 
     key: RoomKey
     peer: Peer
@@ -225,13 +217,13 @@ class DrainBook:
         return self._due(target)
 
     def ask(self, key: RoomKey, peer: Peer) -> AckDue | None:
-        """`peer` wants an ack. Returns it when it is due at once."""
+        """`peer` requests an ack. Returns it when it is due at once."""
         target = Target(key, peer.incarnation)
         self._asked[target] = peer
         return self._due(target)
 
     def drop(self, incarnation: str) -> None:
-        """The peer is dead: nobody is waiting for its acks. Its pushes still end one by one."""
+        """The peer is dead: no acks are owed to it. Its pushes still end one by one."""
         for target in [target for target in self._asked if target.peer == incarnation]:
             del self._asked[target]
 

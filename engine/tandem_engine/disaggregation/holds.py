@@ -1,13 +1,12 @@
 """Holds: memory of the receiving engine that a peer may still write to.
 
-Life of a hold
     1. granted      the request has pages; the write grant is on its way to the writer
-    2. receiving    the writer says that it has written some of them
+    2. receiving    the writer has reported that it has written some of them
     3. committed    it has written all and every digest matched; the hold is over, the request owns the pages
     4. draining     the transfer ended early; the pages left the request and wait for the writer's ack
     5. quarantined  no ack in time; the pages wait until the writer acks after all or is fenced
-    6. fenced       the writer counts as dead. One that was stopped in the middle of a write goes on with it when it is
-                    woken, so the pages wait until its process has ended
+    6. fenced       the writer counts as dead. A writer that was stopped during a write continues it when it is
+                    resumed, so the pages wait until its process has ended
 
                                                           ┌──── ack ────▶ pages free
     granted ──▶ receiving ──▶ committed                   │
@@ -15,9 +14,9 @@ Life of a hold
                                           └─ deadline ─▶ quarantined ── ack ──▶ pages free
                                        either ── fence ──▶ fenced ── ack, end ──▶ pages free
 
-Only commit, an ack or the end of the writer's process gives pages back, so a late write never lands in another
-request's page [late-write]. Deadlines are monotonic seconds. Acks count only from the writer that was granted the
-pages, in the generation they were granted in [ack-per-grant]; anything else about a hold that is over is ignored
+Only commit, an ack or the end of the writer's process releases pages, so a late write never lands in another request's
+page [late-write]. Deadlines are monotonic seconds. An ack counts only from the writer that was granted the pages, in
+the generation of the grant [ack-per-grant]; any other signal about a hold that is over is ignored
 [late-signal-ignored].
 """
 
@@ -31,10 +30,10 @@ from tandem_engine.disaggregation.base import RoomKey
 from tandem_engine.messages.requests import Peer
 
 FENCED_AT_MOST_S = 600.0
-"""Seconds after which a fenced writer's pages are used again though nobody can tell that its process has ended."""
+"""Seconds after which a fenced writer's pages are reused although it is unknown whether its process has ended."""
 
 GiveBack = Callable[[Sequence[PageId]], None]
-"""Takes pages that nobody will write to any more."""
+"""Takes pages that no writer will write to any more."""
 
 
 class HoldState(Enum):
@@ -67,7 +66,7 @@ class TransferHold:
     """Of the writer's next sign of life while the transfer lasts, then of the ack."""
     state: HoldState = HoldState.GRANTED
     written: int = 0
-    """Pages that hold their final bytes, as far as the writer has told."""
+    """Pages that hold their final bytes, as far as the writer has reported."""
 
     @property
     def complete(self) -> bool:
@@ -108,7 +107,7 @@ class HoldTable:
         return True
 
     def renew(self, key: RoomKey, *, writer: str, valid_s: float) -> bool:
-        """The writer goes on: wait for `valid_s` from now. False: not a live hold's, and it stays as it is."""
+        """The writer continues: wait for `valid_s` from now. False: not a live hold's, and it stays as it is."""
         hold = self._live(key, writer)
         if hold is None:
             return False
@@ -152,7 +151,7 @@ class HoldTable:
         return True
 
     def fence(self, incarnation: str) -> None:
-        """The writer counts as dead and is asked for nothing more. Its pages wait for the end of its process."""
+        """The writer counts as dead and gets no more questions. Its pages wait for the end of its process."""
         for hold in self._with_pages():
             if hold.writer.incarnation == incarnation and hold.state is not HoldState.FENCED:
                 hold.state = HoldState.FENCED

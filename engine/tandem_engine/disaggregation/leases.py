@@ -1,8 +1,8 @@
 """Leases: how long the sides of a transfer wait for each other.
 
-Every wait for a peer is a lease, and the waiting side has it for as long as the peer says that it goes on.
-Each side says so every `renewal_period`, in one message per peer that names all rooms concerned; only
-silence (a dead, hung or partitioned peer) lets a lease run out.
+Every wait for a peer is a lease, which the waiting side keeps as long as the peer renews it. Each side sends a renewal
+every `renewal_period`, in one message per peer that names all rooms concerned; a lease runs out only by silence (a
+dead, hung or partitioned peer).
 
     receiver (ReceiverLeases)                       writer (SenderLeases)
 
@@ -10,15 +10,15 @@ silence (a dead, hung or partitioned peer) lets a lease run out.
     a hold: its deadline              ◀─ StillOpen ─   rooms granted: queued, computing or pushing, and how far
              └─ then ─────────────── GrantsRenewed ─▶  the grant: until when pushes may start
     requests that wait for memory     ── StillOpen ─▶  a computed prompt that is kept for a grant
-    a grant without word of its end   ── StillOpen ─▶  rooms that are over: what was said last is said again
+    a grant whose end is unreported   ── StillOpen ─▶  rooms that are over: the terminal message is repeated
 
-A renewed grant never outlives its hold [grant-expiry], whatever is lost or late: the receiver first puts off its
-deadline by `valid_s`, and the writer counts these seconds from when it asked, which was earlier.
-A grant that was lost on its way, because a connection broke, is not named as granted: it is sent again. So is a lost
-handoff record or end: the receiver asks for those every `question_period`, which is no renewal and puts off nothing. A
-room that is not named any more has no grant and no renewal, so its hold runs out if the question is not answered.
+A renewed grant never outlives its hold [grant-expiry], whatever is lost or late: the receiver first extends its
+deadline by `valid_s`, and the writer counts these seconds from when it asked, which was earlier. A grant that was lost
+when a connection broke is not named as granted, so it is sent again. The receiver asks for a lost handoff record or end
+every `question_period`; that is no renewal and extends nothing. A room that is no longer named has no grant and no
+renewal, so its hold runs out if the question is not answered.
 
-Renewals decide about waiting alone. Whether a page may be reused is decided by commit, ack and fencing.
+Renewals control only waiting. Whether a page may be reused follows from commit, ack and fencing.
 """
 
 import math
@@ -41,7 +41,7 @@ from tandem_engine.messages.transfer import MAX_OPEN_ROOMS, GrantsRenewed, OpenR
 
 
 class Open(NamedTuple):
-    """A room that this side goes on with, and with whom."""
+    """A room that this side continues, and its peer."""
 
     peer: Peer
     room: OpenRoom
@@ -88,7 +88,7 @@ class Standstill:
     _since: float = 0.0
 
     def seconds(self, moves: int, *, waiting: bool) -> float:
-        """Call it now and then. Standing still counts only while somebody is `waiting`."""
+        """Call it regularly. A stall counts only while a request is `waiting`."""
         now = self.clock.now()
         if moves != self._moves or not waiting:
             self._moves, self._since = moves, now
@@ -97,7 +97,7 @@ class Standstill:
 
 @dataclass(kw_only=True, slots=True)
 class SenderLeases:
-    """What the writing engine says of its rooms and hears about them."""
+    """Renewals that the writing engine sends and receives for its rooms."""
 
     rooms: Mapping[RoomKey, SendRoom]
     pulse: Pulse
@@ -114,7 +114,7 @@ class SenderLeases:
         return cls(rooms=stage.rooms, pulse=pulse, clock=clock, hold_timeout=config.hold_timeout, account=stage.account)
 
     def beat(self) -> None:
-        """Tell receivers which rooms are queued, computing, kept or being pushed."""
+        """Notify receivers which rooms are queued, computing, kept or being pushed."""
         if self.pulse.due():
             self.pulse.tell(
                 Open(room.peer, _open_room(room.key, granted=room.grant is not None, written=room.written))
@@ -153,7 +153,7 @@ class SenderLeases:
 
 @dataclass(kw_only=True, slots=True)
 class ReceiverLeases:
-    """What the receiving engine says of its requests and hears about them."""
+    """Renewals that the receiving engine sends and receives for its requests."""
 
     host: StageHost
     peers: PeerLink
@@ -165,7 +165,7 @@ class ReceiverLeases:
     standstill: Standstill
     questions: Pulse
     unaccounted: Callable[[], Iterable[TransferHold]]
-    """Of the stage: holds whose writer has not said that it is through."""
+    """Of the stage: holds whose writer has not reported that it is finished."""
     grant_again: Callable[[Iterable[RoomKey], str], None]
     """Of the stage: a writer has no grant for these rooms, which may have been granted."""
 
@@ -213,7 +213,7 @@ class ReceiverLeases:
             self.questions.tell(Open(hold.writer, _open_room(hold.key, granted=True)) for hold in holds)
 
     def on_still_open(self, message: StillOpen) -> None:
-        """A writer goes on with these rooms: wait for it, and renew its grants, or repeat them if it has none.
+        """A writer continues these rooms: wait for it, and renew its grants, or repeat them if it has none.
 
         Other rooms are ignored.
         """

@@ -1,17 +1,17 @@
-"""The self-test of a link: WRITEs through the transport that requests use, into pages that nobody needs.
+"""The self-test of a link: WRITEs through the transport that requests use, into scratch pages.
 
     writer (LinkProber)                                receiver (ProbeTargets)
 
-    1. asked     takes scratch pages to send    ─ Hello, ProbeRequest ▶   takes scratch pages, or refuses
-    2. granted   knows the receiver's pages     ◀─ Hello, ProbeGrant ─    holds them
+    1. asked     takes scratch pages to send    ─ Hello, ProbeRequest ▶   takes scratch pages, or rejects
+    2. granted   has the receiver's pages       ◀─ Hello, ProbeGrant ─    holds them
     3. writing   one push at a time: one page to connect, two to measure the latency, all of them twice
-    4. over      done, failed or given up       ── DrainAck ─────────▶    gives them back
+    4. over      done, failed or given up       ── DrainAck ─────────▶    releases them
 
-Scratch pages are a small share of what nobody is expected to need, so no request waits for them. A prefix cache that
-has grown over all memory, as it does in time, gives up for them what it would give up to the next prompt, which then
-finds it on the free list. The receiver's are held like those of a handoff that ended early: they are free again when
-the writer acknowledges or is fenced, and for no other reason [late-write]. A writer tests one link at a time, and a
-receiver takes part in one test at a time.
+Scratch pages are a small share of the pages that requests are not expected to need, so no request waits for them. If
+the prefix cache fills all memory, it evicts for them what it would evict for the next prompt, which then finds these
+pages on the free list. The receiver's pages are held like those of a handoff that ended early: only the writer's ack or
+its fencing releases them [late-write]. A writer tests one link at a time, and a receiver takes part in one test at a
+time.
 """
 
 from collections import deque
@@ -51,7 +51,7 @@ class ProbeResult(NamedTuple):
 
 
 class ProbeListener(Protocol):
-    """Who wants to know how a test ended."""
+    """Receives the results of tests."""
 
     def probe_done(self, peer: Peer, result: ProbeResult) -> None: ...
 
@@ -126,7 +126,7 @@ class LinkProber:
         return self._probe is not None
 
     def start(self, peer: Peer) -> None:
-        """Begin a test of the link to `peer`; the listener hears how it ends, perhaps at once."""
+        """Start a test of the link to `peer`; the listener receives its result, possibly at once."""
         assert self._probe is None, f"a test of {peer.incarnation} while {self._probe} is under way"
         source = take_scratch(self.host, self.most_pages)
         if not source:
@@ -192,7 +192,7 @@ class LinkProber:
         return True
 
     def on_abort(self, message: TransferAborted) -> bool:
-        """The receiver wants its pages back. False: not of a test that is under way."""
+        """The receiver requests its pages. False: not of a running test."""
         probe = self._of(message.room, message.sender)
         if probe is None:
             return False
@@ -262,7 +262,7 @@ class ProbeTargets:
             pages=pages,
             valid_s=PROBE_TIMEOUT,
         )
-        # An unsent grant is asked for like one whose writer has fallen silent.
+        # An unsent grant is treated like one whose writer has become silent.
         if self.peers.send(message.sender, self.transport.hello()):
             self.peers.send(message.sender, grant)
 

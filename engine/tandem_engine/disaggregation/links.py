@@ -1,20 +1,17 @@
-"""The links from this engine to its peers: who they are, how fast, and what is wrong with them.
+"""The links from this engine to its peers: identity, speed, and problems.
 
-Life of a link
-    1. met        the worker service has named the peer; a first self-test is due after a random while, so that the
-                  workers of a rollout do not all write at once. The peer may have greeted, and have been written to,
-                  long before: it greets once, whoever is listening
-    2. measured   a self-test (`link_probe`) has given bytes per second and latency, and both sides' `Hello`s tell the
-                  transport; every push of a request keeps the figure current
-    3. silent     without pushes for `REPEAT_S` the self-test is repeated
+    1. met        the worker service has named the peer; the first self-test starts after a random delay, so that the
+                  workers of a rollout do not all write at once. The peer may have sent its `Hello`, and have been
+                  written to, long before: it sends one `Hello`, whether or not it has been named here
+    2. measured   a self-test (`link_probe`) has given bytes per second and latency, and the `Hello`s of both sides
+                  the transport; every push of a request updates the rate
+    3. silent     after `REPEAT_S` without pushes the self-test is repeated
     4. over       the peer is fenced, or no longer named
 
-A test that gave no figure is tried again sooner. An engine whose peers were never named does nothing here.
+A test without a result is repeated sooner. An engine whose peers were never named does nothing here.
 
-How fast a link is: bytes over seconds of what was written lately.
-
-A self-test sets the figure, pushes of requests keep it current. Both sums fade with what is added to them, by bytes and
-by time, so that a fast link is judged by its last tens of MiB and a slow one by its last seconds.
+`LinkRate` is bytes over seconds of recent writes. A self-test sets it, pushes update it. Both sums decay by the bytes
+and the time added to them, so a fast link is rated by its last tens of MiB and a slow one by its last seconds.
 """
 
 import logging

@@ -1,19 +1,17 @@
-"""What every side of a transfer says when a room ends early, and how it asks for the ack that frees its pages.
+"""How rooms end: the messages of every side, and the terminal messages that are kept for repetition.
 
-TransferAborted ─▶ DrainAck            the pages of the hold are free
-TransferAborted ─▶ silence ─▶ quarantine, and the question again every `drain_timeout`, until the writer is fenced
+    early      TransferAborted ─▶ DrainAck                  the pages of the hold are free
+               TransferAborted ─▶ silence ─▶ quarantine     and the question again every `drain_timeout`, until the
+                                                            writer is fenced
+    finished   writer      every push is out ─▶ `record_of` ─▶ `HandoffRecord`
+               receiver    `HandoffRecord` ─▶ `problem_with` ─▶ digests ─▶ its request continues
 
-The account of a finished handoff: what the writer says that it sent, and what the receiver makes of it.
+A receiver validates the record of a peer (`problem_with`) as strictly as a client's request.
 
-writer      every push is out ─▶ `record_of` ─▶ `HandoffRecord`
-receiver    `HandoffRecord` ─▶ `problem_with`: a peer is trusted as little as a client ─▶ digests ─▶ its request goes on
-
-What this engine said last in rooms that are over, in case it did not arrive.
-
-Life of a word
-    1. kept      when a room is handed over, closed or refused: its `HandoffRecord` or `TransferAborted`
-    2. repeated  whenever the receiver asks what became of the room, word for word: a message that comes twice changes
-                 nothing [writes-repeat]
+`LastWords` keeps the terminal messages of rooms that are over, in case they did not arrive.
+    1. kept      when a room is handed over, closed or rejected: its `HandoffRecord` or `TransferAborted`
+    2. repeated  unchanged whenever the receiver asks about the room: a repeated message changes nothing
+                 [writes-repeat]
     3. dropped   when no receiver waits for it any more, or for newer ones
 """
 
@@ -41,7 +39,7 @@ HANDOFF = "handoff"
 def tell_ended(
     peers: PeerLink, peer: Peer, key: RoomKey, *, side: HandoffSide, reason: str, finished: bool = False
 ) -> TransferAborted:
-    """This engine, which is `side` of room `key`, is done with it [abort-both-ways]. Returns what was said."""
+    """This engine, which is `side` of room `key`, is done with it [abort-both-ways]. Returns the message."""
     message = TransferAborted(
         room=key.room, generation=key.generation, sender=peers.me, side=side, reason=reason, finished=finished
     )

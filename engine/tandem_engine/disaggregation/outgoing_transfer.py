@@ -1,16 +1,16 @@
-"""What the writing engine knows about one handoff.
+"""State of one handoff at the writing engine.
 
     sequence   0 ────── grant.first_token ───────────── committed_len ────────── total
-    pages        cached by the receiver │ granted page 0, 1, … `pushed` │ not settled yet
+    pages        cached by the receiver │ granted page 0, 1, … `pushed` │ not completed yet
                                         └── pushed, or outstanding ──┘
 
-A chunk that is launched but not settled is not in its pages yet [settled-only-sent]. It is pushed either when it has
-settled, or early: bound to its step, layer by layer as the step writes them. A page goes when all its tokens are there,
-the last, partial one when the whole prompt is.
+The KV of a chunk that is launched but not completed is not in its pages yet [settled-only-sent]. A chunk is pushed when
+its step has completed, or early: bound to the step, layer by layer as the step writes them. A page is pushed once all
+its tokens are there, and the last, partial one once the whole prompt is.
 
-Early pushes are as good as settled ones unless their step fails, or one before it that it was launched on: then the
-request is computed again from its last settled token, and what was pushed of later ones is pushed again, which costs
-the receiver nothing but bytes. It reads no page before the handoff record, and that follows the last good push.
+Early pushes are final unless their step fails, or one before it that it was launched on. Then the request is recomputed
+from its last committed token, and what was pushed of later ones is pushed again, which costs the receiver only bytes.
+It reads no page before the handoff record, and that follows the last good push.
 """
 
 from dataclasses import dataclass, field, replace
@@ -102,7 +102,7 @@ class SendRoom:
     def done(self, key: PushKey, digests: tuple[int, ...]) -> bool:
         """Note a finished push. False: its source pages changed hands under way, what went out is not known.
 
-        The cache may take over a request's page in favour of an equal one and free the original.
+        The cache may take over a request's page in favor of an equal one and free the original.
         """
         self._take_back_void()
         source = self.outstanding.pop(key)

@@ -1,23 +1,21 @@
 """Messages between engines: one inbound socket, one outbound socket per incarnation and endpoint of a peer.
 
-Life of a channel to a peer
-    1. opened    by the first message to that incarnation at that endpoint. The registry may name another one than the
-                 peer itself does, a proxy's for instance: messages go to whichever their room was given, and a new
-                 endpoint takes nothing away that is still on its way to the other
-    2. used      sends never block; what a peer does not read is dropped and the caller told
-    3. closed    when the incarnation is fenced: superseded by a newer one, or its lease gone
+A channel to a peer is
+    1. opened    by the first message to that incarnation at that endpoint. The registry may name another endpoint than
+                 the peer itself, for instance a proxy: messages use the endpoint of their room, and a new endpoint
+                 does not affect messages in flight to the other
+    2. used      sends never block; a message that the peer does not read is dropped, and the caller notified
+    3. closed    when the incarnation is fenced: superseded by a newer one, or its lease has expired
 
-Inbound messages are trusted to come from this deployment (CURVE) but not to be current or well formed:
-those of a superseded incarnation, of an engine whose KV has another shape (but for the end of what both
-began), or granted to another writer are counted and dropped here, so that the stages only see what concerns
-this engine [verified-pages].
+Inbound messages are trusted to come from this deployment (CURVE) but not to be current or well formed. Messages of a
+superseded incarnation, of an engine whose KV has another shape (except for the end of what both started), or granted to
+another writer are counted and dropped here. The stages only receive what concerns this engine [verified-pages].
 
-Which incarnation of each worker may still be listened to.
-
-Life of an incarnation, `worker_id@number` with a number that grows at each start of the worker
-    1. unknown      it never spoke
-    2. current      the newest of its worker that has spoken
-    3. superseded   a newer one has spoken: it is dead, and what it still says is dropped for ever
+`Incarnations` tracks which incarnation of each worker is accepted: `worker_id@number`, where the number grows with each
+start of the worker
+    1. unknown      it has sent no message
+    2. current      the newest of its worker that has sent one
+    3. superseded   a newer one has sent one: it is dead, and its messages are dropped from then on
 """
 
 import logging
@@ -33,7 +31,7 @@ from tandem_engine.messages.transfer import DrainAck, PeerMessage, PrefixAsk, Tr
 
 
 class Observation(NamedTuple):
-    """What a message says about its sender."""
+    """The sender of a message, as the message names it."""
 
     accepted: bool
     superseded: str | None = None
@@ -46,7 +44,7 @@ _NUMBER = re.compile(r"[0-9]{1,20}")
 
 @dataclass(kw_only=True, slots=True)
 class Incarnations:
-    """The newest number heard of per worker."""
+    """The newest number received per worker."""
 
     newest: dict[str, int] = field(default_factory=dict)
 
@@ -133,7 +131,7 @@ class PeerChannels:
 
     @property
     def refused(self) -> int:
-        """Messages dropped since start: undecodable, stale, incompatible, or for somebody else."""
+        """Messages dropped since start: undecodable, stale, incompatible, or for another engine."""
         return self._dropped + self.inbound.refused
 
     @property

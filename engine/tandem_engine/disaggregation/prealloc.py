@@ -1,12 +1,11 @@
 """Requests that wait for the pages their KV will be written to.
 
-The scheduling policy says who is first; by most of them that is who came first. A long prompt waits for its
-pages and nobody overtakes it, or it would wait for ever. Pages are given only while running requests can spare
-them, so that transfers neither starve them nor push them into retraction, and no more are let in than the
-running batch can take.
+The scheduling policy selects the first; with most policies that is the oldest. No request overtakes a long prompt that
+waits for its pages, or it would starve. Pages are given only while running requests can spare them, so that transfers
+neither starve these nor cause retractions, and no more requests are admitted than the running batch can take.
 
-Choices of one answer (`scheduler.queues`) share the pages of their prompt. Those that wait while the first of
-them receives it are passed over: once it is here, they find it in the prefix cache and receive the rest.
+Choices of one response (`scheduler.queues`) share the pages of their prompt. The others are skipped while the first
+receives it: afterwards they find it in the prefix cache and receive the rest.
 """
 
 from collections import deque
@@ -76,7 +75,7 @@ class PreallocQueue:
         return [waiting for waiting in self._waiting if waiting.handoff.peer.incarnation == incarnation]
 
     def renew(self, keys: Set[RoomKey], *, writer: str, deadline: float) -> None:
-        """`writer` goes on with these rooms. Those that do not wait here are ignored."""
+        """`writer` continues these rooms. Those that do not wait here are ignored."""
         for waiting in self.from_peer(writer):
             if waiting.key in keys:
                 waiting.deadline = deadline

@@ -1,22 +1,22 @@
 """The sending side of a handoff: a prompt computed here continues on a peer.
 
-Life of a request with `handoff.side` SEND
+States of a request with `handoff.side` SEND
 
     accept ─▶ 1. computing ───────▶ 2. inflight ─────▶ 3. handed over
               (scheduler's queues)  (kept here)
                    │                     │
-                   └─────────────────────┴───────────▶ given up, the peer is told [abort-both-ways]
+                   └─────────────────────┴───────────▶ given up, the peer is notified [abort-both-ways]
 
     1. computing    like any other request. Each chunk is pushed into the granted pages while it is computed, a few
-                    layers at a time, or once it has settled (`outgoing_transfer`); a grant that comes late finds
-                    everything settled so far
-    2. inflight     the prompt is computed and its first token streamed; the request keeps row and pages
-                    until the last push is done: `hold_timeout` for the grant to come, then for as long as
-                    the grant is good. The receiver renews both while it goes on (`leases`)
-    3. handed over  the handoff record is out, the memory given back
+                    layers at a time, or once its step has completed (`outgoing_transfer`); for a late grant, everything
+                    completed so far is ready
+    2. inflight     the prompt is computed and its first token streamed; the request keeps row and pages until the last
+                    push is done: `hold_timeout` for the grant to come, then for as long as the grant is valid. The
+                    receiver renews both while it continues (`leases`)
+    3. handed over  the handoff record is out, the memory released
 
-The client has its first token whatever becomes of the transfer, so a failure here ends nothing for it:
-the peer is told, fails its request as retryable, and the gateway sends prompt and tokens elsewhere.
+The client has its first token whatever becomes of the transfer, so a failure here does not end its request: the peer is
+notified and fails its request as retryable, and the gateway sends prompt and tokens to another worker.
 """
 
 import logging
@@ -69,7 +69,7 @@ class PrefillStage:
     _rooms: dict[RoomKey, SendRoom] = field(default_factory=dict)
     """Open rooms: computing and inflight."""
     _kept: dict[RequestId, Request] = field(default_factory=dict)
-    """Requests in stage 2, those whose room was closed meanwhile included."""
+    """Requests in stage 2, including those whose room was closed since."""
 
     # Called by the scheduler, through `HandoffStage`.
 
@@ -144,7 +144,7 @@ class PrefillStage:
                 self._hand_over(room)
 
     def abort(self, rid: RequestId, wish: Finish) -> bool:
-        """End a request that is kept here as `wish` says. False when it is not."""
+        """End a request that is kept here with `wish`. False when it is not."""
         req = self._kept.pop(rid, None)
         if req is None:
             return False
@@ -176,11 +176,11 @@ class PrefillStage:
     # What peers and the transport report.
 
     def on_hello(self, hello: Hello) -> None:
-        """A peer tells where its pool is."""
+        """A peer sends the location of its pool."""
         self.transport.connect(hello)
 
     def on_grant(self, message: WriteGrant) -> None:
-        """A peer allows writes. Rooms the gateway has not told us about yet wait a while."""
+        """A peer allows writes. Grants for rooms that the gateway has not sent yet are kept for a while."""
         grant = Grant.received(message, self.host.clock, self.clocks)
         room = self._rooms.get(grant.key)
         if grant.key in self.closed:
@@ -228,7 +228,7 @@ class PrefillStage:
         self._send_ack(self.drains.ask(key, message.sender))
 
     def peer_gone(self, incarnation: str) -> None:
-        """The peer is fenced: nobody will read what is sent to it [dead-peer-released]."""
+        """The peer is fenced: it will not read what is sent to it [dead-peer-released]."""
         for room in [room for room in self._rooms.values() if room.peer.incarnation == incarnation]:
             self._fail(room, f"decode worker {incarnation} is gone")
         self.early.drop_from(incarnation)
@@ -253,7 +253,7 @@ class PrefillStage:
         if not self._may_push(room):
             return
         if room.req.kv is not None and not self.host.memory.readable(room.req.kv):
-            return  # a prefix is still on its way from host memory [settled-only-sent]; the next turn asks again
+            return  # a prefix is still on its way from host memory [settled-only-sent]; the next iteration checks again
         while (push := room.next_push(self.max_pages)) is not None:
             self._start(room, push)
 
@@ -332,7 +332,7 @@ class PrefillStage:
         self.closed.add(room.key)
 
     def _release_closed(self) -> bool:
-        """Let go of kept requests whose room is closed, handed over or not."""
+        """Release kept requests whose room is closed, handed over or not."""
         leaving = [req for req in self._kept.values() if self._room_of(req) is None]
         for req in leaving:
             del self._kept[req.rid]
@@ -345,7 +345,7 @@ class PrefillStage:
             self.peers.send(peer, DrainAck(room=key.room, generation=key.generation, sender=self.peers.me))
 
     def _end(self, peer: Peer, key: RoomKey, reason: str, *, finished: bool = False) -> None:
-        """Tell `peer`, and remember what was said."""
+        """Send to `peer`, and keep the message for repetition."""
         self.said.keep(key, peer, self._tell(peer, key, reason, finished=finished))
 
     def _tell(self, peer: Peer, key: RoomKey, reason: str, *, finished: bool = False) -> TransferAborted:

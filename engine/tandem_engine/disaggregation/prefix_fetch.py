@@ -1,32 +1,28 @@
-"""The end of a prefix fetch that is about to compute a prompt, and lacks a prefix of it that another engine has.
+"""Prefix fetches: the requester, which is about to compute a prompt and lacks a prefix that another engine has cached.
 
-Life of a fetch
-
-    PrefixAsk ─▶ 1. receiving ─▶ 2. verifying ─▶ 3. cached
-                      └───────────────┴────────▶ given up; the prompt is computed as if nothing had been asked
-
-    1. receiving   pages are granted, by the ask itself; what is cached here before them is locked. The writer writes
-                   to them until its record says that it has written all it will. That may be fewer pages than were
-                   granted, or none: the rest was evicted there, and its pages are free again at once
-    2. verifying   the transport digests the pages. Until the digests match nobody can read them [verified-pages]
-    3. cached      the prefix cache has the pages. Whoever waited finds them there, as would anybody else
-
-Requests wait beside the queue (`scheduler.ingress`), for as long as the gateway found worth while and never longer
-than `prefix_fetch_timeout`. A fetch for which nobody waits any more is given up. Whatever ends one early leaves its
-pages to its hold, as in a handoff (`holds`): they are free when the writer acknowledges or is fenced, and for no other
-reason [late-write]. Nothing here is an error of a request.
-
-Prefix fetches, both ends: what is cached at one engine is brought to another that is about to compute it.
-
-    who computes (PrefixFetcher)                       who has it (PrefixLender)
+    requester (PrefixFetcher)                          source (PrefixLender)
 
     pages, a hold, PrefixAsk with the grant   ──────▶  longest cached prefix of the tokens, locked
                                               ◀══════  pages by NIXL WRITE
     digests compared, pages into the cache    ◀──────  PrefixRecord; unlocked
     the rest is computed
 
-Any engine does both, so the KV of an answer goes back from the worker that generated it, for the next turn of its
-conversation, in just this way.
+Any engine does both (`Prefixes`). The KV of a response returns in this way from the worker that generated it, for the
+next turn of its conversation.
+
+    PrefixAsk ─▶ 1. receiving ─▶ 2. verifying ─▶ 3. cached
+                      └───────────────┴────────▶ given up; the whole prompt is computed here
+
+    1. receiving   the ask itself grants pages; what is cached here before them is locked. The writer writes to them
+                   until its record reports that it is finished. It may write fewer pages than were granted, or none:
+                   the rest was evicted there, and its pages are free again at once
+    2. verifying   the transport digests the pages. Until the digests match no request can read them [verified-pages]
+    3. cached      the prefix cache has the pages, for the waiting requests as for any other
+
+Requests wait outside the queue (`scheduler.ingress`), for the time that the gateway considered worth while and at most
+`prefix_fetch_timeout`. A fetch without waiting requests is given up. If it ends early, its pages go to its hold, as in
+a handoff (`holds`): only the writer's ack or its fencing releases them [late-write]. A failed fetch is not an error of
+a request.
 """
 
 import logging
@@ -70,7 +66,7 @@ from tandem_engine.scheduler.request import Request
 logger = logging.getLogger(__name__)
 
 MAX_FETCHES = 32
-"""At a time. Who would be the next computes."""
+"""At a time. Further requests compute the prefix themselves."""
 
 GENERATION = 1
 """Rooms of fetches are never used again."""
@@ -115,7 +111,7 @@ class PrefixFetcher:
     _serial: "count[int]" = field(default_factory=count)
 
     def fetch(self, req: Request) -> Fetch | None:
-        """Begin to bring what `req` names, or join whoever does already. None if there is nothing to wait for."""
+        """Start the fetch that `req` names, or join one that runs. None if there is nothing to wait for."""
         wanted = req.fetch
         if wanted is None:
             return None
@@ -132,7 +128,7 @@ class PrefixFetcher:
         return fetch
 
     def tick(self) -> None:
-        """Let time pass: give up what is late or wanted by nobody, ask again for acks that are overdue."""
+        """Once per iteration: give up late or unneeded fetches, ask again for acks that are overdue."""
         for fetch in [*self._fetches.values()]:
             if all(req.finished is not None or req.to_finish is not None for req in fetch.waiting):
                 self._give_up(fetch, "the requests that waited for it have ended")
@@ -172,7 +168,7 @@ class PrefixFetcher:
         )
 
     def on_still_open(self, message: StillOpen) -> None:
-        """A writer doubts its grant, or goes on with it: it is good for as long as anybody waits here."""
+        """A writer doubts its grant, or continues: the grant is valid for as long as a request waits here."""
         now = self.host.clock.now()
         for named in message.rooms:
             fetch = self._fetches.get(room_key(named.room, named.generation))
@@ -340,7 +336,7 @@ def _wrote(fetch: Fetch, sender: Peer) -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class Prefixes:
-    """Tells apart what concerns which end."""
+    """Dispatches messages and events to the end that they concern."""
 
     fetcher: PrefixFetcher
     lender: PrefixLender
@@ -348,7 +344,7 @@ class Prefixes:
 
     @classmethod
     def build(cls, stage: PrefillStage) -> Self:
-        """Beside `stage`, which answers for all pushes of the engine."""
+        """Next to `stage`, which owns all pushes of the engine."""
         host, config, counters = stage.host, stage.config, PrefixCounters()
         holds = HoldTable(clock=host.clock, give_back=host.memory.give_back, drain_timeout=config.drain_timeout)
         fetcher = PrefixFetcher(
@@ -374,7 +370,7 @@ class Prefixes:
         return cls(fetcher=fetcher, lender=lender, counters=counters)
 
     def on_peer(self, event: PeerEvent) -> bool:
-        """Take what a peer says about a fetch. False: it concerns others, or others too."""
+        """Process a peer's message about a fetch. False: it concerns others, or others too."""
         match event:
             case PrefixAsk():
                 self.lender.on_ask(event)
@@ -430,5 +426,5 @@ class Prefixes:
         return self.fetcher.held_pages()
 
     def holds_for_a_while(self) -> bool:
-        """Whether pages are on their way, or lent."""
+        """Whether pages are on their way, in either direction."""
         return self.fetcher.holds.open_transfers() > 0 or bool(self.lender.loans)

@@ -1,20 +1,18 @@
-"""The end of a prefix fetch that has the prefix.
-
-Life of a loan
+"""Prefix fetches: the source, which has the prefix and writes it to the requester.
 
     PrefixAsk ─▶ 1. lent ─▶ 2. pushing ─▶ 3. over: PrefixRecord
                    └───────────┴────────▶ given up: TransferAborted
 
-    1. lent      the longest cached prefix of the tokens is locked, so eviction passes it by. What is only in host
-                 memory is copied to the device first, and nothing is pushed before it is there [settled-only-sent]
-    2. pushing   as into any grant: nothing starts while it is doubtful or once it has expired, and its end ends the
-                 loan
-    3. over      the record tells how many pages were written. None is an answer too. Where prompts are computed
-                 the conversation goes on at the asker, so of two copies this one is evicted first (ADR 31)
+    1. lent      the longest cached prefix of the tokens is locked, so it is not evicted. A part that is only in host
+                 memory is copied to the device first, and nothing is pushed before that [settled-only-sent]
+    2. pushing   as into any grant: no push starts while it is doubtful or expired, and its end ends the transfer
+    3. over      the record has the number of pages written, possibly none. Where prompts are computed, the
+                 conversation continues at the requester, so of the two copies this one is evicted first (ADR 31).
+                 A decode worker keeps its copy
 
-The ends of a loan are those of a handoff: whatever is outstanding is in the same `DrainBook`, closed rooms are among
-the same `ClosedRooms`, and an ack is given by `PrefillStage`, which knows them. What is lent is what running requests
-can spare: a loan may not put anybody back.
+These transfers end as handoffs do: outstanding pushes are in the same `DrainBook`, closed rooms in the same
+`ClosedRooms`, and `PrefillStage`, which has both, sends the acks. Only pages that running requests can spare are
+served: a prefix fetch never causes a retraction.
 """
 
 import logging
@@ -35,7 +33,7 @@ from tandem_engine.messages.transfer import GrantsRenewed, PrefixAsk, PrefixReco
 logger = logging.getLogger(__name__)
 
 MAX_LOANS = 32
-"""At a time. Who asks beyond computes."""
+"""At a time. Further requesters compute the prefix themselves."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -75,7 +73,7 @@ class Loan:
 
 @dataclass(kw_only=True, slots=True)
 class PrefixLender:
-    """Loans of one engine. Scheduler thread only."""
+    """Prefixes that one engine serves to others. Scheduler thread only."""
 
     host: StageHost
     transport: KvTransport
@@ -87,7 +85,7 @@ class PrefixLender:
     """Of one push."""
     counters: PrefixCounters
     role: Role
-    """A decode worker lends to those who compute for it, and goes on with its own copy."""
+    """A decode worker serves engines that compute for it, and continues with its own copy."""
     _loans: dict[RoomKey, Loan] = field(default_factory=dict)
 
     @property
@@ -96,7 +94,7 @@ class PrefixLender:
         return self._loans
 
     def on_ask(self, message: PrefixAsk) -> None:
-        """Lend what is cached here, or say that nothing is."""
+        """Serve what is cached here, or reply that nothing is."""
         grant = Grant.received(message.grant, self.host.clock, self.clocks)
         if grant.key in self.closed or grant.key in self._loans:
             self.counters.ignored += 1
@@ -127,7 +125,7 @@ class PrefixLender:
                     self._push(loan)
 
     def on_push_done(self, event: PushDone) -> None:
-        """Bytes are out. The drain book hears of it from `PrefillStage`, like of any other push."""
+        """Bytes are out. `PrefillStage` updates the drain book, as for any other push."""
         loan = self._loans.get(room_key(event.key.room, event.key.generation))
         if loan is None:
             return
@@ -162,12 +160,12 @@ class PrefixLender:
                 self._push(loan)
 
     def peer_gone(self, incarnation: str) -> None:
-        """The asker is fenced: nobody will read what is sent to it [dead-peer-released]."""
+        """The requester is fenced: it will not read what is sent to it [dead-peer-released]."""
         for loan in [loan for loan in self._loans.values() if loan.receiver.incarnation == incarnation]:
             self._over(loan)
 
     def forget_kv(self) -> None:
-        """What is lent is about to be no KV of this engine any more."""
+        """The prefixes being served are about to be replaced by KV of other weights."""
         for loan in [*self._loans.values()]:
             self._give_up(loan, "the cache is being emptied")
 
@@ -185,7 +183,7 @@ class PrefixLender:
     def _lend(self, message: PrefixAsk, grant: Grant) -> Loan:
         memory, spare = self.host.memory, max(0, self.host.spare_pages())
         tokens = unpack_tokens(message.tokens)
-        # Locked pages are not to be had by others, so the loan is no longer than what those can do without.
+        # Requests cannot have locked pages, so the prefix is no longer than what they can spare.
         tokens = tokens[: grant.first_token + spare * memory.page_size]
         prefix = BorrowedPrefix.of(memory, tokens, salt=message.salt, spare_pages=spare)
         return Loan(

@@ -1,7 +1,7 @@
 """Both sides of handoffs as one queue stage.
 
-Every engine has both: which one a request meets is written in its `handoff`, and a role is only what the
-router offers to a worker. This is where messages from peers and events of the transport are told apart.
+Every engine has both: the `handoff` of a request names its side, and a role only determines what the router sends to a
+worker. This stage dispatches messages from peers and events of the transport.
 
     gateway request ─▶ accept ─┬─ RECEIVE ─▶ DecodeStage
                                └─ SEND ────▶ PrefillStage
@@ -190,7 +190,7 @@ class HandoffStage:
     # The owner of the loop
 
     def peer_gone(self, incarnation: str) -> None:
-        """The worker service or a successor says that this incarnation is fenced. Idempotent."""
+        """The worker service or a successor reports that this incarnation is fenced. Idempotent."""
         self.decode.peer_gone(incarnation)
         self.prefill.peer_gone(incarnation)
         self.links.peer_gone(incarnation)
@@ -200,7 +200,7 @@ class HandoffStage:
         self.peers.fence(incarnation)
 
     def peer_ended(self, incarnation: str) -> None:
-        """Its process has ended: not even a write that was under way goes on. Idempotent."""
+        """Its process has ended: not even a write that was under way continues. Idempotent."""
         self.peer_gone(incarnation)
         for table in self._hold_tables():
             table.ended(incarnation)

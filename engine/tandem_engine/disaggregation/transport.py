@@ -1,15 +1,12 @@
 """KV transport contract: moves whole pages from this process's pool into granted pages of a peer.
 
-One thread owns the library behind it; these methods are called by the scheduler thread, only enqueue,
-and never block. Outcomes come back as events from `poll`.
+One thread owns the library behind it. These methods are called by the scheduler thread, only enqueue, and never block.
+Outcomes come back as events from `poll`. Implementations: `nixl` (real, CPU and GPU) and `fake` (tests only: faults,
+delays, reordering).
 
-Implementations: `nixl` (real, CPU and GPU) and `fake` (tests only: faults, delays, reordering).
-
-What carries KV between two processes, as far as it can be told.
-
-NIXL names its backend, UCX, and not the transport that UCX has chosen for a peer, so it is inferred: each side says
-in its `Hello` which transports its process could use and which machine it is on, and UCX takes the best that both
-can. An answer is therefore what UCX should use. Where nothing can be inferred it is `UNKNOWN`, never a guess.
+`transport_between` infers what carries KV between two processes. NIXL reports its backend, UCX, and not the transport
+that UCX has selected for a peer. Each side names in its `Hello` the transports that its process could use and its
+machine, and UCX takes the best that both can, so the result is what UCX should use.
 
     both on one machine, KV in device memory    cuda_ipc if both can
     both on one machine, KV in host memory      shm if both can
@@ -59,7 +56,7 @@ class PagePool(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushKey:
-    """Identifies one push. (room, generation) alone decides whom an event concerns."""
+    """Identifies one push. (room, generation) alone determines which transfer an event concerns."""
 
     room: str
     generation: int

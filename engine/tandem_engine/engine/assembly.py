@@ -1,12 +1,10 @@
-"""The parts of an engine, each made of what was loaded and configured. `engine.assembly` puts them together.
+"""Builds the parts of an engine from what was loaded and configured, except its peers (`peer_setup`).
 
-geometry ─▶ pool, as large as memory allows ─▶ host pool, memory, prefix cache
-model, pool ─▶ runner ─▶ what a draft is made for ─▶ speculation
+    geometry ─▶ pool, as large as memory allows ─▶ host pool, memory, prefix cache
+    pool ─▶ runner ─▶ executor ─▶ copies ─▶ memory, prefix cache ─▶ scheduler ─▶ inputs
+              └─▶ target of drafts ─▶ speculation ────────────────────┘
 
-An engine's parts but for its peers: made in one order, for each is made of those before it.
-
-pool ─▶ runner ─▶ executor ─▶ copies ─▶ memory, prefix cache ─▶ scheduler ─▶ inputs
-          └─▶ what a draft is made for ─▶ speculation ────────────┘
+`make_parts` builds them in this order, because each part uses earlier ones.
 """
 
 from collections.abc import Sequence

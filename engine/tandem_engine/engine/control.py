@@ -1,9 +1,9 @@
-"""Orders of an operator: what each does to the engine, and the answer to it.
+"""Commands of an administrator: what each does to the engine, and its reply.
 
     abort, flush, pause, resume    at once, between two steps
-    decode elsewhere               at once; running requests that are to leave for it do so one after the other
-    profile                        answered when it starts or stops; it also ends by itself
-    reload                         answered when the new weights serve, or when they cannot; requests go on meanwhile
+    decode elsewhere               at once; running requests then migrate a few at a time
+    profile                        replied to when it starts or stops; it also ends by itself
+    reload                         replied to when the new weights serve, or cannot; requests continue until then
 
 Everything here runs on the scheduler thread.
 """
@@ -53,7 +53,7 @@ class Operations:
     profiler: StepProfiler
     answer: Answer
     model_replaced: Callable[[], None]
-    """The engine has another `compat_hash`: tell whoever pairs it with others."""
+    """The engine has another `compat_hash`: notify the component that pairs it with others."""
     reloading: Future[Reloaded] | None = None
     reload_nonce: int = 0
     """Of the order that `reloading` will answer."""

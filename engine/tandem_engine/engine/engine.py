@@ -1,4 +1,4 @@
-"""One scheduler with its memory, executor and peers, as whoever owns the loop sees it."""
+"""One scheduler with its memory, executor and peers: the interface of the owner of the loop."""
 
 import logging
 import time
@@ -151,7 +151,7 @@ GRAMMAR_WAIT = 0.05
 """Seconds that `generate` sleeps when it has nothing to do until a grammar is compiled."""
 
 MAX_STALLED_TURNS = 100_000
-"""Turns without progress after which `generate` gives up instead of spinning for ever."""
+"""Turns without progress after which `generate` gives up instead of spinning forever."""
 
 
 class Engine:
@@ -261,7 +261,7 @@ class Engine:
         self._inputs.submit(Drain())
 
     def step(self) -> bool:
-        """See `Scheduler.step`. Raises `RankLostError` when the engine's ranks cannot go on."""
+        """See `Scheduler.step`. Raises `RankLostError` when the engine's ranks cannot continue."""
         for item in self._peers.inputs():
             self._inputs.submit(item)
         self._stopped = not self._inputs.begin_turn()
@@ -293,7 +293,7 @@ class Engine:
 
     @property
     def dormant(self) -> bool:
-        """`step` has nothing to do until somebody asks for something."""
+        """`step` has nothing to do until the next request or command."""
         return self.idle and not self._reload.active
 
     def peer_gone(self, incarnation: str) -> None:
@@ -310,7 +310,7 @@ class Engine:
 
     @property
     def awaits_ranks(self) -> bool:
-        """Another rank may be about to report what wakes nobody here: `step` again in a moment."""
+        """Another rank may be about to report, which wakes no thread here: `step` again in a moment."""
         return self._peers.awaits_ranks
 
     @property

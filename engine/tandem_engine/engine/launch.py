@@ -1,25 +1,28 @@
-"""An engine with all of its ranks: what a caller needs who does not want to know how many there are.
+"""Starts an engine with all of its ranks, on one node or several: the same call for any number.
 
-checks that need no other process ─▶ other nodes come ─▶ other ranks start ─▶ load ─▶ build ─▶ the caller's use
-ranks end ◀─ the engine closes, which tells them ◀────────────────────────────┘
+Rank 0 (`launched_engine`)
 
-A node that is not the first, as a process: it checks the checkpoint, joins node 0, and has ranks that follow rank 0.
+    checks that need no other process ─▶ other nodes join ─▶ other ranks start ─▶ load ─▶ build ─▶ the caller's use
+    ranks end ◀─ the engine closes, which notifies them ◀─────────────────────────┘
 
-Start   checkpoint's description → ask node 0 to be let in → all nodes are there → ranks as processes of this one
-Run     `NodeReport` to the worker service about once a second, while node 0 answers
-Stop    node 0 says that the engine is over; SIGTERM or `Shutdown` asks node 0 to drain, and to end then
-Lost    node 0 or a rank is gone: the ranks are killed, and the status is not 0, so that the node is started again
+A node that is not the first (`follow`): a process whose ranks follow rank 0
 
-Signals end nothing by themselves: an engine whose nodes are told to leave at once still serves what it has.
+    Start   checkpoint's description → ask node 0 to join → all nodes are there → ranks as child processes
+    Run     `NodeReport` to the worker service about once a second, while node 0 replies
+    Stop    node 0 reports that the engine is over; SIGTERM or `Shutdown` asks node 0 to drain and then end
+    Lost    node 0 or a rank is gone: the ranks are killed, and the exit status is not 0, so that the node is restarted
 
-A rank that is not the first: the same engine as rank 0's, without sockets, doing what rank 0 does.
+Signals end nothing by themselves: an engine whose nodes all get SIGTERM at once still serves its requests.
 
-Start   order from standard input → meet the other ranks → load this rank's weights → build → self-test → warm up
-Turn    wait for rank 0's turn → take the same inputs → plan, launch and settle the same step; say nothing
-Stop    rank 0 closes the engine; or the process that started this one is gone, which standard input shows by its end
+A rank that is not the first (`run_rank`): the same engine as rank 0's, without sockets, doing what rank 0 does
 
-Signals are rank 0's business: a terminal or service manager sends them to every process of a group, and a rank
-that left at once would look like one that was lost.
+    Start   rank spec from standard input → join the other ranks → load this rank's weights → build → self-test →
+            warm up
+    Loop    wait for rank 0's iteration → take the same inputs → plan, launch and settle the same step, without output
+    Stop    rank 0 closes the engine; or the parent process is gone, which closes standard input
+
+Only rank 0 handles signals: a terminal or service manager sends them to every process of a group, and a rank that left
+at once would look like one that was lost.
 """
 
 import logging

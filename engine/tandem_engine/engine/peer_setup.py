@@ -1,9 +1,9 @@
-"""An engine's side towards others: the socket that they speak to, the transport of KV, the stage of handoffs.
+"""An engine's interface to other engines: the socket for messages, the transport of KV, the stage of handoffs.
 
-1. opened    once the scheduler is there: the first rank binds its socket, then all ranks start the transport together
-             and attach the stage. Without a port, or with --transport none, there is no transport
-2. used      every turn brings what peers have said to the inputs; the scheduler drives the stage
-3. renamed   when the weights were replaced: KV of another `compat_hash` is exchanged with others
+1. opened    once the scheduler is there: the first rank binds its socket, then all ranks start the transport
+             together and attach the stage. Without a port, or with --transport none, there is no transport
+2. used      every iteration moves messages of peers to the inputs; the scheduler drives the stage
+3. renamed   when the weights were replaced: KV of another `compat_hash` is exchanged with other peers
 4. closed    the transport, then the socket, after the executor
 """
 
@@ -103,7 +103,7 @@ class PeerSide:
 
     @property
     def awaits_ranks(self) -> bool:
-        """Another rank may be about to report what wakes nobody here."""
+        """Another rank may be about to report, which wakes no thread here."""
         return self.transport is not None and self.transport.awaits_ranks
 
     def inputs(self) -> Iterator[FromPeer | LosePeer]:

@@ -1,4 +1,4 @@
-"""An engine process from its configuration to its exit status: builds the parts, owns signals and their end."""
+"""An engine process from its configuration to its exit status: builds the parts, handles signals and the end."""
 
 import gc
 import logging
@@ -30,7 +30,7 @@ LAST_WORDS_S = 1.0
 """How long outputs may take to leave when the process ends."""
 
 CANNOT_START = 3
-"""Exit status of an engine that has told the worker service why."""
+"""Exit status of an engine that has reported the reason to the worker service."""
 
 UNEXPECTED_ERROR = 70
 """Exit status, EX_SOFTWARE of sysexits."""
@@ -38,7 +38,7 @@ UNEXPECTED_ERROR = 70
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessConfig:
-    """Where an engine process listens and whom it serves."""
+    """Where an engine process listens, and its worker service."""
 
     engine: EngineConfig
     worker_id: str
@@ -54,7 +54,7 @@ class ProcessConfig:
 
 
 def serve(config: ProcessConfig) -> int:
-    """Run one engine until it is told to stop; returns the exit status."""
+    """Run one engine until it is stopped; returns the exit status."""
     die_with_parent()
     keys = KeyPair.load(config.curve_keys) if config.curve_keys is not None else None
     context = IpcContext(keys)

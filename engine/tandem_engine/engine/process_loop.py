@@ -1,23 +1,19 @@
-"""The turns of an engine process: take in what has come, step, report, and sleep when there was nothing to do.
+"""The loop of an engine process: take inputs, step, report, and sleep when idle.
 
-Until `stop`; then what is left is aborted, and its clients hear of it.
+    Start   `serve`: load model → build engine → self-test → bind the request socket → `EngineReady` to the service
+    Loop    gateways' requests → worker's commands → one scheduler step → `Reports`: KV events, statistics
+    Idle    sleep on all sockets and the transport's descriptor, also while requests wait; nothing spins
+    Stop    SIGTERM, `Shutdown`, or the worker service gone: abort the rest, notify every client, close
 
-What the worker service hears of the engine without asking, and the answer to an audit.
+Everything runs on one thread, the scheduler's; the forward and NIXL have separate threads.
 
-at start, and with other weights    `EngineReady`
-once a turn                         KV events, traced requests that have ended; that the engine is to be drained
-twice a second, in long steps too   `EngineStats`
+`Reports` are what the worker service gets unasked, and the reply to an audit:
 
-A queue that is full drops a message: the worker service sees the gap in the sequence of events and asks for a replay.
+    at start, and with other weights    `EngineReady`
+    once per iteration                  KV events, traced requests that have finished, a requested drain
+    twice a second, in long steps too   `EngineStats`
 
-The engine as a process: sockets in, engine step, outputs out, until told to stop.
-
-Start   `serve`: load model → build engine → self-test → bind the request socket → `EngineReady` to the worker service
-Turn    `loop`: gateways' requests → worker's orders → one scheduler step → `reports`: KV events, stats
-Idle    sleep on all sockets and the transport's descriptor, also while requests wait; nothing spins
-Stop    SIGTERM, `Shutdown`, or the worker service gone: abort what is left, tell every client, close
-
-Everything runs on one thread, the scheduler's; the forward and NIXL have threads of their own.
+A full queue drops a message: the worker service detects the gap in the sequence of events and requests a replay.
 """
 
 import logging
@@ -82,9 +78,9 @@ class Reports:
 
     engine: Engine
     control: Control | None
-    """None without a worker service: nobody is told anything."""
+    """None without a worker service: nothing is reported."""
     watchdog: Watchdog
-    """Hears with every report that the engine lives."""
+    """Notified with every report that the engine is alive."""
     ready: EngineReady
     _event_sequence: int = 0
     _stats_at: float = 0.0

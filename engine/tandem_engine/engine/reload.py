@@ -1,22 +1,20 @@
 """New weights for a running engine, of the same architecture, on all of its ranks or on none.
 
-    1. load     every rank its part, on a thread of its own, beside the old weights, while requests go on
-    2. agree    once a turn the ranks compare how far each has come; all have ended before anything follows
-    3. swap     between two steps, in the same turn on every rank: `Engine.replace_model`
-       keep     a rank could not load its part: the old weights serve on
+    1. load     every rank loads its part on a separate thread, next to the old weights, while requests continue
+    2. agree    once per iteration the ranks compare their progress; all have ended before anything follows
+    3. swap     between two steps, in the same iteration on every rank (`Engine.replace_model`)
+       keep     a rank could not load its part: the old weights keep serving
 
-Memory must hold both sets of weights for a while; in return a checkpoint that is absent, damaged or of another
-shape changes nothing. Requests that have begun end with a retryable error at the swap: an answer of two
-models is no answer, and a gateway carries on what its client has on a worker of its choice (ADR 4).
+Memory must hold both sets of weights for a while. In return a checkpoint that is absent, damaged or of another shape
+changes nothing. The swap (`replace_weights`):
 
-Other weights of the same architecture in the place of those that serve, between two steps.
-
-    1. stand still  no step is in flight
+    1. quiesce      no step is in flight
     2. install      the model, and the scales of float8 pages
-    3. self-test    on all ranks; what computes nonsense is taken out again, and nothing has changed
-    4. forget       requests that have begun end, for an answer of two models is none; no KV of the old weights stays
+    3. self-test    on all ranks; weights that fail it are taken out again, and nothing has changed
+    4. forget       started requests end, and no KV of the old weights stays
 
-`reload` loads them, and has all ranks do this in the same turn.
+Started requests end with a retryable error, because an output must not mix two models. The gateway resumes them on a
+worker of its choice, from what their clients already have (ADR 4).
 """
 
 import logging
@@ -80,7 +78,7 @@ class WeightsReload:
 
     @property
     def active(self) -> bool:
-        """Weights are asked for or being loaded."""
+        """Weights are requested or being loaded."""
         return self._loading is not None or self._answer is not None
 
     def expect(self) -> "Future[Reloaded]":
@@ -115,7 +113,7 @@ class WeightsReload:
         return True
 
     def close(self) -> None:
-        """Wait for a load that is going on, and forget it. Idempotent."""
+        """Wait for a load in progress, and forget it. Idempotent."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._loading = None
         if self._answer is not None:

@@ -1,4 +1,4 @@
-"""The engine's numbers, gathered from scheduler, memory and transfers."""
+"""The statistics of an engine, gathered from scheduler, memory and transfers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,13 +1,13 @@
-"""When an engine hangs, what was it doing? Written down before anybody kills it.
+"""Dumps the state of a hung engine, before it is killed.
 
-    a step hangs           the scheduler waits for it and can still look: queues, pages, and all stacks
+    a step hangs           the scheduler waits for it and can still report: queues, pages, and all stacks
     the scheduler hangs    a timer of the kernel sends SIGALRM, whose handler in C writes all stacks, even while
                            something holds the GIL
 
 The timer is one system call and no thread: it cannot fail on a machine that is out of threads, and costs nothing else.
 
-Neither ends the process. A hung engine falls silent (see `Loop`), so gateways go elsewhere, `/live` fails
-and whoever watches the worker starts it again; the dump is what is left to learn from.
+Neither ends the process. A hung engine becomes silent (see `Loop`), so gateways use other workers, `/live` fails and
+the supervisor restarts the worker; the dump remains for the analysis.
 """
 
 import faulthandler

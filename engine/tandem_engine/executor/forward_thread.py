@@ -1,7 +1,7 @@
-"""Two executors around the same forward: one on a thread of its own, one in line.
+"""Two executors around the same forward: one runs it on a separate thread, one in line.
 
 On a CPU the forward thread is what a stream is on a GPU: the scheduler plans the next step while this one
-computes, because torch and the compiled kernels let go of the interpreter lock.
+computes, because torch and the compiled kernels release the interpreter lock.
 """
 
 import sys
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 TURN_S = 2e-4
 """For so long one thread may keep the interpreter while another waits for it; Python's own 5 ms are longer than
-planning a step takes. A forward asks for it between any two operations and would wait until planning is over, so that
-the time hidden beside one step would be lost within it."""
+planning a step takes. A forward acquires it between any two operations and would wait until planning is over, so
+the time that overlap saves would be lost within the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task(Generic[T]):
-    """Something to run, and whoever waits for it."""
+    """Something to run, and the future of its result."""
 
     function: Callable[[], T]
     future: Future[T] = field(default_factory=Future)
@@ -39,7 +39,7 @@ class Task(Generic[T]):
             return
         try:
             result = self.function()
-        except BaseException as error:  # noqa: BLE001 - the boundary of the thread: whoever waits raises it
+        except BaseException as error:  # noqa: BLE001 - the boundary of the thread: `result` raises it
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
@@ -66,7 +66,7 @@ class ForwardThread:
         `threads`: how many torch may use inside a forward; None leaves its choice. `cpus`: cores that they stay on;
         the thread that schedules goes wherever there is room.
 
-        The number belongs to the thread that asks. Nobody else of the process should compute with more than
+        The number belongs to the calling thread. No other thread of the process should compute with more than
         one: every thread that does gets an OpenMP team of its own, and once teams outnumber the cores their
         members sleep between operations instead of being ready, which makes small steps twice as slow.
 

@@ -1,4 +1,4 @@
-"""The seam between scheduling and computing.
+"""The interface between scheduling and computing.
 
     scheduler thread                         forward thread (CPU) or stream (GPU)
     future = executor.launch(batch)   ─────▶ resolve RESOLVE ids from the FutureMap
@@ -7,14 +7,12 @@
     result = future.result()          ◀───── ForwardResult on the host
     acked = executor.copy(copy)       ─────▶ pages copied, after everything before and before everything after
 
-Batches and copies run strictly in the order of these calls. An exception in a forward is delivered by
-`future.result()` and leaves the executor usable.
+Batches and copies run strictly in the order of these calls. `future.result()` raises what the forward raised, and the
+executor stays usable. `fault_of` classifies such an exception:
 
-What an exception of a step says about the engine.
-
-RAISED          some request of the step is at fault, or the code is: the requests are tried apart
-OUT_OF_MEMORY   the step was too large together: smaller ones may fit, so they are tried apart as well
-DEVICE_LOST     the device's context is gone; every later step would fail too, whoever is in it
+    RAISED          a request of the step is at fault, or the code: the requests are retried apart
+    OUT_OF_MEMORY   the step was too large: smaller ones may fit, so the requests are retried apart as well
+    DEVICE_LOST     the device's context is lost: every later step would fail too
 """
 
 from collections.abc import Sequence
@@ -62,7 +60,7 @@ class Runner(Protocol):
 
 
 class HiddenObserver(Protocol):
-    """Who wants to see what the model makes of every token. Called by the thread that runs forwards."""
+    """Receives the hidden state of every token. Called by the thread that runs forwards."""
 
     def observe(self, hidden: Tensor, out_cache_loc: Tensor) -> None:
         """Hidden states [T, hidden_size] of a step's tokens, and the slots [T] that their KV went to."""

@@ -1,20 +1,16 @@
-"""What the largest step needs beside weights and KV, found out by running it on dummy data.
+"""How many KV pages this engine's pool gets: the memory of the largest step is measured, the rest can be pages.
 
-    as many prompt tokens as a step may have, in chunks of chunked_prefill_size, then decodes
-    max_running_requests rows of logits, all sampled with every filter on
+    measure   the largest step runs on dummy data: as many prompt tokens as a step may have, in chunks of
+              chunked_prefill_size, then decodes; max_running_requests rows of logits, all sampled with every filter
+    plan      no step in service needs more than that and the weights [memory-profile]
+    agree     the smallest plan of all ranks counts, since pools of different sizes would let their schedulers plan
+              different batches; rank 0 logs it
 
-So a step in service never needs more, and the rest of the memory can be KV pages [memory-profile].
+Every rank measures for itself and takes part in the largest step of the others, which has collectives.
 
-How much memory there is, what this process has, and what a computation needs at its peak.
-
-One interface for both kinds of memory that a KV pool can lie in. A process that runs in a container sees the
-machine's memory in most places; what it may have is what its control groups allow.
-
-How many KV pages the pool of this engine gets: measured, planned, and agreed on by its ranks.
-
-Every rank measures for itself and takes part in the others' largest step, which has collectives. Their pools must be
-equal, or their schedulers would plan different batches: the smallest plan counts for all, and rank 0 says in one line
-what it is.
+`MemoryMeter` is one interface for both kinds of memory that a pool can lie in: how much there is, how much this process
+uses, and the peak of a computation. In a container, most interfaces of the system report the machine's memory. The
+limit of the process is that of its control groups, so `HostMeter` reads those.
 """
 
 import gc
@@ -40,7 +36,7 @@ PAGE_COUNTERS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memor
 """Limit and use of a control group, as version 2 and version 1 name them."""
 
 RESET_PEAK = "5"
-"""Written to clear_refs: the peak of the resident set starts anew (proc(5))."""
+"""Written to clear_refs: the peak of the resident set is reset (proc(5))."""
 
 
 class MemoryMeter(Protocol):
@@ -59,7 +55,7 @@ class MemoryMeter(Protocol):
         ...
 
     def peak_growth(self, run: Callable[[], object]) -> int:
-        """Call `run` and return by how much `used` exceeded its value before, at most, meanwhile."""
+        """Call `run` and return by how much `used` exceeded its earlier value at the peak."""
         ...
 
 
@@ -90,7 +86,7 @@ class HostMeter:
 
     def peak_growth(self, run: Callable[[], object]) -> int:
         status = self.proc / "self" / "status"
-        gc.collect()  # garbage that is freed meanwhile would hide as much of the growth
+        gc.collect()  # garbage that is freed during `run` would hide as much of the growth
         before = _kib(status, "VmRSS")
         resettable = self._reset_peak()
         run()
@@ -166,13 +162,13 @@ def _group(folder: Path) -> Iterator[Group]:
     """The limit in `folder`, if there is one."""
     for limit_file, used_file in PAGE_COUNTERS.items():
         limit, used = _read(folder / limit_file).strip(), _read(folder / used_file).strip()
-        # Version 2 says "max" and version 1 a number beyond all memory for no limit.
+        # Version 2 has "max" and version 1 a number beyond all memory for no limit.
         if limit.isdigit() and used.isdigit():
             yield Group(limit=int(limit), used=int(used) - _droppable(folder / "memory.stat"))
 
 
 def _droppable(stat: Path) -> int:
-    """Bytes of cached files that nobody has used for a while."""
+    """Bytes of cached files that no process has used for a while."""
     fields = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)
     return int(fields.get("total_inactive_file", fields.get("inactive_file", "0")))
 
@@ -295,7 +291,7 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
     activations = _measure(config, footprint, meter) if measured else None
     graphs = footprint.graph_bytes() if measured else 0
     agreement = Agreement(parallel.schedule)
-    # Whoever has loaded first sees memory that others are about to take: what the last one sees is there.
+    # A rank that loads first still sees memory that other ranks will take: the smallest figure is available.
     [available] = agreement.least([meter.available()])
     plan = plan_memory(
         cache,

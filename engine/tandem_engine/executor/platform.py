@@ -1,10 +1,10 @@
-"""What an engine's steps run on, and so all that differs between a CPU and a GPU.
+"""What an engine's steps run on: everything that differs between a CPU and a GPU.
 
-    OnHost       a thread beside the scheduler's, the CPU's attention, memory that is just memory
+    OnHost       a thread next to the scheduler's, the CPU's attention, ordinary memory
     OnStreams    streams, graphs, pinned memory; CUDA, or in tests a CPU that behaves like it
 
-Whoever builds an engine asks `platform_for` once. Below it nobody asks what a device is, but layers of a model, where
-they are built.
+An engine calls `platform_for` once when it is built. Code below it does not distinguish devices, except layers of a
+model when they are built.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ from tandem_engine.sampling.sampler import Sampler
 T = TypeVar("T")
 
 Settle = Callable[[ForwardBatch, ForwardResult], ForwardResult]
-"""What the host makes of a step's results, before anybody else sees them."""
+"""Post-processing of a step's results on the host, before they are returned."""
 
 AttentionMaker = Callable[[KvPool, int, Sequence[AttentionSpec], torch.dtype], GraphBackend]
 """Of a pool, for so many query heads of a dtype, with one spec for each layer."""

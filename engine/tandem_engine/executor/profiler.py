@@ -1,11 +1,11 @@
 """A trace of some steps, on demand, as a file for chrome://tracing or Perfetto.
 
     1. start   on the thread that runs forwards; kernels and operators of every thread are recorded from here on
-    2. poll    once a turn: after so many steps, or so many seconds, the trace ends by itself
-    3. stop    the file is written; nobody computes meanwhile
+    2. poll    once per iteration: after a number of steps or of seconds the trace ends
+    3. stop    the file is written; nothing is computed until it is complete
 
-A trace grows with every operator, so both bounds have a maximum. Off, this costs one look at an attribute
-per turn.
+A trace grows with every operator, so both bounds have a maximum. While off, the profiler costs one attribute access
+per iteration.
 """
 
 import logging

@@ -81,7 +81,7 @@ Wrote = Callable[[int], None]
 
 
 def telling(plan: AttentionPlan, wrote: Wrote) -> AttentionPlan:
-    """`plan`, with word of each layer behind it. It turns heads itself if `plan` does."""
+    """`plan`, with a callback after each layer. It rotates heads itself if `plan` does."""
     return TellingPlan(plan, wrote) if isinstance(plan, TurningPlan) else ToldPlan(plan=plan, wrote=wrote)
 
 
@@ -149,7 +149,7 @@ class ModelRunner:
         facts = agree_on_step(self._group, sampled.token_ids, time.perf_counter() - started)
         token_ids, unsound = _without_marks(facts.token_ids)
         if rows and not batch.draft_lens:
-            # With drafts nobody can say which token is a sequence's last, and nobody asks before it is settled.
+            # With drafts the last token of a sequence is not known, and not read, before the step is settled.
             self._future_map.publish(batch.rows[batch.sample_index], token_ids)
             self._sampler.record(batch.sampling, token_ids)
         return ForwardResult(

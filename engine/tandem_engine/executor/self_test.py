@@ -1,11 +1,11 @@
-"""Does this model compute, and how fast? Asked once, before anybody depends on the engine.
+"""Self-test at start: does this model compute, and how fast? It runs once, before the engine serves.
 
     1. kernels are compiled
-    2. a random prompt runs on pages the caller lends; its logits must be finite and not all the same
+    2. a random prompt runs on pages that the caller passes; its logits must be finite and not all the same
        (a checkpoint of NaN, infinities or zeros loads well and serves garbage)
     3. the same prompt is timed, then a decode step of its last token
 
-Nothing stays behind: the pages get their bytes back, no row is published, nothing is sampled.
+The test leaves no trace: the pages get their bytes back, no row is published, nothing is sampled.
 """
 
 import time
@@ -52,7 +52,7 @@ def lone_batch(
 
 @torch.inference_mode()
 def logits_of(runner: Runner, batch: ForwardBatch) -> Tensor:
-    """See `Runner.logits`; for whoever is not the executor."""
+    """See `Runner.logits`; for callers outside the executor."""
     return runner.logits(batch)
 
 
@@ -74,7 +74,7 @@ LEAST_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelfTestReport:
-    """What a router may expect of this engine until it has figures of its own."""
+    """What a router may expect of this engine until it has measured requests."""
 
     prompt_tokens: int
     prefill_tokens_per_s: float
@@ -92,7 +92,7 @@ def self_test(
     vocab_size: int,
     prompt_tokens: int = PROMPT_TOKENS,
 ) -> SelfTestReport:
-    """Run on `pages`, at least one, which nobody else uses meanwhile.
+    """Run on `pages`, at least one, which nothing else uses during the test.
 
     Args:
         prompt_tokens: upper bound; no more are run than fit the pages.

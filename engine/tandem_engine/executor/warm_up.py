@@ -1,20 +1,18 @@
-"""Has kernels compiled before requests come, by running the steps that launch them all (`warm_up`).
-
-Steps write to pages that the caller has reserved, to the row of padding, and to the first slot of penalties, which a
-request loads anew before it uses it. Their results are dropped.
-
-The steps that between them launch every kernel that a request can: run once before an engine serves (`warm_up`).
+"""Warm-up: runs the steps that launch every kernel a request can need, so that none is compiled while serving.
 
 What Triton compiles follows from the types, the alignment and some values of a launch's arguments. The code that queues
-a step decides those, so this is a list of steps, not of kernels: each takes the path of a request's step.
+a step determines those, so this is a list of steps, not of kernels: each takes the path of a request's step.
 
     of a model       a prompt, a decode, by a graph and without; greedy and sampled; more rows than one list holds
-    of a request     what is done to logits as a whole, in each combination; to single logits; logprobs; copied pages
+    of a request     edits of whole rows of logits in each combination; of single logits; logprobs; copied pages
                      (page digests and copies to the host are not part of a step: `disaggregation.digest` and
                      `executor.cuda.streams` warm their own)
 
+Steps write to pages that the caller has reserved, to the row of padding, and to the first slot of penalties, which a
+request loads again before it uses it. Their results are dropped.
+
 A new kernel, or a new kind of argument of one, needs a step here that launches it. Tests compare what requests of every
-kind launch with what these steps launch (the warm engine among the tests of kernels).
+kind launch with what these steps launch.
 """
 
 import logging
@@ -219,7 +217,7 @@ def _released(vocab_size: int) -> TokenMasks:
 logger = logging.getLogger(__name__)
 
 NOTABLE_S = 1.0
-"""A step that takes longer has a line of its own in the log, so that a start which compiles is seen to go on."""
+"""A step that takes longer is logged in a separate line, so that a start which compiles shows progress."""
 
 
 @torch.inference_mode()

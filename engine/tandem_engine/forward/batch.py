@@ -1,24 +1,23 @@
-"""What crosses from the scheduler to the device: frozen tensors, and what comes back.
+"""Inputs and results of one step, between scheduler and device: frozen tensors.
 
-Shapes use  T = tokens computed in this step, B = sequences, S = sequences that sample (S ≤ B), R = tokens
-sampled (R = S without drafts), P = pages of the longest sequence. Sequences stand EXTEND first, then
-DECODE; tokens of a sequence are contiguous and in order. Integer tensors are int64 unless noted.
+Shapes use  T = tokens computed in this step, B = sequences, S = sequences that sample (S ≤ B), R = tokens sampled (R =
+S without drafts), P = pages of the longest sequence. Sequences are ordered EXTEND first, then DECODE; tokens of a
+sequence are contiguous and in order. Integer tensors are int64 unless noted. A sequence with d drafts computes its last
+token and the drafts after it, and samples after each: d + 1 consecutive rows of sampling, whose edits include the
+drafts before.
 
-A sequence with d drafts computes its last token and the drafts behind it, and samples after each of them:
-d + 1 consecutive rows of sampling, one for each position.
+`page_table` is a snapshot, not a view of the scheduler's rows: the scheduler may rewrite or recycle a row while the
+forward that was launched with it still runs [row-snapshot] without any fence.
 
-`page_table` is a snapshot, not a view of the scheduler's rows: the scheduler may rewrite or recycle a
-row while the forward that was launched with it still runs [row-snapshot] without any fence.
+`Guesses` are drafts that a device has and the host does not need before their step is queued:
 
-Drafts that a device has, and that the host need not know before their step is queued.
+    proposal    the steps of a draft network are queued; their samples stay on the device        `Runner.guess`
+    step        the model's step, queued after them, reads its drafts from there                 `GuessedIds.fill`
+    settlement  the host compares the drafts, which have arrived by then, with what was sampled
 
-    proposal    the steps of a draft network are queued; what they sample stays where it is      `Runner.guess`
-    step        the model's step, queued behind them, gets its drafts from there                 `GuessedIds.fill`
-    settlement  the host compares the guesses, which have arrived by then, with what was sampled
+Penalties and grammars within a run of drafts, and other ranks, need them earlier and wait for all of them.
 
-Whoever needs a guess earlier waits for all of them: penalties and grammars within a run of drafts, and other ranks.
-
-Masks that are not known yet when their step is launched.
+`TokenMasks` are not known yet when their step is launched:
 
     scheduler thread                                    forward thread
     masks = TokenMasks.open(rows, words)
@@ -26,15 +25,9 @@ Masks that are not known yet when their step is launched.
     settle step N: its tokens become known
     fill `bitmask` row by row, `release`       ─────▶   `wait`, mask the logits, sample
 
-On a device nobody waits: what samples is queued `when_released`, by the scheduler thread itself.
-
-So a grammar costs the wait for the end of settlement, not the overlap [masks-after-settling]. Whoever opens masks
-releases them whatever happens: rows forbid nothing until they are filled, and the token of a request that has ended is
-dropped.
-
-Steps with drafts: a sequence samples after each token of a run, and edits know the drafts before each.
-
-Without drafts in a step every function here gives back what it was given, for the price of a comparison.
+On a device sampling is queued `when_released`, by the scheduler thread. So a grammar costs the wait for the end of
+settlement, not the overlap [masks-after-settling]. The scheduler releases masks in any case: rows allow all tokens
+until they are filled, and the token of a finished request is dropped.
 """
 
 from collections.abc import Callable, Iterator, Sequence

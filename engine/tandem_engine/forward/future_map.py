@@ -1,18 +1,17 @@
 """Tokens that the device has sampled and the host has not seen.
 
     step N     publish: table[row] = sampled token             forward thread, right after sampling
-    step N+1   was planned before: its input ids say RESOLVE
+    step N+1   was planned before: its input ids are RESOLVE
                resolve: RESOLVE ids are read from table[row]   forward thread, before the model runs
 
-Steps run in launch order on one thread or stream, so a row needs room for one token only. A row that is
-recycled is published anew before anybody resolves it; row 0 is padding.
+Steps run in launch order on one thread or stream, so a row needs space for one token only. A recycled row is published
+again before it is resolved; row 0 is padding.
 
-Host tensors seen by numpy without a new reference to them.
-
-A step begins with a little work on the arrays of its batch, and keeps the interpreter lock through it, for the
-scheduler's thread waits for the lock with the results of the step before. Were it let go before the layers compute,
-the scheduler would run first and the step wait, where both could run at once. torch lets go of it whenever a tensor's
-Python object is freed, and `Tensor.numpy` makes one for the array to hold.
+`borrowed` gives numpy arrays of host tensors without a new Python reference to them. A step begins with a little work
+on the arrays of its batch and keeps the interpreter lock through it, because the scheduler thread waits for the lock
+with the results of the step before. If the lock were released before the layers compute, the scheduler would run first
+and the step wait, where both could run at once. torch releases it whenever a tensor's Python object is freed, and
+`Tensor.numpy` makes one for the array to hold.
 """
 
 import ctypes

@@ -1,12 +1,12 @@
-"""What requests ask to be changed about their logits, as tensors.
+"""Edits of logits that requests ask for, as tensors.
 
-Most requests ask for nothing, so `SamplingBatch.edits` is None in most steps and a part that nobody in the
-step asked for is None here. Shapes use  S = rows of logits, V = vocabulary; every `index` is int64 into S.
+Most requests have none, so `SamplingBatch.edits` is None in most steps, and a kind of edit that no request of the step
+has is None here. Shapes use  S = rows of logits, V = vocabulary; every `index` is int64 into S.
 
-Penalties and bad words depend on the tokens before. Those live on the device (`sampling.logits_processor`), because the
-host does not know the newest ones yet [device-history]. `histories` brings what the host knows to rows that have just
-been given to a request: after its first prefill, a retraction, a resumption or a handoff [history-rebuilt]. From then
-on the device counts by itself.
+Penalties and bad words depend on the tokens before. Those are on the device (`sampling.logits_processor`), because the
+host does not have the newest ones yet [device-history]. `histories` loads the host's history into rows that have just
+been assigned to a request: after its first prefill, a retraction, a resumption or a handoff [history-rebuilt]. From
+then on the device counts by itself.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
-"""What a step has found out, before the host has it.
+"""Results of a step before the host has them.
 
     where the step runs     outcome.tensors are queued to be copied
-    on the host, later      outcome.read(copies) is the answer
+    on the host, later      outcome.read(copies) is the result
 
-Between the two the host goes on: nobody waits for the device to learn a step's results but whoever settles it.
+In between the host continues: only the settlement of a step waits for its results.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,11 +1,11 @@
-"""All that a device must be told of a step, worked out on the host before anything is queued.
+"""All inputs of a step on a device, computed on the host before anything is queued.
 
     ForwardBatch, on the host ─▶ `step_inputs` ─▶ `StepInputs` ─▶ one copy ─▶ the same on the device
 
-What follows from lengths, lists and flags is decided here, where they can be looked at: once a step is queued, a look
-at any of its tensors would wait for the device [no-device-wait]. Decodes, runs of drafts, and what a draft network
-catches up with can also be written as `as_decodes`: every token a decode of its own, padded to a number of rows that a
-graph was captured for.
+What follows from lengths, lists and flags is computed here, on the host: once a step is queued, reading any of its
+tensors would wait for the device [no-device-wait]. Decodes, runs of drafts, and the text that a draft network has to
+compute can also be written as `as_decodes`: every token is a separate decode, padded to a number of rows that a graph
+was captured for.
 """
 
 from dataclasses import dataclass, replace

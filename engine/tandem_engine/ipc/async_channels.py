@@ -1,14 +1,13 @@
-"""The asyncio twins of `channels`, for gateways and worker services.
+"""The asyncio versions of `channels`, for gateways and worker services.
 
-Waiting on the event loop until a ZMQ socket may have something to read.
+`SocketReadable` waits on the event loop until a ZMQ socket may have something to read. A ZMQ socket's descriptor is not
+a stream's: it becomes readable once when *something* has happened since the socket was last used, and every use of the
+socket, including a send, clears it (zmq_getsockopt(3), ZMQ_FD). So
 
-A ZMQ socket's descriptor is no stream's: it tells that *something* has happened since the socket was last used, once,
-and every use of the socket, a send as well, takes that word away (zmq_getsockopt(3), ZMQ_FD). So
-
-    1. whoever reads, reads until nothing is there, and only then waits
-    2. the descriptor has a word, or the socket was used by others: the waiter wakes up and looks again
-    3. nobody waits: the word is taken away unheard, or the loop would be told the same for ever. Whoever reads next
-       begins with looking
+    1. a reader reads until nothing is left, and only then waits
+    2. when the descriptor is readable, or the socket was used by others, the waiter wakes up and reads again
+    3. without a waiter the descriptor is cleared, or the event loop would be notified forever. The next reader begins
+       by reading
 """
 
 import asyncio
@@ -50,7 +49,7 @@ class SocketReadable:
         self._wake()
 
     def close(self) -> None:
-        """Before the socket is closed: nobody waits any more. Idempotent."""
+        """Before the socket is closed: ends all waits. Idempotent."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._descriptor)
         self._loop = None

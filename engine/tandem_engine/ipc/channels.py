@@ -307,7 +307,7 @@ class CallChannel(Generic[In, Out]):
         """Messages that did not decode since start."""
 
     def send(self, message: Out) -> bool:
-        """False when the queue is full, because nobody has answered for long."""
+        """False when the queue is full, because the peer has not replied for long."""
         return self._out.send(message)
 
     def receive(self, timeout_s: float) -> In | None:

@@ -1,14 +1,14 @@
-"""A folder that processes of one user meet in, gone when the one that made it is.
+"""A temporary directory shared by processes of one user, removed when its creator is gone.
 
-1. made      in the machine's temporary folder, for this user alone
-2. marked    by a file that is locked before it gets its name, for as long as the process lives
-3. removed   when its maker is done with it
-   or left   its maker was killed. The next process that makes one of the same prefix finds the marker without a lock,
-             which the kernel has lifted, and removes the folder
+    1. made      in the machine's temporary directory, for this user alone
+    2. marked    by a file that is locked before it gets its name, for as long as the process lives
+    3. removed   when its creator is done with it
+       or left   its creator was killed. The next process that makes one of the same prefix finds the marker unlocked,
+                 because the kernel has released the lock, and removes the directory
 
-A folder without a marker is somebody else's, whatever its name; or it is about to be marked, its maker was killed
-before it had marked it, or its file system has no locks. Nothing in it is touched. Once it has been empty for longer
-than marking takes, `rmdir` takes it away, where there are locks.
+A directory without a marker belongs to another program, whatever its name; or it is about to be marked, its creator was
+killed before it had marked it, or its file system has no locks. Nothing in it is touched. Once it has been empty for
+longer than marking takes, `rmdir` removes it, where there are locks.
 """
 
 import fcntl
@@ -90,7 +90,7 @@ def remove_abandoned(prefix: str) -> None:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    """Raises `OSError` when it is not, or cannot be told."""
+    """Raises `OSError` when it is not, or when that is unknown."""
     with _opened(folder) as place:
         entries = os.listdir(place)  # noqa: PTH208  # of the folder that was opened, whatever has its name by now
         if MARKER in entries:

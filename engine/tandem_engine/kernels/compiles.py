@@ -30,7 +30,7 @@ class Compiles:
 
 
 class CompileCounter:
-    """Counts what Triton compiles. Any thread may launch kernels meanwhile."""
+    """Counts what Triton compiles. Any thread may launch kernels while it counts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

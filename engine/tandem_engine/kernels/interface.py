@@ -1,17 +1,17 @@
-"""Who computes: Triton's kernels on a device, torch and compiled loops on a CPU.
+"""What the rest of the engine needs of kernels without importing them: device selection, and the stored formats.
 
-Asked once where a layer is built or a tensor's owner comes to be. Nowhere else does a layer ask what its device is.
+`by_triton`: Triton kernels compute on a device, torch and compiled loops on a CPU. It is called where a layer or the
+owner of a tensor is built; no layer checks its device elsewhere.
 
-Float8 pools of K and V: what a number becomes when it is stored, and the scales that bring it into range.
+`KvScales`, `to_float8`: K and V in a float8 pool
 
     stored  = nearest(clamp(x / scale, ±largest))        read back as  stored · scale
 
-with a scale for each K/V head, ties to even, and NaN left as it is. The kernels (`store_kv`, `rope_store`) store the
-same bits; this is their twin for a CPU, and needs no Triton.
+with a scale for each K/V head, ties to even, and NaN kept. The kernels (`store_kv`, `rope_store`) store the same bits;
+this is the version for a CPU, without Triton. Source: the E4M3 and E5M2 formats of "FP8 Formats for Deep Learning"
+(Micikevicius et al. 2022, arXiv 2209.05433).
 
-Source: the E4M3 and E5M2 formats of "FP8 Formats for Deep Learning" (Micikevicius et al. 2022, arXiv 2209.05433).
-
-Quantized weights as `quantized_gemm` reads them: where each number lies, without a look at Triton.
+`PackedWeight`: quantized weights as `quantized_gemm` reads them
 
     codes    uint8 [N, K] for numbers of eight bits, [N, K / 2] for those of four
     scales   [groups, N], any float type                         g = k // group_size, one group for group_size ≥ K
@@ -20,12 +20,11 @@ Quantized weights as `quantized_gemm` reads them: where each number lies, withou
     int4, int8   W[n, k] = (code − zero) · scale[g, n]
     float8       W[n, k] = e4m3(code) · scale[g, n]
 
-A stack of matrices of one kind, such as the experts of a layer, is the same with a first dimension more.
-
-Numbers of four bits go in pairs that a kernel takes apart without moving anything between lanes: in each run of
-2 · depth inputs, byte j holds input j in its lower half and input depth + j in its upper half. So the lower halves of a
-run are one operand of `depth` inputs, and the upper halves the next one. Scales and zeros have their outputs side by
-side, for a program reads those of one group and many outputs.
+A stack of matrices of one kind, such as the experts of a layer, has one more first dimension. Four-bit numbers are
+packed so that a kernel moves nothing between lanes: in each run of 2 · depth inputs, byte j holds input j in its lower
+half and input depth + j in its upper half. The lower halves of a run are one operand of `depth` inputs, the upper
+halves the next. Scales and zeros have their outputs adjacent, because a program reads those of one group and many
+outputs.
 """
 
 from collections.abc import Callable
@@ -78,7 +77,7 @@ class HeadNorm(NamedTuple):
 
 
 class HeadTurn(NamedTuple):
-    """How heads are normalised, if they are, and rotated."""
+    """How heads are normalized, if they are, and rotated."""
 
     cos: Tensor
     """[T, R], dense but for the first dimension, for R ≤ D dimensions of a head."""
@@ -181,7 +180,7 @@ class PackedWeight:
 
 
 def paired(codes: Tensor, depth: int) -> Tensor:
-    """uint8 [N, K] below 16 to dense [N, K / 2], as this module says."""
+    """uint8 [N, K] below 16 to dense [N, K / 2], as described at the top of this module."""
     # Dense at once: what is computed from a transposed matrix is one, too.
     runs = codes.contiguous().view(len(codes), -1, 2, depth)
     return torch.bitwise_or(runs[:, :, 0], runs[:, :, 1] << 4).flatten(1)

@@ -1,13 +1,11 @@
-"""One prompt on its way through the engine: its choices as requests, and what came of them.
+"""One prompt of a library caller: its choices as requests to the engine, and their growing outputs.
 
-1. asked      a `GenerateRequest` per choice, in one group so that they share their prompt
-2. growing    each output of the engine goes to the choice that it names
-3. finished   every choice has ended; of those that `best_of` generated the best are kept
+    1. asked      a `GenerateRequest` per choice, in one group so that they share their prompt
+    2. growing    each output of the engine goes to the choice that it names
+    3. finished   every choice has ended; the best of `best_of` are kept
 
-One growing output: tokens from the engine, text and finish for the caller.
-
-One cut decides everything [one-cut]: the token that completes a stop string is the last one in ids, logprobs
-and text alike. Tokens are taken by position, each once.
+`Completion` turns the tokens of a choice into text and a finish reason. One cut applies to ids, logprobs and text
+[one-cut]: the token that completes a stop string is the last one in all three. Tokens are taken by position, each once.
 """
 
 import secrets

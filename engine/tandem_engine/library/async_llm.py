@@ -1,25 +1,22 @@
-"""`AsyncLLM`: requests that come and go while others run, for an application with an event loop.
+"""`AsyncLLM`: concurrent requests for an application with an event loop.
 
     async with AsyncLLM("models/tandem-mini") as llm:
         async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-Life of a request
-    1. admitted   checked, and handed to the engine's thread; a full queue is an error at once
-    2. growing    each item is the output so far. A reader that falls behind skips states and loses no token, so
-                  what is kept for it never exceeds one output
+A request is
+    1. admitted   checked, and passed to the engine's thread; a full queue is an error at once
+    2. growing    each item is the output so far. A reader that falls behind skips states and loses no token, so at most
+                  one output is kept for it
     3. ended      finished, aborted, or failed with an error of `tandem_engine.base.errors`
-       left       the generator is closed or its task cancelled before: the request is aborted
+       left       the generator is closed or its task canceled before: the request is aborted
 
-The model computes on a thread of its own (`EngineThread`); nothing here blocks the event loop.
+`EngineThread` runs the scheduler loop of one engine on a separate thread, so nothing blocks the event loop.
+    1. launch   on that thread, which owns the engine from then on; the caller waits for it, or gets its error
+    2. loop     calls of other threads, then one step; when idle it sleeps until the next call
+    3. end      on request, or on an error of the engine, which pending calls receive
 
-The scheduler loop of one engine on a thread of its own.
-
-    1. launch   on the thread, which is the engine's from then on; the caller waits for it, or gets its error
-    2. turn     what callers asked for, then one step; with nothing to do it sleeps until somebody asks
-    3. end      asked to, or on an error of the engine: whoever asked is told
-
-Callers on any thread hand over functions of the engine; nothing else crosses.
+Callers on any thread submit functions of the engine; nothing else crosses.
 """
 
 import asyncio
@@ -62,7 +59,7 @@ LONGEST_SLEEP = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a caller wants done on the engine's thread."""
+    """A caller's function to run on the engine's thread."""
 
     function: Callable[[Engine], None]
     refuse: Callable[[EngineStoppedError], None]
@@ -281,11 +278,11 @@ class AsyncLLM:
             self._abort(streams[0].answer)
 
     async def pause(self, mode: PauseMode = PauseMode.IN_PLACE) -> None:
-        """Compute nothing until `resume`; requests wait. `PauseMode` says what becomes of running ones."""
+        """Compute nothing until `resume`; requests wait. `PauseMode` determines what happens to running ones."""
         await self._call(lambda engine: engine.pause(mode))
 
     async def resume(self) -> None:
-        """Go on after a pause."""
+        """Resume after a pause."""
         await self._call(lambda engine: engine.resume())
 
     async def reset_prefix_cache(self) -> int:

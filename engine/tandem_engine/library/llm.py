@@ -4,13 +4,13 @@
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-Between construction and `close` the calling thread is the engine's scheduler thread: call everything from it,
-and expect torch in it to compute with one thread, because the engine's forwards have all the others.
+Between construction and `close` the calling thread is the engine's scheduler thread: call everything from it, and
+expect torch in it to compute with one thread, because the engine's forwards have all the others.
 
-Engine options as keywords: the table of command-line flags, under the same names.
+Engine options are keywords with the names of the command-line flags (`config_from_options`):
 
-LLM(path, page_size=32, mem_fraction_static=0.5, disable_radix_cache=True)
-tandem worker --page-size 32 --mem-fraction-static 0.5 --disable-radix-cache
+    LLM(path, page_size=32, mem_fraction_static=0.5, disable_radix_cache=True)
+    tandem worker --page-size 32 --mem-fraction-static 0.5 --disable-radix-cache
 """
 
 import argparse
@@ -320,7 +320,7 @@ class LLM:
                     del self._growing[request.rid]
 
     def _drop_unfinished(self) -> None:
-        """After an exception, Ctrl-C included, nothing of this call may go on."""
+        """After an exception, Ctrl-C included, nothing of this call may continue."""
         if not self._growing:
             return
         self._growing.clear()

@@ -1,4 +1,4 @@
-"""What a caller gets: frozen, with vLLM's field names."""
+"""Results for library callers: frozen, with vLLM's field names."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -28,7 +28,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     """With the token that ended it."""
     cumulative_logprob: float | None
-    """Sum over `token_ids`; None when no logprobs were asked for."""
+    """Sum over `token_ids`; None when no logprobs were requested."""
     logprobs: tuple[TokenScores, ...] | None
     """Per token: the sampled one and the likeliest, by id."""
     finish_reason: str | None

@@ -1,18 +1,14 @@
-"""What callers pass as prompts, made uniform: text, token ids, or a conversation; one, or a list of them.
-
-A prompt may continue a `Session`. Then it is the new turn alone, and text gets no special tokens around it.
-
-A conversation that the engine keeps, as a caller of the library holds it.
+"""Prompts of library callers, in one form: text, token ids, or a conversation; one, or a list of them. And sessions.
 
     with llm.open_session() as session:
         llm.generate("Once upon a time", params, session=session)
         llm.generate(" And then", params, session=session)      # only what is new
 
-Life of a session
+A prompt with a `Session` is the new turn alone, and text gets no special tokens around it. A session is
     1. opened     nothing is kept yet
     2. continued  each prompt given with it is appended to all prompts and outputs before
     3. lost       the engine forgot it (`session_ttl`, `max_sessions`): the next prompt raises `SessionLostError`
-    4. closed     the engine lets go of its tokens and pages
+    4. closed     the engine releases its tokens and pages
 
 A turn that is aborted or fails adds nothing: the next one continues where it began.
 """
@@ -37,7 +33,7 @@ class Session:
     tokens: int = field(default=0, init=False)
     """Of all their prompts and outputs."""
     forget: Callable[[str], None] = field(repr=False)
-    """Tells the engine to let go of the session of this id."""
+    """Has the engine release the session of this id."""
 
     def turn_ended(self, *, prompt: int, output: int) -> None:
         """A turn of `prompt` and `output` tokens is part of the conversation now."""

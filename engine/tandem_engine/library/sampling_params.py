@@ -1,4 +1,4 @@
-"""How a caller of the library wants its text: friendly types and defaults, and the way to the wire's."""
+"""Sampling parameters of library callers: friendly types and defaults, and their conversion to the wire's."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

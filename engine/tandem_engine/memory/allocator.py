@@ -1,36 +1,24 @@
-"""Which pages of the pool are free.
+"""Which pages and rows of the pool are free, and which wait for a step in flight.
 
-Life of a page
+`PageAllocator`: life of a page
     1. free       on the free list
-    2. allocated  a request, the prefix cache or a transfer hold has it; the allocator does not know which
-    3. fenced     given back while a step that may write to it is in flight [page-fence]
-    4. free       when that step has settled
-       in use     by a copy that is on its way: free for what runs after it, but not for a peer (`copies`)
+    2. allocated  owned by a request, the prefix cache or a transfer hold; the allocator does not track which
+    3. fenced     released while a step that may write to it is in flight [page-fence]
+    4. free       when that step has completed
+       in use     by a copy in flight: free for what runs after the copy, but not for a peer (`page_copies`)
 
-The free list is a stack. The page given back last is given out first: it is the one most likely still
-in a processor cache, a pool that is larger than its load never touches the rest of its memory, and a
-page used after it was freed is soon somebody else's, which turns that bug into a wrong token in a test
-instead of a rare one in service.
+The free list is a stack, so the page released last is allocated first. It is the most likely to be in a processor
+cache, and a pool larger than its load never touches the rest of its memory. A page that is used after its release soon
+belongs to another request, so that such a bug gives a wrong token in a test and not a rare one in service.
 
-Things that wait for a step to settle before they can be used again.
+`StepFence` keeps what a step in flight may still write to. A request that ends while step N+1 is in flight may have one
+token of that step written into its pages. The next forward runs after it on the same stream, but a page that is filled
+by a peer could be overwritten [page-fence]. So a release names the newest step launched with the memory.
 
-A request that ends while step N+1 is in flight may still have one token of that step written into its
-pages. The next forward runs after it on the same stream and cannot collide, but a writer outside that
-stream can: a page received from a peer would be overwritten [page-fence]. So the last holder names the newest
-step launched with its memory, and the memory rests here until that step has settled.
-
-Rows: which pages hold the tokens of each request.
-
-Life of a row
-    1. `alloc`        all zeros, that is, every entry names the dummy page
-    2. `write`        pages in token order, without gaps
-    3. `free`         zeroed at once, and given out again
-       `free_after`   zeroed at once, given out again when the step has settled
-
-Zeroing when a row is freed, not when it is given out, keeps "past what was written there is only the
-dummy page" true of every row at every moment. Readers on the device never see the table itself but a
-snapshot in the `ForwardBatch`, so it can change under a running forward. What a running forward still
-uses is the row *number*, as its place in the FutureMap: hence the fence.
+`ReqToTokenPool` has the rows, which name the pages of each request in token order, without gaps. A row is zeroed when
+it is released (`free`, or `free_after` a step), not when it is allocated: after the last entry written, every row names
+only the dummy page at any moment. The device reads a snapshot in the `ForwardBatch`, so the table may change during a
+forward. A running forward still uses the row *number*, as its place in the FutureMap: hence the fence.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -85,12 +73,12 @@ class PageState(IntEnum):
 
 
 class Writer(Enum):
-    """Who fills the pages that are asked for."""
+    """The writer of the requested pages."""
 
     STREAM = "stream"
     """Forwards and copies, which run in launch order."""
     PEER = "peer"
-    """Anybody else, at any time: no copy in flight may touch its pages [page-fence]."""
+    """Any other writer, at any time: no copy in flight may touch its pages [page-fence]."""
 
 
 class PageAllocator:
@@ -145,7 +133,7 @@ class PageAllocator:
         self._set_free(self._give_back(pages, PageState.FREE))
 
     def free_after(self, step: int, pages: Iterable[PageId]) -> None:
-        """Give pages back; nobody gets them before `step` has settled."""
+        """Release pages; they are not allocated again before `step` has settled."""
         if self._fence.passed(step):
             self.free(pages)
         else:
@@ -159,7 +147,7 @@ class PageAllocator:
         self._set_free(due)
 
     def free_page_ids(self) -> Iterator[PageId]:
-        """Every page that nobody holds, fenced ones included (audit)."""
+        """Every page without an owner, fenced ones included (audit)."""
         yield from self._free
         yield from self._fence
         if self._copied is not None:
@@ -230,7 +218,7 @@ class ReqToTokenPool:
         self._free.append(row)
 
     def free_after(self, step: int, row: ReqPoolIdx) -> None:
-        """Give `row` back; nobody gets it before `step` has settled."""
+        """Release `row`; it is not allocated again before `step` has settled."""
         self._retire(row)
         if self._fence.passed(step):
             self._free.append(row)

@@ -1,21 +1,20 @@
 """Rows, pages and prefix cache as one: all that the scheduler and the transfer stages need of KV memory.
 
-Life of a request's KV
-    1. begin        a row, and the longest cached prefix, locked; what host memory has after it, pinned
-       load_back    the request is admitted: host memory's part is copied to its first private pages
-    2. ensure       private pages for the tokens of the next step; the cache makes room
-    3. commit       the step settled: KV up to here may be sent, cached or reused
-    4. checkpoint   whole settled pages go to the cache while the request runs on (any number of times)
-    5. release      row, lock and private pages go back, after a last checkpoint if asked for
+    1. begin        a row, and the longest cached prefix, locked; its continuation in host memory, pinned
+       load_back    the request is admitted: the part in host memory is copied to its first private pages
+    2. ensure       private pages for the tokens of the next step; the cache evicts to provide them
+    3. commit       the step completed: KV up to here may be sent, cached or reused
+    4. checkpoint   whole committed pages enter the cache while the request runs (any number of times)
+    5. release      row, lock and private pages are released, after an optional last checkpoint
        detach       the same, but private pages go to a transfer hold, and from there to `give_back`
 
     tokens:  0 ........ cache_protected_len ........ committed_len ........ allocated_len
     pages:   tree, locked by the request | private, content valid | private, content pending
 
-`release` and `detach` are the only ways out, and a second one is a bug [single-release]. Steps in flight are
-respected through `after_step`, the newest launched step with the request in it (None: no step in
-flight has it): what it may still write to waits in the fence [page-fence]. The lock is given back at once, for
-such a step only reads the tree's pages and what it computes for this request is dropped.
+`release` and `detach` are the only ways out, and a second one is a bug [single-release]. `after_step` is the newest
+launched step with the request in it (None: no such step is in flight): what it may still write to waits in the fence
+[page-fence]. The lock is released at once, because such a step only reads the tree's pages and its result for this
+request is dropped.
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from tandem_engine.memory.request_kv import RequestKv
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pin:
-    """Cached pages that nobody uses now and that stay all the same."""
+    """Cached pages that are kept although no request uses them now."""
 
     lock: Lock
     pages: int
@@ -52,7 +51,7 @@ class KvMemory:
     pins: list[Pin] = field(default_factory=list)
 
     def poll(self) -> bool:
-        """Once per turn, before planning: hear of copies that are done, queue backups. True if anything moved."""
+        """Once per iteration, before planning: process completed copies, queue backups. True if anything moved."""
         moved = self.copies.poll()
         return (self.host is not None and self.host.poll()) or moved
 
@@ -204,7 +203,7 @@ class KvMemory:
     def renew(self, kv: RequestKv) -> RequestKv:
         """All that `kv` holds, under a new identity: what was computed beyond the settled tokens is to be forgotten.
 
-        Whoever keeps state that belongs to a holding knows it by identity, and has to build it anew [history-rebuilt].
+        State that belongs to a holding is keyed by its identity, and has to be rebuilt [history-rebuilt].
         """
         self._assert_live(kv)
         renewed = replace(kv)
@@ -219,7 +218,7 @@ class KvMemory:
         return self._let_go(kv, None)
 
     def give_back(self, pages: Sequence[PageId]) -> None:
-        """Pages from `detach` or `reserve_pages` that nobody will write to any more."""
+        """Pages from `detach` or `reserve_pages` that will not be written to any more."""
         self.allocator.free(pages)
 
     def pin(self, token_ids: Sequence[int], *, salt: str) -> Pin:

@@ -1,27 +1,23 @@
-"""Page copies that are on their way, and what must wait for them.
-
-Life of a copy
-    1. queued   it has a number; on the executor it runs after all that was launched before
-    2. done     somewhen, unnoticed
-    3. acked    `poll` found it done, on every rank if there are several: numbers are acked in order
-
-Two kinds of users wait for different things. What runs on the executor (forwards, later copies) never
-waits: launch order is enough. What does not (a peer writing over NIXL, a peer's read, the disk) may touch a
-page that a copy reads or writes only after the ack [copy-acked] [page-fence]. `CopyFence` keeps such pages apart.
-
-A copy that raises is not survivable: requests were launched on the pages it should have filled. `poll`
-raises what it raised, which ends the process.
-
-Copies of whole pages that run in launch order with the forwards.
+"""Copies of whole pages, in launch order with the forwards, and the fence for everything outside that order.
 
     scheduler thread                      forward thread (CPU) or stream (GPU)
     executor.copy(a)     ──────────────▶  page copy a
-    executor.launch(N)   ──────────────▶  forward N: reads what a brought
+    executor.launch(N)   ──────────────▶  forward N: reads what a copied
     executor.copy(b)     ──────────────▶  page copy b: reads what N wrote
 
-So a load-back that is queued before a launch is visible to that launch, and a backup that is queued after
-the step that wrote a page sees its final bytes, without anybody waiting. Whoever is not on that thread
-(a peer's NIXL write, a disk read) has to wait for the acknowledgement: see `copies`.
+So a load-back that is queued before a launch is visible to it, and a backup that is queued after the step that wrote a
+page has its final bytes, without any wait.
+
+    1. queued   the copy has a number; on the executor it runs after everything that was launched before
+    2. done     at some later time
+    3. acked    `poll` found it done, on every rank if there are several: numbers are acked in order
+
+Work on the executor (forwards, later copies) never waits: launch order is enough. Everything else (a peer that writes
+over NIXL, a peer's read, the disk) may touch a page that a copy reads or writes only after the ack [copy-acked]
+[page-fence]. `CopyFence` withholds such pages.
+
+A failed copy is fatal: requests were launched on the pages that it should have filled. `poll` re-raises its exception,
+which ends the process.
 """
 
 from collections import deque
@@ -68,7 +64,7 @@ class CopyReport:
 
 
 Copier: TypeAlias = Callable[[PageCopy], CopyReport]
-"""Performs a copy. Called where forwards run, by nobody else."""
+"""Performs a copy. Called only where forwards run."""
 
 
 class Pages(Protocol):
@@ -126,7 +122,7 @@ class _Queued:
 
 @dataclass(kw_only=True, slots=True)
 class CopyQueue:
-    """Queues copies on the executor, in order, and hears of their end. Scheduler thread only."""
+    """Queues copies on the executor, in order, and tracks their completion. Scheduler thread only."""
 
     submit: Submit
     least: Least | None = None
@@ -197,7 +193,7 @@ class CopyQueue:
 
 @dataclass(kw_only=True, slots=True)
 class CopyFence(Generic[Item]):
-    """Pages nobody owns that a copy in flight may still read or write.
+    """Pages without an owner that a copy in flight may still read or write.
 
     Which copy touches which page is not kept: a page waits for the newest copy at the time. Copies take
     milliseconds, and only users outside the executor's order notice.

@@ -1,9 +1,7 @@
-"""A cached prefix that somebody who is no request keeps in the cache for a while, to read it or to go on after it.
+"""A cached prefix that is pinned for a user other than a request, which reads it or appends pages to it.
 
-Life of a borrowed prefix
-    1. borrowed   locked on the device; what host memory has after it is copied there first
-    2. over       returned as it was, spent when it has moved elsewhere, or extended by pages that hold what comes
-                  after it
+1. borrowed   locked on the device; its continuation in host memory is copied to the device first
+2. over       released unchanged, spent if it has migrated elsewhere, or extended by pages with the tokens after it
 """
 
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from tandem_engine.memory.prefix_cache import NoPrefixCache
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BorrowedPrefix:
-    """Pages of the tree that hold the first `len(pages) * page_size` tokens of what was asked for."""
+    """Pages of the tree that hold the first `len(pages) * page_size` tokens of the requested sequence."""
 
     memory: KvMemory
     pin: Pin

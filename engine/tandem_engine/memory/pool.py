@@ -1,15 +1,15 @@
 """The memory that holds K and V.
 
-One contiguous tensor, page first, so that a page is one run of bytes: a transfer moves it with a single
-descriptor and a digest reads it in a single pass.
+One contiguous tensor, page first, so that a page is one run of bytes: a transfer moves it with a single descriptor and
+a digest reads it in a single pass.
 
     data   [page, layer, 2, kv_head, slot, head_dim]      2 = K, V
     page 0 is the dummy page: padding reads and writes it, so it must hold finite numbers [finite-padding] [dummy-page]
 
-A pool of float8 has a scale for K and for V of each head of each layer, which its numbers are multiplied with when they
-are read (`kernels.interface`). They are no part of a page: who moves pages must have the same (ADR 0045).
+A pool of float8 has a scale for K and for V of each head of each layer, by which its numbers are multiplied when they
+are read (`kernels.interface`). Scales are not part of a page: both sides of a transfer must have the same (ADR 0045).
 
-The pool knows nothing about who owns which page.
+The pool does not track owners of pages.
 """
 
 from collections.abc import Sequence

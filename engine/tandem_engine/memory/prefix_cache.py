@@ -1,17 +1,15 @@
-"""Prefix cache contract.
+"""Prefix cache contract, and the cache that holds nothing.
 
-The tree owns pages; a request borrows a matched path under a `Lock` until it gives the lock back.
-Everything is in whole pages: keys are multiples of `page_size` tokens, a trailing partial page is
-never in the tree. Matching compares tokens, not hashes.
+The tree owns pages; a request uses a matched path under a `Lock` until it releases the lock. Everything is in whole
+pages: keys are multiples of `page_size` tokens, and a trailing partial page is never in the tree. Matching compares
+tokens, not hashes.
 
     tokens:  0 ............ cache_protected_len ........... kv_committed_len ....... kv_allocated_len
     pages:   tree, locked by the request | private to the request, content valid | content pending
 
-Prefix cache that never holds anything, for `enable_prefix_cache=False`.
-
-A match is empty and an insert adopts nothing, so every page stays private to its request and goes
-straight back to the allocator with it. `KvMemory` needs no second code path. Locks are real, so that
-one given back twice or never is found here as well.
+`NoPrefixCache` is for `enable_prefix_cache=False`. A match is empty and an insert adopts nothing, so every page stays
+private to its request and is released with it. `KvMemory` needs no second code path. Its locks are real, so that one
+that is released twice or never is detected here as well.
 """
 
 
@@ -43,7 +41,7 @@ NOTHING_LOADED = LoadedPages(host=0, disk=0)
 
 
 class SlowerPrefix(Protocol):
-    """How a matched prefix goes on in host memory. Kept from eviction until one of the methods is called, once."""
+    """The continuation of a matched prefix in host memory. Pinned until one of the methods is called, once."""
 
     @property
     def num_pages(self) -> int:
@@ -117,8 +115,8 @@ class PrefixCache(Protocol):
     def unlock(self, lock: Lock, *, spent: bool = False) -> None:
         """Give a lock back. A second time is a bug and raises AssertionError.
 
-        `spent`: who used the path goes on with a copy elsewhere. Its end, up to where something else goes on or
-        somebody holds it, is what `evict` takes first.
+        `spent`: the user of the path continues with a copy elsewhere. `evict` takes the end of the path first, up to
+        where another path branches off or another lock holds it.
         """
         ...
 
@@ -131,7 +129,7 @@ class PrefixCache(Protocol):
         ...
 
     def shared_pages(self, lock: Lock) -> int:
-        """Pages, from the start of the locked path, that somebody else has locked too: they stay when `lock` goes."""
+        """Pages, from the start of the locked path, that another lock covers too: they stay when `lock` is released."""
         ...
 
     def pages(self) -> Iterator[PageId]:

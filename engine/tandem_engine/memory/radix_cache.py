@@ -1,36 +1,28 @@
 """Prefix cache as a radix tree over whole pages.
 
-Life of a cached page
-    1. insert     a request offers settled pages; those the tree lacks become a new leaf
+    1. insert     a request offers committed pages; those that the tree lacks become a new leaf
     2. locked     the lock that `insert` or `match` returned covers the path from the root to its node
-    3. unlocked   the last lock is given back; the node joins the recency list, as the youngest, or as the oldest
-                  when it is spent
-    4. evict      from the oldest leaf's end, page by page, back to the allocator
+    3. unlocked   the last lock is released; the node joins the recency list as the youngest, or as the oldest if spent
+    4. evict      from the end of the oldest leaf, page by page, back to the allocator
 
-Recency without a scan [evict-without-scan]. Every unlocked node stands in one ordered list, oldest first. A lock
-takes its path out of the list, and giving it back appends the path again, deepest node first. So a
-child always stands before its parent, the head of the list is always a leaf, and eviction looks at
-nothing but the head. There are no timestamps. What is spent goes to the head in the same order: the
-part of its path that has nothing else below it.
+Every unlocked node is in one list, oldest first. A lock takes its path out, and its release appends the path again,
+deepest node first. So a child is always before its parent, the head of the list is a leaf, and eviction reads only the
+head, without timestamps [evict-without-scan]. A spent path goes to the head in the same order, as far as nothing else
+is below it. Each salt has its own root: requests with different salts share nothing.
 
-A salt has its own root: requests with different salts share nothing.
-
-Work is proportional to what is new. A key is packed only as far as the tree has something to compare it
-with; a request that runs on extends the path that it has locked, and the leaf itself when nobody else uses
-it; and what was stored is hashed for its event when somebody takes the events.
-
-One node of the radix tree: a run of blocks that every request below it shares.
-
-A block is the tokens of one page. Keys, pages and hashes are counted in blocks alone, so lengths of
-different units cannot be mixed up [whole-pages] [one-length-unit].
+A `Node` is a run of blocks that every request below it shares. A block is the tokens of one page, and keys, pages and
+hashes are counted in blocks, so lengths of different units cannot be mixed up [whole-pages] [one-length-unit].
 
     key      bytes of the packed tokens, block after block
     pages    one per block
-    hashes   one per block, as far as anybody asked
+    hashes   one per block, computed on demand
 
-A key is bytes and not tuples of ints, because bytes are compared and hashed by one call in C: a prompt of
-32k tokens against a cached one costs a memcmp, and where they differ is found by halving. It is a bytearray,
-so that a leaf grows and shrinks at its end without copying the rest.
+Keys are bytes, not tuples of ints, because one call in C compares or hashes them: a cached prompt of 32k tokens costs a
+memcmp, and bisection finds the first difference. A bytearray lets a leaf grow and shrink at its end without a copy.
+
+Work is proportional to what is new. A key is packed only as far as the tree has something to compare it with, a running
+request extends its locked path (and the leaf itself if no other request uses it), and blocks are hashed only when
+their events are taken.
 """
 
 from collections import Counter, OrderedDict
@@ -82,16 +74,16 @@ class Node:
     lock_count: int = 0
     """Locks on this node or below it."""
     hits: int = 0
-    """Requests that were admitted with this node in their prefix. Counted by whoever needs it."""
+    """Requests that were admitted with this node in their prefix. Counted by the watcher that needs it."""
     hashes: list[bytes] = field(default_factory=list)
-    """Empty until somebody asks; then one per block."""
+    """Empty until first needed; then one per block."""
 
     def __len__(self) -> int:
         return len(self.pages)
 
     @property
     def first_block(self) -> bytes:
-        """What the parent knows this node by."""
+        """The parent's key for this node."""
         return bytes(self.key[: self.block_bytes])
 
     def lineage(self, stop: "Node | None" = None) -> Iterator["Node"]:
@@ -173,10 +165,10 @@ class PathLock:
 
 
 class TreeWatcher(Protocol):
-    """Told of every block that enters or leaves a tree, in place of events. It must not change the tree."""
+    """Notified of every block that enters or leaves a tree, in place of events. It must not change the tree."""
 
     def stored(self, node: Node, start: int, stop: int) -> None:
-        """Blocks [start, stop) of `node` are new. Said at `announce`, before they move or go."""
+        """Blocks [start, stop) of `node` are new. Called by `announce`, before they move or are evicted."""
         ...
 
     def dropping(self, leaf: Node, keep: int) -> None:
@@ -207,7 +199,7 @@ class RadixCache:
     """Implements `PrefixCache`."""
 
     def __init__(self, page_size: int, *, emit_events: bool = True, watcher: TreeWatcher | None = None) -> None:
-        """With a `watcher` the tree tells that what else it would make events of."""
+        """With a `watcher` the tree notifies it instead of creating events."""
         self._page_size = page_size
         self._emit_events = emit_events
         self._watcher = watcher
@@ -287,7 +279,7 @@ class RadixCache:
         return taken
 
     def announce(self) -> None:
-        """Turn what was stored into events, or tell the watcher. In order, so parents are hashed before children."""
+        """Turn what was stored into events, or notify the watcher. In order, so parents are hashed before children."""
         noted, self._unannounced = self._unannounced, []
         if self._watcher is None:
             self._events += (BlockStored(hashes=tuple(node.chain()[start:stop])) for node, start, stop in noted)
@@ -399,7 +391,7 @@ class RadixCache:
         self._evictable += len(node)
 
     def _age(self, leaf: Node) -> None:
-        """Evict first what ends in `leaf` alone: not what is locked, nor what something else goes on after."""
+        """Evict first what ends only in `leaf`: not what is locked, nor what another path continues."""
         spent: list[Node] = []
         for node in leaf.lineage():
             if node not in self._unlocked or len(node.children) > bool(spent):
@@ -409,7 +401,7 @@ class RadixCache:
             self._unlocked.move_to_end(node, last=False)
 
     def _trim(self, leaf: Node, at_most: int) -> list[PageId]:
-        """Take up to `at_most` pages from the end of `leaf`: never more than were asked for [evict-exact]."""
+        """Take up to `at_most` pages from the end of `leaf`: never more than requested [evict-exact]."""
         parent, keep = leaf.parent, max(0, len(leaf) - at_most)
         assert parent is not None, "roots are never in the recency list"
         self.announce()

@@ -27,12 +27,12 @@ class RequestKv:
     """Tokens before this one have KV that no step computed for this request: it was found, copied or received."""
     lock: Lock | None = None
     slower: SlowerPrefix | None = None
-    """How the matched prefix goes on in host memory, until it is loaded back or given up."""
+    """The continuation of the matched prefix in host memory, until it is loaded back or given up."""
     loaded: LoadedPages = NOTHING_LOADED
     """What was loaded back."""
     copy: int = 0
-    """The newest copy that may still fill pages before `committed_len`: whoever reads them outside the executor's
-    order waits for its ack."""
+    """The newest copy that may still fill pages before `committed_len`: a reader outside the executor's order
+    waits for its ack."""
     released: bool = False
 
     @property

@@ -1,14 +1,14 @@
 """How many KV pages an engine gets, and where its memory goes.
 
-    --num-pages            so many
-    --kv-cache-gib         as many as fit in so much
+    --num-pages            this number
+    --kv-cache-gib         as many as fit in this size
     --mem-fraction-static  what is left of this share of the device's memory after weights and the largest step
     none of them           `DEFAULT_KV_BYTES`, which any machine has
 
-Host memory for KV, the slower tier of the prefix cache and swap space, is taken off too where it is the memory that
-the pool lies in: on a CPU. With `--hicache-ratio` it grows with the pool, so a page of the pool costs more than itself.
+On a CPU, host memory for KV (the host tier of the prefix cache, and swap space) is in the same memory as the pool, and
+is subtracted too. With `--hicache-ratio` it grows with the pool, so a page of the pool costs more than its own bytes.
 
-Whatever decides, pages that the memory cannot hold are refused at start, with the figure that would fit.
+Pages that the memory cannot hold are rejected at start; the error has the number that would fit.
 """
 
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ class MemoryFacts:
     total: int
     """Of the device, or what the process may have of it."""
     available: int
-    """Not taken by anybody."""
+    """Memory that no process uses."""
     used: int
     """By this process, weights included."""
     weights: int
     activations: int | None
     """Peak of the largest step; None when it was not measured."""
     graphs: int = 0
-    """Of captured steps, which stay beside the weights; 0 where there are none, or when it was not measured."""
+    """Of captured steps, which stay allocated next to the weights; 0 without any, or when it was not measured."""
     draft: int = 0
     """Of a draft model's weights, which are loaded when the pool is there."""
 
@@ -64,14 +64,14 @@ class HostShare:
 
     @property
     def fixed(self) -> int:
-        """Bytes beside the pool that do not depend on its size."""
+        """Bytes outside the pool that do not depend on its size."""
         if not self.beside_pool:
             return 0
         return self.swap_bytes + (self.cache_bytes(0) if self.config.enable_cache and not self._by_ratio else 0)
 
     @property
     def per_page(self) -> float:
-        """Bytes beside the pool for each page of it."""
+        """Bytes outside the pool for each page of it."""
         return self.config.ratio * self.page_bytes if self.beside_pool and self._by_ratio else 0.0
 
     @property
@@ -81,7 +81,7 @@ class HostShare:
 
     @property
     def flags(self) -> str:
-        """What asks for it, as it was given."""
+        """The flag that requests it, as it was given."""
         config, given = self.config, []
         if config.enable_cache:
             given.append(
@@ -115,7 +115,7 @@ class MemoryPlan:
         return self.pages * self.page_bytes
 
     def __str__(self) -> str:
-        """The one line that says it all."""
+        """The plan in one line, for the log."""
         facts = self.facts
         activations = "not measured" if facts.activations is None else _gib(facts.activations)
         below = f"host cache {_gib(self.host_cache)}, swap space {_gib(self.swap)}"
@@ -138,7 +138,7 @@ def plan_memory(
     """Decide the number of pages, dummy page included.
 
     Raises:
-        ConfigError: they do not fit beside the host memory that is asked for, or with a fraction not even one request
+        ConfigError: they do not fit next to the requested host memory, or with a fraction not even one request
             of `context_length` does; the message says what would.
     """
     if cache.mem_fraction_static:
@@ -207,7 +207,7 @@ def _from_fraction(
 
 
 def _less_host_memory(host: HostShare, left: int, pages: int) -> list[str]:
-    """What to ask of host memory instead, where `left` bytes are left for it beside a pool of `pages`."""
+    """The host memory to request instead, where a pool of `pages` leaves `left` bytes for it."""
     if not host.counts or left < 0:
         return []
     ratio = _floor((left - host.fixed) / (pages * host.page_bytes))

@@ -1,7 +1,7 @@
-"""Engine process ↔ the worker service that started it.
+"""Control messages between an engine process and the worker service that started it.
 
-An operator's order carries a nonce and is answered by `OrderDone` or `OrderRefused` with the same one; the
-worker service's own orders are not answered, but for `Audit`.
+An administrator's command carries a nonce, and its reply, `OrderDone` or `OrderRefused`, has the same one. Commands of
+the worker service itself have no reply, except `Audit`.
 """
 
 from enum import StrEnum

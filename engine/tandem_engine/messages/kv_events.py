@@ -1,15 +1,15 @@
-"""What enters and leaves a worker's prefix cache, tier by tier, for the router's index.
+"""What enters and leaves a worker's prefix cache, tier by tier, for the router's index; and the chain of block hashes.
 
-Batches carry a sequence number per incarnation; a reader that sees a gap asks for a replay, which
-starts with `AllCleared` and then names every block the worker holds.
+Batches carry a sequence number per incarnation. A reader that detects a gap requests a replay, which starts with
+`AllCleared` and then names every block that the worker holds.
 
-The one chain of block hashes, used by engine events, router and gateway alike.
+Engine events, router and gateway use one chain of block hashes:
 
     h[0] = BLAKE2b-128(seed(salt) ‖ tokens of block 0)
     h[i] = BLAKE2b-128(h[i−1]     ‖ tokens of block i)
 
-Tokens are little-endian uint32. A block is one KV page (`page_size` tokens); a trailing partial block
-has no hash. The salt separates tenants: equal prompts under different salts share nothing.
+Tokens are little-endian uint32. A block is one KV page (`page_size` tokens); a trailing partial block has no hash. The
+salt separates tenants: equal prompts under different salts share nothing.
 """
 
 import sys

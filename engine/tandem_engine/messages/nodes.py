@@ -1,12 +1,12 @@
-"""Nodes (machines) of one engine → the one that leads them, and its answers.
+"""Messages of the nodes (machines) of one engine to the node that leads them, and its replies.
 
-    JoinNode     "I am node 1, with these settings"   ─▶  JoinAnswer     not all are here · begin · refused
-    NodeBeat     once a second from then on           ─▶  BeatAnswer     go on · it is over
-    NodeLost     last words                               no answer
+    JoinNode     "I am node 1, with these settings"   ─▶  JoinAnswer     not all are here · begin · rejected
+    NodeBeat     once a second from then on           ─▶  BeatAnswer     continue · it is over
+    NodeLost     exit message                             no reply
     StoreCall    of a rank: the store of its groups   ─▶  StoreAnswer
 
-A session is one start of the leader. Whatever names another one is refused, so nothing of an engine that ended
-reaches the next one at the same address.
+A session is one start of the leader. Messages of another session are rejected, so an engine that ended cannot affect
+the next one at the same address.
 """
 
 from enum import StrEnum
@@ -40,7 +40,7 @@ class NodeBeat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
 
 
 class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag="lost"):
-    """This node cannot go on."""
+    """This node cannot continue."""
 
     session: Name
     node_rank: int

@@ -1,4 +1,4 @@
-"""Engine → gateway."""
+"""Messages from an engine to gateways."""
 
 from enum import StrEnum
 

@@ -1,14 +1,14 @@
-"""Gateway → engine.
+"""Messages from gateways to an engine.
 
-A client request becomes one `GenerateRequest` per choice and attempt; its `rid` names exactly that
-attempt, so a late answer of an abandoned attempt can never be mistaken for the current one. When two
-workers share the work, both get the same request with the two ends of one `Handoff`.
+A client request becomes one `GenerateRequest` per choice and attempt. Its `rid` names exactly that attempt, so a late
+reply of an abandoned attempt cannot be mistaken for the current one. When two workers share the work, both get the same
+request with the two ends of one `Handoff`.
 
-Where an attempt belongs in its request's trace.
+`TraceContext` is the place of an attempt in its request's trace:
 
     client ─ traceparent ─▶ gateway ─ TraceContext in each GenerateRequest ─▶ engine ─ EndedRequest ─▶ worker service
 
-The engine knows no tracing library: it keeps the context that it was given, for its log and for its report.
+The engine uses no tracing library: it keeps the context for its log and for its report.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen. Checked at the gateway and again by the engine."""
+"""Sampling parameters of a request. The gateway checks them, and the engine again."""
 
 from collections.abc import Iterable, Sized
 

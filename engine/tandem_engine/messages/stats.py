@@ -1,9 +1,7 @@
-"""What an engine reports of itself twice a second: load, rates, and totals since its start.
+"""What an engine reports to its worker service: statistics twice a second, and traced attempts that have finished.
 
-Engine → worker service: when what an engine has done for a traced attempt began and ended.
-
-Said once, when the attempt is over, of attempts whose trace is sampled; the worker service makes spans of it. Nothing
-of it holds text.
+`EngineStats` has load, rates, and totals since the start. `EndedRequest` has the times of an attempt with a sampled
+trace, sent once when the attempt is over; the worker service makes spans of it. It contains no text.
 """
 
 from typing import Annotated

@@ -1,8 +1,8 @@
-"""What the executor knows of a model: one forward over a flat run of tokens, attention passed in.
+"""The executor's interface to a model: one forward over a flat run of tokens, with attention passed in.
 
 Shapes use  T = tokens computed in this step, S = tokens whose hidden states are wanted, H = query heads,
-KV = key/value heads, D = head_dim. The model holds weights and nothing else: where keys and values live,
-which tokens belong together and what each may see is the business of the `Attend` it is given.
+KV = key/value heads, D = head_dim. The model holds only weights. Where keys and values are stored, which tokens belong
+together and what each may see is defined by the `Attend` that it is called with.
 """
 
 from abc import ABC, abstractmethod

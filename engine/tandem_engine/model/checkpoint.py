@@ -1,4 +1,4 @@
-"""From a model directory to a `ModelConfig`.
+"""From a model directory to a `ModelConfig`, with its end-of-sequence ids and its fingerprint.
 
     config.json ─────────────▶ fields with bounds ─▶ family ─▶ ModelConfig ─▶ fingerprint
                                (each known, see `known_fields`)
@@ -6,27 +6,20 @@
     *.safetensors ───────────▶ headers, checked; samples of the data ─────────────┘
                                (none with random weights)
 
-The files are parsed here, by our own code, with a bound on every number: nothing in a checkpoint is
-executed, `auto_map` is ignored, and there is no switch that changes this. A model that transformers shall
-compute is read by `fallback`, after the same checks of its weight files: one of another architecture, or one of ours
-whose config.json says something that our layers do not do.
+Tandem's own code parses the files, with a bound on every number: nothing in a checkpoint is executed, `auto_map` is
+ignored, and no switch changes this. `fallback` reads models that transformers computes, after the same checks of their
+weight files: other architectures, and known ones whose config.json has settings that our layers do not implement.
 
-Which tokens end a generation.
+End-of-sequence ids come from `generation_config.json`, where instruction-tuned checkpoints list their end-of-turn
+token; config.json is used if it names none.
 
-`generation_config.json` is the later word: instruction-tuned checkpoints list their end-of-turn token only
-there. config.json decides when it names none.
+The fingerprint is equal for the same weights, different for any others, and cheap. KV pages are only valid for workers
+with the same weights, so it is part of a worker's compatibility hash. Reading every byte would double the start-up time
+of a large model. Instead a few blocks of every tensor are read, which distinguishes fine-tunes that share a shape and
+most of their tensors, and does not depend on the division into shards.
 
-Identity of a model: equal for the same weights, different for any others, and cheap to compute.
-
-KV pages are only meaningful to workers that run the same weights, so this goes into the compatibility hash
-of a worker. Reading every byte would double the start-up time of a large model; instead a few blocks of
-every tensor are read, which tells apart fine-tunes that share a shape and most of their tensors, and does
-not depend on how the checkpoint is cut into shards.
-
-An output matrix that a checkpoint stores although its config.json says that it is the embedding.
-
-transformers shares the two only if they are equal, so a stored matrix that differs is the one to use. Older exporters
-wrote copies; those are left out, as a shared matrix takes half the memory.
+Some checkpoints store an output matrix although config.json declares it equal to the embedding. As in transformers, a
+stored matrix that differs is used; an equal copy, as older exporters wrote it, is left out, which saves its memory.
 """
 
 import hashlib

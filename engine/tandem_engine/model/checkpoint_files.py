@@ -1,17 +1,14 @@
-"""JSON from a model directory: hostile until proven otherwise, so sizes and duplicates are checked.
+"""Files of a checkpoint, which are untrusted: which may be opened, JSON, and safetensors.
 
-A model directory: which of its files may be opened.
-
-A checkpoint comes from elsewhere. Names inside it (an index naming its shards, symbolic links) must not
-lead the engine to read other files of the machine.
-
-Safetensors files, checked before a byte of tensor data is read or allocated.
+    directory     names inside a checkpoint (an index that names its shards, symbolic links) must not lead the engine to
+                  other files of the machine
+    JSON          sizes and duplicate keys are checked
+    safetensors   checked before a byte of tensor data is read or allocated
 
     [ 8 bytes: N, little-endian ][ N bytes: JSON header ][ data: tensors back to back, no gaps ]
 
-The header comes from whoever made the file, so nothing in it is believed: every offset, size and shape is
-compared with the file's real size first. Tensors are then read into memory of our own (not mapped), so
-that a file replaced or truncated later can neither change weights nor kill the process.
+Every offset, size and shape of the header is compared with the file's real size first. Tensors are then read into
+memory (not mapped), so that a file replaced or truncated later can neither change weights nor kill the process.
 """
 
 import json

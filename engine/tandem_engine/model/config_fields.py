@@ -1,18 +1,12 @@
 """Typed, bounded reads from a config object. Every error names the file, the field and its value.
 
-Rotary parameters of a config.json, in either spelling.
+Rotary parameters have two spellings. Since version 5 transformers writes one object, `rope_parameters`, with
+`rope_theta` inside. Before, `rope_theta` was at the top and the scaling in `rope_scaling`, whose kind was called `type`
+at first. As in transformers, a `rope_scaling` that is not empty wins when a file has both. Where kinds of layers rotate
+differently, a family selects the object of each kind (`model.families`) and has `read_parameters` read it.
 
-Since version 5 transformers writes one object, `rope_parameters`, with `rope_theta` inside. Before, the
-base stood at the top as `rope_theta` and the scaling apart in `rope_scaling`, whose kind was called `type`
-at first. As in transformers, a `rope_scaling` that is not empty wins when a file has both.
-
-Where kinds of layer rotate differently, a family picks the object of a kind itself (`model.families`) and has it read
-by `read_parameters`.
-
-Which layers see only the newest tokens, in the spellings of config.json.
-
-A window that is no shorter than the context never binds and is left out, so that such a layer costs what any
-other costs.
+Windows, of layers that see only the newest tokens, have several spellings too. A window that is at least as long as the
+context has no effect and is left out, so that such a layer costs no more than any other.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,13 @@
-"""The decoder that all our families share.
+"""The decoder that all supported families share.
 
     hidden ─┬▶ self-attention ─(+)─┬▶ feed-forward, or a mixture of experts ─(+)─▶ … ─▶ norm ─▶ lm_head
             └─────────────────┘   └──────────────────────────────────────┘
 
-What a family does differently is a fact of its `ModelConfig`: a bias, norms on q and k or behind a block, a
-window, another base for the rotation of some layers. The blocks themselves are in `layers`.
+Differences between families are fields of their `ModelConfig`: a bias, norms on q and k or after a block, a window,
+another base for the rotation of some layers. The blocks themselves are in `layers`.
 
-The parts are plain frozen objects that hold tensors. At the sizes that run on a CPU a decode step consists
-of operations of a few microseconds, to which the bookkeeping of `nn.Module` would add a good part.
+The parts are plain frozen objects that hold tensors. At the sizes that run on a CPU, a decode step consists of
+operations of a few microseconds, to which the bookkeeping of `nn.Module` would add noticeably.
 """
 
 from dataclasses import dataclass, replace

@@ -1,41 +1,32 @@
-"""A model of transformers whose attention is ours; implements `CausalLM`.
+"""A model of transformers with Tandem's paged attention; implements `CausalLM`.
 
-load      weights by transformers, from safetensors alone; nothing missing, nothing left over
-split     layers and head apart, for hidden states and logits are asked for apart
-examine   attention goes through the interface, and only through it
-run       all tokens of a step as one flat sequence, each with its own position
+    load      weights by transformers, from safetensors alone; nothing missing, nothing left over
+    split     layers and head apart, because hidden states and logits are computed separately
+    examine   attention goes through the interface, and only through it
+    run       all tokens of a step as one flat sequence, each with its own position
 
-Our end of transformers' attention interface.
-
-transformers looks a layer's attention up by name and hands it q, k and v; whatever keyword a model is called
-with travels along to it. So the `Attend` of a step is such a keyword, and the function below, which is
-registered once per process, holds no state:
+transformers looks a layer's attention up by name and passes it q, k and v, and every keyword that the model is called
+with. The `Attend` of a step is such a keyword, and `paged_attention`, registered once per process, has no state:
 
     model(input_ids, position_ids, tandem_attend=attend) ─▶ layer ─▶ paged_attention(module, q, k, v, …,
                                                                       tandem_attend=attend)
 
-A name that transformers' mask interface does not know also tells it to build no masks: what a token may see
-is the business of the `Attend`.
+transformers builds no masks for a name that its mask interface does not know: the `Attend` defines what a token may
+see.
 
-What a model of transformers does after its layers: from hidden states to logits.
+Models scale, cap or shift their logits in the function that also runs the layers. That function is kept, and the layers
+in it are replaced by a module that returns given hidden states.
 
-Models scale, cap or shift their logits each in their own way, inside the same function that runs the layers.
-So that function is kept, and the layers taken out of it: in their place stands a module that gives back the
-hidden states it is given.
+Before a model serves, an examination compares it with the model that transformers computes:
+    1. prompts run as the engine would run them: packed into one step, then cut into two, with KV in pages. Every layer
+       must call the interface exactly once and in order; its options become its `AttentionSpec`
+    2. the logits must be those of the whole model, which transformers computes from the tokens of each prompt alone,
+       without positions or masks. A model that counts positions differently (RoBERTa), or lets tokens interact
+       elsewhere (a convolution, a state, a bias on the scores), fails here, whatever its config.json states
+    3. the same with prompts longer than every window and threshold of config.json, as far as `WORK` allows, and with
+       larger windows made shorter
 
-Is a model with attention over our pages the model that transformers computes? Examined as an adversary would.
-
-    1. prompts run as the engine would run them: packed into one step, then cut into two, with keys and values kept by
-       us. Every layer must call the interface exactly once and in order; its options become its `AttentionSpec`
-    2. the logits must be those of the whole model, which transformers computes from the tokens of each prompt and
-       nothing else: neither positions nor masks are told to it. A model that counts positions in its own way
-       (RoBERTa), or lets tokens meet anywhere else (a convolution, a state, a bias on the scores), fails here, whatever
-       its config.json says
-    3. the same with prompts that are longer than every window and threshold of config.json, as far as `WORK` allows,
-       and with windows beyond that made shorter
-
-Weights are the real ones, so the examination costs a few forwards of some ten tokens, and one of a few hundred where
-a threshold is in reach.
+It uses the real weights and costs a few forwards of some ten tokens, and a few hundred where a threshold is in reach.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """A checkpoint that transformers computes: what must be known before its weights are read.
 
-transformers parses config.json here, without running anything that the checkpoint brings along. The numbers it
-finds are bounded as ours are; what attention really looks like is found out by `examine` once the model stands.
+transformers parses config.json here, without running code of the checkpoint. Its numbers are bounded as those of other
+models are; `fallback` examines the actual attention once the model is built.
 """
 
 import contextlib

@@ -1,27 +1,18 @@
-"""What tells one model family from another.
+"""The table of model families: how each one's config.json becomes a `ModelConfig`.
 
-All supported families are the same decoder (see `model.decoder`): blocks of grouped-query attention with
-rotary positions and a gated feed-forward part, each behind a norm. They differ in a few facts, so a family is
-the reading of those facts from its config.json.
+All supported families are the same decoder (`model.decoder`): blocks of grouped-query attention with rotary positions
+and a gated feed-forward part, each after a norm. A family is the reading of its differences from config.json.
 
-What Gemma 2 and 3 have in common.
-
-    norms        scale by 1 + weight; one before and one after attention and the feed-forward block
-    embeddings   times √hidden_size, and tied to the output head unless config.json says otherwise
-    scores       divided by √query_pre_attn_scalar instead of √head_dim
-    gate         GELU by its tanh approximation
-
-Each family adds its windows, caps and rotations.
-
-Gemma 3, text only: q and k are normalised, five layers with a window to each one without.
-
-Layers with a window rotate by a base of their own. config.json has both sets of rotary parameters under
-`rope_parameters`, or, as published, `rope_theta` and `rope_scaling` for the full layers and
-`rope_local_base_freq` for the others. Its `max_position_embeddings` is the context after scaling.
-
-Qwen3-MoE: Qwen3 whose feed-forward blocks are experts, but for layers that its config.json exempts.
-
-`mlp_only_layers` names layers that are dense; of every `decoder_sparse_step` layers only the last has experts.
+    Gemma 2 and 3   norms scale by 1 + weight, one before and one after attention and the feed-forward block; embeddings
+                    times √hidden_size, and tied to the output head unless config.json states otherwise; scores divided
+                    by √query_pre_attn_scalar instead of √head_dim; GELU by its tanh approximation. Each adds its
+                    windows, caps and rotations
+    Gemma 3         text only: q and k are normalized, five layers with a window to each one without. Layers with a
+                    window rotate by another base: config.json has both sets of rotary parameters under
+                    `rope_parameters`, or, as published, `rope_theta` and `rope_scaling` for the full layers and
+                    `rope_local_base_freq` for the others. Its `max_position_embeddings` is the context after scaling
+    Qwen3-MoE       Qwen3 with experts as feed-forward blocks. Layers in `mlp_only_layers` are dense, and of every
+                    `decoder_sparse_step` layers only the last has experts
 """
 
 import math

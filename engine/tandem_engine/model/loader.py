@@ -1,21 +1,19 @@
-"""From a model directory to weights in memory.
+"""From a model directory to weights in memory, with progress reports; or random weights of the same shapes.
 
     1. headers of all files are checked, and the tensors they name compared with the config
     2. tensor by tensor: read, copied into its place in the target dtype, checked for NaN and infinity
 
-Projections that take the same input are stacked into one matrix as they are read, so that a block has four
-GEMMs instead of seven. Besides the weights themselves, memory holds one stored tensor at a time.
+Projections with the same input are stacked into one matrix as they are read, so that a block has four GEMMs instead of
+seven. Apart from the weights, memory holds one stored tensor at a time.
 
-Random weights of a model's shapes: `--load-format dummy` measures speed and memory without a checkpoint.
+`load_progress`: a checkpoint of a hundred gigabytes takes minutes to read, and the log of a pod must distinguish that
+from a hang. Progress is a bar on a terminal, else a line in the log at intervals. A checkpoint that is read within
+`PERIOD_S` gives a single line.
 
-They are drawn on the device that they stay on, in seconds for models that would take minutes to read. Each matrix has
-a seed of its own, so that two engines of the same config, such as a prefill and a decode worker, have the same
-weights. Their scale is that of freshly initialised models: activations stay finite through any number of layers.
-
-How far the reading of weights is, or what follows on it: a bar on a terminal, else a line in the log now and then.
-
-A checkpoint of a hundred gigabytes takes minutes to read, and whoever watches the log of a pod must be able to tell
-that from one that hangs. One that is read within `PERIOD_S` leaves a single line.
+`DummyWeights` (`--load-format dummy`) measures speed and memory without a checkpoint. Weights are drawn on their
+device, in seconds for models that would take minutes to read. Each matrix has its own seed, so that two engines of one
+config, such as a prefill and a decode worker, have the same weights. Their scale is that of freshly initialized models:
+activations stay finite through any number of layers.
 """
 
 import hashlib

@@ -1,14 +1,14 @@
-"""The tensors a checkpoint must hold, under their Hugging Face names, and no others.
+"""The tensors that a checkpoint must hold, under their Hugging Face names, and no others.
 
-One naming for the experts of a layer, whichever a checkpoint has.
+Experts of a layer are stored under several names:
 
     published Mixtral      block_sparse_moe.gate.weight, block_sparse_moe.experts.3.{w1,w3,w2}.weight
     published Qwen3-MoE    mlp.gate.weight, mlp.experts.3.{gate_proj,up_proj,down_proj}.weight
     transformers 5         mlp.gate.weight, mlp.experts.gate_up_proj [E, 2·I, hidden], mlp.experts.down_proj
-                           [E, hidden, I]: how it holds them in memory, and writes them when told to save as is
+                           [E, hidden, I]: its layout in memory, written if it saves without conversion
 
-The second is ours. A stacked tensor becomes one entry per expert and projection, each a range of the same
-file: experts then are loaded, checked, sharded and fingerprinted like any other matrix.
+The second naming is used here. A stacked tensor becomes one entry per expert and projection, each a range of the same
+file, so experts are loaded, checked, sharded and fingerprinted like any other matrix.
 """
 
 import re

@@ -1,15 +1,14 @@
 """The one place where the schedulers of an engine's ranks exchange anything.
 
-    agree    once per turn, before anything is planned: rank 0 sends what happened to it since the last turn, and the
-             time by its clock
-    share    for what one rank must say for all, such as drafts: rank 0's value [rank-zero-drafts]
-    gather   for what happened on any rank and all must hear of, such as writes of KV that are done [least-of-ranks]
-    least    for facts that every rank comes to by itself in its own time, such as a compiled grammar: a rank says how
-             far each has come, and the least counts for all [least-of-ranks] [record-after-writes]
+    agree    once per iteration, before anything is planned: rank 0 sends its inputs since the last one, and its time
+    share    for values that one rank determines for all, such as drafts: rank 0's value [rank-zero-drafts]
+    gather   for events of any rank that all need, such as completed writes of KV [least-of-ranks]
+    least    for results that every rank reaches in its own time, such as a compiled grammar: each rank reports its
+             progress, and the least counts for all [least-of-ranks] [record-after-writes]
 
-All else in a scheduler is a function of its state and of these, so the ranks plan the same batches without ever
-talking about them. Whether a collective is called, and with how many values, must follow from that common state
-alone: never from what this rank has by itself, or from an early return [same-collectives].
+All else in a scheduler is a function of its state and of these, so the ranks plan the same batches without further
+exchange. Whether a collective is called, and with how many values, must follow from that common state alone: never from
+what only this rank has, or from an early return [same-collectives].
 """
 
 from collections.abc import Callable, Sequence

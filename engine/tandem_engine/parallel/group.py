@@ -1,30 +1,26 @@
-"""The ranks of one engine, as the code that computes on them sees them.
+"""The ranks of one engine: their groups, work that all of them do together, and what they make equal.
 
-A group belongs to one thread of each rank: collectives are matched by their order alone, so two threads that
-share a group would meet each other's. `Parallel` therefore has one for the forward thread and one for the
-scheduler thread. An engine that is alone has `SingleRank` in both places, and pays a method call.
+A group belongs to one thread of each rank: collectives are matched by their order alone, so two threads that share a
+group would receive each other's. `Parallel` therefore has one group for the forward thread and one for the scheduler
+thread. An engine with one rank has `SingleRank` in both places, and pays a method call.
 
-Work that all ranks do together, and that succeeds on all of them or on none.
-
-Life of one piece of work
+`JointWork` succeeds on all ranks or on none. One piece of work is
     1. begun       at the same place in the order of all joint work on every rank
     2. computed    with the same collectives on every rank
-    3. confirmed   by one collective more: whoever returns from it knows that all have come this far
-       given up    a rank raised: it leaves the group. That closes the connections on which others wait for it, so
-                   they raise too, and leave as well
-    4. met again   before the next piece of work all ranks form the group anew
+    3. confirmed   by one more collective: when it returns, all ranks have come this far
+       given up    a rank raised: it leaves the group. That closes the connections on which others wait for it, so they
+                   raise too, and leave as well
+    4. rejoined    before the next piece of work all ranks form the group again
 
-So what raises on one rank raises on every rank, at the same place in their order, and the schedulers deal with it
-alike: the requests of a failed step are tried apart as they are on one rank. A rank that does not come to meet the
-others again is lost, and the engine with it. Where the backend cannot free those that wait, what raises on one rank is
-the end of the engine, and nothing need be confirmed.
+So an exception on one rank raises on every rank, at the same place in their order, and the schedulers handle it in the
+same way: the requests of a failed step are tried apart, as with one rank. A rank that does not rejoin is lost, and the
+engine with it. Where the backend cannot interrupt waiting ranks, an exception on one rank ends the engine, and nothing
+is confirmed.
 
-What a forward says about itself, made equal on all ranks.
-
-Every rank computes the same logits and draws by the same noise, so the tokens are equal unless a kernel is
-not deterministic. Should one not be, ranks that went on with different tokens would sooner or later plan
-different batches and wait for each other for ever [rank-zero-tokens]: rank 0's count. So does its time: the schedulers
-derive rates from it, and plan by them.
+`agree_on_step` makes the results of a forward equal. Every rank computes the same logits and draws by the same noise,
+so tokens are equal unless a kernel is not deterministic. Ranks that continued with different tokens would eventually
+plan different batches and wait for each other forever, so rank 0's tokens count [rank-zero-tokens]. So does its time:
+schedulers derive rates from it, and plan by them.
 """
 
 import logging
@@ -40,7 +36,7 @@ from tandem_engine.base.errors import ConfigError, OtherRankFailedError, RankLos
 
 @dataclass(kw_only=True, slots=True)
 class FirstFailure:
-    """Written by the forward thread and by whoever watches the other ranks, read by the scheduler thread."""
+    """Written by the forward thread and by the watcher of other ranks, read by the scheduler thread."""
 
     error: RankLostError | None = None
 
@@ -57,7 +53,7 @@ class FirstFailure:
 
 @dataclass(kw_only=True, slots=True)
 class Departure:
-    """Set by whoever watches other nodes, read by the scheduler thread."""
+    """Set by the watcher of other nodes, read by the scheduler thread."""
 
     reason: str | None = None
     """Why the engine should drain; None while nothing asks for it."""
@@ -144,10 +140,10 @@ class SingleRank:
         return True
 
     def leave(self) -> None:
-        """Nobody to leave."""
+        """There is no other rank to leave."""
 
     def meet_again(self) -> None:
-        """Nobody to meet."""
+        """There is no other rank to rejoin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +155,7 @@ class Parallel:
     schedule: TpGroup = field(default_factory=SingleRank)
     """For the scheduler thread, which uses it in `agree` alone."""
     failure: FirstFailure = field(default_factory=FirstFailure)
-    """What makes this rank unable to go on, once something does."""
+    """The failure that keeps this rank from continuing, if any."""
     departure: Departure = field(default_factory=Departure)
     """What should end this engine in order, once something does."""
 

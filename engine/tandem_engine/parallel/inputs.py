@@ -1,7 +1,7 @@
-"""What happens to a scheduler from outside, as messages: rank 0 sends them to the other ranks.
+"""External inputs of a scheduler, as messages that rank 0 sends to the other ranks.
 
-Anything that changes a scheduler and does not follow from its own state is one of these. A rank that missed
-one, or saw it a turn later, would plan another batch, and the next collective would hang [same-collectives].
+Everything that changes a scheduler and does not follow from its own state is one of these. A rank that missed one, or
+received it an iteration later, would plan another batch, and the next collective would hang [same-collectives].
 """
 
 import msgspec
@@ -45,7 +45,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, tag="resume"):
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag="flush_cache"):
-    """Only when nobody holds KV."""
+    """Only while no request holds KV."""
 
 
 class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="load_weights"):

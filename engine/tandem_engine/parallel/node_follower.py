@@ -1,12 +1,11 @@
-"""A node that is not the first: its ranks are processes of this one, which speaks with the leader for them.
+"""A node that is not the first: its ranks are child processes of this one, which represents them to the leader.
 
-Life of a follower
-    1. joins     says once a second what it would compute, until the leader says that all nodes are here, refuses it,
-                 or `--dist-init-timeout` is over
-    2. starts    its ranks, which meet all others through the leader's store
-    3. beats     once a second, until the leader says that it is over
-       or ends   with `RankLostError`: a rank of its own ended, or the leader says nothing for `SILENCE_S`. Then its
-                 ranks are killed, wherever they wait, and whoever restarts nodes restarts this one
+1. joins     sends its settings once a second, until the leader replies that all nodes are here, rejects it, or
+             `--dist-init-timeout` is over
+2. starts    its ranks, which join all others through the leader's store
+3. beats     a heartbeat once a second, until the leader replies that the engine is over
+   or ends   with `RankLostError`: one of its ranks ended, or the leader was silent for `SILENCE_S`. Then its ranks
+             are killed, wherever they wait, and the supervisor of nodes restarts this one
 """
 
 import logging

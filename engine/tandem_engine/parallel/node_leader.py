@@ -1,28 +1,22 @@
-"""Node 0's side of an engine on several nodes.
+"""Node 0's side of an engine on several nodes: membership, settings that must agree, and liveness.
 
-Life of a leader
-    1. listens   on the port of `--dist-init-addr`, with the deployment's keys; a thread answers
-    2. gathers   every node asks to join, once a second, and says what it would compute. One whose settings differ is
-                 refused, and so is a second process of a node that is there. Nothing has been loaded yet
-    3. begins    all are here: each starts its ranks, which form their groups through the store that lies here
-    4. watches   a node that says that it is lost, or says nothing for `SILENCE_S`, is the end of the engine: the
-                 failure is recorded, and with it local ranks end and rank 0 leaves (`rank_processes`)
-    5. ends      nodes learn from the answer to their next beat that it is over, and why
+    1. listens   on the port of `--dist-init-addr`, with the deployment's keys; a thread replies
+    2. gathers   every node asks to join, once a second, with its settings. A node whose settings differ is rejected,
+                 and so is a second process of a node that is there. Nothing has been loaded yet
+    3. begins    all are here: each starts its ranks, which form their groups through the store on this node
+    4. watches   a node that reports a loss, or is silent for `SILENCE_S`, ends the engine: the failure is recorded,
+                 local ranks end with it, and rank 0 leaves (`rank_processes`)
+    5. ends      nodes learn from the reply to their next heartbeat that it is over, and why
 
-A node that vanishes without a word (power, network) leaves connections that never break, and a collective on them
-cannot be interrupted. A rank 0 that is still here `LEAVE_S` after a failure is therefore ended as a process.
+Ranks run in lock-step: one that pages, batches or drafts differently from rank 0 would make all of them wait forever.
+So settings are compared before anything is loaded, and the error names the difference. The address of the leader is one
+of the settings, so a node of another engine is rejected too.
 
-How the nodes of an engine reach each other, and who may.
+Everything between nodes except tensors (membership, the addresses of groups, heartbeats) uses ZMQ with the deployment's
+CURVE keys, to one port of node 0. Off loopback nothing of it works without keys [private-channels].
 
-Everything between nodes that is not tensors goes over ZMQ with the deployment's CURVE keys, to one port of node 0: who
-takes part, the addresses at which groups meet, signs of life. Off loopback nothing of it works without keys
-[private-channels].
-
-What must be equal on every node of an engine, as text that a person can compare.
-
-Ranks run in lock-step: one that pages, batches or drafts otherwise than rank 0 would make all of them wait for ever. So
-nodes are compared before anything is loaded, and a difference is named. The address of the leader is among it: a node
-that was meant for another group's engine is refused, too.
+A node that vanishes (power, network) leaves connections that never break, and a collective on them cannot be
+interrupted. A rank 0 that still runs `LEAVE_S` after a failure is therefore killed.
 """
 
 import logging

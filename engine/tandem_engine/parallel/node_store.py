@@ -1,7 +1,8 @@
-"""The store by which ranks of several nodes form their groups: it lies with node 0, and is reached with its keys.
+"""The store by which ranks of several nodes form their groups: it is on node 0, and requires the deployment's keys.
 
-Torch's own `TCPStore` takes anybody's word on all addresses of a machine. Here a rank calls the leader over its
-authenticated channel, and what it needs to connect to other ranks (addresses, NCCL's unique id) is seen by no one else.
+Torch's own `TCPStore` accepts any client on all addresses of a machine. Here a rank calls the leader over its
+authenticated channel, so only ranks of the engine see what is needed to connect to others (addresses, NCCL's unique
+id).
 
     torch (C++) ─▶ RemoteStore ─▶ StoreCall ─▶ the leader's thread ─▶ answer_call ─▶ HashStore
                                                                        rank 0 ──────────┘
@@ -27,7 +28,7 @@ WAIT_S = 300.0
 """For a key, where the caller has no bound of its own."""
 
 ASK_AGAIN_S = 0.005
-"""Between looks at a key that another rank will set."""
+"""Between polls of a key that another rank will set."""
 
 
 class RemoteStore(Store):

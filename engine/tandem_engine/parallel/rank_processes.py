@@ -1,19 +1,16 @@
-"""The ranks of a node as the process sees them that starts, watches and ends them: rank 0, or a follower.
+"""The ranks of a node, started, watched and ended by one process: rank 0, or a follower node.
 
-Life of the ranks of an engine
-    1. started     `tandem-engine rank` with its `RankOrder` on standard input, which then stays open: when it
-                   closes, rank 0 is gone and the rank leaves, however rank 0 came to its end
-    2. met         all have come to the store (a file in their `meeting_place`, or between nodes that of
-    `parallel.node_store`)
-                   and formed their groups
-    3. following   each does what rank 0 does, turn by turn
+    1. started     `tandem-engine rank` with its `RankOrder` on standard input, which then stays open: when it closes,
+                   rank 0 is gone and the rank leaves, however rank 0 came to its end
+    2. met         all have joined the store (a file in their `meeting_place`, or between nodes that of
+                   `parallel.node_store`) and formed their groups
+    3. following   each does what rank 0 does, iteration by iteration
     4. ended       `Stop` was agreed on: they leave by themselves, and are killed if they do not
-       or lost     one ended before that, or this rank failed: the rest is killed at once, so that nobody waits
-                   in a collective for somebody who will not come, and the engine ends with `RankLostError`
+       or lost     one ended before that, or this rank failed: the rest is killed at once, so that no rank waits in a
+                   collective for one that will not come, and the engine ends with `RankLostError`
 
-The folder in which the ranks of one engine meet: of this user alone, and gone when they are.
-
-Rank 0 makes it, and removes it when its engine closes. Where rank 0 was killed the others remove it when they notice.
+`meeting_place` is a directory of this user alone. Rank 0 makes it, and removes it when its engine closes. If rank 0 was
+killed, the other ranks remove it when they detect that.
 """
 
 import logging
@@ -83,12 +80,12 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_words(self) -> Path:
-        """Where a rank that cannot go on writes why."""
+        """Where a rank that cannot continue writes the reason."""
         return Path(self.folder) / f"rank-{self.rank}.error"
 
 
 def announce(store: Store, rank: int) -> None:
-    """Tell rank 0 that this rank runs and is about to join."""
+    """Notify rank 0 that this rank runs and is about to join."""
     store.set(_here_key(rank), "1")
 
 

@@ -5,7 +5,7 @@
     vocabulary           rows of the embedding and the head, zero rows at the end so that all parts are equal
 
 Ranks take runs of `unit` indices in order. Where there are fewer runs than ranks (a model with 2 KV heads on
-4 ranks), neighbours hold the same one: rank r holds run `r * runs // size`, the one that its query heads read.
+4 ranks), neighbors hold the same one: rank r holds run `r * runs // size`, the one that its query heads read.
 """
 
 from dataclasses import dataclass

@@ -1,18 +1,15 @@
 """Groups by torch.distributed: gloo between CPU ranks, NCCL between GPU ranks.
 
-Process groups are made directly and not through `init_process_group`, which would keep them in globals of the
-process: an engine owns its groups, and a process may hold ranks of several engines, or several ranks of one.
+Process groups are made directly and not through `init_process_group`, which would keep them in globals of the process:
+an engine owns its groups, and a process may hold ranks of several engines, or several ranks of one.
 
-Where all ranks run on one machine, gloo is bound to the loopback device and the store is a file that only this user
-can read, so nothing of a group can be reached from outside [private-channels]. Between
-nodes it is bound to the address by which the nodes reach each other, the store answers ranks of this engine alone
-(`parallel.node_store`), and each connection is proved to lead to the rank that it should (`parallel.torch_group`).
+Where all ranks run on one machine, gloo is bound to the loopback device and the store is a file that only this user can
+read, so a group cannot be reached from outside [private-channels]. Between nodes gloo is bound to the address by which
+the nodes reach each other, and the store serves ranks of this engine alone (`parallel.node_store`).
 
-That each connection of a gloo group leads to the rank that it should.
-
-Gloo lets whoever connects first, with the number of the pair, be the other end. So once a group between nodes is
-formed, each pair shows that both ends know a secret that stands in the store, which only ranks of this engine can read.
-NCCL asks for such a number by itself: the magic of its unique id.
+Gloo accepts the first connection that has the number of a pair as its other end. So once a group between nodes is
+formed, each pair proves that both ends have a secret from the store, which only ranks of this engine can read
+(`require_proofs`). NCCL requires such a secret by itself: the magic of its unique id.
 """
 
 import fcntl

@@ -1,25 +1,18 @@
-"""From logits to tokens on a device, queued from start to end.
+"""Sampling on a device, queued from start to end: the order, rules, noise and tokens of `sampler`.
 
-The order, the rules and the noise are those of `sampler`, and so are the tokens: what differs is that nothing is
-decided by a look at the device's numbers [no-device-wait]. What `sampler` leaves out because no row asks for it is left
-out here where the host says so, and computed for all rows where only the device could tell.
+Nothing here reads a value of the device, makes a shape depend on one, or copies a list from the host [no-device-wait].
+What the host has comes with the step (`forward.step_inputs`), and masks of grammars when they are filled. Parts that
+`sampler` omits because no row needs them are omitted here if the host can tell, else computed for all rows.
 
-Counts of penalised tokens for a device: whole rows, and never a look at what they hold.
-
-What `penalties` is to a CPU, with the same life of a slot and the same arithmetic, element by element. There a slot
-lists the tokens that it has seen, so that a step touches their logits alone; how many they are is a number that only
-the device knows. Here every logit of a penalised row is read and written: some microseconds of a device's memory.
-
-The edits of `editor`, in its order and with its results, by operations that can all be queued on a device.
-
-Nothing here looks at a value, makes a shape depend on one, or brings a list from the host: what the host knows comes
-with the step (`forward.step_inputs`), the masks of grammars when they are filled [no-device-wait].
-
-Logprobs for a device, sampled or of the prompt: the numbers of `logprobs` and `prompt_logprobs`.
-
-The most likely tokens come best first, the lower id first among equals. Which of equals `topk` finds is its own
-choice, and to look at them takes a number of the device's. So what is ranked here is no logprob but a whole number
-that no two tokens share: the logprob's bits, in the order of their values, above the complement of the id.
+    CountedPenalties       counts of penalized tokens. Slots and arithmetic are those of the CPU's, element by element.
+                           There a slot lists the tokens that it has seen, so that a step touches only their logits;
+                           only the device has their number. Here every logit of a penalized row is read and written,
+                           which takes some microseconds of the device's memory
+    QueuedEditor           the edits of `logits_processor`, in its order and with its results
+    queue_sampled, queue_prompt_scores
+                           the numbers of `logprobs`. The most likely tokens come best first, the lower id first among
+                           equals. `topk` may find any of equals, so what is ranked is a whole number that no two tokens
+                           share: the logprob's bits, in the order of their values, above the complement of the id
 """
 
 from collections.abc import Callable, Sequence
@@ -99,7 +92,7 @@ _NO_EDITS = LogitEdits()
 
 
 class QueuedEditor:
-    """Edits logits on a device. Owns the token history of its penalised rows."""
+    """Edits logits on a device. Owns the token history of its penalized rows."""
 
     def __init__(self) -> None:
         self.penalties = CountedPenalties()
@@ -288,7 +281,7 @@ class QueuedSample:
     token_ids: Tensor
     """[R] int64; `UNSOUND` where the best logit is NaN or +infinity."""
     logprobs: Outcome[tuple[SampledLogprobs | None, ...]]
-    """[R], or empty when nobody asked."""
+    """[R], or empty when no row requests them."""
 
 
 class QueuedSampler:

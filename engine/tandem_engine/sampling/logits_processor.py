@@ -1,50 +1,31 @@
-"""What requests ask to be changed about their logits, in one fixed order.
+"""Edits of logits that requests ask for, in one fixed order, and the token history that they need.
 
     raw logits ─▶ penalties ─▶ grammar ─▶ logit_bias ─▶ allowed_token_ids ─▶ bad words, stop ids below min_tokens
 
-A bias cannot lift what a grammar or a later rule forbids. Rules that together leave a row of `allowed_token_ids`
-nothing give way, the last first: such a row may again choose whatever it is allowed. So every row ends with a token
-that the client allowed; unless its grammar forbids all of these, and then settlement ends the request.
+A bias cannot lift what a grammar or a later rule forbids. If rules together leave a row without any of its
+`allowed_token_ids`, the last ones are dropped first, so every row ends with a token that the client allowed; unless its
+grammar forbids all of these, and then settlement ends the request. Rows without edits cost nothing. A step calls `edit`
+once, then `record` once its tokens are known.
 
-Penalties and bad words need the tokens before, which are kept here from step to step. A step calls `edit` once, then
-`record` once its tokens are known, and both do nothing for rows that asked for nothing.
+`apply_masks` makes the logits of forbidden tokens −inf. Each row of the packed mask names its row of logits, so a batch
+with few grammars, or with several positions of one, cannot mix them up [mask-per-row].
 
-Forbids tokens: a packed mask makes logits −inf.
+`TokenCounts` has, per slot, how often the output has each token, and which tokens the prompt has. A slot is loaded when
+a request first samples on its row; penalties apply before each token [penalties-once]; each token is recorded right
+after it is chosen, in the order of the steps, so that no step reads stale counts [device-history] and every accepted
+draft counts [every-accepted-token]. The scheduler numbers slots from 0, for requests with a penalty only. A step in
+flight may still count for a finished request; the next owner's load discards that. A request has seen a few hundred of
+152k tokens, so each slot lists them, and a step reads and writes only their logits:
 
-The mask says which row of the logits each of its rows is for. Nothing is inferred from order or count, so a
-batch in which few have a grammar, or one has several positions, cannot mix them up [mask-per-row].
-
-How often each token occurs in what a request has generated, and whether its prompt has it.
-
-Life of a slot
-    1. load      a request samples for the first time on its row: counts of its settled output, and its prompt
-    2. apply     before each of its tokens is chosen; the only place where penalties touch logits [penalties-once]
-    3. record    right after each is chosen, in the thread and order of the steps, so that no step reads counts
-                 that lag behind [device-history], and every accepted draft counts [every-accepted-token]
-    4. load      by another request, once the scheduler has given the slot away
-
-The scheduler numbers slots from 0 and only requests with a penalty have one, so the tables are as large as the
-most of them that ran at once. A step in flight may still count for a request that has ended: it comes before
-the `load` of the slot's next owner, and that forgets all.
-
-Of a vocabulary of 152k a request has seen some hundred tokens, and no other logit changes. So each slot lists the
-tokens it has seen, every one once, and a step reads and writes their logits alone:
-
-    counts, in_prompt   [C, V]   by token, to be looked up
-    seen                [C, W]   seen[c, :lens[c]] are the tokens of slot c; what is behind them is any token, whose
-                                 counts say what it is: to penalise it twice, or for nothing, is to write it as it is
+    counts, in_prompt   [C, V]   by token
+    seen                [C, W]   seen[c, :lens[c]] are the tokens of slot c; the rest are any tokens, unaffected by it
 
     repetition   logit > 0 ? logit / r : logit · r     tokens of prompt and output
-    frequency    logit − f · count                      tokens of the output
-    presence     logit − p                              tokens of the output
+    frequency    logit − f · count                     tokens of the output
+    presence     logit − p                             tokens of the output
 
-in this order, as vLLM does. Everything is element by element: a row's result does not depend on other rows.
-
-The newest output tokens of rows whose requests forbid token sequences.
-
-What the FutureMap is to the last token, this is to the last few: loaded when a request samples for the first time
-on its row, then shifted after every step [device-history]. A tail is as long as the longest sequence needs and no
-longer.
+in this order, as vLLM does, element by element. `TokenTails` has the last few tokens of rows with bad words: loaded
+like slots, then shifted after every step [device-history], and as long as the longest sequence requires.
 """
 
 from collections.abc import Iterator, Sequence
@@ -263,7 +244,7 @@ class TokenTails:
 
 
 class TokenCounts(Protocol):
-    """Of penalised rows."""
+    """Of penalized rows."""
 
     def record(self, slots: Tensor, token_ids: Tensor) -> None:
         """Count `token_ids` [P, K] of `slots` [P], −1 where a row has fewer than K."""
@@ -287,7 +268,7 @@ _NO_EDITS = LogitEdits()
 
 
 class LogitEditor:
-    """Edits logits. Owns the token history of penalised rows; belongs to the thread that runs forwards."""
+    """Edits logits. Owns the token history of penalized rows; belongs to the thread that runs forwards."""
 
     def __init__(self) -> None:
         self.penalties = PenaltyRows()

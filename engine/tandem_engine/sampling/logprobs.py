@@ -1,10 +1,8 @@
-"""Logprobs of sampled tokens, for the rows that asked.
+"""Logprobs of sampled tokens, and of prompt tokens.
 
-They are raw, vLLM's default: log_softmax of what the model said, before any edit, temperature and filter.
-
-Logprobs of prompt tokens, from the hidden states of the tokens before them.
-
-A prompt of a few thousand tokens would have logits of gigabytes, so they are made a part at a time [logits-in-parts].
+They are raw, vLLM's default: log_softmax of the model's logits, before any edit, temperature and filter. Those of a
+prompt token come from the hidden state of the token before it. A prompt of a few thousand tokens would have gigabytes
+of logits, so they are computed a part at a time [logits-in-parts].
 """
 
 from collections.abc import Callable, Iterator, Sequence

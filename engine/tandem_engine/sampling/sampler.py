@@ -3,38 +3,26 @@
     logits float32 ─▶ edits ─▶ ÷ temperature ─▶ top-k, top-p, min-p ─▶ + noise ─▶ argmax
           └─▶ raw logprobs  └─▶ greedy rows ─▶ argmax
 
-A row's token is a function of its own logits, parameters, history, seed and position. Nothing here looks
-across rows, so the same row gives the same token alone, in any batch, and on any worker. The only state is
-the history that penalties and bad words need (`editor`).
+A row's token is a function of its own logits, parameters, history, seed and position. Nothing here crosses rows, so the
+same row gives the same token alone, in any batch, and on any worker. The only state is the history that penalties and
+bad words need (`logits_processor`).
 
-Which tokens a row may draw, as one number per row: the smallest scaled logit that stays.
-
+`keep_thresholds` gives the smallest scaled logit that stays, per row: the largest of
     top-k   the k-th largest logit
-    top-p   the last logit of the shortest run, from the largest down, whose probability reaches p;
-            probabilities are those after top-k
+    top-p   the last logit of the shortest run, from the largest down, whose probability reaches p, after top-k
     min-p   the largest logit + log(min_p)
+Tokens equal to it all stay, so no result depends on how a sort orders equals.
 
-The row's threshold is the largest of the three. Tokens that tie with it all stay, so no result hangs on
-how a sort orders equals, and a row's threshold does not depend on the other rows.
+`best_tokens`: torch finds the place of a maximum number by number, which takes as long for 64 rows as half a layer of a
+small model. It finds the maximum itself by vectors, and compiled code then finds its place, a block at a time.
 
-The best token of each row of logits.
-
-torch looks for the place of a maximum number by number, which takes as long for 64 rows as half a layer of a small
-model. The maximum itself it finds by vectors, and compiled code then finds its place, a block of numbers at a time.
-
-Noise without a generator: a pure function of (seed, position, token id).
-
-The same request draws the same noise at the same position on any worker, in any batch, after any
-retraction or resumption, so the output that is resumed is the output that would have been.
-
-    key  = splitmix64's finaliser over seed · a + position · b     64 bits per sampled position
-    bits = murmur3's finaliser over (hash of token id, key)        31 bits per token
+`gumbel` is noise without a generator, a pure function of (seed, position, token id): the same on any worker, in any
+batch, after any retraction or resumption.
+    key    = splitmix64's finalizer over seed · a + position · b     64 bits per sampled position
+    bits   = murmur3's finalizer over (hash of token id, key)        31 bits per token
     gumbel = −log(−log(1 − u)),  u = (bits + ½) / 2³¹
-
-argmax(log p + gumbel) is distributed as p. Winners come from small u, where float32 is at its
-finest: even a token of probability 1e-9 is drawn as often as it should be.
-
-All arithmetic is on signed integers that wrap around, which every torch device has.
+argmax(log p + gumbel) is distributed as p. Winners come from small u, where float32 is finest, so even a token of
+probability 1e-9 is drawn as often as it should be. All arithmetic is on signed integers that wrap around.
 """
 
 from dataclasses import dataclass
@@ -232,7 +220,7 @@ class SampleOutput:
     token_ids: Tensor
     """[S] int64; `UNSOUND` where the best logit is NaN or +infinity."""
     logprobs: tuple[SampledLogprobs | None, ...]
-    """[S], or empty when nobody asked."""
+    """[S], or empty when no row requests them."""
 
 
 class Sampler:

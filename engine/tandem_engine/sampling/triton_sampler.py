@@ -1,9 +1,9 @@
-"""Sampling on a device: edits of a step as the kernels want them, by row. Importing this needs Triton.
+"""Sampling on a device: edits of a step as the kernels take them, by row. Importing this module requires Triton.
 
     raw logits ─▶ `edit_rows` ─▶ biases, bad words, suppressed ids: few logits ─▶ `sample_rows` ─▶ token ids
 
-`edit_rows` does in one pass what touches whole rows: penalties, grammars, allowed tokens. Biases come behind it, not
-before the allowed tokens as in `editor`: what is not allowed is −inf, with a bias or without.
+`edit_rows` applies in one pass what touches whole rows: penalties, grammars, allowed tokens. Biases come after it, not
+before the allowed tokens as in `logits_processor`: a token that is not allowed is −inf, with a bias or without.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""The parts of a scheduler, composed: what most of them share, then each with those that it calls.
+"""Composition of a scheduler: the parts that most others share, then each part with those it calls.
 
 shared   queues, tally, stream, steps, stop rule, policy
          └▶ endings, sessions ─▶ ingress   what comes in
                              ─▶ isolation, planner ─▶ loop   what is computed
-                             ─▶ pausing, health, departures   what an operator wants, and what must hold
+                             ─▶ pausing, health, departures   operations, and checks of invariants
 """
 
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class Shared:
 
     @property
     def capacity_tokens(self) -> int:
-        """That the pool holds; page 0 is nobody's."""
+        """Pages of the pool, without the dummy page 0."""
         return (self.memory.allocator.num_pages - 1) * self.memory.page_size
 
 

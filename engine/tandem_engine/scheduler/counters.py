@@ -52,7 +52,7 @@ class SchedulerStats:
     preempted_total: int
     """Of the retracted: those put back for a more important request."""
     head_waits: str
-    """Why the first waiting request was not admitted by the last plan (`Admission`); "" when nobody waits."""
+    """Why the first waiting request was not admitted by the last plan (`Admission`); "" when no request waits."""
     swapped: int
     """Requests whose KV is in host memory now."""
     swapped_out_total: int
@@ -78,7 +78,7 @@ class SchedulerStats:
     wait_s: float
     paused: bool
     leaving: int = 0
-    """Running requests that are to go on elsewhere."""
+    """Running requests that are to migrate."""
     speculation: SpeculationStats | None = None
 
 

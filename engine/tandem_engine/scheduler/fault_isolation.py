@@ -1,24 +1,22 @@
-"""Which request broke the step: those of a failed step run apart until the guilty one stands alone.
+"""Faults at run time: which request broke a step, and whether every page still has one owner.
 
-Life of an incident
-    1. raised    a step raised. What was launched on top of it is void too: it may have read what was never written
-    2. suspects  its requests leave their queues, keep row and pages, and go back to their last settled token.
+`Isolation` reruns the requests of a failed step apart until the one that breaks it is alone.
+
+    1. raised    a step raised. The step launched on top of it is void too: it may have read KV that was never written
+    2. suspects  its requests leave their queues, keep row and pages, and return to their last committed token.
                  They form two groups, or one when there is a single request
-    3. trials    steps of one group and of nobody else, over what the failed step was to compute
-    4. outcome   a trial that raises splits its group again; whoever gets its token is back among the running;
-                 a request that raises alone for the second time at one token ends with the error
+    3. trials    each step runs one group alone, over what the failed step was to compute
+    4. outcome   a group whose trial raises is split again; a request that gets its token returns to the running ones;
+                 a request that raises alone for the second time at one token fails with the error
 
-Everybody else stands still meanwhile, with all memory, so an incident of n requests costs at most 3n
-failed steps and takes no page from anybody. Nobody is recomputed further back than the last settled token,
-and pages that are being sent to a peer stay where they are [settled-only-sent].
+All other requests wait in the meantime and keep their memory. An incident of n requests costs at most 3n failed steps
+and takes no page from another request. No request is recomputed further back than its last committed token, and pages
+that are being sent to a peer stay where they are [settled-only-sent]. A suspect is in `Queues.requests` and in its
+group, and in no queue [one-home].
 
-A suspect's home is its group [one-home]: it is in `Queues.requests`, and in no queue.
-
-Self-check: every page and row has exactly one owner.
-
-Runs when the engine is idle after work, in at most a thousandth of the time: it looks at every page, and a request that
-comes meanwhile waits for it (12,700 pages take some 5 ms). A problem is logged and counted, and serving continues. With
-`audit_every_step` it runs after each step and raises, which is for tests.
+`Health` audits pages and rows when the engine becomes idle after work, in at most a thousandth of the time: an audit
+reads every page (about 5 ms for 12,700), and a request that arrives during it waits. A problem is logged and counted,
+and serving continues. With `audit_every_step`, for tests, it runs after each step and raises.
 """
 
 import logging
@@ -66,7 +64,7 @@ class Isolation:
 
     @property
     def active(self) -> bool:
-        """Whether somebody has to be tried before anything else runs."""
+        """Whether a suspect has to be tried before anything else runs."""
         return bool(self.groups)
 
     def suspects(self) -> Iterator[Request]:
@@ -77,7 +75,7 @@ class Isolation:
     def accuse(self, members: Sequence[Request], bystanders: Sequence[Request], error: BaseException) -> None:
         """The step of `members` raised `error`; that of `bystanders` was on top of it. Nothing is in flight."""
         self._take_out({*members, *bystanders})
-        # Whoever stands in both was launched again before it was known that its step failed.
+        # A request in both was launched again before its step was known to have failed.
         others = [req for req in bystanders if req not in {*members}]
         live, bystanding = self._rewound(members), self._rewound(others)
         if bystanding:
@@ -90,7 +88,7 @@ class Isolation:
             self.groups.appendleft(live[:half])
 
     def trial(self) -> list[Extend]:
-        """The next step of the group in front. Empty when nobody is under suspicion any more."""
+        """The next step of the first group. Empty when no suspects are left."""
         while self.groups:
             group = [req for req in self.groups.popleft() if req.finished is None]
             extends = self._extends(group)
@@ -119,7 +117,7 @@ class Isolation:
         self.drop(members)
 
     def _rewound(self, requests: Sequence[Request]) -> list[Request]:
-        """Those that go on, back at their last settled token. A wish that came meanwhile is a fact now."""
+        """Those that continue, at their last settled token. A wish that came in the meantime takes effect."""
         live = []
         for req in requests:
             if req.finished is not None:
@@ -127,7 +125,7 @@ class Isolation:
             if req.to_finish is not None:
                 self.endings.finish(req, req.to_finish)
                 continue
-            # The failed step may have changed what the device knows of its rows.
+            # The failed step may have changed the state of its rows on the device.
             req.kv = self.memory.renew(req.held_kv)
             req.launched_len = req.kv.committed_len
             req.extend_target = req.seq_len
@@ -180,12 +178,12 @@ class Isolation:
         return extends
 
     def _house(self, req: Request) -> None:
-        """Where a request goes that gets its token in this step; a stage is asked for what it sends."""
+        """Return a request that gets its token in this step to the running ones, unless its KV is sent elsewhere."""
         if not sends_kv(req):
             self.queues.running.append(req)
 
     def _let_go(self, req: Request) -> None:
-        """No pages for the rest of its prompt: those who stand still have them. It waits for them in the queue."""
+        """No pages for the rest of its prompt: the waiting requests have them. It waits for pages in the queue."""
         if sends_kv(req):
             error = OutOfPagesError(f"request {req.rid} ended early: no KV page was left for the rest of its prompt")
             self.endings.finish(req, error_finish(error))
@@ -221,7 +219,7 @@ class Health:
         return check_conservation(self.memory, kvs, self.queues.held_pages(), swapped)
 
     def after_turn(self, *, idle: bool) -> None:
-        """Audit when the configuration or the occasion asks for it."""
+        """Audit if the configuration or the situation requires it."""
         if self.config.audit_every_step:
             problems = self.audit().problems
             assert not problems, f"audit after step: {'; '.join(problems)}"

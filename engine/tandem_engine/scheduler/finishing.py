@@ -1,26 +1,17 @@
-"""How requests leave: the single release path [single-release].
+"""How requests leave the engine: the single release path [single-release], and what it keeps count of.
 
-wish     `to_finish` is set: abort, deadline. Nothing is torn down.
-fact     `finish`: the wish, or a stop condition, at a moment when the newest result is in
-release  row, pages and lock go back; pages that a step in flight may write to wait for it [page-fence]
+wish     `to_finish` is set: abort, deadline. Nothing is released yet
+fact     `finish` applies the wish, or a stop condition, once the newest result is in
+release  row, pages and lock are released; pages that a step in flight may write to wait for it [page-fence]
 
-What became of traced requests, kept until the process reports it.
-
-    note ─▶ ended, at most `MAX_KEPT` ─▶ take, once per turn
-
-Decides nothing, so ranks may differ in it: only one that has somewhere to report to sets `wanted`. Requests without a
-sampled trace cost one comparison when they end.
-
-Places of penalised requests in the device's tables of token counts.
-
-A request has one from its first sampled token on a row until it gives that row back. The lowest free number is
-given out, so the tables are as large as the most penalised requests that ran at once (`sampling.logits_processor`). No
-fence is needed: whoever gets a slot next loads it in a later step, after all that steps in flight do to it.
-
-Step numbers: which steps were launched, which have settled.
-
-Steps are numbered from 1 and settle in launch order, at most one behind in overlap mode. Whoever gives
-back memory passes `newest_in_flight`, so that what a step may still write to waits for it [page-fence].
+Steps          step numbers, from 1 in launch order. Steps complete in that order, at most one behind in overlap
+               mode. Releasing memory takes `newest_in_flight`: the step that it must wait for [page-fence]
+EndedLog       finished requests with a sampled trace, at most `MAX_KEPT`, until the process takes them once per
+               iteration. It affects no plan, so only a rank that exports spans sets `wanted`
+PenaltySlots   rows of the device's tables of token counts. A penalized request has one from its first sampled token
+               on a row until it releases that row. The lowest free number is taken, so the tables are as large as
+               the most penalized requests that ran at once (`sampling.logits_processor`). They need no fence: the
+               next owner loads its slot in a later step, after everything that steps in flight do to it
 """
 
 import heapq
@@ -53,11 +44,11 @@ class EndedLog:
     unix_ns: Callable[[], int] = time.time_ns
     wanted: bool = False
     lost: int = 0
-    """Since start: those that nobody came for in time."""
+    """Since start: entries dropped before they were taken."""
     _ended: list[EndedRequest] = field(default_factory=list)
 
     def note(self, req: Request, finish: Finish | None) -> None:
-        """`req` is over here; `finish` is None when it goes on elsewhere or is no longer wanted. Counts once."""
+        """`req` is over here; `finish` is None when it continues elsewhere or is no longer wanted. Counts once."""
         context = req.trace
         if not self.wanted or context is None or not context.sampled or req.reported:
             return
@@ -179,7 +170,7 @@ def error_finish(error: EngineError) -> Finish:
 
 @dataclass(kw_only=True, slots=True)
 class Endings:
-    """Finishes and releases requests, whoever asks for it."""
+    """Finishes and releases requests, for every caller."""
 
     memory: KvMemory
     queues: Queues
@@ -192,7 +183,7 @@ class Endings:
     on_release: tuple[OnRelease, ...] = ()
 
     def finish(self, req: Request, finish: Finish, *, checkpoint: bool = True, first: bool = False) -> None:
-        """Make the end of `req` a fact: release its memory, tell the client, tell stages of a failure.
+        """Finish `req`: release its memory, notify the client, and the stages of a failure.
 
         `checkpoint` leaves its settled pages in the prefix cache. `first` as in `OutputStream.send`.
         """
@@ -212,7 +203,7 @@ class Endings:
                 stage.aborted(req)
 
     def refuse(self, req: Request, error: EngineError) -> None:
-        """Answer a request that was never admitted. Stages hear of it, to tell the other worker [abort-both-ways]."""
+        """Answer a request that was never admitted. Stages notify the other worker [abort-both-ways]."""
         req.finished = error_finish(error)
         self.stream.send(req, finish=req.finished)
         self.tally.refused += 1

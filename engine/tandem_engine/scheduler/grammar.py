@@ -1,22 +1,21 @@
-"""Requests wait here for their grammar, and hold up nobody.
+"""Structured output in the scheduler: requests wait for their grammar, and steps get their token masks.
 
-    ingress ──begin──▶ compiled before: at once ────────────────────▶ the request has its `grammar`
-                  └──▶ a job, shared by all who want the same grammar
-                         poll ─▶ done: its requests go on, those that a stage keeps where they are
+    ingress ──begin──▶ compiled before ────────────────────────────▶ the request has its `grammar` at once
+                  └──▶ a job, shared by all requests with the same grammar
+                         poll ─▶ done: its requests continue, also those that a stage keeps
                               └▶ failed: its requests end with the reason
 
-A request that waits for its grammar alone stands in `Queues.compiling`, where aborts, deadlines, the queue cap and
-statistics find it [one-home]. A job that nobody waits for any more is cancelled, so pending jobs are bounded by the
-queue.
+A request that waits only for its grammar is in `Queues.compiling`, where aborts, deadlines, the queue cap and
+statistics find it [one-home]; it blocks no other request. A job without waiting requests is canceled, so the queue
+bounds the pending jobs.
 
-With several ranks each compiles for itself, and all must let the same requests go in the same turn [least-of-ranks]:
-`least` turns what this rank knows of each job, in the order they were begun, into what all ranks can act on. What is
-kept of a job follows from that too, or the ranks would know different grammars; and so does when it is given up.
+With several ranks each compiles for itself, and all must admit the same requests in the same iteration
+[least-of-ranks]. `least` reduces what this rank has of each job, in the order they began, to what all ranks have. Which
+grammars stay cached, and when a job is given up, follows from the reduced state, so it is the same on every rank.
 
-Fills the masks of a step, once everything before it has settled.
-
-Each request's matcher has then seen all its tokens. A request that has ended, or ends here because its grammar has,
-keeps masks that forbid nothing: its tokens will be dropped.
+`open_masks` and `fill_masks` fill the masks of a step after everything before it has completed, when each matcher has
+seen all tokens of its request. A request that has finished, or finishes here because its grammar has, keeps masks that
+allow every token: its tokens will be dropped.
 """
 
 import logging
@@ -55,7 +54,7 @@ class JobState(IntEnum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Job:
-    """One compilation and who waits for it."""
+    """One compilation and the requests that wait for it."""
 
     future: Future[CompiledGrammar]
     requests: list[Request]
@@ -88,7 +87,7 @@ class GrammarGate:
             self.grammars.find(spec)
 
     def begin(self, req: Request) -> Finish | None:
-        """See to the grammar of a new request, before it has a home.
+        """Start on the grammar of a new request, before it is in a queue.
 
         Returns how the request ends if that is known at once: its resumed output is complete, or breaks the grammar.
         """
@@ -105,7 +104,7 @@ class GrammarGate:
         return None
 
     def poll(self) -> bool:
-        """Once per turn: requests whose grammar is decided go on or end. True if there were any."""
+        """Once per iteration: requests whose job is over continue or end. True if there were any."""
         self.grammars.acknowledge()
         if not self.jobs:
             return False
@@ -149,7 +148,7 @@ class GrammarGate:
             self._end(req, finish)
 
     def _end(self, req: Request, finish: Finish) -> None:
-        """End a request that has sampled nothing here, and have the other worker of a handoff told of it."""
+        """End a request that has sampled nothing here, and notify the other worker of a handoff."""
         if req.rid not in self.queues.requests:
             self._end_in_stage(req, finish)
             return
@@ -197,10 +196,10 @@ def _error(job: Job, agreed: JobState) -> EngineError:
 
 
 def open_masks(samplers: Sequence[Request], constrained: Sequence[int], draft_lens: Sequence[int]) -> TokenMasks | None:
-    """Masks for the samplers at `constrained`, those with a grammar or a budget; None for nobody.
+    """Masks for the samplers at `constrained`, those with a grammar or a budget; None for the others.
 
     Each has one for every row of sampling that is its own: one more than it has drafts. `draft_lens` are those of all
-    samplers, () when nobody drafts.
+    samplers, () without drafts.
     """
     if not constrained:
         return None

@@ -1,19 +1,19 @@
 """Requests and aborts from outside.
 
     GenerateRequest ─▶ Request ─▶ limits ─▶ a stage keeps it, or it waits
-                                     └────▶ refused: one output with an error, nothing else happens
+                                     └────▶ rejected: one output with an error, nothing else happens
 
-A refusal is an output, not an exception: the client waits for one, and a stage has to tell the other
-worker of a handoff [abort-both-ways].
+A rejection is an output, not an exception: the client waits for one, and a stage has to notify the other worker of a
+handoff [abort-both-ways].
 
-New requests whose prefix is in storage, or at another engine, wait beside the queue until it is here.
+`Prefetching` keeps new requests out of the queue while more of their prefix is on its way:
 
-    1. arrives      the gateway has named an engine that has more of its prefix, or storage has blocks after it:
-                    bringing them begins, and the request stands aside
-    2. joins        the queue, where it would have stood, when all of them are there or did not come, or when time is up
+    1. arrives   the gateway has named an engine that has more of the prefix, or storage has the next blocks: their
+                 transfer starts, and the request waits in `Prefetching`
+    2. joins     the queue at its place of arrival, when all blocks are here, or failed, or the time is up
 
-Meanwhile others are served, so this delays nobody but those it serves. Who waits for a grammar, too, has both at once:
-it stands with those until it is compiled, and here for what is then missing.
+Other requests are served in the meantime, so only requests that benefit are delayed. A request that also needs a
+grammar waits for both at once: in `Queues.compiling` until it is compiled, then here for what is still missing.
 """
 
 import logging
@@ -48,7 +48,7 @@ class Prefetching:
     clock: Clock
 
     def enter(self, req: Request) -> None:
-        """Give a new request its place: in the queue, or beside it."""
+        """Give a new request its place: in the queue, or in `prefetching`."""
         entered = self.queues.enter(req)
         if not entered and not req.awaits_grammar:
             return
@@ -96,7 +96,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class Ingress:
-    """Turns messages into requests with a home, and wishes."""
+    """Turns messages into queued requests, and wishes."""
 
     config: SchedulerConfig
     model: ModelFacts

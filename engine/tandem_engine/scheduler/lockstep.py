@@ -1,12 +1,12 @@
-"""How inputs reach a scheduler: at once when it is alone, at the next turn when it is one of several ranks.
+"""How inputs reach a scheduler: at once if it is the only rank, else in the same iteration on every rank.
 
-    rank 0     submit ─▶ pending ─┐                          ┌─▶ apply ─▶ step
-                                  ├─ agree, once per turn ───┤
-    others                  none ─┘                          └─▶ apply ─▶ step
+    rank 0     submit ─▶ pending ─┐                               ┌─▶ apply ─▶ step
+                                  ├─ agree, once per iteration ───┤
+    others                  none ─┘                               └─▶ apply ─▶ step
 
-Every scheduler starts from the same state, applies the same inputs at the same turns, reads the same time and
-gets the same results, so all plan the same batches. A rank whose forward failed says so before the next turn:
-the others may be waiting for it inside a collective, and only its end sets them free.
+Every scheduler starts from the same state, applies the same inputs in the same iterations, reads the same time and
+gets the same results, so all plan the same batches. A rank whose forward failed reports it before the next iteration:
+the others may be waiting for it inside a collective, and only its exit releases them.
 """
 
 import logging
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadsWeights(Protocol):
-    """The model beside the scheduler, as far as inputs concern it."""
+    """The part of the model that inputs concern."""
 
     def start(self, path: str) -> None:
         """Begin to load the checkpoint in the folder `path`."""
@@ -78,9 +78,9 @@ class Inputs(Protocol):
     """The way in. The owner of the loop submits, and calls `begin_turn` before each step of the scheduler."""
 
     weights: LoadsWeights | None
-    """Set by who owns the model."""
+    """Set by the owner of the model."""
     peers: KnowsPeers | None
-    """Set by who owns the transfers."""
+    """Set by the owner of the transfers."""
 
     @property
     def pending(self) -> bool:
@@ -96,7 +96,7 @@ class Inputs(Protocol):
         ...
 
     def stop(self) -> None:
-        """The engine closes. Idempotent; after a failure it tells nobody."""
+        """The engine closes. Idempotent; after a failure no other rank is notified."""
         ...
 
     def check(self) -> None:
@@ -123,10 +123,10 @@ class DirectInputs:
         return True
 
     def stop(self) -> None:
-        """Nobody else has to know."""
+        """No other rank has to be notified."""
 
     def check(self) -> None:
-        """There is nobody to lose."""
+        """There is no other rank."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -184,7 +184,7 @@ class AgreedInputs:
         return True
 
     def stop(self) -> None:
-        """Rank 0 takes the others along; another rank leaves alone, for then rank 0 has told it to."""
+        """Rank 0 stops the others with it; another rank stops alone, because rank 0 has notified it."""
         if self.stopped or self.failure.error is not None or self.rank != 0:
             return
         self.queue = [Stop()]
@@ -200,7 +200,7 @@ class AgreedInputs:
 def apply(
     scheduler: Scheduler, item: Input, weights: LoadsWeights | None = None, peers: KnowsPeers | None = None
 ) -> None:
-    """Let `item` happen to `scheduler`, or to the model or the transfers beside it."""
+    """Apply `item` to `scheduler`, or to the model or the transfers."""
     if isinstance(item, PeerInput):
         if peers is not None:
             _apply_to_peers(peers, item)

@@ -1,23 +1,19 @@
-"""One turn of the loop, in two ways.
+"""One iteration of the scheduler loop, in normal and in overlap mode.
 
-    normal    plan ─ launch ─ wait ─ settle                      device idles while the host works
+    normal    plan ─ launch ─ wait ─ settle                      the device idles while the host works
     overlap   plan N+1 ─ launch N+1 ─ wait for N ─ settle N      N+1 computes while N is settled and N+2 planned
 
-Depth is one: at most one step is in flight while another is planned. In overlap mode the host plans
-N+1 without knowing the tokens of N: a decode's input id is `RESOLVE`, and a request that ends in N
-computes one token too many in N+1, which settlement drops.
+At most one step is in flight while another is planned. In overlap mode the host plans N+1 without the tokens of N:
+the input id of a decode is `RESOLVE`, and a request that ends in N computes one surplus token in N+1, which settlement
+drops. A step that raises is void, and so is the one launched on top of it; `Isolation` handles both.
 
-A step that raises is void, and so is the one launched on top of it; `Isolation` has what follows.
+A plan that needs the tokens of N (to retract, or to draft) returns `SETTLE_FIRST` [finish-before-retract]
+[settle-before-retract]: this iteration then settles before it launches, as in normal mode. The same holds after a step
+that verified drafts, because the lengths of its sequences are unknown until it is settled.
 
-What the plan may not do without the tokens of N (retract, draft) it answers with `SETTLE_FIRST`
-[finish-before-retract] [settle-before-retract];
-then this turn settles before it launches, as normal mode does. So it does after a step that verified drafts:
-before it has settled nobody knows how long its sequences are.
-
-A step in which somebody has a grammar cannot sample before its masks are filled, which takes the tokens of the step
-before. It is launched all the same, and its masks follow: right after settlement [masks-after-settling], or at once
-where nothing was in flight, as after drafts. Whatever that comes to, a forward waits for them. In normal mode they come
-first.
+A step with a grammar cannot sample before its masks are filled, which takes the tokens of the step before. It is
+launched anyway, and its masks follow right after settlement [masks-after-settling], or at once where no step was in
+flight. The forward waits for its masks even if filling them fails. In normal mode they are filled first.
 """
 
 import logging
@@ -76,7 +72,7 @@ class Loop:
     clock: Clock
     tally: Tally
     stages: Sequence[QueueStage]
-    """Told of launched steps whose KV goes to another worker."""
+    """Notified of launched steps whose KV goes to another worker."""
     longest_step: float
     """Seconds after which a step that has not come back is taken for hung."""
     speculation: Speculation | None = None
@@ -96,7 +92,7 @@ class Loop:
             self._normal()
 
     def stand_still(self) -> None:
-        """A turn that launches nothing: settle what is in flight, and let wishes come true."""
+        """An iteration that launches nothing: settle what is in flight, and apply wishes."""
         last, self.in_flight = self.in_flight, None
         if last is not None:
             self._settle(last, None)
@@ -128,7 +124,7 @@ class Loop:
         return current if self._settle_beside(last, current) else None
 
     def _settle_beside(self, last: InFlight | None, current: InFlight | None) -> bool:
-        """Settle `last`, then fill the masks that the forward of `current` waits for. False as `_settle` says."""
+        """Settle `last`, then fill the masks that the forward of `current` waits for. False as `_settle` returns it."""
         masks = None if current is None else current.masks
         if current is None or masks is None:
             return last is None or self._settle(last, current)
@@ -167,7 +163,7 @@ class Loop:
         return InFlight(batch=batch, view=view, future=future, masks=masks)
 
     def _announce(self, batch: ScheduleBatch) -> KvProgress | None:
-        """Tell stages of the prompts in `batch` that are sent elsewhere. None: there are none."""
+        """Notify stages of the prompts in `batch` that are sent elsewhere. None: there are none."""
         sent = [extend for extend in batch.extends if sends_kv(extend.req)]
         if not sent:
             return None
@@ -189,7 +185,7 @@ class Loop:
 
     def _fail(self, done: InFlight, error: BaseException, current: InFlight | None) -> None:
         if current is not None and current.masks is not None:
-            # What it samples is void, and it would wait for masks that nobody fills.
+            # What it samples is void, and it would wait for masks that are never filled.
             current.masks.release()
         if current is not None and (also := self._wait(current.future)) is not None:
             logger.info("step %d, on top of one that failed, raised too: %r", current.batch.step, also)
@@ -222,7 +218,7 @@ class Loop:
                 return error
 
     def _wait_a_slice(self, future: Future[ForwardResult]) -> BaseException | None:
-        """Raises `TimeoutError` when the step goes on. Handoffs do not wait for it: they were computed before."""
+        """Raises `TimeoutError` when the step continues. Handoffs do not wait for it: they were computed before."""
         left, pause = WAIT_SLICE, FIRST_LOOK
         while pause < left and self._more_is_to_come():
             with suppress(TimeoutError):
@@ -237,7 +233,7 @@ class Loop:
 
     @contextmanager
     def _scheduling(self, phase: Phase, *, beside: InFlight | None) -> Iterator[None]:
-        """Time spent here counts as hidden when the step `beside` it is still computing at the end."""
+        """Time spent here counts as hidden when the concurrent step (`beside`) is still computing at the end."""
         start = self.clock.now()
         yield
         spent = self.clock.now() - start

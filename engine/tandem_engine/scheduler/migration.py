@@ -1,18 +1,17 @@
-"""Running requests that are to go on at another worker, because this one stops or computes prompts from now on.
+"""Migration of running requests to another worker, because this one stops or becomes a prefill worker.
 
-Life of a departure
-    1. running   as ever
-    2. asked     its client was told that it should leave, and looks for a worker with room; it goes on here meanwhile
-    3. moving    the client ends it here and sends it anew: it is handed over (side SEND) to the worker that was found.
-                 Its pages are in the prefix cache, so nothing but the last, partial page is computed again, and the
-                 token after it, which the client has before the transfer begins
-    4. moved     the other worker has verified the pages and goes on
+    1. running   as before
+    2. asked     its client was notified and looks for a worker with capacity; the request keeps running here
+    3. moving    the client ends it here and sends it again as a handoff (side SEND) to the worker it found. Its pages
+                 are in the prefix cache, so only the last, partial page is recomputed, and the token after it, which
+                 the client has before the transfer begins
+    4. moved     the other worker has verified the pages and continues
 
-Nobody has room: it goes on here, and is asked again. Nothing is given up before there is a place to go to, or the time
-that it has for leaving is over: then it is computed again elsewhere.
+If no worker has capacity, the request keeps running here and its client is notified again. A request gives nothing up
+before a worker is found, or before its time to migrate is over: then it is recomputed elsewhere.
 
-Only a few leave at a time. Each costs the step that it joins some prompt tokens, so that the others, and the clients
-that wait for a moved request's next token, hardly notice.
+Only a few requests migrate at a time. Each costs the step that it joins some prompt tokens; the limit keeps the effect
+on other requests, and on clients that wait for a migrated request's next token, small.
 """
 
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
 
 AT_ONCE = 8
-"""Requests that are asked or moving at any time."""
+"""Requests that are notified or migrating at any time."""
 
 ASK_AGAIN_S = 1.0
 """As often as a gateway's view of the fleet changes."""
@@ -37,13 +36,13 @@ FEW_TOKENS = 8
 
 
 def is_moving(message: GenerateRequest) -> bool:
-    """Whether `message` continues what this worker was generating until now, for somebody else to go on."""
+    """Whether `message` continues what this worker was generating, to hand it to another worker."""
     return message.handoff is not None and message.handoff.moving
 
 
 @dataclass(kw_only=True, slots=True)
 class Departures:
-    """Decides who is asked to leave, and when."""
+    """Selects which requests migrate, and when."""
 
     queues: Queues
     stream: OutputStream
@@ -52,9 +51,9 @@ class Departures:
     within_s: float = inf
     """Time that each has for leaving, from the moment when it is to leave and runs."""
     _since: dict[RequestId, float] = field(default_factory=dict)
-    """Since when those who are to leave are."""
+    """Since when requests are to migrate."""
     _asked: dict[RequestId, float] = field(default_factory=dict)
-    """Running requests that were asked, and when last."""
+    """Running requests whose clients were notified, and when last."""
 
     def poll(self) -> list[Request]:
         """Once per turn: ask those who have waited longest for it, as long as few are under way.
@@ -77,7 +76,7 @@ class Departures:
         return [req for rid, req in leaving.items() if now - self._since[rid] >= self.within_s]
 
     def leaving(self) -> Iterator[Request]:
-        """Running requests that are to leave; none when nobody is."""
+        """Running requests that are to migrate."""
         return (req for req in self.queues.running if self.wanted and _may_leave(req))
 
     def _moving(self) -> int:

@@ -1,7 +1,7 @@
-"""What clients are told: one `TokenOutput` per request and settled step, one delivery per client and step.
+"""Outputs to clients: one `TokenOutput` per request and completed step, one delivery per client and step.
 
-`index` is the absolute position in the output, so a receiver that sees a position twice, after a
-resumption or from both workers of a handoff, keeps the first.
+`index` is the absolute position in the output. A receiver that gets a position twice, after a resumption or from both
+workers of a handoff, keeps the first.
 """
 
 from collections import defaultdict
@@ -39,13 +39,13 @@ class OutputStream:
         self.pending[req.client].append(output)
 
     def send_token(self, req: Request, token: int) -> None:
-        """`send` of a request that has one new token, no logprobs, and its first output behind it."""
+        """`send` of a request that has one new token, no logprobs, and that has had its first output."""
         output = TokenOutput(rid=req.rid, index=req.streamed, token_ids=(token,))
         req.streamed += 1
         self.pending[req.client].append(output)
 
     def ask_to_leave(self, req: Request) -> None:
-        """Tell the client of `req` that it should have it continued elsewhere."""
+        """Notify the client of `req` that another worker should continue it."""
         self.pending[req.client].append(TokenOutput(rid=req.rid, index=req.streamed, leaving=True))
 
     def flush(self) -> None:
@@ -58,7 +58,7 @@ class OutputStream:
 
     def _output(self, req: Request, finish: Finish | None, first: bool) -> TokenOutput:
         tokens = tuple(req.output_ids[req.streamed :])
-        # A request that was handed over knows it from the handoff record: its prefill worker may be heard too late.
+        # A handed-over request has it from the handoff record: the prefill worker's output may come too late.
         cache_hit_known = first and (req.first_scheduled_at is not None or req.transfer is not None)
         return TokenOutput(
             rid=req.rid,

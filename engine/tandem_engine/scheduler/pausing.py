@@ -1,12 +1,12 @@
-"""Pause and resume: the engine stands still between two steps, and takes up where it stood.
+"""Pause and resume: the engine stops between two steps, and continues from the same state.
 
     abort      every request ends; nothing is left to resume
-    retract    running requests give back their KV and wait at the head of the queue; the cache can be flushed
-    in_place   everybody keeps what they have; resuming costs nothing
+    retract    running requests release their KV and wait at the head of the queue; the cache can be flushed
+    in_place   every request keeps its memory; resuming costs nothing
 
-While paused, requests wait, aborts and deadlines are obeyed, stages go on talking to peers, and nothing is
-computed. Output does not depend on a pause: what was retracted is computed again. New requests wait too, unless
-there are other engines that could serve them: then they are refused.
+While paused, the engine computes nothing. Requests wait, aborts and deadlines take effect, and stages exchange messages
+with peers. Output does not depend on a pause: what was retracted is recomputed. New requests wait too, unless other
+engines could serve them: then they are rejected.
 """
 
 from collections.abc import Iterator

@@ -1,17 +1,17 @@
 """What the next step computes.
 
-    1. sweep      finished requests leave the running batch; wishes with nothing in flight become facts
-       back       swapped requests run again while everybody fits
+    1. sweep      finished requests leave the running batch; wishes without a step in flight take effect
+       back       swapped requests run again while all running ones fit
     2. decodes    requests that may take another token; pages for all of them, or some are retracted
     3. extends    the chunked request first, then the queue in order, while tokens and pages last
     4. together   in one MIXED step if allowed, else prefill before decode
 
-Neither half starves the other. Every running request that can take a token has one in every MIXED step, and
-prompts have at least what those leave of the token budget, never less than one. Without MIXED, prompts have at
-most `MAX_PREFILL_STREAK` steps before running requests have theirs.
+Prefill and decode cannot starve each other. Every running request that can take a token has one in every MIXED step,
+and prompts have at least what those leave of the token budget, never less than one token. Without MIXED, at most
+`MAX_PREFILL_STREAK` steps of prompts run before running requests have theirs.
 
-A plan moves requests between queues and takes memory, but touches no device; the result says what to
-launch. Nothing is remembered of why a request did not fit: the next plan asks again [admission-not-latched].
+A plan moves requests between queues and takes memory, but uses no device; the result states what to launch. Reasons
+why a request did not fit are not kept: the next plan checks again [admission-not-latched].
 """
 
 from collections.abc import Callable, Sequence
@@ -131,7 +131,7 @@ class Planner:
             return Hold.SETTLE_FIRST
         if room is Room.SHORT:
             decodes = []
-        # A step that put a request back takes in no new one, or the two would change places for ever.
+        # A step that put a request back takes in no new one, or the two would change places forever.
         extends = self._extends(decodes, admit=not decodes or self.tally.retracted == retracted)
         return self._step(extends, decodes)
 
@@ -162,7 +162,7 @@ class Planner:
         return StepPlan(extends=extends, decodes=decodes) if extends or decodes else Hold.NOTHING
 
     def _bring_back(self) -> None:
-        """Swapped requests run again, unless this step takes pages from somebody [swapped-first]."""
+        """Swapped requests run again, unless this step takes pages from a request [swapped-first]."""
         if self.retraction.force_is_due and self.queues.running:
             return
         while self._swapped_go_first() and self._has_seat():
@@ -172,7 +172,7 @@ class Planner:
                 return
 
     def _swapped_go_first(self) -> bool:
-        """Whether nobody is admitted before a swapped request: the policy may know somebody who outranks it."""
+        """Whether no request is admitted before a swapped one: a waiting one may outrank it."""
         if not self.queues.swapped or self.preemption is None:
             return bool(self.queues.swapped)
         head = next(self.policy.order(self.queues), None)
@@ -219,7 +219,7 @@ class Planner:
         return Admission.OK
 
     def _fit(self, add: Callable[[Request], Admission], req: Request) -> Admission:
-        """Add `req`, if need be into the pages of conversations that nobody is continuing now."""
+        """Add `req`, if need be into the pages of idle conversations."""
         answer = add(req)
         while answer.lacks_pages and self.sessions.give_way():
             answer = add(req)
@@ -245,7 +245,7 @@ class Planner:
         )
 
     def _is_crowded(self) -> bool:
-        """Whether anybody holds memory that will come back."""
+        """Whether any request holds memory that will be released."""
         return len(self.queues.requests) > self.queues.without_memory or self.queues.stage_keeps_memory()
 
     def reserved_pages(self) -> int:
@@ -264,7 +264,7 @@ class Planner:
                 continue
             if self.queues.chunked is extend.req:
                 self.queues.chunked = None
-            # A stage will be asked to keep it once its token is known; until then it must not decode.
+            # A stage may keep it once its token is known; until then it must not decode.
             if not sends_kv(extend.req):
                 self.queues.running.append(extend.req)
 
@@ -305,7 +305,7 @@ class Planner:
             self.queues.drop_finished()
 
     def _break_stall(self) -> None:
-        """End one request when the rest cannot go on: no step is in flight and no stage will give pages back."""
+        """End one request when the rest cannot continue: no step is in flight and no stage will give pages back."""
         stuck = bool(self.queues.running) or self.queues.chunked is not None
         if stuck and not self.queues.stage_keeps_memory():
             self.retraction.give_up_one()

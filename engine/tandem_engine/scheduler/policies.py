@@ -1,64 +1,31 @@
-"""Who goes first, and who gives way.
+"""Scheduling policies: which waiting request is admitted first, and which running one is put back first.
 
-The planner knows the two questions and not the answers. A policy answers from what is there now and remembers
-nothing between plans [admission-not-latched], so replaying the same requests at the same times gives the same order on
-every rank.
+    fcfs         first come, first served. Retracted requests, and followers of a computed choice, are at the head of
+                 the queue; a choice that another worker decodes keeps its place of arrival
+    lpm          the longest cached prefix first
+    dfs-weight   depth first through the cached prefixes of waiting requests, the branch with most requests first, so
+                 that requests with a common prefix run one after the other while it is cached
+    priority     the most important request first. It may preempt running ones whose priority is lower by `threshold`
+                 or more (*outranked*)
+    srf          the fewest remaining steps first; the request with the most is put back first. Steps are the chunks
+                 of the prompt and one per token that may still be generated: an upper bound that is known in advance
 
-A greater `Request.priority` is more important, here and at the API: SGLang's default, the opposite of vLLM.
+A greater `Request.priority` is more important, here and in the API: SGLang's default, the opposite of vLLM. A policy
+keeps no state between plans [admission-not-latched]: the same requests at the same times get the same order on every
+rank.
 
-Why nobody starves under a policy that lets later requests go first.
+No request starves. Under `fcfs` none is overtaken. Under `lpm`, `dfs-weight` and `srf` a request that has waited for
+`ageing.seconds` is *overdue*, and overdue requests go first, in the order of the queue. Under `priority` a waiting
+request gains one level per `ageing.seconds`: one of priority p goes before every one of priority q > p that arrives
+more than (q − p) · seconds later. Age also protects it from preemption.
 
-A request that has waited for `seconds` is *overdue*. Overdue requests go before all others, in the order of the
-queue, so from then on only those that were before it can be. The priority policy counts in `levels` instead.
+`SharedPrefixes`, for the first three: a request waits when at least `WORTH_WAITING` tokens after its cached prefix are
+being computed for another request, until the completed chunks of that one are in the cache. Under `fcfs` the requests
+after it wait too. `lpm` and `dfs-weight` serve queues longer than `MOST_MATCHED` in order of arrival, because matching
+all of them costs more than it saves.
 
-Prefixes that some request is computing: others had better wait for them than compute them again.
-
-A request waits when at least `WORTH_WAITING` tokens behind what the cache has for it are the tokens that
-somebody else computes now, or will in this step. It waits until they are in the cache, which settled chunks of
-a prompt enter one by one; so it runs beside the rest of a long prompt of which it shares only the beginning.
-
-First come, first served. Nobody overtakes, so nobody starves.
-
-The head of the queue waits while somebody computes a prefix that it needs too (`shared_prefix`): to start it at once
-would be to compute that twice. Those behind it wait with it, some steps at most.
-
-Requests that were put back, and those that followed another choice of their answer, stand at the head; but a choice
-that another worker decodes stands where it came.
-
-Policies that look at what the prefix cache has for each waiting request.
-
-Each pass: overdue requests first; the others in an order that `lpm` or `dfs_weight` makes of what is cached for
-them. Of requests that share what is not cached yet, one computes it and the others wait (`shared_prefix`).
-
-Matching every waiting request costs more than it saves once there are many: longer queues than `MOST_MATCHED`
-are served in their own order.
-
-Depth first through the cached prefixes of waiting requests, the branch with most of them first.
-
-Requests that share a cached prefix run one after the other, so it is used by all of them while it is there, and
-prefixes that many wait for go before longer ones that few wait for.
-
-The most important request first; it may put less important ones back.
-
-A waiting request gains one level of priority with every `ageing.seconds`. So one of priority p goes before every
-one of priority q > p that arrives more than (q − p) · seconds after it, and can wait no longer than for those
-that came earlier.
-
-A running request is *outranked* by a waiting one whose priority is greater by `threshold` or more. Age protects
-here as well: what has run and waited for long enough is put back for nobody.
-
-The request with the fewest steps left goes first; the one with the most gives way.
-
-Steps left are those of its prompt, chunk by chunk, and one for each token it may still generate: a bound known in
-advance, not a guess. Overdue requests go before.
-
-When new prompts are admitted while others decode: `--scheduler-delay-factor`, as in vLLM's scheduler.
-
-A prompt that arrives alone takes a step of its own, and requests that decode wait for that step. With a factor above
-0 new prompts wait until the oldest of them has waited factor × the time of the last step with prompts, so that several
-are computed together. No prompt waits while there is nothing else to compute.
-
-Times are those of the scheduler's clock when steps are planned, which is the same on every rank.
+`PromptDelay` is vLLM's `--scheduler-delay-factor`: new prompts wait until the oldest has waited factor × the time of
+the last step with prompts, as long as there are other requests to compute. All ranks read the same clock.
 """
 
 from collections import defaultdict
@@ -83,12 +50,12 @@ class Policy(Protocol):
         """Waiting requests in the order in which they are tried.
 
         The planner takes each request that it gets out of the queue before it asks for the next, and asks no
-        more after the first that has to wait: nobody overtakes it. Work starts with the first `next`.
+        more after the first that has to wait: none overtakes it. Work starts with the first `next`.
         """
         ...
 
     def next_outside(self, requests: Iterable[Request]) -> Request | None:
-        """Who goes first of `requests`, which wait outside the queues for KV that is computed elsewhere.
+        """The first of `requests`, which wait outside the queues for KV that is computed elsewhere.
 
         They come in order of arrival; None when there are none.
         """
@@ -100,7 +67,7 @@ class Policy(Protocol):
 
 
 def first_come(requests: Iterable[Request]) -> Request | None:
-    """Who goes first outside the queues where arrival is all that counts there."""
+    """The first request outside the queues where only arrival counts."""
     return next(iter(requests), None)
 
 
@@ -142,7 +109,7 @@ WORTH_WAITING = 32
 
 
 class SharedPrefixes:
-    """What is being computed now, as prefixes that end `WORTH_WAITING` tokens behind what is cached."""
+    """What is being computed now, as prefixes that end `WORTH_WAITING` tokens after what is cached."""
 
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory
@@ -166,7 +133,7 @@ class SharedPrefixes:
             self._prefixes.add(self._prefix(req, cached))
 
     def worth_waiting(self, req: Request, cached: int) -> bool:
-        """Whether somebody computes enough of what `req` needs next and may take from the cache."""
+        """Whether another request computes enough of what `req` needs next and may take from the cache."""
         return cached + self._worth <= req.longest_match and self._prefix(req, cached) in self._prefixes
 
     def _prefix(self, req: Request, cached: int) -> tuple[str, bytes]:
@@ -178,7 +145,7 @@ class Fcfs:
     """Implements `Policy`."""
 
     memory: KvMemory | None = None
-    """Whose prefix cache requests may wait for; None when nobody is to wait."""
+    """Its prefix cache is what requests may wait for; None: no request waits."""
 
     def order(self, queues: Queues) -> Iterator[Request]:
         shared = None
@@ -294,7 +261,7 @@ def longest_prefix_first(candidates: list[Candidate]) -> list[Candidate]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByPriority:
-    """Implements `Policy`, and says who is put back for whom."""
+    """Implements `Policy`, and selects the requests to preempt."""
 
     ageing: Ageing
     threshold: int

@@ -1,28 +1,26 @@
 """Fills one step with prompt tokens, request by request, within a token budget and the free pages.
 
-For each request the order is: token budget, row and cached prefix (locked), page estimate, pages. What
-was taken is given back if the next thing is lacking [admission-unwinds], and the answer says what that was. Once all is
-there, what host memory has of the prefix is copied to the first of the pages.
+For each request the order is: token budget, row and cached prefix (locked), page estimate, pages. If one is lacking,
+those taken before are released [admission-unwinds] and the result names the missing one. Once all are there, the part
+of the prefix that only host memory has is copied to the first of the pages.
 
     chunk = min(budget left, chunk limit, rest of the prompt)
 
-The page estimate covers the whole rest of the prompt and the expected part of the output, not only the
-chunk, for this request and for everybody who runs (`reserved`). So a prompt that is begun can be
-finished, unless outputs grow longer than expected; for those that do, admission leaves the `watermark` free.
+The page estimate covers the whole rest of the prompt and the expected part of the output, not only the chunk, for this
+request and for all running ones (`reserved`). So a started prompt can be finished, unless outputs grow longer than
+expected; for those, admission leaves the `watermark` free.
 
-Memory kept back for prompts that were overtaken on their way to the queue.
-
-A prompt for another worker may be held up: its grammar is being compiled, its prefix read from storage, or the prompt
-that it shares with another choice of its answer is being computed. Its receiver grants it pages in order of arrival
-all the same. Prompts that come later and overtake it keep their memory until that receiver has pages for them too;
-were they to take all there is, neither worker could go on:
+`KeptBack` is memory reserved for prompts that were overtaken before they reached the queue. A prompt for another worker
+may be delayed by its grammar, its prefix in storage, or a choice that computes the same prompt. Its receiver still
+grants pages in order of arrival, and later prompts keep their memory until they get such pages. If these took all
+memory, both workers would block:
 
     writer     full of later prompts, which wait for ─▶ receiver's pages, which are granted to the earlier prompt
                                        ▲                                                                │
-                                       └──────── room for that prompt, once it is no longer held up ◀───┘
+                                       └──────── memory for that prompt, once it is no longer delayed ◀─┘
 
-So who waits for another worker overtakes only while what was overtaken still fits beside it. Requests that run here
-to their end give their memory back whatever others do, and need not look.
+So a prompt for another worker overtakes only while the overtaken ones still fit next to it. Requests that finish on
+this worker release their memory in any case and are exempt.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -38,7 +36,7 @@ from tandem_engine.scheduler.request import Request, sends_kv
 
 
 class KeptBack(NamedTuple):
-    """What somebody may not take."""
+    """Rows and pages reserved for requests that were overtaken."""
 
     rows: int
     pages: int
@@ -56,7 +54,7 @@ def kept_back(memory: KvMemory, queues: Queues, req: Request) -> KeptBack:
 
 
 def _held_up(queues: Queues) -> Iterator[Request]:
-    """Requests that will be in the queue without anybody giving up memory for it."""
+    """Requests that will be in the queue without another one releasing memory first."""
     yield from queues.compiling.values()
     yield from queues.prefetching
     for leader, followers in queues.groups.led():
@@ -78,7 +76,7 @@ class Admission(Enum):
     """`max_running_requests` are running."""
     NO_ROW = "no_row"
     NO_PAGES = "no_pages"
-    """It does not fit beside what running requests are expected to need."""
+    """It does not fit next to what running requests are expected to need."""
     WATERMARK = "watermark"
     """It would fit, but into pages that are kept free."""
     OVERTAKES = "overtakes"
@@ -88,9 +86,9 @@ class Admission(Enum):
     SHARED_PREFIX = "shared_prefix"
     """What it shares with another request is being computed."""
     AFTER_RETRACTION = "after_retraction"
-    """A request was put back in this step: the two would change places for ever."""
+    """A request was put back in this step: the two would change places forever."""
     SWAPPED_FIRST = "swapped_first"
-    """Requests whose KV is in host memory come back before anybody starts."""
+    """Requests whose KV is in host memory resume before any new one starts."""
     DECODE_TURN = "decode_turn"
     """Prompts had several steps in a row; running requests have this one."""
     DELAYED = "delayed"

@@ -1,24 +1,19 @@
-"""The embedding of one prompt, gathered over as many steps as its computation takes.
+"""Results of a prompt that takes several steps to compute: its embedding, and its logprobs.
 
     positions   0 ······· start ─────── next ─────── stop
-                          │ summed      │ wanted     │
-    last   [prompt_len − 1, prompt_len)      mean   [0, prompt_len)      cls   [0, 1)
-
-`next` only grows, by what has settled, and never goes back: a request that is put back and computed again asks for
-the rest alone. Until all are there, the prefix cache must not hide the token at `next`; so `last` may use any
-cached prefix, and `mean` only what it has summed itself.
-
-A request for an embedding is an ordinary one that may generate one token. That token is dropped: it is how the
-scheduler learns that the prompt is done.
-
-Logprobs of one prompt, gathered over as many steps as its computation takes [logprobs-through-chunks].
-
-    positions   0 ······· start ─────── next ─────── stop = prompt_len
                           │ collected   │ wanted     │
-    a step that computes tokens [a, b) yields positions [a + 1, b + 1): each token predicts the one after it
 
-`next` only grows, by what has settled, and never goes back: a request that is put back and computed again asks for
-the rest alone. Until all are there, the prefix cache must not hide the token before `next` [logprobs-past-cache].
+    embedding   last   [prompt_len − 1, prompt_len)      mean   [0, prompt_len)      cls   [0, 1)
+    logprobs    stop = prompt_len. A step that computes tokens [a, b) yields positions [a + 1, b + 1): each token
+                predicts the one after it [logprobs-through-chunks]
+
+`next` only grows, by completed steps: a request that is put back and recomputed collects only the rest. Until all
+positions are there, the prefix cache must not skip computing what the next one needs: the token at `next` for an
+embedding, the token before it for logprobs [logprobs-past-cache]. So `last` may use any cached prefix, and `mean` only
+the part that it has summed.
+
+A request for an embedding is an ordinary one that may generate one token. The token is dropped: it signals to the
+scheduler that the prompt is done.
 """
 
 from collections.abc import Sequence
@@ -103,7 +98,7 @@ def check_pooling(message: GenerateRequest, *, hidden_size: int) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class PromptLogprobs:
-    """Owned by a request that wants them and whose prompt is computed here."""
+    """Owned by a request with prompt logprobs whose prompt is computed here."""
 
     start: int
     stop: int

@@ -1,38 +1,27 @@
-"""Where requests are.
+"""Where requests are: queues, groups of choices, deadlines.
 
-Every live request has exactly one home [one-home]:
+Every live request is in exactly one place [one-home]:
 
-    compiling   its grammar is not compiled yet; with KV, when a stage has handed it over meanwhile
+    compiling   its grammar is not compiled yet; with KV, if a stage has handed it over in the meantime
     waiting     needs an EXTEND; arrival order, with retracted and recomputed requests at its head
-    following   waits for another choice of the same answer to compute their prompt (`groups`)
+    following   waits for another choice of the same response to compute their prompt
     prefetching will be waiting when its prefix has come from storage or from another engine
-    swapped     retracted, its KV in host memory; comes back before anybody who waits is admitted
+    swapped     retracted, its KV in host memory; resumes before any waiting request is admitted
     chunked     the one request whose prompt is partly computed
     running     decodes, one token per step
-    leaving     its last chunk is in flight and a stage will be asked to keep it: never decodes here
+    leaving     its last chunk is in flight and a stage may keep it: it never decodes here
     a stage     lists it in `QueueStage.live`; it is in no queue of the scheduler
 
-`requests` names all but the last kind by rid, for aborts and the audit.
+`requests` has all but the last kind by rid, for aborts and the audit.
 
-Choices of one answer: requests that share a prompt, which is computed once.
+`Groups` has the choices of one response, which share a prompt that is computed once. The first choice leads; later ones
+*follow* outside the queue, so that they block no other request. Once the prompt is computed, followers go to the head
+of the queue. Each takes the whole pages from the prefix cache and a copy of the partial one from a member that has it
+(copy on write), and computes the prompt's last token to sample from. From then on members are independent. If the
+leader ends early, the first follower leads. Names of groups are per client: two gateways may use the same.
 
-Life of a group
-    1. led        the first request under a group's name leads it: it waits and computes as any request does
-    2. following  those that come before the leader's prompt is computed wait here, out of the queue, so that
-                  neither they compute what is being computed nor anybody waits behind them
-    3. computed   the followers go to the head of the queue. Each finds the whole pages of the prompt in the
-                  prefix cache, gets a copy of the rest from a member that still has it (copy on write: every
-                  member writes its first token beside the prompt's last), and computes the prompt's last
-                  token to sample from
-    4. apart      from here on members have nothing to do with each other; each ends on its own
-
-A leader that ends early leaves the lead to the first follower. A group is forgotten with its last member.
-Names belong to a client: two gateways may choose the same.
-
-Requests that must end by a given time, earliest first.
-
-A request that ended before its time leaves its entry behind; `overdue` drops it when it comes up. Until then
-the entry is all that is left: it must not keep a prompt in memory for minutes after its answer.
+`Deadlines` orders requests by the time at which they must end. The entry of a finished request stays until `overdue`
+reaches it, and must not keep its prompt in memory.
 """
 
 import heapq
@@ -132,7 +121,7 @@ class Groups:
         return None
 
     def led(self) -> Iterator[tuple[Request, Sequence[Request]]]:
-        """Leaders whose prompt is not computed, and who follows them."""
+        """Leaders whose prompt is not computed, and their followers."""
         for group in self._groups.values():
             if group.leader is not None and group.following:
                 yield group.leader, group.following
@@ -159,7 +148,7 @@ def _key(req: Request) -> GroupKey:
 
 
 class WaitingQueue:
-    """First in, first out, with a second door at the head for those who had their turn already."""
+    """First in, first out; requests that had run before may also enter at the head."""
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
@@ -175,7 +164,7 @@ class WaitingQueue:
         return self._requests[0] if self._requests else None
 
     def join(self, req: Request) -> None:
-        """A new request, behind all others."""
+        """A new request, after all others."""
         self._requests.append(req)
 
     def join_in_order(self, req: Request) -> None:
@@ -211,7 +200,7 @@ class Queues:
     prefetching: dict[Request, AwaitedPages] = field(default_factory=dict)
     """In arrival order, with what each waits for."""
     reading: dict[Request, AwaitedPages] = field(default_factory=dict)
-    """What is brought for requests that stand in `compiling` meanwhile."""
+    """Prefixes that are fetched for requests in `compiling`."""
     swapped: deque[Request] = field(default_factory=deque)
     """The first to come back first."""
     chunked: Request | None = None
@@ -231,7 +220,7 @@ class Queues:
             self.running.append(req)
 
     def grammar_ready(self, req: Request) -> None:
-        """Let a request go on whose grammar is compiled. No-op if a stage has it, or it has ended."""
+        """Continue a request whose grammar is compiled. No-op if a stage has it, or it has ended."""
         if self.compiling.pop(req.rid, None) is None:
             return
         prefetch = self.reading.pop(req, None)
@@ -269,7 +258,7 @@ class Queues:
             self._queue_follower(follower)
 
     def leave_group(self, req: Request) -> None:
-        """`req` is gone for good, or its pages are: whoever followed it has to lead."""
+        """`req` has finished, or lost its pages: its first follower has to lead."""
         leader = self.groups.gone(req)
         if leader is not None:
             self._queue_follower(leader)
@@ -308,7 +297,7 @@ class Queues:
 
     @property
     def head(self) -> Request | None:
-        """Who gets memory next."""
+        """The requests that get memory next."""
         return self.swapped[0] if self.swapped else self.waiting.head
 
     @property
@@ -344,7 +333,7 @@ class Queues:
         return tokens
 
     def oldest_wait(self, now: float) -> float:
-        """Seconds for which the first of those waits that have not begun; 0 when nobody does."""
+        """Seconds for which the first of those waits that have not begun; 0 when none does."""
         held_up = (req for req in self.compiling.values() if req.kv is None)
         fresh = (req for req in chain(self.waiting, self.prefetching, held_up) if req.first_scheduled_at is None)
         return max((now - req.arrived_at for req in fresh), default=0.0)

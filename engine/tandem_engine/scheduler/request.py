@@ -1,9 +1,8 @@
 """One request inside the engine: immutable input, mutable progress.
 
-Finishing has two phases. `to_finish` is a wish (an abort, a deadline) that anybody on the scheduler
-thread may record at any time; `finished` is a fact that only settlement or the release path sets. A
-request whose step is in flight is never torn down by a wish: settlement sees it first [abort-is-deferred]
-[abort-before-token].
+Finishing has two phases. `to_finish` is a wish (an abort, a deadline) that any code on the scheduler thread may record
+at any time. `finished` is a fact that only settlement or the release path sets. A wish never releases a request whose
+step is in flight: settlement processes it first [abort-is-deferred] [abort-before-token].
 
 Progress is counted in tokens:
 
@@ -11,13 +10,12 @@ Progress is counted in tokens:
     0 ───────────────┬──────────────▶ fill_ids = origin_input_ids + output_ids
                      └ prompt_len
 
-KV ownership lives in `kv` alone and is never derived from the length of `output_ids` [owned-by-cursor].
+KV ownership is in `kv` alone and is never derived from the length of `output_ids` [owned-by-cursor].
 
-Where one request stands in its grammar.
-
-The matcher has seen the first `followed` output tokens of its request, never its prompt. Settlement takes it along
-with each run of new tokens; whoever needs a mask first lets it catch up with tokens that came another way: those of
-a resumed attempt, and the first token of a handoff. Retraction changes nothing: output tokens stay.
+`GrammarProgress` is the position of a request in its grammar. The matcher has seen the first `followed` output tokens,
+never the prompt. Settlement advances it with each run of new tokens. Before a mask is filled, it catches up with tokens
+that came another way: those of a resumed attempt, and the first token of a handoff. Retraction changes nothing, since
+output tokens stay.
 """
 
 from collections.abc import Sequence
@@ -126,11 +124,11 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     """Settled output tokens, resumed ones first."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One per output token after the resumed ones, when asked for."""
+    """One per output token after the resumed ones, when requested."""
     prompt_logprobs: PromptLogprobs | None = None
-    """What is known of them, when asked for and the prompt is computed here."""
+    """Those computed so far, when requested and the prompt is computed here."""
     pooled: PooledPrompt | None = None
-    """What is known of the embedding, when one is asked for."""
+    """The part of the embedding computed so far, when one is requested."""
     kv: RequestKv | None = None
     """Row, pages and cursors while the request holds any."""
     swapped: SwappedKv | None = None
@@ -140,7 +138,7 @@ class Request:
     launched_len: int = 0
     """Tokens whose KV was matched or launched: the next step computes from here. 0 without `kv`."""
     recalled: RequestKv | None = None
-    """The holding whose row knows, on the device, the tokens that penalties and bad words need."""
+    """The holding whose row has, on the device, the tokens that penalties and bad words need."""
     penalty_slot: int | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
     """How well its drafts have fared. Survives retraction."""
@@ -154,14 +152,14 @@ class Request:
     cached_tokens: int = 0
     """Prompt tokens that the first prefill found in the prefix cache."""
     cache_hits: CacheHits | None = None
-    """Where those were. None until then; of a request that was handed over, what its sender said."""
+    """Where those were. None until then; for a request that was handed over, as its sender reported."""
     transfer: TransferReport | None = None
     """What was brought here for it; of a request that was handed over, what was sent."""
     transferred_at: float | None = None
     """When that was done."""
     fetched: FetchReport | None = None
     grammar: GrammarProgress | None = None
-    """Set once the grammar it asked for is compiled, before its first token can be sampled."""
+    """Set once the grammar it requires is compiled, before its first token can be sampled."""
     first_scheduled_at: float | None = None
     delayed_since: float | None = None
     """When the last plan left it in the queue for the scheduling delay (`scheduler.policies`)."""
@@ -213,7 +211,7 @@ class Request:
 
     @property
     def has_begun(self) -> bool:
-        """Whether some of its answer is there already: KV, output, or what was asked about its prompt."""
+        """Whether some of its result exists: KV, output, or results of its prompt."""
         asked = (self.prompt_logprobs, self.pooled)
         return self.kv is not None or bool(self.output_ids) or any(part is not None and part.begun for part in asked)
 

@@ -1,47 +1,28 @@
-"""Room for the next token of every running request, made by putting some of them back.
+"""What happens when pages run out: retraction, swapping to host memory, preemption for a higher priority.
 
-Admission guesses how long outputs get; here the guess meets the truth. The check is exact: one page for
-each request whose next token starts a page, against pages that are free or evictable. The same function
-decides whether anybody is retracted and when it is enough [one-memory-check].
+`Retraction` puts running requests back until each of the rest has a page for its next token. The check is exact: one
+page per request whose next token starts a page, against free and evictable pages. One function decides whether to
+retract and when it is enough [one-memory-check]. A retracted request releases its pages, of which completed ones stay
+in the prefix cache until evicted, and returns to the head of the queue. It is never in flight: the planner requires the
+step in flight to be settled first, which also lets requests end [finish-before-retract] [settle-before-retract].
 
-A retracted request gives everything back; its settled pages stay in the prefix cache until somebody needs
-them. It returns to the head of the queue, to be computed again, or is swapped to host memory where that is
-predicted to be cheaper (`swapping`). It is never in flight: the planner asks to settle first,
-which also lets a request that is about to end do so and give up its pages for nothing [finish-before-retract]
-[settle-before-retract].
+`NewTokenRatio` is the share of allowed output that admission reserves. Most requests stop long before max_tokens. The
+share shrinks with each successful decode step, and a retraction resets it.
 
-How much of their allowed output requests are expected to use.
+`Swapping` copies the KV of a retracted request to host memory where that is predicted to be cheaper than recomputing:
 
-Most requests stop long before max_tokens; reserving all of it would leave the pool half empty. So
-admission reserves a share, which shrinks with each decode step that went well and is set back by a
-retraction, that is, when the guess was too low.
-
-Retracted requests whose KV goes to host memory and comes back, instead of being computed again.
-
-Life of a swapped request
-    1. retracted   swapping is predicted to be cheaper, and host memory has room
-    2. swapped     at the head of its line: the newest gives way first, so the oldest stands first
-    3. back        before anybody who waits is admitted, and only while all who run can go on: never in a step
-                   that takes pages from somebody. It decodes in the step that is being planned
-       waiting     if the cache has lost a prefix that it shared when it was swapped: computed again
-
-    swap        (pages to move) / (measured pages/s out)  +  the same / (measured pages/s back)
+    swap        (pages to copy) / (measured pages/s out)  +  the same / (measured pages/s back)
     recompute   (tokens of those pages) / (measured prefill tokens/s)
 
-Pages that other requests have locked are expected to stay in the prefix cache and count for neither. Until a
-copy has been measured a request is swapped, which measures; until a prefill has been, it is recomputed.
-Output is the same either way.
+Pages that other requests have locked are expected to stay cached and count in neither. Without a measured copy a
+request is swapped, which measures it; without a measured prefill it is recomputed. Swapped requests return oldest
+first, before any waiting request is admitted, and only while all running ones fit. One whose shared prefix was evicted
+is recomputed. Output is the same either way.
 
-Room for a waiting request that matters more, made by putting back running ones that matter less.
-
-    1. the head of the queue cannot be admitted for want of a seat, a row, pages, or a turn for its chunks
-    2. the policy says which running requests it outranks
-    3. those that are outranked have enough to give, or nobody is disturbed
-    4. no step is in flight, or the loop settles first [settle-before-retract]
-    5. one after the other is put back, the most expendable first, until the head fits
-
-A request that is put back waits under the policy as any other, whatever the cap on the queue [retraction-bounded], and
-its computed pages stay in the prefix cache while there is room. It is put back no more than `max_retractions` times.
+`Preemption` acts when the head of the queue lacks a slot, a row, pages, or its turn for chunks. The policy names the
+running requests that it outranks. If they hold enough, and no step is in flight [settle-before-retract], they are put
+back one after the other, the most expendable first, until the head fits. The queue cap does not apply to them
+[retraction-bounded], and a request is put back at most `max_retractions` times.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +55,7 @@ class NewTokenRatio:
         self.value = self.config.init_new_token_ratio
 
     def decay(self) -> None:
-        """A decode step found room for everybody."""
+        """A decode step had pages for all running requests."""
         span = self.config.init_new_token_ratio - self.config.min_new_token_ratio
         step = span / max(1, self.config.new_token_ratio_decay_steps)
         self.value = max(self.config.min_new_token_ratio, self.value - step)
@@ -123,7 +104,7 @@ class Swapping:
     def bring_back(self, *, reserved: int | None, ratio: float) -> Return:
         """Let the first swapped request run again if it fits.
 
-        `reserved`: pages promised to those who run; None when nobody does, and it may have all there is.
+        `reserved`: pages promised to running requests; None without any, and it may have all pages.
         `ratio`: share of its remaining output that a request is expected to need.
         """
         assert self.memory.host is not None, "requests are swapped and there is no host memory"
@@ -220,7 +201,7 @@ class Retraction:
     """Decode steps since the last forced retraction."""
 
     def make_room(self, decodes: list[Request], *, in_flight: bool) -> Room:
-        """Retract until `decodes` fit, removing from it who was retracted, and take their pages."""
+        """Retract until `decodes` fit, remove the retracted ones from it, and take the pages."""
         forced = self.force_is_due and bool(decodes)
         while not decode_pages_fit(self.memory, decodes) and self.sessions.give_way():
             pass
@@ -238,20 +219,20 @@ class Retraction:
         return Room.READY
 
     def preempt(self, req: Request) -> None:
-        """Put `req` back for somebody who matters more. No step is in flight."""
+        """Put `req` back for a more important request. No step is in flight."""
         req.retractions += 1
         self.tally.preempted += 1
         self._put_back(req, [req] if req is not self.queues.chunked else [])
 
     def give_up_one(self) -> None:
-        """Nothing can run and nothing will change: end the request that gives way first [last-request-fails]."""
+        """Nothing can run and nothing will change: end the first victim [last-request-fails]."""
         holders = [*self.queues.running]
         if self.queues.chunked is not None:
             holders.append(self.queues.chunked)
         self._fail(self.policy.victim(holders), "the KV pool has no page left for its next token")
 
     def _candidates(self, decodes: Sequence[Request]) -> list[Request]:
-        """Who may be put back. Pages of a chunk that is being sent must stay what they are [settled-only-sent]."""
+        """Requests that may be put back. Pages of a chunk that is being sent must not change [settled-only-sent]."""
         chunked = self.queues.chunked
         if chunked is None or sends_kv(chunked):
             return [*decodes]
@@ -268,7 +249,7 @@ class Retraction:
         self._fail(req, f"it was put back {self.config.max_retractions} times for want of KV pages")
 
     def _put_back(self, req: Request, decodes: list[Request]) -> None:
-        """Give back everything and wait at the head of the queue, or of those who are swapped."""
+        """Release everything and wait at the head of the queue, or of the swapped requests."""
         assert not req.steps_in_flight, f"request {req.rid} retracted with {req.steps_in_flight} steps in flight"
         self.tally.retracted += 1
         if req in decodes:
@@ -294,7 +275,7 @@ class Retraction:
 
     @property
     def force_is_due(self) -> bool:
-        """Whether the next decode step retracts somebody, short of pages or not."""
+        """Whether the next decode step retracts a request, short of pages or not."""
         every = self.config.force_retract_every
         return every > 0 and self.decode_steps >= every
 
@@ -318,7 +299,7 @@ class Preemption:
     ratio: NewTokenRatio
 
     def make_way(self, ask: Ask, *, in_flight: bool) -> Room:
-        """Put back whom the head of the queue outranks, if that gets it in."""
+        """Put back requests that the head of the queue outranks, if it then fits."""
         head = next(self.policy.order(self.queues), None)
         victims = [] if head is None else self.policy.outranked(head, self._candidates())
         if head is None or not victims:
@@ -335,7 +316,7 @@ class Preemption:
         return Room.READY
 
     def _candidates(self) -> list[Request]:
-        """Who may be put back; pages that are being sent must stay what they are [settled-only-sent]."""
+        """Requests that may be put back; pages that are being sent must not change [settled-only-sent]."""
         holders = [*self.queues.running]
         if self.queues.chunked is not None and not sends_kv(self.queues.chunked):
             holders.append(self.queues.chunked)

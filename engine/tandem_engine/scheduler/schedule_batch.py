@@ -1,24 +1,21 @@
-"""Host truth of one step, and the frozen device view built from it.
+"""Host state of one step, and the frozen device view built from it.
 
     StepPlan ──▶ ScheduleBatch (requests, cursors) ──build──▶ ForwardBatch (tensors)
 
-The view copies everything it shows, the page table rows included: requests and rows change while the
-forward runs, and the forward must not notice [row-snapshot]. Work per request is a few list appends; all that
-grows with the number of tokens is done by numpy.
+The view copies everything it shows, including the page table rows: requests and rows change while the forward runs,
+which must not affect it [row-snapshot]. Work per request is a few list appends; numpy does everything that grows with
+the number of tokens.
 
     sequences    extends in plan order, then decodes
     samplers     the sequences that yield a token: last chunks and decodes, in the same order
-    runs         a decode with drafts computes them behind its last token and samples after each: its row of
+    runs         a decode with drafts computes them after its last token and samples after each: its row of
                  sampling is repeated for every position of its run
 
-The logit edits of a list of requests, as the device wants them.
-
-    `of`          what follows from parameters, slots and rows: the same while samplers and their rows stay
-    `histories`   what a row that was given to its request since the last step must be told first
-
-Which rows those are is decided by identity: every (re)admission of a request, whatever the reason, gives it a new
-`RequestKv`, and the device knows the history of the holding in `req.recalled`. Nothing is in flight then, so
-what the host knows is everything [device-history] [history-rebuilt].
+`EditColumns` has the logit edits of a list of requests in the device's form: `of` what follows from parameters, slots
+and rows, which stays the same while samplers and rows do; `histories` what must be loaded for rows that were assigned
+since the last step. Such rows are found by identity: every (re)admission of a request creates a new `RequestKv`, and
+the device has the history of the one in `req.recalled`. No step of that request is in flight then, so the host has its
+whole history [device-history] [history-rebuilt].
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +46,7 @@ class EditColumns:
     """Edits of samplers, in their order."""
 
     edits: LogitEdits | None
-    """Without histories; None when nobody asks."""
+    """Without histories; None when no request has edits."""
     recalling: tuple[Request, ...] = ()
     """Samplers whose edits depend on their tokens."""
 
@@ -78,7 +75,7 @@ class EditColumns:
         return any(req.recalled is not req.kv for req in self.recalling)
 
     def with_histories(self) -> LogitEdits | None:
-        """The edits of the next step. What it tells the device now, it will not tell again."""
+        """The edits of the next step. Histories are sent to the device only once."""
         if not self.stale:
             return self.edits
         assert self.edits is not None, "only requests with edits recall tokens"
@@ -199,7 +196,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleBatch:
-    """Who takes part in a step. Kept until the step has settled."""
+    """The requests of a step. Kept until the step has settled."""
 
     step: int
     extends: Sequence[Extend]
@@ -235,7 +232,7 @@ class ScheduleBatch:
 
     @property
     def draft_lens(self) -> tuple[int, ...]:
-        """Drafts of each sampler; () when nobody has any."""
+        """Drafts of each sampler; () without drafts."""
         chains = self.drafts.chains
         return (*(0 for extend in self.extends if extend.samples), *map(len, chains)) if chains else ()
 
@@ -319,7 +316,7 @@ class BatchBuilder:
     edits: EditColumns = NO_EDITS
 
     def build(self, batch: ScheduleBatch, kv_progress: KvProgress | None = None) -> ForwardBatch:
-        """The device view of `batch`, before `mark_launched`. `kv_progress` is to be told of its KV."""
+        """The device view of `batch`, before `mark_launched`. `kv_progress` receives the progress of its KV."""
         rows, starts, lens, sample_index = self._sequences(batch)
         draft_lens = batch.draft_lens
         seq_lens = starts + lens
@@ -426,7 +423,7 @@ def _named(ids: Sequence[tuple[int, ...]]) -> torch.Tensor | None:
 
 
 def _pooled_tokens(extends: Sequence[Extend]) -> tuple[PooledTokens, ...]:
-    """Prompt tokens of the step whose hidden states somebody wants."""
+    """Prompt tokens of the step whose hidden states are needed."""
     if all(extend.req.pooled is None for extend in extends):
         return ()
     wanted, offset = [], 0

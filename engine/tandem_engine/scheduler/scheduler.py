@@ -4,23 +4,21 @@
                      │         ▲                    │
                   stages ──────┘     stream ◀─ settlement
 
-Life of a turn (`step`)
+One iteration (`step`)
     1. deadlines that passed become wishes
-    2. copies, reads from storage and grammars that are done; stages exchange messages and move requests
+    2. completed copies, reads from storage and grammars; stages exchange messages and move requests
     3. the loop plans, launches and settles
     4. outputs leave, one delivery per client
     5. audit, when idle
 
-One thread calls everything here. Nothing blocks but the wait for a launched step.
+One thread calls everything here. Only the wait for a launched step blocks.
 
-`for_stages` is what stages call back, from inside their own methods.
-
-The scheduler as queue stages see it: what a stage may call, from inside its own methods.
+Stages call back through `for_stages` (`StageSide`), from inside their own methods:
 
     admit_prebuilt, finish    for a request that `accept` kept; each takes it over
     release, finish           for one that `prefill_settled` kept: its KV was sent, or it failed
 
-The rest tells what a stage may reserve of the memory and the places that requests of the scheduler need as well.
+The other methods of `StageSide` limit what a stage may reserve of memory and slots that requests of the scheduler need.
 """
 
 from collections.abc import Callable, Iterable
@@ -138,7 +136,7 @@ class StageSide:
         """`req` joins the running batch at the next plan; the stage gives it up.
 
         The stage has set `req.kv`, with KV of all tokens but the newest committed; at least one token in
-        `req.output_ids`; and `req.streamed`, those that somebody else sends to the client. `req.transfer`
+        `req.output_ids`; and `req.streamed`, those that another worker sends to the client. `req.transfer`
         goes out with the next output. An output that is complete already (`stop_of`) belongs to `finish`.
         """
         assert req.output_ids, f"prebuilt request {req.rid} has no token to continue from"
@@ -161,14 +159,14 @@ class StageSide:
     def release(self, req: Request, *, checkpoint: bool = True) -> None:
         """Give back row and pages of a request that a stage keeps. The only way to do so; no-op without KV.
 
-        `checkpoint` leaves its settled whole pages in the prefix cache. The client hears nothing.
+        `checkpoint` leaves its settled whole pages in the prefix cache. The client is not notified.
         """
         self.parts.endings.release(req, checkpoint=checkpoint)
         self.shared.queues.leave_group(req)
         self.shared.ended.note(req, None)
 
     def finish(self, req: Request, finish: Finish, *, checkpoint: bool = True) -> None:
-        """End a request that a stage keeps: release it, tell the client, call `aborted` if it failed."""
+        """End a request that a stage keeps: release it, notify the client, call `aborted` if it failed."""
         self.parts.endings.finish(req, finish, checkpoint=checkpoint)
 
     def spare_pages(self) -> int:
@@ -235,11 +233,11 @@ class Scheduler:
             clock: what decisions go by.
             decode_text: turns output ids into text; without it requests with stop strings are refused.
             policy: takes the place of the one that `config` names.
-            speculation: who drafts tokens; None decodes one at a time.
+            speculation: Drafts tokens; None decodes one at a time.
             session_pages: that may stay pinned between the turns of conversations.
             stopwatch: what durations are measured with where `clock` stands still during a turn, as the time
                 that ranks agree on does. None measures with `clock`.
-            grammars: who compiles them; without it requests with a grammar are refused.
+            grammars: Compiles them; without it requests with a grammar are rejected.
             least: `Agreement.least` of the ranks that run in lock-step with this one, if there are others.
         """
         context_length = min(model.context_length, config.context_length)
@@ -284,7 +282,7 @@ class Scheduler:
     # The owner of the loop calls these.
 
     def attach(self, stage: QueueStage) -> None:
-        """Add a queue stage. Stages are asked in the order in which they were attached."""
+        """Add a queue stage. Stages are called in the order in which they were attached."""
         self.queues.stages.append(stage)
 
     @property
@@ -293,7 +291,7 @@ class Scheduler:
         return min(self._shared.facts.context_length, self._shared.capacity_tokens + 1)
 
     def add(self, message: GenerateRequest, client: bytes = b"") -> None:
-        """Accept a request, or refuse it with an output that says why. Raises nothing for the client's fault.
+        """Accept a request, or reject it with an output that has the reason. Raises nothing for the client's fault.
 
         Refusals: invalid_request (with the field), queue_full and draining (both worth another attempt).
         A second request under a live rid is ignored.
@@ -311,7 +309,7 @@ class Scheduler:
         self._ingress.check(message)
 
     def abort(self, rid: RequestId) -> None:
-        """Wish for the end of a request, wherever it is. Unknown ids are ignored [unknown-id-ignored]."""
+        """Mark a request for abort, wherever it is. Unknown ids are ignored [unknown-id-ignored]."""
         self._ingress.abort(rid, ABORTED)
         self._stream.flush()
 
@@ -371,7 +369,7 @@ class Scheduler:
                 self._ingress.abort(req.rid, TURNED_AWAY)
 
     def decode_elsewhere(self, *, wanted: bool, within_s: float = inf) -> None:
-        """Whether running requests are asked to go on at other workers. They are not while nothing could be sent.
+        """Whether running requests migrate to other workers. They do not while nothing could be sent.
 
         Whom nobody has taken `within_s` seconds after that is ended here, as worth another attempt elsewhere.
         """
@@ -379,7 +377,7 @@ class Scheduler:
         self._departures.wanted = (wanted or self._ingress.draining) and bool(self.queues.stages)
 
     def abort_all(self) -> int:
-        """Wish for the end of every request; returns how many there were."""
+        """Mark every request for abort; returns how many there were."""
         live = list(self.queues.live())
         for req in live:
             self.abort(req.rid)
@@ -410,7 +408,7 @@ class Scheduler:
         return touched
 
     def resume(self) -> None:
-        """Go on. No-op when not paused."""
+        """Resume. No-op when not paused."""
         self._pausing.paused = self._ingress.paused = False
 
     def stand_still(self) -> None:
@@ -419,7 +417,7 @@ class Scheduler:
         self._stream.flush()
 
     def require_flushable(self) -> None:
-        """Raise `BusyError` while requests hold KV: `forget_kv` would leave it behind."""
+        """Raise `BusyError` while requests hold KV: `forget_kv` would not drop it."""
         self._pausing.require_flushable()
 
     def forget_kv(self) -> None:
@@ -429,7 +427,7 @@ class Scheduler:
         self._pausing.forget_kv()
 
     def end_started(self, finish: Finish) -> int:
-        """End every request that has begun as `finish` says, now; returns how many. The others wait on."""
+        """End every started request with `finish`, now; returns how many. The others keep waiting."""
         self._loop.stand_still()
         started = [req for req in self.queues.live() if req.has_begun]
         for req in started:
@@ -439,7 +437,7 @@ class Scheduler:
         return len(started)
 
     def report_failure(self, error: EngineError) -> None:
-        """Tell every client that `error` ended its request. For an engine that cannot go on: nothing is released."""
+        """Report `error` to every client as the end of its request. The engine cannot continue; nothing is released."""
         finish = error_finish(error)
         for req in list(self.queues.live()):
             self._stream.send(req, finish=finish)

@@ -1,15 +1,14 @@
-"""Conversations that the engine keeps: a turn brings only what is new.
+"""Conversations that the engine keeps: a turn brings only its new tokens.
 
-Life of a session
-    1. begun      a request names it with turn 0 and brings the whole prompt
-    2. busy       its turn is computed like any request. Nobody else may continue it meanwhile
+    1. begun      a request names the session with turn 0 and brings the whole prompt
+    2. busy       its turn is computed like any request. No other request may continue the session until it ends
     3. kept       the turn ended: prompt and output are remembered, their whole pages pinned in the prefix cache
-    4. continued  the next turn's tokens are appended to what is remembered, and 2 begins again
-    5. forgotten  closed, not used for `session_ttl`, or the one used longest ago when there are too many
+    4. continued  the next turn's tokens are appended to those remembered, and 2 begins again
+    5. forgotten  closed, not used for `session_ttl`, or the least recently used when there are too many
 
-A turn that is aborted or fails leaves the session as it was before. Pins are a favour to the next turn: all
-sessions together pin no more than `max_pages`, and when requests need the pages the session used longest ago
-loses its pin first. What is not pinned any more is recomputed, with the same output.
+A turn that is aborted or fails leaves the session as it was before. All sessions together pin at most `max_pages`.
+When requests need the pages, the least recently used session loses its pin first. Pages without a pin are recomputed
+if needed, with the same output.
 
 Sessions belong to a cache salt, as cached prefixes do: one tenant cannot continue another's.
 """
@@ -54,7 +53,7 @@ class Session:
 
     @property
     def computes_turn(self) -> bool:
-        """A turn that somebody wished to end adds nothing any more, so the next one need not wait for its end."""
+        """A turn that is marked for abort adds nothing any more, so the next one need not wait for its end."""
         return self.busy is not None and self.busy.to_finish is None
 
 
@@ -139,7 +138,7 @@ class Sessions:
         self._pin(key, session)
 
     def close(self, salt: str, session_id: str) -> None:
-        """Forget a session. A turn that runs goes on; unknown ids are ignored."""
+        """Forget a session. A running turn continues; unknown ids are ignored."""
         self._forget(SessionKey(salt, session_id))
 
     def sweep(self) -> None:
@@ -192,7 +191,7 @@ class Sessions:
 
 
 def _check_handoff(message: GenerateRequest) -> None:
-    """Who receives the first turn's KV keeps the session; later turns are computed where it is kept."""
+    """The receiver of the first turn's KV keeps the session; later turns are computed there."""
     assert message.session is not None, f"request {message.rid} has no session"
     handoff = message.handoff
     if handoff is None or (handoff.side is HandoffSide.RECEIVE and message.session.turn == 0):

@@ -1,19 +1,19 @@
 """Drafts for the running requests of a step.
 
-    plan      with a step in flight: `wants` asks whether to settle it first, as retraction does. Drafts
-              continue the newest token, so nobody can draft before that is known
-    launch    with nothing in flight: `draft` gets proposals, and the pages that they need
-    settle    `learn` is told how many were accepted, `settled` what kind of step it was, and lengths adapt
-    next turn `begin_turn` knows how long it all took
+    plan             with a step in flight: `wants` returns whether to settle it first, as retraction does. Drafts
+                     continue the newest token, so it must be known
+    launch           with no step in flight: `draft` gets proposals, and the pages that they need
+    settle           `learn` receives how many were accepted, `settled` the kind of step, and lengths adapt
+    next iteration   `begin_turn` receives the time of all of it
 
-Requests that take no drafts, because theirs do not pay or the batch is too large, keep overlapping.
+Requests without drafts, because theirs do not pay or the batch is too large, keep overlapping.
 
-Every rank of an engine drafts the same [rank-zero-drafts]: n-grams follow from text that all ranks have, networks take
-rank 0's guesses, and lengths go by the clock that ranks agree on and rank 0's time for proposals.
+Every rank of an engine drafts the same tokens [rank-zero-drafts]: n-grams follow from text that all ranks have, drafts
+of networks are those of rank 0, and lengths follow the clock that ranks agree on and rank 0's time for proposals.
 
-Pages are taken for the drafts of this step and no others, before it is launched [draft-pages]: at most what
-the request's next tokens would take anyway, so nothing is given back when drafts are rejected. Drafts may
-evict cached pages but never make anybody retract; without a page a request takes fewer or none.
+Pages are taken for the drafts of this step only, before it is launched [draft-pages]. They are at most those of the
+request's next tokens, so rejected drafts release none. Drafts may evict cached pages but never cause a retraction;
+without a page a request takes fewer drafts or none.
 """
 
 import logging
@@ -47,7 +47,7 @@ class StepDrafts:
     """Drafts of one step, in the order of its decodes."""
 
     chains: Chains = ()
-    """() for requests without drafts; () altogether when nobody has any."""
+    """() for requests without drafts; () altogether when no request has any."""
     guesses: Guesses | None = None
     """Where the tokens are, if only the device has them: then `chains` are indices among these."""
     propose_s: float = 0.0
@@ -69,26 +69,26 @@ NO_DRAFTS = StepDrafts()
 
 @dataclass(kw_only=True, slots=True)
 class Speculation:
-    """Asks one proposer on behalf of the loop. Scheduler thread only."""
+    """Calls one proposer on behalf of the loop. Scheduler thread only."""
 
     proposer: Proposer
     lengths: DraftLengths
     max_batch: int
-    """Decodes of a step above which nobody drafts; 0 is no bound."""
+    """Decodes of a step above which none drafts; 0 is no bound."""
     memory: KvMemory
     stopwatch: Clock
     """Times proposals."""
     timer: TurnTimer
     agree: Callable[[StepDrafts], StepDrafts] = lambda drafts: drafts
     """The drafts that every rank uses, and what they cost: those of rank 0. A rank that went by its own could find
-    others, or another number of them, and its forward would wait for ever for collectives of another shape
+    others, or another number of them, and its forward would wait forever for collectives of another shape
     [rank-zero-drafts]."""
     told: bool = False
-    """Guesses are read at once: other ranks are told of them."""
+    """Drafts are read at once: they are sent to other ranks."""
     confined: bool = True
-    """A proposal that raises costs drafts alone. False lets it be heard, which tests want."""
+    """A proposal that raises costs only drafts. False re-raises its error, for tests."""
     broken: bool = False
-    """A proposal has raised; nobody drafts any more."""
+    """A proposal has raised; drafting is off."""
     awaited: tuple[Request, ...] = ()
     """Those for whose drafts the next step waits."""
     tally: SpeculationTally = field(default_factory=SpeculationTally)
@@ -145,7 +145,7 @@ class Speculation:
         self.proposer.release(kv, token_ids)
 
     def _close(self, proposed: StepDrafts, *, drafting: set[RequestId], batch: int) -> None:
-        """Account for a proposal. To a request that was waited for in vain, that was as good as a rejected draft."""
+        """Account for a proposal. An empty one for a request that waited for it counts as a rejected draft."""
         if not proposed.chains and not self.awaited:
             return
         self.timer.asked(proposed.propose_s)

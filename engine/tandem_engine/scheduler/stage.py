@@ -1,7 +1,7 @@
-"""How disaggregation plugs into the scheduler: queue stages behind one Protocol, never mixins.
+"""How disaggregation plugs into the scheduler: queue stages that implement one Protocol.
 
-The scheduler runs the same loop for every role. A stage sees a request at the moments below and may
-keep it; a kept request is *live* in the stage and in no other queue.
+The scheduler runs the same loop for every role. A stage sees a request at the moments below and may keep it; a kept
+request is *live* in the stage and in no other queue.
 
     ingress ──accept──▶ [stage keeps it: decode waits for KV] ──scheduler.admit_prebuilt──▶ running
        │
@@ -37,7 +37,7 @@ class AwaitedPages(Protocol):
 
     @property
     def until(self) -> float:
-        """Monotonic time after which the request goes on without what is missing."""
+        """Monotonic time after which the request continues without what is missing."""
         ...
 
 
@@ -86,11 +86,11 @@ class QueueStage(Protocol):
         ...
 
     def aborted(self, req: Request) -> None:
-        """`req` ended by abort or error anywhere in the scheduler: tell the other side. Idempotent."""
+        """`req` ended by abort or error anywhere in the scheduler: notify the other side. Idempotent."""
         ...
 
     def abort(self, rid: RequestId, wish: Finish) -> bool:
-        """End a request that the stage keeps as `wish` says. False when the stage does not have it."""
+        """End a request that the stage keeps with `wish`. False when the stage does not have it."""
         ...
 
     def live(self) -> Iterator[Request]:
@@ -106,5 +106,5 @@ class QueueStage(Protocol):
         ...
 
     def forget_kv(self) -> None:
-        """The prefix cache is about to be emptied: let go of it, and bring nothing more into it."""
+        """The prefix cache is about to be emptied: release locks on it, and bring nothing more into it."""
         ...

@@ -1,20 +1,20 @@
-"""Results become facts: the only place where tokens reach requests.
+"""Applies the results of a step: the only place where tokens reach requests.
 
 For each request of a settled step, in this order
     1. counters   one step less in flight
-    2. ended      a request that finished meanwhile is skipped altogether, its reply included [ended-is-skipped]
-    3. commit     the KV of the step is final, but for drafts: those that are accepted follow with 6
-    4. wish       an abort that came after the launch is obeyed before the token is looked at [abort-before-token]
+    2. ended      a request that finished in the meantime is skipped, its result included [ended-is-skipped]
+    3. commit     the KV of the step is final, except for drafts: accepted ones follow with 6
+    4. wish       an abort that came after the launch takes effect before the token is read [abort-before-token]
     5. chunk      whole pages enter the prefix cache; stages may send them
     6. token      appended up to the first stop or the end of its grammar, streamed; a stop releases the request
     7. handoff    a stage may keep a request whose prompt is done
 
-In overlap mode the next step is in flight meanwhile, perhaps with a request that ends here: its surplus
-token falls to rule 2 when that step settles, and pages it may write to wait until then [page-fence].
+In overlap mode the next step is in flight, perhaps with a request that ends here: rule 2 drops its surplus token when
+that step settles, and pages that the step may write to wait until then [page-fence].
 
-Nearly all tokens are plain: one of a request that decodes, that nobody wants to end, and whose token does not
-end it. `_decodes` does for them what the rules above would do, and nothing else: it runs once per token that
-this engine yields, so it is what limits how many requests one scheduler can feed.
+Nearly all tokens are plain: the request decodes, has no wish, and does not end with the token. `_decodes` has the same
+effect for them as the rules above. It runs once per generated token, so it limits how many requests one scheduler can
+serve.
 """
 
 import logging
@@ -100,7 +100,7 @@ class Settlement:
                 req.pooled.take(pooled)
 
     def fail(self, batch: ScheduleBatch, error: BaseException, *, above: ScheduleBatch | None) -> None:
-        """The forward of `batch` raised: its requests are tried apart, all others go on.
+        """The forward of `batch` raised: its requests are tried apart, all others continue.
 
         `above` was launched on top of it and has come back too, well or not: its results count for nothing.
 
@@ -213,7 +213,7 @@ class Settlement:
             self.speculation.learn(req, drafted=drafted, accepted=accepted)
 
     def _end_unsound(self, req: Request) -> None:
-        """NaN in its logits is NaN in its KV: it ends, and nobody finds its pages in the cache."""
+        """NaN in its logits is NaN in its KV: it ends, and its pages do not enter the cache."""
         self.tally.unsound += 1
         error = f"request {req.rid}: the model computed NaN or infinite logits after {req.seq_len} tokens"
         logger.error("%s", error, extra={"fields": {**req.about, "step": self.steps.settled}})
@@ -274,7 +274,7 @@ class Settlement:
             self.queues.running.append(req)
 
     def _measure(self, batch: ScheduleBatch, result: ForwardResult) -> None:
-        """Steps of one kind alone tell something; a run of several tokens counts as that many decode steps."""
+        """Only steps of one kind are measured; a run of several tokens counts as that many decode steps."""
         if self.speculation is not None:
             self.speculation.verified(batch.drafts)
         if not batch.decodes:

@@ -1,15 +1,13 @@
 """Where an output ends.
 
-One function cuts a run of new tokens at its first end; ordinary decoding is a run of length one. The
-cut applies to ids, logprobs, text and usage alike [one-cut], and the earliest position in the run wins
-whatever its reason [earliest-stop].
+One function cuts a run of new tokens at its first end; ordinary decoding is a run of length one. The cut applies to
+ids, logprobs, text and usage [one-cut], and the earliest position in the run wins whatever its reason [earliest-stop].
 
-At one position the order is: EOS, stop ids, stop strings, then length. So a stop string that completes
-with the last allowed token ends the output as `stop` and is cut from the text; it would leak to the
-client if length won.
+At one position the order is: EOS, stop ids, stop strings, then length. So a stop string that completes with the last
+allowed token ends the output as `stop` and is cut from the text; it would reach the client if length had precedence.
 
-A token that ends the output belongs to it: it is streamed and counted. Text is cut by the detokenizer,
-which `Finish.matched_stop` tells where.
+A token that ends the output belongs to it: it is streamed and counted. The detokenizer cuts the text at
+`Finish.matched_stop`.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +63,7 @@ class StopRule:
     def cut_at_stop(
         self, sampling: SamplingParams, *, prompt_len: int, outputs: Sequence[int], run: Sequence[int]
     ) -> Cut:
-        """Cut `run`, the tokens sampled after `outputs`, behind the first token that ends the output."""
+        """Cut `run`, the tokens sampled after `outputs`, after the first token that ends the output."""
         for keep, token in enumerate(run, start=1):
             finish = self._end_at(sampling, prompt_len, len(outputs) + keep, token)
             if sampling.stop and (finish is None or finish.reason is FinishReason.LENGTH):
@@ -75,7 +73,7 @@ class StopRule:
         return Cut(keep=len(run), finish=None)
 
     def plain_end(self, sampling: SamplingParams, *, prompt_len: int) -> PlainEnd | None:
-        """What tells for most tokens that `cut_at_stop` would not cut. None when the text has a say."""
+        """The ends that need no text: a token that is none of them is not cut. None with stop strings."""
         if sampling.stop:
             return None
         eos = frozenset[int]() if sampling.ignore_eos else self.model.eos_token_ids

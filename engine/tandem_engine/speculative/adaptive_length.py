@@ -1,58 +1,33 @@
-"""How many drafts each request of a step takes: as many as make tokens come faster, and none when none do.
+"""How many drafts each request of a step takes: as many as increase tokens per second, or none.
 
 With acceptance rate a per draft, the j-th draft of a request adds a^j tokens to the step on average. Each costs the
-same, and the first of a step costs more: it ends the overlap with the step before, and a network has to
-catch up with the text. So a step takes the drafts of greatest gain of all its requests, up to the number n where
+same, and the first of a step costs more: it ends the overlap with the step before, and a network has to compute the
+text since its last draft. So a step takes the drafts of greatest gain of all its requests, up to the number n that
+maximizes
 
     (requests + gains of the best n) / (fixed + n · draft)   tokens per second
+if that is `WORTHWHILE` times the rate without drafts. No output depends on it, so it may use measured time.
 
-is greatest, if that is `WORTHWHILE` times what the same requests yield without drafts. What does not pay is tried again
-now and then: by everybody at a time (`trials`), and by single requests along with others whose drafts pay.
+`StepCosts` has the seconds of a step: `plain_s` without drafts, `fixed_s + draft_s · drafts` with them. More tokens
+cost almost nothing where weights are read for one request, and almost proportionally where arithmetic is the limit. So
+batches of similar size share means, and the line is fitted to them; with equally many drafts in all steps it goes
+through the plain steps. What slows all steps for a while (another process, a lower clock) is a separate factor that
+divides out.
 
-Nothing here changes an output, so it may depend on measured time.
-
-What decode steps cost with drafts and without, learned from the steps that were run.
-
-    seconds of a step
-        │              ╱  fixed_s + draft_s · drafts of the step
-        │        ·  ╱·
-        │      · ╱ ·          with drafts: proposing, the longer forward, and the overlap that is lost
-        │     ╱·
-        │ ────────────────    plain_s: without
-        └────────────────── drafts
-
-A forward of more tokens takes longer, by almost nothing where weights must be read from memory for one request
-alone, by almost as much as there are more tokens where many requests keep the arithmetic busy. So batches of
-about the same size have means of their own, and the line is fitted to steps of that size. Where all steps had
-equally many drafts, which tells no slope, it is the line through the plain steps.
-
-Only ratios matter, and the two kinds are seldom measured at the same time. What makes all steps slower for a while,
-another process or a lower clock, is therefore kept apart as the pace of the moment, by which measurements are divided.
-
-When to look again at what is taken for known, in batches of about one size.
+`Trials` decides when to measure again, in completed steps of a size, so it is the same on every rank:
 
     plain ──▶ drafting, while it pays ──`stretch` steps in a row──▶ plain, then drafting for twice as long
-                 │ nobody's drafts pay          ▲
+                 │ no drafts pay                ▲
                  ▼                              │ they do
               resting ──`rest` steps──▶ trial ──┤
                  ▲                              │ they do not, or not for long: rest twice as long
                  └──────────────────────────────┘
 
-Steps without drafts must be seen now and then to compare with, and drafts tried now and then, for texts and
-machines change. All requests try in the same few steps: one by one they would end the overlap all the time.
-Everything is counted in settled steps of that size, so it goes the same way on every rank.
+All requests try in the same few steps; one by one they would end the overlap each time.
 
-How long decode steps take of the loop's time, drafts and lost overlap included.
-
-A turn of the loop settles one step, and launches the next before that or after it. In a steady run of steps of one
-kind, from the beginning of one turn to that of the next is therefore what a step costs, whatever of it is hidden
-behind what. Where the kind changes, a turn holds parts of two steps:
-
-    proposing     belongs to the step that is launched with the drafts: taken out, and added to that step's turn
-    plain, but behind drafts, or settled first to take drafts: nothing was hidden, as of most plain steps there is
-    drafts of a network that it did not ask in the step before: it had more text to catch up with than usual
-
-Reads a clock at the beginning of turns alone, because the clock that ranks agree on moves only there.
+`TurnTimer` measures steps by the beginnings of iterations, where the clock that ranks agree on advances. In a run of
+steps of one kind that difference is the cost of a step, hidden parts included. Where the kind changes, proposing counts
+for the step with the drafts, and steps that hid nothing, or whose network had more text to compute, are not typical.
 """
 
 from collections import Counter

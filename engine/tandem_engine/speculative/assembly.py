@@ -1,7 +1,7 @@
 """From `SpecConfig` to a proposer.
 
 read_draft          at start, before any weights: the draft's config, checked against the target's
-draft_graph_bytes   what its graphs will take, found out before the pool is sized
+draft_graph_bytes   the memory of its graphs, measured before the pool is sized
 keep_states         what the target's forwards write for a head, if the draft is one
 make_draft_runner   pool, weights and steps of the draft
 make_proposer       bookkeeping

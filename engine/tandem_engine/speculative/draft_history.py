@@ -1,39 +1,28 @@
-"""How much of each request a draft model has computed.
+"""How much of each request a draft network has computed.
 
     window           covered          seq_len
       ├─ draft KV ─────┼─ to be computed ─┤
       0 for a model that needs the whole text
 
-`covered` grows by what a proposal computes of settled text, and by the guesses of the last proposal that
-turned out right: their draft KV is there already. Everything else that a request can go through, a prefix
-that was cached or handed over, a retraction, another page for equal tokens, comes down to draft KV that is
-not where it should be, and is noticed in one of two ways: the request's KV is another object, or it holds
-other pages. Then its pages are looked through anew, by their stamps.
+`covered` grows by what a proposal computes of completed text, and by the accepted drafts of the last proposal, whose
+draft KV is there already. Anything else that happens to a request (a cached or handed-over prefix, a retraction,
+another page for equal tokens) leaves draft KV out of place. It is detected because the request's KV is another object,
+or holds other pages. Then the stamps of its pages are checked again.
 
-What a draft model's pages hold, page by page.
+`PageStamps`: a page of draft KV is a function of the tokens up to its end, like a page of KV. Its stamp is a hash of
+these tokens, written with the page. A request may use a page of its own that has the stamp of its own tokens, whichever
+request computed it. A page that is filled otherwise (by another worker, from another tier) keeps the stamp of what the
+draft network last wrote there, which is of other tokens. So changes of owner need no notification. A collision costs
+some acceptance and no token.
 
-A page of draft KV is a function of the tokens up to its end, as a page of KV is. Its stamp is a hash of
-these tokens, written when the page is: whoever finds the stamp of its own tokens on a page of its own may
-use what is there, whichever request computed it and however the page came to it. A page that is filled by
-somebody else (handed over by another worker, loaded from another tier) keeps the stamp of what the draft
-model last wrote there, which is then the stamp of other tokens. So nobody has to say when pages change hands.
+`WholeText` is for a draft model that needs every token: cached pages with fitting stamps are used, missing ones
+computed.
 
-A collision costs some acceptance and no token.
-
-History of a draft head: it looks at the last tokens only, and only at those with known hidden states.
-
-The head reads the text through the target's hidden states, each of which knows all the text before it. So its
-own attention need not reach far: it starts on the last `longest` tokens when it first meets a request, and on
-all that follow. Where the states of earlier tokens are not here, because their KV was handed over by another
-worker or loaded from another tier, the window starts behind them, at a page of its own; a request that was
-just handed over is drafted for from its next page on.
-
-Its draft KV is computed from the window's start and found by nobody else. What the stamps tell here is whose
-hidden states are on a page.
-
-History of a draft model that needs every token before the one it guesses.
-
-Pages of a cached prefix whose stamps fit are taken as they are; what is missing is computed again.
+`RecentText` is for a draft head, which reads the text through the target's hidden states. Each of these covers all text
+before it, so the head starts on the last `longest` tokens of a request, and continues with all that follow. Where
+states of earlier tokens are missing, because their KV was handed over or loaded from another tier, the window starts
+after them, at a page of its own; a request that was just handed over gets drafts from its next page on. Its draft KV is
+not shared: the stamps here identify the hidden states on a page.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,25 +1,23 @@
 """Drafts from a network: a small model, or a head over the target's hidden states.
 
 One proposal, on the thread that runs forwards
-    1. DRAFT_EXTEND  every sequence computes the settled text that it has no draft KV of: the whole prompt at
-                     first, afterwards mostly one to three tokens. Its last token yields the first guess
-    2. DECODE        the guesses so far yield one more each, until everybody has as many as wanted
+    1. DRAFT_EXTEND  every sequence computes the completed text that it has no draft KV of: the whole prompt at first,
+                     afterwards mostly one to three tokens. Its last token yields the first draft
+    2. DECODE        each step yields one more draft per sequence, until all have as many as required
 
-A guess goes to the next step where it was made (`FutureMap`), and to the model's step from there (`forward.batch`):
-on a device all steps of a proposal are queued at once, and nobody waits for them. A network samples with the noise of
-the target's positions, which makes it agree more often than one that guessed what is likely (see
-`speculative.verify`). It is a small model, so every family that can be served can draft, or a head (`eagle`).
+A draft goes to the next step where it was made (`FutureMap`), and to the model's step from there (`forward.batch`): on
+a device all steps of a proposal are queued at once, and nothing waits for them. A network samples with the noise of the
+target's positions, so it agrees more often than one that drafts the likeliest token (see `speculative.verify`). It is a
+small model, so every family that can be served can draft, or a head (`eagle`).
 
-Text to be computed is bounded per proposal, in the order of the requests. A prompt longer than that is
-caught up with over several steps, without drafts. Of requests that lack the same page of a shared prefix one
-computes it and the others wait for the next step, when they find it done.
+Text to be computed is bounded per proposal, in the order of the requests. A longer prompt is computed over several
+steps, without drafts. Of requests that lack the same page of a shared prefix one computes it, and the others wait for
+the next step.
 
-Batches of a draft model: `ForwardBatch`es over pages that belong to the target's requests.
-
-A draft model has a pool of its own with as many pages of the same size as the target's, so page i of a
-request is page i in both, and one row of the page table serves both. A draft model that sees only a window of
-the text reads a row from the window's first page on: to attention the sequence then starts there, while
-positions, which rotary embeddings need, stay those of the whole text.
+Batches of a draft network are `ForwardBatch`es over pages of the target's requests. Its pool has as many pages of the
+same size as the target's, so page i of a request is page i in both, and one row of the page table serves both. A
+network that sees only a window reads a row from the window's first page on: for attention the sequence starts there,
+while positions, which rotary embeddings need, are those of the whole text.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +57,7 @@ class Span:
 
 
 def make_batch(spans: Sequence[Span], *, page_size: int, mode: ForwardMode) -> ForwardBatch:
-    """`spans` as one step in which those that sample draw the token behind their last one."""
+    """`spans` as one step in which those that sample draw the token after their last one."""
     lens = [len(span.token_ids) for span in spans]
     table = _page_table(spans, page_size)
     positions = np.concatenate([np.arange(span.start, span.stop, dtype=np.int64) for span in spans])
@@ -83,7 +81,7 @@ def make_batch(spans: Sequence[Span], *, page_size: int, mode: ForwardMode) -> F
 
 
 def _page_table(spans: Sequence[Span], page_size: int) -> npt.NDArray[np.int32]:
-    """[spans, pages of the longest] int32; 0, the dummy page, behind a sequence's last page."""
+    """[spans, pages of the longest] int32; 0, the dummy page, after a sequence's last page."""
     parts = [span.kv.pages[span.window // page_size : -(-span.stop // page_size)] for span in spans]
     table = np.zeros((len(spans), max(map(len, parts))), dtype=np.int32)
     for row, pages in enumerate(parts):

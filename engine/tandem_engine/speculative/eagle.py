@@ -1,31 +1,24 @@
-"""A draft head in the manner of EAGLE: one block that continues the target's own thoughts.
+"""A draft head in the manner of EAGLE: one block that continues the target's hidden states.
 
     token at position i      ─▶ target's embedding ─┐
-    hidden state of i − 1    ───────────────────────┴▶ fc ▶ block ▶ norm ─▶ hidden state of i, as guessed
-                                                                     └▶ target's head ▶ token i + 1, as guessed
+    hidden state of i − 1    ───────────────────────┴▶ fc ▶ block ▶ norm ─▶ drafted hidden state of i
+                                                                     └▶ target's head ▶ draft of token i + 1
 
-The hidden state of i − 1 is the target's where it is known, that is for settled text, and the head's own for
-guesses. It tells what the target was about to say, the embedding which way it went. The head has its own
-attention, over a pool of one layer that shares the page ids of the target's, and the target's embedding and
-output matrix.
+The hidden state of i − 1 is the target's for completed text, and the head's own for drafts. The head has its own
+attention, over a pool of one layer with the page ids of the target's, and uses the target's embedding and output
+matrix. The pair for token i is at slot i, so draft KV is a function of the same tokens as KV. EAGLE numbers the pair by
+the hidden state, which makes it depend on one more token, and lengths differ by one between the two pools
+[one-length-unit].
 
-The pair for token i is kept at slot i, so draft KV is a function of the same tokens as KV is. EAGLE numbers
-the pair by the hidden state, which makes it depend on one token more, and every length differ by one between
-the two pools [one-length-unit].
-
-The target's hidden states, kept for a draft head in the order of its KV.
+`HiddenStates` keeps the target's states for the head in the order of its KV:
 
     states[page * page_size + offset]   hidden state of the token whose KV is in that slot
 
-Written by every forward of the target right after the model ran, where forwards run. A head's input at a position is
-the state of the position before, which is then one slot back, in whichever step it was computed; a prefix that is
-shared shares its states too. One vector per token: a few per cent of what its KV takes.
+Every forward of the target writes them after the model ran. A head's input at a position is the state one slot before,
+in whichever step it was computed; a shared prefix shares its states too. One vector per token is a few per cent of its
+KV. The newest token, and drafts after it, have the head's own state until the target computes and overwrites it.
 
-The newest token of a text, and guesses behind it, have no state of the target yet. Until then their slots have what
-the head made of them, which is what its next guess goes on from. Whenever the target computes such a token, it writes
-there.
-
-A head's folder: config.json, which describes its block as that of a model of one layer, and its tensors.
+A head's directory has config.json, which describes its block as a model of one layer, and its tensors:
 
     fc.weight                   [hidden_size, 2 * hidden_size]: embedding first, then hidden state
     model.layers.0.…            the block and the final norm, as a model of that family names them

@@ -1,14 +1,14 @@
-"""Speculative decoding: what a cheap guesser proposes, the model verifies several tokens at a time.
+"""Speculative decoding: a cheap proposer drafts tokens, and the model verifies several of them at a time.
 
-One step of a request whose newest settled token stands at position n
+One step of a request whose newest completed token is at position n
 
-    propose   a proposer guesses d tokens for positions n + 1 … n + d             scheduler thread, or queued by it
+    propose   a proposer drafts d tokens for positions n + 1 … n + d              scheduler thread, or queued by it
     compute   one forward of the tokens n … n + d, sampling after each of them     TARGET_VERIFY
-    verify    guesses are accepted while they equal what was sampled at their position
-    settle    the accepted run, 1 … d + 1 tokens, becomes output; KV behind it is overwritten later
+    verify    drafts are accepted while they equal what was sampled at their position
+    settle    the accepted run, 1 … d + 1 tokens, becomes output; KV after it is overwritten later
 
-Ordinary decoding is the case d = 0, an accepted run of length one. A proposer can be wrong in any way it
-likes: it changes how many tokens a step yields, never which (see `verify`).
+Ordinary decoding is the case d = 0, an accepted run of length one. A proposer cannot change which tokens a step yields,
+only how many (see `verify`).
 """
 
 from collections.abc import Callable, Sequence
@@ -88,7 +88,7 @@ class Proposer(Protocol):
 
 
 class Verifier(Protocol):
-    """Decides which drafts were right. Pure; called by the thread that runs forwards."""
+    """Determines which drafts are accepted. Pure; called by the thread that runs forwards."""
 
     def verify(self, drafts: DraftTokens, sampled: Sequence[int]) -> AcceptResult:
         """Compare drafts with the model's choice.

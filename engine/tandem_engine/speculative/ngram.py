@@ -1,17 +1,17 @@
-"""Prompt lookup: what followed the last time these words occurred will follow again.
+"""Prompt lookup: drafts what followed the last occurrence of the newest tokens.
 
-The cheapest proposer: no model, no memory on the device. It is right where an output repeats its input or
-itself: code that is edited, text that is quoted, tables, answers from a document. Elsewhere it finds
-nothing, proposes nothing, and does not even make a step wait (`ready`).
+The cheapest proposer: no model, no memory on the device. It helps where an output repeats its input or itself: edited
+code, quoted text, tables, answers from a document. Elsewhere it finds nothing, proposes nothing, and does not even make
+a step wait (`ready`).
 
-Where the last tokens of a text have occurred before.
+`NgramIndex` has where the last tokens of a text have occurred before.
 
-    latest[key]     position behind the newest occurrence of each n-gram of `shortest` tokens, by its hash
+    latest[key]     position after the newest occurrence of each n-gram of `shortest` tokens, by its hash
     previous[i]     the occurrence before the one that ends at i, or none
 
-A look-up walks this list from the newest occurrence backwards, over at most `CANDIDATES` of them, and takes
-the one with the longest common context. Appending a token is a dictionary access; a prompt is appended in
-bulk by numpy. Nothing is ever scanned again. Hashes may collide: contexts are compared, token by token.
+A look-up walks this list from the newest occurrence backwards, over at most `CANDIDATES` of them, and takes the one
+with the longest common context. Appending a token is a dictionary access; numpy appends a prompt in bulk. Nothing is
+scanned twice. Hashes may collide, so contexts are compared token by token.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ class NgramIndex:
         return bool(self._previous) and self._best_occurrence() != NOWHERE
 
     def _best_occurrence(self) -> int:
-        """Position behind the earlier occurrence with the longest context, the newest of equals."""
+        """Position after the earlier occurrence with the longest context, the newest of equals."""
         best, best_context = NOWHERE, self._shortest - 1
         at = self._previous[-1] if self._previous else NOWHERE
         for _ in range(CANDIDATES):
@@ -173,7 +173,7 @@ class NgramProposer:
         return DraftTokens(tuple(self._index(request).continuation(request.limit) for request in requests))
 
     def release(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
-        """Drop the index. A request that comes back, after a retraction, has it built anew."""
+        """Drop the index. A request that comes back, after a retraction, has it rebuilt."""
         del token_ids
         self._indices.pop(kv.row, None)
 

@@ -1,20 +1,19 @@
-"""Which drafts become output, and the forward that asks.
+"""Which drafts become output, and the forward that verifies them.
 
-The rule is: sample at every position of the run as if there were no drafts, and accept drafts while each
-equals the token sampled at its own position. The token sampled after the last accepted draft comes for
-free (the bonus token), so a run yields at least one token.
+The rule is: sample at every position of the run as if there were no drafts, and accept drafts while each equals the
+token sampled at its own position. The token sampled after the last accepted draft is free (the bonus token), so a run
+yields at least one token.
 
-Why that is exact, greedy or not: a token is a pure function of the history before it, the request's
-parameters, its seed and its position (`sampling.sampler`). At a position whose history is accepted drafts the
-forward had the very inputs an ordinary decode would have had, so it sampled the very token. Output with
-drafts is therefore the output without them, token for token; an equal distribution follows.
+This is exact, greedy or not: a token is a pure function of the history before it, the request's parameters, its seed
+and its position (`sampling.sampler`). At a position whose history is accepted drafts the forward has the inputs of an
+ordinary decode, so it samples the same token. Output with drafts is therefore the output without them, token for token;
+an equal distribution follows.
 
-Against rejection sampling (Leviathan et al. 2023) the rule is simpler and stronger, since that keeps the
-distribution alone. What it costs is acceptance at a temperature: drafts that know nothing of the noise are
-accepted with the probability p(draft), where rejection sampling accepts min(1, p / q) of drafts from q.
-Proposers that have a distribution of their own win it back: they sample with the same noise, seed and
-position as the target (a Gumbel coupling). For distributions a total variation of v apart the two then agree
-with probability (1 − v) / (1 + v) or more (Daliri et al. 2024), where no method can exceed 1 − v.
+Rejection sampling (Leviathan et al. 2023) keeps only the distribution. The rule here costs acceptance at a temperature:
+drafts that are independent of the noise are accepted with the probability p(draft), where rejection sampling accepts
+min(1, p / q) of drafts from q. Proposers with a distribution recover it by sampling with the same noise, seed and
+position as the target (a Gumbel coupling). For distributions a total variation of v apart the two then agree with
+probability (1 − v) / (1 + v) or more (Daliri et al. 2024), where no method can exceed 1 − v.
 """
 
 from bisect import bisect_right
@@ -51,7 +50,7 @@ class Model(Protocol):
         ...
 
     def record(self, batch: ForwardBatch, token_ids: Tensor) -> None:
-        """Requests whose next tokens depend on those before got `token_ids` [S, K], −1 behind a shorter run."""
+        """Requests whose next tokens depend on those before got `token_ids` [S, K], −1 after a shorter run."""
         ...
 
 

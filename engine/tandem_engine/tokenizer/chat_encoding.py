@@ -3,13 +3,13 @@
     1. encode    the whole text, as transformers does
     2. judge     a control token whose text the template wrote stays; one with a character of the client's is forged
     3. replace   the client's part of each forged literal by a placeholder token, and encode again, until none is forged
-    4. fill in   the ids of that part as plain text where the placeholder stands
+    4. fill in   the ids of that part as plain text at the placeholder
 
-Where the text holds literals of the template's alone, step 1 is all: judging needs the place of every token, which
-takes tokenizers more than twice the time.
+If all literals in the text are the template's, step 1 is enough: judging needs the place of every token, which takes
+tokenizers more than twice the time.
 
-So all ids beside those of forged literals are what transformers returns, also where a tokenizer treats the beginning of
-a text, or the text behind a special token, differently. The placeholder is a token that only this process has.
+So all ids except those of forged literals are what transformers returns, also where a tokenizer treats the beginning of
+a text, or the text after a special token, differently. The placeholder is a token that only this process has.
 """
 
 import secrets

@@ -1,16 +1,13 @@
-"""Chat templates: messages in, prompt text out.
+"""Chat templates: messages in, prompt text out; and whether a rendering must track the origin of its text.
 
-A template comes from a checkpoint, which is somebody else's code: it runs in Jinja's immutable sandbox
-with the functions Hugging Face templates expect and nothing else (CVE-2026-5760). Clients never supply one.
+A template comes from a checkpoint and is untrusted code: it runs in Jinja's immutable sandbox with the functions that
+Hugging Face templates expect and nothing else (CVE-2026-5760). Clients never supply one.
 
-`render` is what transformers renders. `render_traced` renders the same text a second time and records which characters
-the template wrote itself (`TracedText`); it costs several times as much.
+`render` gives what transformers renders. `render_traced` renders the same text a second time and records which
+characters the template wrote itself (`TracedText`); it costs several times as much.
 
-The texts of one tokenizer's special tokens, and whether a rendering has to follow where its text comes from.
-
-A control token in a prompt must come from the chat template, never from what a client sent. Following the origin of
-every character (`TracedText`) costs more than rendering, so it is done only where text of a client could be part of a
-control literal:
+A control token in a prompt must come from the chat template, never from a client's text. `ControlLiterals` has the
+texts of one tokenizer's special tokens, and limits tracing to renderings where text of a client could be part of one:
 
     contents    a string of the client's has the first or last character of a literal, such as "<" or ">"
     template    the template writes literals in pieces (`"<|" + message.role + "|>"`), translates characters, or changes

@@ -1,19 +1,15 @@
-"""The text of one output, token by token, stop strings applied.
+"""The text of one output, token by token: incremental detokenizing, and stop strings.
 
-Gateways show the text; engines only ask whether it has ended. Both use this class, so that they agree on
-which token completes a stop string.
+Gateways return the text; engines only check whether it has ended. Both use `OutputText`, so that they agree on which
+token completes a stop string.
 
-Incremental detokenising: token ids in, whole characters out.
+`Detokenizer`: token ids in, whole characters out. A token may end inside a character. Its undecided bytes wait until a
+later token completes or refutes them, so no piece of a stream has half a character and the pieces concatenate to the
+whole text.
 
-A token may end inside a character. The undecided bytes wait until a later token completes or refutes
-them, so no piece of a stream holds half a character and the pieces concatenate to the whole text.
-
-Stop strings over a stream of text pieces.
-
-Text that may yet become a stop string is held back, so that its beginning never reaches the client.
-The result does not depend on how the text is cut into pieces: of all occurrences the one that ends first
-wins, and of those that end together the longest. An early match inside a long
-piece is not missed [stop-window].
+`StopWindow` withholds text that may become a stop string, so that its beginning never reaches the client. The result
+does not depend on how the text is cut into pieces: of all occurrences the one that ends first wins, and of those that
+end together the longest. An early match inside a long piece is not missed [stop-window].
 """
 
 from codecs import getincrementaldecoder

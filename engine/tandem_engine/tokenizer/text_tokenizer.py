@@ -8,12 +8,12 @@ Text becomes ids in two ways:
                  those inside messages, tools and variables are plain text (see `chat_encoding`)
 
 Added tokens that are not special, such as `<think>` in many checkpoints, are parsed in both. All methods are
-thread-safe and release the GIL while they encode, so that long texts can be encoded beside an event loop.
+thread-safe and release the GIL while they encode, so long texts can be encoded next to an event loop.
 
-Fill in the middle: marks by which code models are asked for the text between a prefix and a suffix.
+`FimMarks` are the tokens with which code models fill in the text between a prefix and a suffix:
 
-prefix first   PRE prefix SUF suffix MID      Qwen2.5-Coder, StarCoder, CodeLlama, DeepSeek-Coder, CodeGemma
-suffix first   SUF suffix PRE prefix [MID]    Codestral, Seed-Coder
+    prefix first   PRE prefix SUF suffix MID      Qwen2.5-Coder, StarCoder, CodeLlama, DeepSeek-Coder, CodeGemma
+    suffix first   SUF suffix PRE prefix [MID]    Codestral, Seed-Coder
 """
 
 import json

@@ -1,7 +1,7 @@
 """The Jinja environment for `TracedText`: it renders the same text as the plain one, with the origin of each character.
 
 Code that jinja2 generates joins strings with C functions, which lose origins, so this environment's code generator and
-filters call functions that keep them. What is not listed here works too; its strings are of UNKNOWN origin.
+filters call functions that keep them. Other operations work too; their strings are of UNKNOWN origin.
 """
 
 import itertools

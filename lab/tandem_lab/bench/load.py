@@ -1,17 +1,14 @@
-"""Run a workload against a server: fixed concurrency, or arrivals in time.
+"""A load test of a server: workloads with fixed concurrency or arrival times, and checks of every stream.
 
-Content check: before the run every distinct (prompt, length) is answered once, one at a time, by the
-reference server; in the run each greedy stream must repeat that text exactly.
+Workloads (prompts, output lengths, arrival times) are a function of the seed. Prompts are made of blocks of words, and
+equal block numbers give equal text, so that prefix reuse in a trace (Mooncake's `hash_ids`) is real reuse. Lengths here
+count words; the server's usage counts tokens.
 
-What a load test sends: prompts, output lengths and arrival times, all a function of the seed.
+Content: before the run the reference server answers every distinct (prompt, length) once, one at a time; in the run
+each greedy stream must repeat that text exactly.
 
-Prompts are made of blocks of words; equal block numbers give equal text, so that prefix reuse in a trace
-(Mooncake's `hash_ids`) is real reuse. Lengths are counted in words here; the server's usage tells tokens.
-
-One streamed completion, measured and checked for the shape of its stream.
-
-A stream is sound when every chunk has the same id, exactly one chunk carries a finish_reason, usage
-arrives once and agrees with what was asked, and `[DONE]` ends it [stream-shape].
+Shape: every chunk of a stream has the same id, exactly one chunk has a finish_reason, usage arrives once and agrees
+with the request, and `[DONE]` ends it [stream-shape].
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""`tandem bench offline`: the engine against transformers generate, in turn.
+"""`tandem bench offline`: the engine against transformers generate, in alternation.
 
-Each round runs every workload on Tandem and then on transformers (A B A B …), so that a noisy machine
-disturbs both alike; medians over rounds count and only ratios mean anything across machines. Before any
-figure is printed the outputs of both sides are compared.
+Each round runs every workload on Tandem and then on transformers (A B A B …), so that a noisy machine affects both
+equally. Results are medians over rounds, and only ratios are meaningful across machines. The outputs of both sides are
+compared before any result is printed.
 """
 
 import random

@@ -1,7 +1,7 @@
 """transformers `generate` on the same jobs: one left-padded batch run to its longest output.
 
-It runs in a process of its own: two libraries that compute in one process keep two OpenMP teams, and
-once those outnumber the cores both get slower. Jobs go down and tokens come back as lines of JSON.
+It runs in a separate process: two libraries that compute in one process keep two OpenMP teams, and once those outnumber
+the cores both get slower. Jobs and tokens are exchanged as lines of JSON.
 """
 
 import random

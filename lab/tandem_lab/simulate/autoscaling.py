@@ -1,13 +1,12 @@
-"""Workers that come and go during a run, as an autoscaler decides.
+"""Autoscaling in the simulator: workers that start and leave during a run, by several scalers in comparison.
 
-Each period   what came, waits and runs → `Load` → the scaler → workers that start, change their role, or leave
-start         a worker is asked for, and joins after `start_s`; from the moment it is asked for it costs
-flip          a worker leaves its role when it has finished what it has, and joins the other after `flip_s`
-leave         the emptiest first; it costs until it has finished what it has
+    each period   arrivals, queued and running requests → `Load` → the scaler → workers that start, flip, or leave
+    start         a worker is requested, and joins after `start_s`; it costs from the request on
+    flip          a worker leaves its role when it has finished its requests, and joins the other after `flip_s`
+    leave         the emptiest first; it costs until it has finished its requests
 
-Who decides how many workers there are, side by side: the operator's law, one like an HPA's, and nobody.
-
-All see the same load at the same moments. The law is the operator's own code (`tandem_operator.scaling`).
+The scalers are the operator's policy (`Law`, with the operator's own code of `tandem_operator.scaling`), one like an
+HPA's (`Hpa`), and a constant number (`Static`). All get the same load at the same times.
 """
 
 from collections.abc import Callable, Mapping

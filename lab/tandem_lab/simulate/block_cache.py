@@ -1,4 +1,4 @@
-"""The KV pages of a modelled worker: a prefix cache with least-recently-used eviction, in whole blocks.
+"""The KV pages of a simulated worker: a prefix cache with least-recently-used eviction, in whole blocks.
 
 A block is in one of three states, and all three share the capacity:
 
@@ -6,9 +6,9 @@ A block is in one of three states, and all three share the capacity:
     held     cached and part of a running request: stays
     idle     cached and evictable, oldest first
 
-A request lets go of its blocks from the last to the first, so that a prefix is always younger than what follows it
-and leaves after it, as in the engine's radix tree. What was lent to another worker counts as oldest from its end up to
-where something else goes on.
+A request releases its blocks from the last to the first, so that a prefix is always younger than what follows it and is
+evicted after it, as in the engine's radix tree. Blocks served to another worker count as oldest, from their end up to
+where another path branches off.
 """
 
 from collections import Counter, OrderedDict

@@ -1,11 +1,9 @@
-"""Simulated time: a clock that jumps from one event to the next.
+"""Simulated time: a clock that jumps from one event to the next, and the router's functions in a Redis with that time.
 
 Events at the same time happen in the order in which they were planned, so a run is a function of its inputs.
 
-The router's own functions in a Redis whose time is the simulation's.
-
-Leases, report ages and reservations count simulated milliseconds, which `SimulatedRedis.follow` writes before Redis is
-asked for anything. What Redis expires by itself would go by its own time, so nothing does within a day.
+Leases, report ages and reservations count simulated milliseconds, which `SimulatedRedis.follow` writes before each use
+of Redis. Redis itself expires keys by its own time, so nothing is set to expire within a day.
 """
 
 from collections.abc import Awaitable, Callable

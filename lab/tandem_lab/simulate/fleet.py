@@ -1,9 +1,9 @@
-"""Modelled workers as the router sees them: heartbeats and prefix index through the product's own registry code.
+"""Simulated workers as the router sees them: heartbeats and prefix index through the product's own registry code.
 
-heartbeat     each second, at a moment of its own for each worker
+heartbeat     each second, at a different moment for each worker
 index         what a cache has stored and removed, at most every `PACE_S`, revision by revision
-join, leave   a worker registers with an empty cache; one that leaves is not offered any more, finishes what it has,
-              and deregisters
+join, leave   a worker registers with an empty cache; one that leaves is not routable any more, finishes its
+              requests, and deregisters
 """
 
 import asyncio

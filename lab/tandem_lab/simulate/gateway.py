@@ -1,11 +1,11 @@
-"""A gateway's queue in simulated time: the product's own `LateBinding`, told by events what in a gateway time tells it.
+"""A gateway's queue in simulated time: the product's own `LateBinding`, driven by events instead of time.
 
-arrive   each choice of a request, as in a gateway. One that fits no worker is refused; the queue asks the router for
-         the others, or gives them a seat. The first choice that is refused ends those of its request that wait
-turn     as long as somebody waits: at once after each admission and when a request of this gateway has ended, else each
+arrive   each choice of a request, as in a gateway. One that fits no worker is rejected; the queue routes the others,
+         or gives them a slot. The first rejected choice ends the waiting ones of its request
+turn     while requests wait: at once after each admission and when a request of this gateway has ended, else each
          `poll_s`
-sync     of several gateways: what tenants have had is added up in Redis, as often as gateways do it
-refresh  the view of the fleet, once a heartbeat, each gateway at a moment of its own
+sync     of several gateways: the service of tenants is added up in Redis, as often as gateways do it
+refresh  the view of the fleet, once a heartbeat, each gateway at a different moment
 """
 
 from collections import Counter

@@ -1,14 +1,14 @@
-"""Prefixes on their way between modelled workers, as `tandem_engine.disaggregation.prefix_fetch` brings them.
+"""Prefix fetches between simulated workers, as `tandem_engine.disaggregation.prefix_fetch` does them.
 
-Life of a fetch
-    1. the asker holds what it has of the prefix and takes room for the rest, as far as there is any
-    2. the question reaches the holder, which looks at it at the end of its step and holds what it still has
-    3. the blocks take bytes / rate of the link; at the end of its step the holder sees that they left, and lets go:
-       where prompts are computed the conversation has moved with them, so the holder forgets them before others
-    4. the proof reaches the asker: the blocks join its cache, room for what did not come is free, who waited goes on
+    1. the requester holds what it has of the prefix and takes capacity for the rest, as far as there is any
+    2. the request reaches the source, which reads it at the end of its step and holds what it still has
+    3. the blocks take bytes / rate of the link; at the end of its step the source detects that they left, and releases
+       them: where prompts are computed the conversation continues elsewhere, so it evicts these blocks first
+    4. the digests reach the requester: the blocks join its cache, capacity for missing ones is free, and the waiting
+       requests continue
 
-Whoever asks for a prefix that is on its way already waits for that one. Who has waited for as long as it is worth goes
-on without, and the room is free again.
+A request for a prefix that is already on its way waits for that fetch. One that has waited for as long as it is worth
+continues without it, and the capacity is free again.
 """
 
 from bisect import bisect_left

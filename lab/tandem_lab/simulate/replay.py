@@ -1,13 +1,13 @@
-"""One run: every request of a trace through the product's queue and router to modelled workers, in simulated time.
+"""One run: every request of a trace through the product's queue and router to simulated workers, in simulated time.
 
-Life of a request
-    1. arrives at a gateway, whose queue keeps it until a worker has room, or refuses it (`gateway`); each of its
-       choices by itself, and so are the next steps
-    2. `Router.choose` decides in Redis, with this moment's index, reports and reservations. Who computes the prompt may
-       have to fetch a prefix of it first
-    3. alone: one worker computes the prompt and decodes
-       pair: the decode worker has room first, then the prefill worker computes, then the KV moves, then decoding begins
-    4. the first token is the prompt's last step, or the end of its transfer; the gateway is told when the last is out
+1. a request arrives at a gateway, whose queue keeps it until a worker has capacity, or rejects it (`gateway`); its
+   choices are separate, here and in the next steps
+2. `Router.choose` selects workers in Redis, with this moment's index, reports and reservations. The worker that
+   computes the prompt may have to fetch a prefix of it first
+3. alone: one worker computes the prompt and decodes
+   pair: the decode worker provides pages first, then the prefill worker computes, then the KV is transferred, then
+   decoding begins
+4. the first token is the prompt's last step, or the end of its transfer; the gateway is notified of the last
 """
 
 from collections import Counter

@@ -1,7 +1,6 @@
-"""What a run is judged by: one `PolicyReport` for each policy, and the trace's own limits beside them.
+"""Results of a run: one `PolicyReport` for each policy, and the trace's own limits next to them.
 
-Equal inputs give equal reports, byte for byte: nothing in them depends on the machine but `requests_per_minute`,
-which stands apart.
+Equal inputs give equal reports, byte for byte: only `requests_per_minute`, a separate field, depends on the machine.
 """
 
 import math

@@ -1,9 +1,8 @@
-"""A trace as the router gets it: token ids that are a function of the block numbers, and a guess of who sent them.
+"""A trace as the router gets it: requests with token ids that are a function of the block numbers, and their tenants.
 
-Whose the requests of a trace are, as a gateway would find it out from their keys.
-
-Without a key file everybody whom the trace names is a tenant of weight 1 in one cache, and asks for what priority it
-likes. With one, names are those of its entries, and weight, priority and cache are as the gateway's own code has them.
+Without a key file every tenant of the trace has weight 1, uses the same cache, and may ask for any priority. With one,
+names are those of its entries, and weight, priority and cache are determined by the gateway's own code. Sessions of a
+trace are inferred.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,14 +1,14 @@
-"""A modelled worker: the engine's queue, batch, prefix cache and steps, with times from published rates.
+"""A simulated worker: the engine's queue, batch, prefix cache and steps, with times from published rates.
 
-Life of a job
-    1. waits beside the queue for the prefix that the router says is worth fetching, if there is one (`prefix_fetch`)
+A job
+    1. waits outside the queue for the prefix that the router considers worth fetching (`prefix_fetch`), if any,
        and in the queue, first come first served, until its pages fit (and, where it decodes, a row is free);
        then it takes pages for its prompt and all of its output, and holds what is cached of the prompt
-    2. its prompt is computed chunk by chunk, one prompt at a time; whoever decodes meanwhile gets a token per step
-    3. it decodes here, or it waits for its transfer (`on_prompt`), and then lets go of its pages
+    2. its prompt is computed chunk by chunk, one prompt at a time; decoding jobs get a token per step
+    3. it decodes here, or it waits for its transfer (`on_prompt`) and then releases its pages
 
-One that comes with a transfer skips the second part: `on_room` says that its pages are there, `begin_decode` that its
-KV is. Consecutive decode steps of one batch are one event; whoever comes meanwhile waits for the step that runs.
+A job with an incoming transfer skips the second part: `on_room` reports that its pages are there, `begin_decode` that
+its KV is. Consecutive decode steps of one batch are one event; jobs that arrive during it wait for the step that runs.
 """
 
 from bisect import insort

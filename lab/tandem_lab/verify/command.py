@@ -1,11 +1,11 @@
 """`tandem verify`: run the exactness matrix on one checkpoint and report.
 
-1. transformers generates every prompt greedily in float32, with logprobs; with KV of fewer bits, which transformers
-   does not have, the first of our paths does it again, and the others are compared with that. In bfloat16 outputs may
-   differ, and transformers says instead how likely each token of ours is (`rounded`)
-2. the checkpoint is loaded once by Tandem; each path builds an engine (or a pair) around it
+1. transformers generates every prompt greedily in float32, with logprobs. It has no KV of fewer bits: there Tandem's
+   first path generates the reference. In bfloat16 outputs may differ, and transformers gives instead the likelihood
+   of each token of Tandem's (`compare`)
+2. Tandem loads the checkpoint once; each path builds an engine (or a pair) around it
 3. each path's outputs are compared; the table grows as paths finish
-4. the first difference ends the run with exit status 1. A path that did not do what it is named after, such as one
+4. the first difference ends the run with exit status 1. A path without the effect that it is named after, such as one
    without a prefix to fetch, proves nothing: the other paths run, and the exit status is 4
 """
 

@@ -1,18 +1,16 @@
-"""Drive an engine along one path and compare each output with the reference, token by token.
+"""Drives an engine along one path and compares each output with the reference, token by token.
 
-What rounding to bfloat16 may change, where no token can be asked to equal another's.
+With bfloat16, tokens need not be equal to the reference's. transformers computes in float32 with the numbers that the
+weights have in bfloat16, so what is measured is the rounding of Tandem's activations alone. It scores the very tokens
+of a path, so that one which differs at a tie is still compared to its end. Every token must be
 
-transformers computes in float32 with the numbers that the weights are in bfloat16, so what is measured is the rounding
-of activations, ours alone. It is given the very tokens that a path came up with: one that takes another turn at a tie
-is looked at to its end all the same. Every token must be
+    as likely as in the reference, within a bound
+    the likeliest, within twice that, since each of the two may be off by the bound. This does not hold where logits
+        were edited or masked, because another rule has chosen; float32 checks that it was followed
 
-    as likely as the truth says, within a bound
-    the likeliest there is, within twice that: each of the two may be off by the bound. Not where logits were edited or
-        masked, for then another rule has chosen; that it was followed is seen in float32
-
-The bound follows from what transformers itself loses: it computes the reference outputs in bfloat16, too, and twice its
-largest error is the bound. A model that is more sensitive to rounding gets a wider bound, and an error of ours that is
-larger than that of transformers does not pass because a fixed bound was generous.
+The bound is twice the largest error of transformers itself, which also computes the reference outputs in bfloat16. So a
+model that is more sensitive to rounding gets a wider bound, and a larger error of Tandem's does not pass because a
+fixed bound was generous.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,18 +1,14 @@
-"""A prefill and a decode engine in one process, with real sockets and real NIXL between them.
+"""Pairs of engines in one process, with real sockets and real NIXL between them.
 
-Every request goes to both at once with the two ends of one handoff, as the gateway sends it.
-
-Two engines, one of which leaves its running requests to the other, with real NIXL between them.
-
-    begun on the first ─▶ it asks to be left ─▶ aborted there, sent by it, received by the other ─▶ ended on the other
-
-Every request is asked to leave as soon as it runs. A second attempt has a name of its own, as a gateway gives it.
-
-Two engines, one of which fetches the prefix of every prompt from the other, with real NIXL between them.
-
-    computed before at the one ─▶ asked for by the other, which computes the rest ─▶ ended there
-
-Every request names the engine that has its prefix, as a gateway does where that is predicted to be faster.
+Pair      a prefill and a decode engine. Every request goes to both at once with the two ends of one handoff, as the
+          gateway sends it
+Drained   one engine migrates its running requests to the other. A second attempt has a different name, as a gateway
+          gives it:
+          started on the first ─▶ migration is requested ─▶ aborted there, sent by it, received by the other ─▶
+          finished on the other
+Fetched   one engine fetches the prefix of every prompt from the other. Every request names the engine that has its
+          prefix, as a gateway does where that is predicted to be faster:
+          computed before on the one ─▶ requested by the other, which computes the rest ─▶ finished there
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,18 +1,19 @@
-"""The ranks of a tensor-parallel engine as threads of this process, with real gloo between them.
+"""How a path builds and uses its engine: with one rank, with ranks as threads, or with a session in turns.
 
-What is computed and exchanged is what rank processes compute and exchange (`launch`), but the weights are read
-once for all paths, and no path waits for processes to start. Rank 0 is the caller's thread.
+`ThreadRanks` has the ranks of a tensor-parallel engine as threads of this process, with real gloo between them. What is
+computed and exchanged is the same as with rank processes (`launch`), but the weights are read once for all paths, and
+no path waits for processes to start. Rank 0 is the caller's thread.
 
-A resumed request as two turns of a session: what was to be resumed is generated, and its last token given back.
+`in_turns`: a resumed request as two turns of a session
 
-whole     prompt, resumed tokens r₀ … rₙ           ─▶ the rest of the reference
-turn 0    prompt                                   ─▶ r₀ … rₙ₋₁
-turn 1    rₙ                                       ─▶ the rest of the reference
+    whole     prompt, resumed tokens r₀ … rₙ           ─▶ the rest of the reference
+    turn 0    prompt                                   ─▶ r₀ … rₙ₋₁
+    turn 1    rₙ                                       ─▶ the rest of the reference
 
-Or a prompt in two turns, of which the first adds no output to the session:
+`appended`: a prompt in two turns, of which the first adds no output to the session
 
-turn 0    first half of the prompt                 ─▶ one token, which is dropped
-turn 1    second half                              ─▶ the reference
+    turn 0    first half of the prompt                 ─▶ one token, which is dropped
+    turn 1    second half                              ─▶ the reference
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""One way in which a token can come to be computed, and what must have happened for it to count."""
+"""One way in which a token can be computed, and the effect that must have occurred for it to count."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

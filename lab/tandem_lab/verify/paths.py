@@ -1,6 +1,6 @@
-"""The exactness matrix: every way a token can come to be computed. A new path adds itself here.
+"""The exactness matrix: every way in which a token can be computed. New paths are added here.
 
-Each group is about one thing; tiers of memory, drafts and ranks have files of their own.
+Each function makes a group of paths about one feature.
 """
 
 from collections.abc import Sequence

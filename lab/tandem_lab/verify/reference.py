@@ -1,18 +1,11 @@
-"""What transformers generates: the truth that every path of Tandem must reproduce.
+"""What transformers generates: the reference that every path of Tandem must reproduce, and the prompts.
 
-Edited logits, as transformers has them: what paths with `edited` compare with.
+Edited logits: transformers has processors for repetition_penalty, logit_bias and bad_words; presence and frequency
+penalties are implemented here in the plainest form. The order is that of `sampling.logits_processor`.
 
-For repetition_penalty, logit_bias and bad_words transformers has processors of its own; presence and frequency
-penalties are written down here the plain way. The order is that of `sampling.logits_processor`.
-
-Reasoning budgets of some requests of the matrix: on every path beside free ones.
-
-The reference looks at its whole output before each token, in the plainest words there are for what a budget means.
-
-Grammars that some prompts of the matrix are answered in: on every path beside free ones.
-
-The reference applies the same masks in the plainest loop there is: one prompt, one token, one matcher that is
-never rolled back, copied or replayed.
+Some requests of the matrix have a reasoning budget or a grammar, next to others without, on every path. The reference
+scans its whole output before each token to apply the budget. It applies the same grammar masks in a plain loop: one
+prompt, one token, one matcher that is never rolled back, copied or replayed.
 """
 
 import random

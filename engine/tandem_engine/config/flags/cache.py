@@ -1,4 +1,4 @@
-"""The paged KV pool, and what stays in it between requests."""
+"""Flags of the paged KV pool, of what stays in it between requests, of host memory, and of KV transfer."""
 
 import argparse
 

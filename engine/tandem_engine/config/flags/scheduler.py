@@ -1,4 +1,4 @@
-"""Who is admitted when, what is computed together, and who gives way (docs/scheduling.md)."""
+"""Flags of admission, batching, scheduling policy and speculative decoding (docs/scheduling.md)."""
 
 import argparse
 

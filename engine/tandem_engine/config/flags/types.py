@@ -1,4 +1,4 @@
-"""What flags take: argparse types, and sizes in GiB. Anything else is refused by name before anything is allocated."""
+"""Types of flags for argparse, and flags that several commands share. Invalid values are rejected by name."""
 
 import argparse
 import math

@@ -1,35 +1,28 @@
-"""NIXL behind a typed door. The only module that imports `nixl`.
+"""NIXL behind a typed interface, and a watch on the network interfaces below it. The only module that imports `nixl`.
 
-Life of an agent
-    1. start      named after the incarnation, so a restarted worker is a stranger to its peers; the
-                  whole pool is registered once
-    2. add_peer   once per peer incarnation (nixl #2109), from the metadata in its `Hello`
-    3. write      a WRITE; `progress` until it is done, which is when it has arrived
+    1. start       named after the incarnation, so that peers see a restarted worker as a new agent; the whole pool is
+                   registered once
+    2. add_peer    once per peer incarnation (nixl #2109), from the metadata in its `Hello`
+    3. write       a WRITE; `progress` until it is done, which is when it has arrived
     4. remove_peer, close
-    5. cut off     once a network interface is gone or another one, nothing enters UCX any more (`interfaces`): writes
-                   fail, those of peers stand still, and NIXL is left as it is until the process ends
+    5. cut off     once a network interface is lost or replaced, nothing enters UCX any more (`Interfaces`): writes
+                   fail, those of peers stall, and NIXL is not used again until the process ends
 
-NIXL's progress thread spins on a core of its own, so it is off. Progress is made inside `progress` and `attend`. A
-fabric that copies memory or has RDMA needs nothing of the receiving side; over TCP it must call `attend` now and then,
-or the write does not end.
+NIXL's progress thread would occupy a core, so it is off: `progress` and `attend` make progress. A fabric that copies
+memory or has RDMA needs nothing of the receiving side; over TCP it must call `attend` regularly, or the write does not
+complete. The agent is not thread-safe: one thread calls everything after the constructor. NIXL releases the GIL during
+a transfer, so a large write blocks only that thread.
 
-Not thread-safe: one thread calls everything after the constructor. NIXL releases the GIL while it moves
-bytes, so a large write stalls that thread alone.
+UCX reads the routing table once per process and remembers interfaces by index. An interface that is removed and
+restored, as when a pod's network is recreated, has another index, and UCX considers every peer unreachable. Its own
+connections fail with an error. A connection from a peer without an endpoint makes it follow a configuration that was
+never set, and the process crashes (`ucp_ep_set_lanes_failed` of UCX 1.23). So nothing may enter UCX after that, and the
+process should be replaced by a new one once the interface is back (`thread`):
 
-The network interfaces that UCX stands on, and whether they are still the ones that it has met.
+    same ──── an interface is lost or replaced ────▶ lost, for good ◀──── it is there again, as another one: `back`
 
-UCX reads the routing table once per process and remembers it by the index of each interface. An interface that is
-taken away and given back, as when a pod's network is made anew, has another index: from then on UCX takes every peer
-for unreachable. Its own connections are refused, which is an error like any other. But when a peer connects that it has
-no endpoint for, it follows the configuration that the new endpoint never got, and the process ends by a fault
-(`ucp_ep_set_lanes_failed` of UCX 1.23). So nothing may enter UCX once an interface is gone (`agent`), and a process
-whose interface has come back as another one should make way for a new one (`thread`).
-
-    same ──── an interface is gone or another ────▶ lost, for good ◀──── it is there again, as another one: `back`
-
-Watched are the interface with this engine's own address and those that UCX_NET_DEVICES names. Others may come and go,
-as they do on the host of other pods: UCX would use them all the same, and one that is there for a moment as soon as any
-other, so it is given none of them (`own_devices`).
+The watched interfaces are the one with this engine's address and those in UCX_NET_DEVICES. Others come and go on hosts
+of other pods, and UCX would use them as well, so `own_devices` excludes them.
 """
 
 import fcntl
@@ -84,7 +77,7 @@ class Interfaces:
 
 
 def own_devices(endpoint: str, rdma_ports: Iterable[str], folder: Path = INTERFACES) -> str:
-    """UCX_NET_DEVICES for a process that nobody has told: the interface with this engine's own address, and RDMA.
+    """UCX_NET_DEVICES for a process without the variable: the interface with this engine's own address, and RDMA.
 
     "all" where none has it, as on a further node of an engine or behind a name, and where it is a bridge, which UCX
     leaves out.

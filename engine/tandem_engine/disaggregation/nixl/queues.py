@@ -1,4 +1,4 @@
-"""What the transfer thread is told to do, beside orders of digests (`DigestOrder`)."""
+"""Commands to the transfer thread (see also `transport.DigestOrder`), its outbox, and unexpected errors in it."""
 
 import contextlib
 import logging

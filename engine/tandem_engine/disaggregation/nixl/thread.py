@@ -1,29 +1,27 @@
 """The thread that owns NIXL.
 
     scheduler thread                              this thread
-    Connect, Forget, StartPush, DigestOrder ─▶    carries them out in order
-    Expect (how closely to attend)                lets writes progress, its own and those of peers
+    Connect, Forget, StartPush, DigestOrder ─▶    executes them in order
+    Expect (how closely to attend)                progresses writes, its own and those of peers
     poll ◀──outbox, wakeup descriptor───────────  PushDone, PushFailed, Digests
 
     forward thread
     Wake (a step is over)         ─inbox──▶       writes what waited for its layers
 
-One turn: take a command, or wait for one as long as nothing is urgent; let outstanding pushes progress, and those of
-peers.
+Each iteration takes a command, or waits for one as long as nothing is urgent, and progresses outstanding pushes.
 
-A push is one WRITE, or one after the other as the step that computes its pages writes layer after layer: each starts
-when the one before it is done. A WRITE that is done has arrived, and no notification goes with it: NIXL's would keep
-the sender waiting until the receiver has looked twice, and the sender has something to tell anyway (`HandoffRecord`).
+A push is one WRITE, or several in order as the step that computes its pages writes layer after layer: each starts when
+the one before is done. A completed WRITE has arrived, and no NIXL notification goes with it: the sender would wait
+until the receiver has polled twice, and it sends a `HandoffRecord` anyway.
 
-An error from NIXL loses the peer it concerns and never stops the thread
-[peer-error-contained]: every push that was accepted ends in exactly one `PushDone` or `PushFailed`. So does a WRITE
-that does not end: a connection of which only the other side knows that it is over says nothing, and pages of both sides
-wait for the push. An error that nobody foresaw (`mishaps`) costs what it concerns and nothing else: the command has its
-answer, a push fails, and its peer is lost where NIXL may be writing to it; other commands and pushes go on.
+A NIXL error disconnects the peer concerned and never stops the thread [peer-error-contained]: every accepted push ends
+in exactly one `PushDone` or `PushFailed`. So does a WRITE that does not complete: a connection that only the other side
+has closed gives no error, and pages of both sides wait for the push. An unexpected error (`Mishaps`) affects only what
+it concerns: the command gets a result, a push fails, and its peer is disconnected where NIXL may be writing to it.
 
 Once the agent is cut off from its network (`agent`), pushes fail and nothing is written here any more. The process
-lives on: without an address it can do no harm, and with its address back it soon learns whether it is fenced. One that
-is not asks for its own departure, as only a new process can move KV again.
+keeps running: without an address it can do no harm, and once the address is back it soon learns whether it is fenced.
+If it is not, it requests its own drain, because only a new process can transfer KV again.
 """
 
 import contextlib
@@ -67,7 +65,7 @@ DEVICE_LIMIT = 1 << 16
 FIRST_PAUSE = 50e-6
 
 LONGEST_PAUSE = 1e-3
-"""Seconds between looks at outstanding writes: doubled while nothing happens."""
+"""Seconds between polls of outstanding writes: doubled while nothing happens."""
 
 LAYERS_PAUSE = 1e-3
 """While a step computes pages. A look costs the forward a little, as both need the interpreter."""
@@ -89,7 +87,7 @@ IDLE_PAUSE = 50e-3
 """Otherwise. Connections of peers still need this side to look now and then."""
 
 UNEXPECTED = "unexpected error in the transfer thread"
-"""Why a push fails that an error nobody foresaw concerns."""
+"""Reason of a push that fails by an unexpected error."""
 
 LEAVE_AFTER = 5.0
 """Seconds for which a network interface has been back, as another one, when this process asks to leave: several
@@ -112,7 +110,7 @@ class _Outstanding:
 
 @dataclass(kw_only=True, slots=True)
 class TransferThread:
-    """Runs `run` on a thread of its own; everything else here belongs to that thread."""
+    """Runs `run` on a separate thread; everything else here belongs to that thread."""
 
     agent: NixlAgent
     digester: PageDigester
@@ -123,7 +121,7 @@ class TransferThread:
     interfaces: Interfaces = field(default_factory=Interfaces)
     """Those of the agent."""
     leave: Callable[[str], None] = lambda _: None
-    """Says that this process should make way for a new one, and why."""
+    """Reports that this process should be replaced by a new one, with the reason."""
     mishaps: Mishaps = field(init=False)
     _peers: dict[str, Region] = field(default_factory=dict)
     _outstanding: dict[PushKey, _Outstanding] = field(default_factory=dict)
@@ -162,7 +160,8 @@ class TransferThread:
             with self.mishaps.attempt("writing a push", outstanding.push.peer) as writing:
                 self._progress(outstanding)
             if writing.failed:
-                # NIXL may have been told to write: its connection goes before the receiver hears of it [late-write].
+                # NIXL may have started the write: the connection is closed before the receiver is notified
+                # [late-write].
                 self._lose(outstanding.push.peer, UNEXPECTED)
         self._tidy("attending to peers", partial(self._looked, self.agent.attend))
         if self.interfaces.lost:
@@ -175,7 +174,7 @@ class TransferThread:
             self._answer(command)
 
     def _answer(self, command: Command) -> None:
-        """Nobody waits for ever for what could not be carried out."""
+        """Report a command that failed, so that no caller waits forever for it."""
         match command:
             case StartPush(push) if push.key in self._outstanding:
                 self._fail(self._outstanding[push.key], UNEXPECTED, peer_lost=False)
@@ -187,7 +186,7 @@ class TransferThread:
                 pass
 
     def _tidy(self, during: str, call: Callable[[], object], peer: str = "") -> bool:
-        """Whether a `call` has succeeded that nobody waits for."""
+        """Whether `call` has succeeded; no caller waits for it."""
         with self.mishaps.attempt(during, peer) as attempt:
             call()
         return not attempt.failed
@@ -281,7 +280,7 @@ class TransferThread:
         ended = [outstanding for outstanding in self._outstanding.values() if outstanding.push.peer == peer]
         for outstanding in ended:
             self._release(outstanding)
-        # Before anybody hears of it: the receiver uses its pages again once it is told [late-write].
+        # Before anything is reported: the receiver reuses its pages once it is notified [late-write].
         self._tidy("removing a peer", partial(self.agent.remove_peer, peer), peer)
         for outstanding in ended:
             self._fail(outstanding, reason, peer_lost=True)

@@ -1,10 +1,11 @@
-"""`PeerLink` of one of several ranks: rank 0 speaks and listens for all of them.
+"""`PeerLink` of one of several ranks: rank 0 sends and receives for all of them.
 
-rank 0   socket ─▶ `inputs` ─▶ submitted ─┐                      ┌─▶ hear ─▶ receive ─▶ stages
-                                          ├─ agree (lockstep) ───┤
-others                                    ┘                      └─▶ hear ─▶ receive ─▶ stages
+    rank 0   socket ─▶ `inputs` ─▶ submitted ─┐                      ┌─▶ hear ─▶ receive ─▶ stages
+                                              ├─ agree (lockstep) ───┤
+    others                                    ┘                      └─▶ hear ─▶ receive ─▶ stages
 
-send: every rank's stages say the same in the same order. Rank 0 sends it, and all learn whether that worked.
+send: the stages of every rank send the same messages in the same order. Rank 0 sends them for all, and all ranks get
+the result.
 """
 
 from collections import deque

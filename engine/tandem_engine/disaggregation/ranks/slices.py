@@ -1,4 +1,4 @@
-"""Which rank of a writer sends which KV heads to which rank of a receiver.
+"""Slices of a transfer between engines with several ranks: which heads each rank sends, and what the slices amount to.
 
     4 KV heads, writer with 2 ranks            receiver with 4 ranks
 
@@ -7,24 +7,22 @@
     rank 1   heads 2 3  ──── head 2 ─────────▶ rank 2   head 2
                         ╰─── head 3 ─────────▶ rank 3   head 3
 
-Each rank's pages hold a run of the model's heads (`parallel.sharding`). Where heads are fewer than ranks, neighbours
-hold the same one: every receiver that holds it gets it, from one sender, and the receivers are shared out among the
-senders in order. So with equally many ranks on both sides rank i writes whole pages to rank i.
+Each rank's pages hold a run of the model's heads (`parallel.sharding`). Where heads are fewer than ranks, neighbors
+hold the same one: every receiver that holds it gets it from one sender, and receivers are divided among the senders in
+order. So with equally many ranks on both sides rank i writes whole pages to rank i.
 
-Slices of a transfer, put together again: what counts is what all of them have come to.
+    sender    a push ends when each of its slices has; it has failed if one has (`JoinedPush`)
+    both      a page's digest is one of the digests of its slices, in the order of the plan (`JoinedProof`)
 
-    sender    a push ends when each of its slices has; it has failed if one has
-    both      a page's digest is one of the digests of its slices, in the order of the plan (`slices`)
+Every rank gets the reports of all ranks in the same order, and so reaches the same result.
 
-Every rank hears what all have to say, in the same order, and so comes to the same.
+NIXL and the digests need names:
 
-What ranks and their part of a transfer are called, where NIXL and the digests need a name.
-
-    agent   incarnation#rank                       of an engine that is alone: its incarnation
+    agent   incarnation#rank                         of an engine with one rank: its incarnation
     room    sender/senders>receiver/receivers|room   one slice of the pages of a room
 
-A slice's room names both ranks and the ranks of both sides, so its digests are bound to its place (`digest`), and
-what is reported of it says which part of what it is.
+A slice's room names both ranks and the numbers of ranks of both sides, so its digests are bound to its place
+(`digest`), and reports about it identify the slice.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""`KvTransport` of an engine whose KV lies with several ranks, or whose peers' does.
+"""`KvTransport` of an engine whose KV, or that of its peers, is spread over several ranks.
 
-Every rank has one, around a transport of its own (`local`): its pool, its NIXL agent. The schedulers of all ranks are
-the same and call the same methods in the same turns; here each call becomes the part that is this rank's, and what the
-local transports report becomes one event that all ranks see in the same turn.
+Every rank has one, around a local transport (`local`) with its pool and its NIXL agent. The schedulers of all ranks are
+the same and make the same calls in the same iterations. Each call becomes this rank's part of it, and the reports of
+the local transports become one event that all ranks see in the same iteration.
 
     scheduler (every rank)      here                                      local transport (this rank's)
 
@@ -10,11 +10,11 @@ local transports report becomes one event that all ranks see in the same turn.
                                 this rank has heads for (`slices`)
     digest(pages)         ──▶   one per rank of the writer that has    ─▶  digest(pages, heads)
                                 written here
-    poll()                ──▶   what this rank's transport reports     ◀─  events
-          ◀── joined events ──  exchanged with all ranks (`gather`), put together (`joins`)
+    poll()                ──▶   reports of this rank's transport       ◀─  events
+          ◀── joined events ──  exchanged with all ranks (`gather`), joined (`slices`)
 
-Ranks exchange something in a turn only while a push or a proof is open, which all have alike [same-collectives].
-Between two engines that are alone nothing is sliced, renamed or joined.
+Ranks exchange reports only in iterations with an open push or proof, which is the same on all ranks [same-collectives].
+Between two engines with one rank each nothing is sliced, renamed or joined.
 """
 
 import logging
@@ -139,7 +139,7 @@ class RankedTransport:
 
     @property
     def awaits_ranks(self) -> bool:
-        """Other ranks may soon report what wakes nobody here."""
+        """Other ranks may soon report, which wakes no thread here."""
         near = self._heard_at is not None and self.clock.now() < self._heard_at + NEAR_S
         return self.place.size > 1 and near
 

@@ -1,17 +1,16 @@
-"""Steps that a device runs again without being told each operation: CUDA graphs of decodes.
+"""CUDA graphs of decode steps: a device replays a captured step, so the host does not queue each operation.
 
-    capture   once per number of rows, the largest first, in one pool of memory that all of them share: a graph's
-              intermediate tensors lie where another's do, and only one runs at a time
-    replay    the smallest that has room; rows behind the step's use the dummy page [finite-padding] [dummy-page]
+    capture   once per number of rows, the largest first. All graphs share one pool of memory: the intermediate tensors
+              of one lie where those of another do, and only one runs at a time
+    replay    the smallest graph that fits; its unused rows use the dummy page [finite-padding] [dummy-page]
 
-A graph repeats what was captured with the addresses that were captured. Inputs therefore have a place of their own
-for each size, filled before each replay and never left with what an earlier step had: a step is padded to the whole
-size on the host, and metadata is that of the padded step [pad-then-metadata]. Numbers that Python had when a graph was
-captured stay as they were.
+A graph replays the captured operations with the captured addresses. Each size therefore has its own input tensors,
+which are filled before each replay and keep nothing of an earlier step: the host pads a step to the whole size, and
+metadata is that of the padded step [pad-then-metadata]. Python numbers keep their values from the capture.
 
-A run of drafts is as many rows as it has tokens (`forward.step_inputs.as_decodes`), so verification needs no graphs
-of its own, and neither has a draft network that catches up with a token or two: it samples after some of the rows.
-Steps that do not fit, prompts above all, run as they are queued.
+A run of drafts is as many rows as it has tokens (`forward.step_inputs.as_decodes`), so verification uses the same
+graphs. So does a draft network that computes the last one or two tokens of a sequence: it samples after some rows only.
+Steps that fit no graph, such as prompts, are queued operation by operation.
 """
 
 import gc
@@ -68,7 +67,7 @@ class GraphCapturer(Protocol):
         ...
 
     def capture(self, run: Callable[[], T]) -> tuple[Captured, T]:
-        """The graph of what `run` queues, and what it returns: tensors that each replay writes anew."""
+        """The graph of what `run` queues, and what it returns: tensors that each replay overwrites."""
         ...
 
 
@@ -89,7 +88,7 @@ class CudaGraphCapturer:
                 run()
         self._streams.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads, NIXL's for one, may talk to the device meanwhile.
+        # Other threads, NIXL's for one, may use the device during a capture.
         with torch.cuda.graph(
             graph,
             pool=self._pool,
@@ -279,7 +278,7 @@ def graph_sizes(config: GraphConfig, *, most: int) -> tuple[int, ...]:
 
 
 def can_capture(config: ModelConfig, device: torch.device) -> bool:
-    """Whether a step of the model can be queued from start to end. Without kernels for them, experts are sorted by a
-    look at who chose them; and of models of transformers nobody knows.
+    """Whether a step of the model can be queued from start to end. Without Triton kernels, sorting tokens by expert
+    reads the selection on the host; for models of transformers it is not known.
     """
     return (config.moe is None or by_triton(device)) and config.impl is not ModelImpl.TRANSFORMERS

@@ -1,17 +1,15 @@
-"""One step from start to end on a device with streams: queued at once, finished on the host.
+"""One step on a device with streams, from start to end: queued at once, finished on the host.
 
-    on the host     what follows from lengths and flags (`forward.step_inputs`), then one copy of it all
+    on the host     what follows from lengths and flags (`forward.step_inputs`), then one copy of all inputs
     queued          resolve ─▶ model, by a graph if one fits ─▶ logits ─▶ sample ─▶ publish, record ─▶ copy to host
     later           `finish` reads the copies
 
-It is to streams what `runner` is to a thread, and gives the same results. Nothing in it looks at the device before
-`finish` [no-device-wait]. In a step with a grammar sampling is queued when its masks are released, which the scheduler
-does right after settling the step before [masks-after-settling]: the model is on its way by then.
+The results equal those of `executor.runner`, which does the same on a thread. Nothing waits for the device before
+`finish` [no-device-wait]. In a step with a grammar, sampling is queued when its masks are released. The scheduler does
+that right after it has completed the step before [masks-after-settling], while the model already computes.
 
-Frozen values with tensors in them, taken apart and put together again around other tensors.
-
-What crosses to a device is a step's view: dataclasses and tuples with tensors at the leaves. All of them are copied at
-once, in one piece of memory, so somebody has to know where they are.
+The inputs of a step are frozen dataclasses and tuples with tensors at the leaves. `tensors_of` lists these tensors, so
+that all are copied in one piece of memory; `with_tensors` builds the same value around the copies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +87,7 @@ def _rebuild(value: Any, rest: Iterator[Tensor]) -> Any:
 
 
 def _names(kind: type) -> tuple[str, ...]:
-    """Fields of a frozen dataclass; () for any other type, whose values nobody may copy."""
+    """Fields of a frozen dataclass; () for any other type, whose values must not be copied."""
     known = _FIELDS.get(kind)
     if known is None:
         frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
@@ -152,7 +150,7 @@ class StreamRunner:
 
     @model.setter
     def model(self, model: StepModel) -> None:
-        """Other weights lie elsewhere: their graphs are captured anew. Another stream may have written them."""
+        """Other weights lie elsewhere: their graphs are captured again. Another stream may have written them."""
         self.streams.synchronize()
         self._model = model
         if self._capture is not None:
@@ -212,7 +210,7 @@ class StreamRunner:
         if edits is None:
             return
         told = (replace(edits, histories=()), token_ids)
-        # Called while a result is read, by whoever asked for it.
+        # Called by the reader of a result, while it reads.
         with torch.inference_mode():
             edits, token_ids = with_tensors(told, upload(self.streams, tensors_of(told)))
             with self.streams.on(StreamName.FORWARD):
@@ -221,7 +219,7 @@ class StreamRunner:
     def queue_results(
         self, inputs: StepInputs, computed: Computed, masks: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Answers]:
-        """Queue all that follows the model: the tokens [R] of the step, and what else is asked of it."""
+        """Queue all that follows the model: the tokens [R] of the step, and the other results that it requires."""
         hidden = computed.hidden
         scored = len(hidden) - sum(len(pooled.tokens) for pooled in inputs.batch.pooled)
         sampled = self.sampler.sample(computed.logits, inputs, masks)
@@ -269,7 +267,7 @@ class StreamRunner:
         return Computed(hidden, self._model.logits(hidden[: inputs.sampled]))
 
     def _wrote(self, progress: KvProgress, layer: int) -> None:
-        """An event behind the layer's KV says when it is there."""
+        """Records an event after the layer's KV: once it is reached, the KV is written."""
         progress.wrote(layer, self.streams.record(StreamName.FORWARD))
 
 
@@ -280,7 +278,7 @@ class QueuedStep:
     runner: StreamRunner
     inputs: StepInputs
     computed: Computed | None
-    """Until sampling is queued: by then nobody on the host needs it."""
+    """Until sampling is queued: after that the host does not use it."""
     began: TimedEvent
     ended: TimedEvent | None = None
     answers: Answers | None = None
@@ -289,7 +287,7 @@ class QueuedStep:
     sampled: Tensor | None = None
     """[R] int64 on the device, −1 for what means nothing; None until sampling is queued."""
     error: Exception | None = None
-    """That queueing it raised, when it was queued behind the launch."""
+    """That queueing it raised, when it was queued after the launch."""
 
     def sample(self, masks: tuple[Tensor, Tensor] | None) -> None:
         """Queue what follows the model, up to the copies for the host."""
@@ -309,7 +307,7 @@ class QueuedStep:
         return self.sampled
 
     def sample_when_filled(self, masks: TokenMasks) -> None:
-        """`sample`, with `masks`, which are final. Whoever asks for the result hears of an error."""
+        """`sample`, with `masks`, which are final. The reader of the result receives an error."""
         try:
             with torch.inference_mode():
                 on_host = (torch.tensor(masks.rows), masks.wait())

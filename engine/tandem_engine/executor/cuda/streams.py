@@ -1,38 +1,28 @@
-"""Streams of a device: what is queued on one runs in order, and beside the others but for events.
-
-    schedule   inputs of the next step come to the device while this one computes
-    forward    steps, one after the other
-    copy       results of a step to the host
-    pages      whole pages between device and host memory
-
-    upload     host tensors ─▶ pinned memory ─▶ one copy on `schedule`; `forward` waits for it, the host does not
-    download   `copy` waits for `forward`; one event says when everything is in pinned memory
-
-Memory that two streams use is told to the device's allocator (`keep`), which gives it to nobody else before both are
-past it. That is the fence behind a step's last read of its inputs: they are its own copy, so nobody need wait for it
-to write the next step's [row-snapshot] [no-stream-fence].
-
-The executor of a device with streams: nobody waits for it but whoever wants a result.
+"""The executor of a device with streams, and the copies between host and device.
 
     scheduler thread                         device
     future = executor.launch(batch)   ─────▶ inputs · forward · sampling · results to the host, all queued
     … plans the next step …                  computes
-    future.result()                   ◀───── the event behind the results; they are read and put together here
+    future.result()                   ◀───── the event after the results; the host reads and assembles them here
 
-There is no thread beside the scheduler's: a launch costs it the queueing, and a result the reading. So a future is not
-completed by anybody else: it looks at the device when it is asked, by the scheduler thread alone.
+Each stream runs its work in order. Streams run concurrently, except where an event orders them:
 
-Copies of whole pages on a stream of their own, beside the steps and yet in order with them.
+    schedule   inputs of the next step come to the device while this one computes; `forward` waits for them
+    forward    steps, one after the other
+    copy       results of a step to pinned host memory; waits for `forward`
+    pages      whole pages between device and host memory
 
-    to host     `pages` waits for the steps launched before, whose bytes it reads
-    to device   the same: a step launched before may still write a page that is given out again [page-fence]
-    a step      waits for a copy only if it names one of its pages, be it to read what came or to write what goes
+There is no executor thread. A launch costs the scheduler thread the queueing and a result the reading, so a future
+completes only when that thread polls it.
 
-So the order is that of the calls, as `memory.page_copies` promises, and a step of other requests computes meanwhile.
+Memory that two streams use is registered with the device's allocator (`keep`), which reuses it only after both streams
+are past it. A step reads its own copy of its inputs, so the host may write those of the next step at once
+[row-snapshot] [no-stream-fence].
 
-A page is one run of bytes, megabytes of a large model, and pages that follow each other on both sides are one run, too.
-So each run is one command to a copy engine, which needs no multiprocessor and no second copy of the pages. Where runs
-are so short that their commands would take longer than their bytes, one kernel moves all of them (ADR 46).
+Page copies keep the order of the calls, as `memory.page_copies` requires [page-fence]. A copy waits for the steps
+launched before, and a step waits for a copy only if it uses one of its pages. Each run of adjacent pages is one command
+to a copy engine, which needs no multiprocessor. Where runs are so short that their commands would take longer than
+their bytes, one kernel copies all of them (ADR 46).
 """
 
 import time
@@ -55,7 +45,7 @@ from tandem_engine.kernels.interface import by_triton
 from tandem_engine.memory.page_copies import CopyKind, CopyReport, PageCopy, Pages
 
 ALIGNMENT = 64
-"""Of each tensor in an upload: kernels are compiled anew for addresses that are less even than those before."""
+"""Of each tensor in an upload: kernels are compiled again for addresses with a smaller alignment."""
 
 
 class StreamName(Enum):
@@ -74,7 +64,7 @@ class TimedEvent(Event, Protocol):
 
 
 class DeviceStreams(Protocol):
-    """The streams of one device. Called by the scheduler thread; events may be asked by any."""
+    """The streams of one device. Called by the scheduler thread; any thread may query events."""
 
     @property
     def device(self) -> torch.device: ...
@@ -84,7 +74,7 @@ class DeviceStreams(Protocol):
         ...
 
     def record(self, stream: StreamName, *, timed: bool = False) -> TimedEvent:
-        """An event behind all that `stream` has queued."""
+        """An event after everything that `stream` has queued."""
         ...
 
     def wait(self, stream: StreamName, event: Event) -> None:
@@ -92,7 +82,7 @@ class DeviceStreams(Protocol):
         ...
 
     def host_memory(self, size: int) -> Tensor:
-        """uint8 [size] that copies to and from the device need nobody to wait for."""
+        """uint8 [size] of pinned memory: copies to and from the device do not block the host."""
         ...
 
     def device_memory(self, size: int) -> Tensor:
@@ -100,7 +90,7 @@ class DeviceStreams(Protocol):
         ...
 
     def keep(self, tensor: Tensor, stream: StreamName) -> None:
-        """`stream` uses memory that is another stream's: nobody gets it before `stream` is past this moment."""
+        """`stream` uses memory of another stream: it is not reused before `stream` is past this moment."""
         ...
 
     def synchronize(self) -> None:
@@ -262,7 +252,7 @@ class StreamFuture(Future[T]):
         """Also when the device has failed: then there is nothing more to come."""
         try:
             return self._queued.arrived()
-        except Exception as error:  # noqa: BLE001 - the boundary: whoever asks for the result raises it
+        except Exception as error:  # noqa: BLE001 - the boundary: `result` raises it
             self.set_exception(error)
             return True
 
@@ -309,7 +299,7 @@ class StreamExecutor:
         return _future(lambda: self._copier(copy))
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run `function` with the forward stream on, behind what was launched. It may wait for the device."""
+        """Run `function` with the forward stream on, after what was launched. It may wait for the device."""
         with self._streams.on(StreamName.FORWARD):
             return function()
 
@@ -342,7 +332,7 @@ def _future(enqueue: Callable[[], Queued[T]]) -> Future[T]:
 MILLISECOND = 1e-3
 
 SHORT_RUN = 128 << 10
-"""Bytes: a bus moves them in the 2 to 3 µs that a command to a copy engine takes beside."""
+"""Bytes: a bus moves them in the 2 to 3 µs that a command to a copy engine takes."""
 
 Run = tuple[int, int, int]
 """First source, first target and number of pages that follow each other in both."""
@@ -371,7 +361,7 @@ class PageStreams:
         self._in_flight: list[InFlight] = []
 
     def enqueue(self, copy: PageCopy) -> Queued[CopyReport]:
-        """Queue `copy` behind all that was queued before."""
+        """Queue `copy` after everything that was queued before."""
         self._streams.wait(StreamName.PAGES, self._streams.record(StreamName.FORWARD))
         began = self._streams.record(StreamName.PAGES, timed=True)
         source, target = self._ends(copy.kind)
@@ -391,7 +381,7 @@ class PageStreams:
         return Queued(ended.query, report)
 
     def _warm_up(self) -> None:
-        """Compile what no request should wait for, with pages that nobody has: the dummy one, the first of the host."""
+        """Compile the copy kernels before requests need them, with unused pages: the dummy one, the host's first."""
         with self._streams.on(StreamName.PAGES):
             copy = PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=[0], target=[0])
             self._gather(*self._ends(copy.kind), copy)

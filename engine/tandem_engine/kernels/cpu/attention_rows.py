@@ -1,4 +1,4 @@
-"""The query heads of one K/V head against rows of K and V where they lie, as vector instructions.
+"""The query heads of one K/V head times rows of K and V in place, as vector instructions.
 
     multiply    each head times each row of K, its lanes not yet added up     sums    [group, room, LANES]
     fold        lanes added up, `LANES` rows at a time                        scores  [room], of one head
@@ -6,11 +6,11 @@
     weigh       scores to weights e^(score − maximum), and their sum
     add         rows of V, each times its weight, on top of a head's output
 
-A row is loaded once for as many heads as fit the registers. Every score is summed in the same order, whatever other
-rows stand beside it, and outputs are summed row after row.
+A row is loaded once for as many heads as fit the registers. Every score is summed in the same order, independent of
+other rows, and outputs are summed row after row.
 
-K of bfloat16 goes by pairs where the CPU multiplies those (`kernels.cpu.vectors`), as do the queries then, which hold
-no more than bfloat16; V of bfloat16 is widened in registers, so that weights need no rounding.
+bfloat16 K is multiplied by pairs where the CPU can (`kernels.cpu.vectors`), as are the queries then, which have only
+bfloat16 precision. bfloat16 V is widened in registers, so that weights need no rounding.
 """
 
 from collections.abc import Callable
@@ -276,7 +276,7 @@ def _fetch(code: Vectors, next_row: tuple[Any, int] | None, index: Any) -> None:
 
 
 def _load(code: Vectors, place: Any, count: int) -> Any:
-    """`count` numbers, those of 16 bits widened to float32, and zeros behind them."""
+    """`count` numbers, those of 16 bits widened to float32, followed by zeros."""
     builder, number = code.builder, place.type.pointee
     kind = ir.VectorType(number, count)
     loaded = builder.load(builder.bitcast(place, kind.as_pointer()))

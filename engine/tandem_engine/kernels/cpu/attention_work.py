@@ -1,20 +1,20 @@
-"""Pieces of attention that kernels of a CPU share, and how the work of a step is cut into tasks.
+"""Parts that the attention kernels of a CPU share, and the division of a step into tasks.
 
-numba keeps compiled code on disk, keyed by source file and by the constants a function closes over. Head sizes are
-such constants: LLVM then unrolls and vectorizes the loops over head_dim. So is whether scores are capped: kernels for
-models that do not cap hold no trace of it.
+numba keeps compiled code on disk, keyed by source file and by the constants that a function closes over. Head sizes are
+such constants, so LLVM unrolls and vectorizes the loops over head_dim. So is whether scores are capped: kernels for
+models without a cap contain no code for it.
 
-`cut_queries` makes the work list of a step, `group_tasks` finds the tasks that are computed together. Both are compiled
-and, unlike the kernels, do not let go of the interpreter lock, as some of numpy's functions do not: they run at the
-start of a step, see `forward.future_map`.
+`cut_queries` makes the work list of a step, and `group_tasks` finds the tasks that are computed together. Both are
+compiled. Unlike the kernels they keep the interpreter lock, because they run at the start of a step (see
+`forward.future_map`).
 
-Tasks of one group read the same pages. Requests with a common prefix have the same pages for it, as have a token and
-the drafts behind it. One after the other they would each bring these pages from memory again. A group of them goes
-through the pages once, tile by tile, until their pages part; then each continues alone. What is computed for a member
-is the same, operation for operation, as if it were alone.
+Tasks of one group read the same pages: requests with a common prefix have the same pages for it, as have a token and
+the drafts after it. Computed one after the other, each would load these pages from memory again. A group reads the
+pages once, tile by tile, until the pages of its members differ; then each member continues alone. The result of a
+member is the same, operation for operation, as if it were alone.
 
-A page has one place in any sequence, so members are found by the first page of their chunk. How far they go together is
-seen by comparing pages.
+A page has one place in any sequence, so members are found by the first page of their chunk; comparing pages gives the
+length of their common part.
 """
 
 import math
@@ -161,7 +161,7 @@ def as_float32(rows: Any, wide: Any) -> Any:
     raise NotImplementedError("as_float32 is for compiled code")
 
 
-# numba wants the very same signature, annotations included, of the stub, the chooser and the choices.
+# numba requires the same signature, annotations included, of the stub, the chooser and the choices.
 def _keep(rows: Any, wide: Any) -> Any:  # noqa: ARG001
     return rows
 
@@ -202,7 +202,7 @@ NO_WINDOW = 1 << 62
 def _cut_queries(
     queries: Array, num_short: int, seq_lens: Array, num_extend: int, first_decode: int, window: int
 ) -> Any:
-    """Fill in `queries` [Q, QUERY_COLUMNS] behind the first `num_short`, then cut all of them at multiples of `CHUNK`.
+    """Fill in `queries` [Q, QUERY_COLUMNS] after the first `num_short`, then cut all of them at multiples of `CHUNK`.
 
     Args:
         queries: of the first `num_short` only the ranges of tasks are missing.
@@ -245,7 +245,7 @@ is 0 of a task that is alone."""
 GROUP_COLUMNS = 3
 
 LARGEST_GROUP = 8
-"""Members whose queries and outputs stay in a core's second cache beside a tile."""
+"""Members whose queries and outputs stay in a core's second cache next to a tile."""
 
 GROUPS_PER_THREAD = 2
 """So many at least of tasks that could be one group, for all threads to have some."""
@@ -317,14 +317,14 @@ def _group_tasks(tasks: Array, queries: Array, page_table: Array, page_size: int
         if group >= 0 and sizes[group] < largest and tasks[leaders[group], TASK_CHUNK] == chunk:
             other_row = page_table[queries[tasks[leaders[group], QUERY], ROW]]
             end = shared_end(page_row, other_row, begin, min(ends[group], stop), page_size, tile)
-        # Whoever parts so early that the others would have to go alone for most of their way does not join them.
+        # A member that parts so early that the others would continue alone for most of their pages does not join.
         if end > begin and 2 * (end - begin) >= ends[group] - begin:
             sizes[group] += 1
             ends[group] = end
         else:
             group = num_groups
             pages[group], leaders[group], sizes[group], ends[group] = page, task, 1, stop
-            if stop > begin:  # whoever nobody can join does not stand before a group that others can
+            if stop > begin:  # a task that no other can join does not precede a group that others can join
                 newest[slot] = group
             num_groups += 1
         group_of[task] = group

@@ -1,24 +1,21 @@
-"""The kernel for runs of tokens: blocks of queries against blocks of keys, as matrix products.
+"""The attention kernel for runs of tokens: blocks of queries against blocks of keys, as matrix products.
 
-    queries of one K/V head, group by group, side by side in panels         Qᵀ   [D, PANEL]
+    queries of one K/V head, group by group, adjacent in panels             Qᵀ   [D, PANEL]
     for each block of KEYS keys, copied from its pages
         scores      K · Qᵀ                     K broadcast, panel by panel   S    [keys, PANEL]
-        weights     softmax so far             `softmax`              S
+        weights     softmax so far             `softmax`                     S
         output      Vᵀ · S on top of the rest  V broadcast                   Oᵀ   [D, PANEL]
 
-With queries as lanes nothing has to be transposed but Q and O, which are small; all query heads of a K/V head share
-its keys; and neither maximum nor sum ever crosses lanes.
+Queries are the lanes, so only Q and O, which are small, are transposed; all query heads of a K/V head share its keys;
+maxima and sums never cross lanes. K and V are copied by whole rows: copying number by number took as long as the
+bfloat16 products themselves.
 
-Over bfloat16 pages, on a CPU that multiplies pairs of them, both products take pairs (`kernels.cpu.vectors`): of
-dimensions of K and Q, of keys in V and S. Weights are then rounded to bfloat16, as values are.
+Over bfloat16 pages, on a CPU that multiplies pairs (`kernels.cpu.vectors`), both products take pairs: of dimensions of
+K and Q, of keys in V and S. Weights are then rounded to bfloat16, as values are.
 
-A query's result depends on its own keys alone, to the bit: lanes do not meet, blocks end at multiples of `KEYS`, pairs
-begin at even positions, and a key that a query does not see adds exact zeros. So it is the same however a prompt is cut
-into chunks, however the queries are cut into tasks and on any number of threads.
-
-Queries, keys and values on their way between pages and the panels and blocks of `block_attention`.
-
-K and V go by whole rows: number by number, copies took as long as the products of bfloat16 that they were for.
+A query's result depends on its own keys alone, to the bit: lanes are independent, blocks end at multiples of `KEYS`,
+pairs begin at even positions, and a key that a query does not see adds exact zeros. So it does not depend on how a
+prompt is cut into chunks, on how the queries are cut into tasks, or on the number of threads.
 """
 
 from functools import cache
@@ -304,7 +301,7 @@ def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: 
             copy_rows(pages, work.layer, 1, kv_head, page_row, key, count, scratch.wide, scratch.values)
         scale = work.scale if pairs else np.float32(1.0)
         for panel in range(((end - begin) * group + PANEL - 1) // PANEL):
-            # Its last token sees no key behind itself.
+            # Its last token sees no key after itself.
             oldest = sequence[POSITION] + begin + panel * PANEL // group
             newest = sequence[POSITION] + min(begin + ((panel + 1) * PANEL - 1) // group, end - 1)
             seen = min(count, newest + 1 - key)

@@ -1,9 +1,8 @@
-"""Where numba keeps compiled code on disk: files of its own for everything that a function was compiled for.
+"""Where numba keeps compiled code on disk: separate files for each set of types that a function was compiled for.
 
-numba keeps all code of one function together, in one index and in data files that it numbers as they come. Two
-processes that compile at the same time read the same index, give theirs the same number, and from then on calls with
-one dtype run the code for another. Here a file is named by what its code was compiled for, so whoever writes to it
-writes the same.
+By default numba keeps all code of one function in one index, with data files numbered in order. Two processes that
+compile at the same time read the same index and use the same number, and from then on calls with one dtype run the code
+of another. Here the name of a file follows from the types, so concurrent writers write the same content.
 """
 
 import hashlib
@@ -50,7 +49,7 @@ class _FilesByKey:
         START.kernel_compiled()
 
     def _files_of(self, key: object) -> Any:
-        # numba's types are written with all that tells them apart.
+        # numba's types are written with everything that distinguishes them.
         digest = hashlib.sha256(repr(key).encode()).hexdigest()
         return IndexDataCacheFile(
             cache_path=self.folder,

@@ -1,4 +1,4 @@
-"""All layers of a step of few tokens as one compiled call that does not hold the interpreter lock.
+"""All layers of a step of few tokens as one compiled call that releases the interpreter lock.
 
     embedding
     for each layer, a phase for each ─▶
@@ -6,13 +6,13 @@
         norm ─▶ gate, up ─▶ silu(gate) · up, down ─▶(+)
     norm of the wanted tokens
 
-The same arithmetic as `model.layers` and `model.attention.cpu`, rounded where those round, down to sums that are taken
-in another order. What a step of small batches costs beyond arithmetic, a dozen calls a layer that each let go of the
-lock and take it again, is gone; so the scheduler's thread computes the whole time that this one does.
+The arithmetic is that of `model.layers` and `model.attention.cpu`, rounded at the same places, except for the order of
+sums. The call saves what small batches cost beyond arithmetic: a dozen calls per layer that each release and reacquire
+the lock. So the scheduler's thread runs during the whole step.
 
 Any number of threads may run the kernel on one record. They share the tasks of each phase (`kernels.cpu.threads`):
-panels of weights, tokens, parts of attention. What is cheap, norms and activations, each of them computes for itself,
-which takes less time than to wait for one another. No result depends on who computes what.
+panels of weights, tokens, parts of attention. Each thread computes cheap parts (norms, activations) for itself, which
+is faster than waiting for another. No result depends on which thread computes it.
 """
 
 from functools import cache
@@ -126,7 +126,7 @@ of the model
                     + r % OUTPUTS · embedding_row; word after word, of one number or two, follows by embedding_step
     angles          [num_positions, 2, D] of the model's dtype: `RotaryTable.angles`
     projections     [L, PROJECTIONS, PROJECTION_COLUMNS] int64; biases are float32
-    head_norm       [L, H + KV, D], or 0 when heads are not normalised
+    head_norm       [L, H + KV, D], or 0 when heads are not normalized
     attention_norm, feed_forward_norm [L, E], norm [E]
 """
 
@@ -140,7 +140,7 @@ class Model(NamedTuple):
     projections: Array
     attention_norm: Array
     head_norm: Array
-    """[0, H + KV, D] when heads are not normalised."""
+    """[0, H + KV, D] when heads are not normalized."""
     feed_forward_norm: Array
     norm: Array
 

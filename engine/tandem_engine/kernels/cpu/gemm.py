@@ -1,35 +1,26 @@
-"""Weights as panels: `OUTPUTS` outputs side by side for each input, so that a panel is read as one run of bytes.
+"""Products of few rows with weights in panels, as vector instructions: one result per row, to the bit, in any batch.
 
     float32     W [out, in]  ─▶  [out / OUTPUTS, in, OUTPUTS]
     bfloat16    the same, inputs in pairs: [out / OUTPUTS, in / 2, OUTPUTS, 2]
 
-Either way a panel is a row of `OUTPUTS` words of 32 bits for each step of a sum. What is missing to whole panels, and
-to as many inputs as an allocation has, is zeros.
+`OUTPUTS` outputs are adjacent for each input, so a panel is read as one run of bytes: `OUTPUTS` words of 32 bits for
+each step of a sum. Zeros fill up the last panel, and the inputs that an allocation has beyond the weight's.
 
-It is the layout into which oneDNN reorders the weights of a projection for x86 (`PackedLinear`). So large weights are
-there once: oneDNN multiplies many tokens by them and the kernels of this package few, out of the same memory. That is
-nothing oneDNN promises, and is checked for every weight (`in_place`); where it is otherwise nothing is lost but that.
+oneDNN reorders the weights of a projection into this layout on x86 (`PackedLinear`). So large weights are in memory
+once: oneDNN multiplies many tokens by them, these kernels few. oneDNN does not guarantee the layout, so `in_place`
+checks it for every weight; with another layout `panel_linear` returns None, and the step kernel needs a packed copy.
 
-Products of rows with one panel of a weight, as vector instructions.
+`multiply_panel` sums a tile of rows in registers: each word of the panel that is loaded serves all of its rows. Inputs
+are taken in blocks, so that the tiles of many rows find their part of the panel in the first caches. Every output is
+summed over the inputs in order, whatever the tiles and blocks. bfloat16 goes by pairs of inputs
+(`kernels.cpu.vectors`).
 
-A tile of rows is summed in registers: each word of the panel that is loaded serves all of its rows. Inputs are taken in
-blocks, so that the tiles of many rows find their part of the panel in the first caches.
+`multiply_int8_panel` reads int8 weights (`pack_int8`), a quarter of the bytes of float32. A block of the panel becomes
+float32, or pairs of bfloat16, in the first cache, which is exact, and is multiplied there.
 
-Every output is summed over the inputs in their order, whatever tile its row falls into and wherever blocks begin. So a
-row's result is the same to the bit alone and in any batch.
-
-bfloat16 goes by pairs of inputs (`kernels.cpu.vectors`).
-
-Products of rows with one panel of an int8 weight (`panels.pack_int8`): a quarter of the bytes of float32.
-
-A block of the panel becomes float32, or pairs of bfloat16, in the first cache, which is exact, and is multiplied there
-like any other (`tiles`). A few tokens are bound by how fast a weight comes from memory, so widening costs them nothing;
-many share it. Sums are taken in the order of the inputs, so a row's result is the same to the bit in any batch.
-
-One projection of few tokens, by the panels that oneDNN multiplies many by.
-
-At a few tokens a projection is bound by how fast its weight comes from memory, for oneDNN as well. But oneDNN's results
-may depend on how many tokens there are; here a token's are the same to the bit in any batch, and in the step kernel.
+`PanelLinear` is a projection of few tokens by these panels. With few tokens a projection is bound by the memory
+bandwidth of its weight, in oneDNN as well. But oneDNN's results may depend on the number of tokens; these do not, here
+and in the step kernel.
 """
 
 import ctypes
@@ -141,7 +132,7 @@ def steps_of(dtype: torch.dtype) -> int:
 
 
 def _read(panels: Panels, index: int) -> Array:
-    """Words [rows, OUTPUTS] of a panel, those behind the last input included."""
+    """Words [rows, OUTPUTS] of a panel, those after the last input included."""
     memory: Any = (ctypes.c_char * panels.bytes_each).from_address(panels.address + index * panels.bytes_each)
     return np.frombuffer(memory, np.uint32).reshape(-1, OUTPUTS)
 
@@ -229,7 +220,7 @@ _FULL = 6 if _WIDE else 4
 """Rows of the largest tile."""
 
 _SHAPES = ((6, 4), (4, 4), (2, 4), (1, 4)) if _WIDE else ((4, 2), (4, 2), (2, 4), (1, 8))
-"""Rows and vectors of the tiles: as many sums as hide the latency of adding, and fit the registers beside weights."""
+"""Rows and vectors of the tiles: as many sums as hide the latency of adding, and fit the registers next to weights."""
 
 
 @cache

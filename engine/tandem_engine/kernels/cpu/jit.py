@@ -1,7 +1,7 @@
-"""Functions compiled by numba, their code kept on disk where that is possible.
+"""Functions compiled by numba, their code kept on disk where possible.
 
-An engine on a GPU needs few of them, and none of those often: where numba is not installed they are interpreted, and
-give the same results. The kernels of an engine on a CPU are nothing without it (`model.attention.cpu`).
+An engine on a GPU needs few of them, and rarely: without numba they are interpreted, with the same results. The kernels
+of an engine on a CPU require numba (`model.attention.cpu`).
 """
 
 import hashlib
@@ -26,7 +26,7 @@ COMPILES = numba is not None
 def compiled(function: Callable[..., Any], *, nogil: bool = True, **options: Any) -> Any:
     """`numba.njit` with the code kept on disk, or in memory alone where no cache folder can be written.
 
-    `nogil`: let the interpreter lock go meanwhile. To get it back can take as long as another thread's turn.
+    `nogil`: release the interpreter lock during the call. To acquire it again may take as long as another thread runs.
     numba knows the file of `function` alone: constants and functions that become part of the code stand there too.
     """
     if numba is None:

@@ -1,13 +1,12 @@
 """Numbers of a model's dtype in compiled code, which computes in float32 and rounds where torch would.
 
-numpy has no bfloat16: it goes as its bits, uint16. What a function does depends on the dtype of the array that it is
-given, so a kernel for float32 holds no trace of rounding.
+numpy lacks some dtypes; compiled loops take their bits as integers:
 
-Numbers that numpy does not know, as the integers that compiled loops take their bits from.
+    bfloat16       uint16   the upper half of a float32
+    float8 e4m3    uint8    each code stands for a float32, by a table of 256
+    float8 e5m2    int8     the same; signed only to be distinguishable
 
-bfloat16       uint16   the upper half of a float32
-float8 e4m3    uint8    each code stands for a float32, by a table of 256
-float8 e5m2    int8     the same; signed only to be told apart
+The behavior of a function depends on the dtype of its array argument, so a kernel for float32 contains no rounding.
 """
 
 from typing import Any
@@ -100,7 +99,7 @@ def _to_bfloat16(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
     return types.uint16(types.float32), generate
 
 
-# numba wants the very same signature, annotations included, of the stub, the chooser and the choices.
+# numba requires the same signature, annotations included, of the stub, the chooser and the choices.
 def _same(number: Any) -> Any:
     return number
 

@@ -1,29 +1,21 @@
-"""The kernel for single queries: softmax(q·Kᵀ)·V over pages where they lie, each query with a length of its own.
+"""The attention kernel for single queries: softmax(q·Kᵀ)·V over pages in place, each query with its own length.
 
-Nothing is gathered first. Under a sliding window a query has a first token too, and what lies before it is not read.
+Nothing is gathered first. Under a sliding window a query also has a first token, and what is before it is not read.
 
-How a query is computed
-    1. its tokens are cut into chunks of `CHUNK`; a (query, chunk) pair is a task. Tasks that read the same pages are a
-       group (`attention_work`), and groups are computed in any order
-    2. a group walks its pages tile by tile with an online softmax in float32 (`paged_attention`). A K or V row is
-    loaded
-       once for the query heads of its group (`attention_rows`)
+    1. a query's tokens are cut into chunks of `CHUNK`; a (query, chunk) pair is a task. Tasks that read the same pages
+       are a group (`attention_work`), and groups are computed in any order
+    2. a group reads its pages tile by tile with an online softmax in float32: K of some heads times the queries,
+       softmax so far, V on top of the outputs. A row is loaded once for the query heads of its group
+       (`attention_rows`). Once the pages of its members differ, each member continues alone
     3. the chunks of a query are merged in order, weighted by their maxima
 
-The cut depends on the query's own length and window alone, and a task's result on nothing but the task. So a query's
-result is the same to the bit with any number of threads and in any company.
+The cut depends only on the query's own length and window, and a task's result only on the task. So a query's result is
+the same to the bit with any number of threads and in any batch.
 
-Queries over the pages of one chunk: what kernels that read pages in place are made of.
-
-    tile    K of some heads times the queries, softmax so far, V on top of the outputs
-    group   tile after tile for all of its members, while they read the same pages; then each of them alone
-
-While rows are computed with, those that come next are fetched: the processor itself reads ahead within 4 KiB only, and
-sixteen tokens of a head of 64 numbers are as long as that.
-
-Pages that several members read come from memory once: for each K/V head of a tile all members take their turn, first at
-K, then at V. Alone, all heads of a tile are visited together, for one long run of bytes comes from memory faster than
-the same bytes in pieces.
+Memory: while rows are being computed, the next ones are prefetched, because the processor itself reads ahead only
+within 4 KiB, which is sixteen tokens of a head of 64 numbers. Pages that several members read come from memory once:
+for each K/V head of a tile all members are computed in turn, first on K, then on V. A single member takes all heads of
+a tile together, because one long run of bytes loads faster than the same bytes in pieces.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""How kernels of a CPU, and the pieces that they are made of, are compiled and kept.
+"""How kernels of a CPU, and the pieces that they are made of, are compiled and cached.
 
-numba finds code again by the constants that a function closes over. Among them may be functions that are compiled with
-it, and of those it takes an identity that is another in each process: such a kernel would be compiled at every start,
-for ten seconds, and its code kept each time. Here they do not count. What tells their code apart has to be among the
-constants: `revision_of` their sources, and the numbers that they were made for.
+numba finds cached code by the constants that a function closes over. For functions among them that are compiled with
+it, numba uses an identity that differs in each process: such a kernel would be compiled at every start, for ten
+seconds, and cached each time. Here functions are left out of the key. The constants that remain must identify the code:
+`revision_of` the sources, and the numbers that it was made for.
 """
 
 import hashlib

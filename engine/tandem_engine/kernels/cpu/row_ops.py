@@ -1,18 +1,14 @@
-"""What lies between the projections of a step of many tokens: compiled calls over rows, shared by all threads.
+"""What is between the projections of a step of many tokens: compiled calls over rows, shared by all threads.
 
-torch takes three to six passes over memory for each of these, most of them by one thread.
+torch takes three to six passes over memory for each of these, most of them on one thread.
 
-What a head of q, k or v goes through between its projection and attention, as vector instructions.
+    per token   norm of a row, adding to the residual stream, silu(gate) · up
+    q, k        (norm) ─▶ rotation ─▶ float32, or a number of the model's dtype
+    v                              ─▶ a number of the model's dtype
 
-    q, k    (norm) ─▶ rotation ─▶ float32, or a number of the model's dtype
-    v                          ─▶ a number of the model's dtype
-
-numba's loops over these few numbers stay scalar, or nearly so. Halves of a head are one vector each, which LLVM cuts
-into registers. The same arithmetic as `model.layers`, rounded to the model's dtype where those round.
-
-What a layer does to each token alone, beside its projections: pieces of kernels.
-
-The same arithmetic as `model.layers`, rounded to the model's dtype where those round.
+The heads are written as vector instructions, because numba's loops over so few numbers stay scalar. Halves of a head
+are one vector each, which LLVM cuts into registers. The arithmetic is that of `model.layers`, rounded to the model's
+dtype at the same places.
 """
 
 from collections.abc import Callable
@@ -197,7 +193,7 @@ PlaceHeads = Callable[[Array, Array, Array, float, int, int, Array, Array], None
 
     heads           [H + 2 KV, D] float32, of numbers of the model's dtype
     angles          [2, D] of the model's dtype, of the token's position
-    head_norm       [L, H + KV, D] float32, or [0, …] when heads are not normalised; eps of that norm
+    head_norm       [L, H + KV, D] float32, or [0, …] when heads are not normalized; eps of that norm
     layer, place    slot of the pages
     query           [H, D] float32
     pages           [page, L, 2, KV, slot, D] of the model's dtype

@@ -1,11 +1,11 @@
-"""The softmax of attention as vector instructions: scores of many queries side by side become weights.
+"""The softmax of attention as vector instructions: adjacent scores of many queries become weights.
 
-Scores lie [keys, PANEL]: a row for each key, a lane for each query. Lanes never meet, so a query's weights are the same
-to the bit whichever queries stand beside it. Keys come in blocks; `weigh` carries each lane's maximum and the sum of
-its weights from block to block, as in "Online normalizer calculation for softmax" (Milakov and Gimelshein, 2018).
+Scores are [keys, PANEL]: a row for each key, a lane for each query. Lanes are independent, so a query's weights are the
+same to the bit next to any other queries. Keys come in blocks; `weigh` carries each lane's maximum and the sum of its
+weights from block to block, as in "Online normalizer calculation for softmax" (Milakov and Gimelshein, 2018).
 
-Scores count in powers of two: the caller's scale has the factor log2 e. It is applied to what is left of a score when
-the maximum is taken off, or by the caller to the queries; then it is 1 here.
+Scores count in powers of two: the caller's scale includes the factor log2 e. It is applied to the difference of a score
+and the maximum, or by the caller to the queries; then it is 1 here.
 """
 
 import math

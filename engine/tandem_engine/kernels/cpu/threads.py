@@ -1,21 +1,21 @@
-"""Threads that compute one piece of compiled work together.
+"""Threads that compute one piece of compiled work together, and the tasks that they share.
 
 Work is a compiled function of one address, `void work(void *)`, that takes tasks from a shared counter until none is
-left. Whoever comes late finds nothing to do, so it does not matter how many threads come, or when.
+left. A thread that arrives late finds no task, so neither the number of threads nor their timing matters.
 
-On Linux they are the threads of torch's own OpenMP runtime. They are awake, for they have just computed the operation
-before; any other pool would have to wake up beside them while they still spin on its cores. Where that runtime is not
-to be found the threads are Python's, which wake in some 50 µs.
+On Linux they are the threads of torch's OpenMP runtime (`OpenMpTeam`). These are awake, because they have just computed
+the operation before; another pool would have to wake up while they still spin on its cores. Where that runtime is not
+found the threads are Python's (`PythonTeam`), which wake in about 50 µs.
 
-Tasks that the threads of a team share, for compiled code.
+For compiled code, a *phase* is a number of tasks that any thread may take, from a counter that begins at 0. One phase
+follows another:
 
-A *phase* is a number of tasks that any thread may take, from a counter that begins at 0. One phase follows another:
+    while a task is left: take it, compute it, report it finished
+    wait until all tasks of the phase are finished, on any thread
 
-    while a task is left: take it, compute it, say that it is finished
-    wait until all tasks of the phase are finished, whoever has them
-
-Nothing counts threads. So any number of them computes the same, and one that comes late, or never, holds up nobody: it
-finds the tasks taken. One that has a task and is not let run does hold up the others; they give up their turn then.
+Threads are not counted, so any number of them gives the same result, and a thread that arrives late or never does not
+delay the others: its tasks are taken by them. A thread that has a task and is not scheduled does delay them; they yield
+their cores then.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ class Team(Protocol):
     def run(self, work: int, data: int, threads: int) -> None:
         """Have up to `threads` threads, the caller's among them, call the function at `work` with the address `data`.
 
-        Returns when all of them have. The interpreter lock is free meanwhile.
+        Returns when all of them have. The interpreter lock is free during the call.
         """
         ...
 
@@ -63,7 +63,7 @@ class OpenMpTeam:
 
 
 class PythonTeam:
-    """Threads of an executor beside the calling one."""
+    """Threads of an executor next to the calling one."""
 
     def __init__(self) -> None:
         self._others = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="attention")
@@ -84,7 +84,7 @@ def team() -> Team:
 
 
 def _openmp() -> ctypes.CDLL | None:
-    """The libgomp that torch has loaded, if it has; another copy of it would have threads of its own."""
+    """The libgomp that torch has loaded, if it has; another copy of it would have separate threads."""
     if not hasattr(os, "RTLD_NOLOAD"):
         return None
     try:
@@ -102,7 +102,7 @@ PHASE_BYTES = 128
 _FINISHED = 64
 
 _SPINS = 2000
-"""Looks at the other threads' progress, some 30 µs, before a waiting thread lets another one have its core."""
+"""Polls of the other threads' progress, some 30 µs, before a waiting thread yields its core."""
 
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _HAS_PAUSE = platform.machine() in ("x86_64", "AMD64")
@@ -131,7 +131,7 @@ def take(typing_context: Any, counter: Any) -> Any:  # noqa: ARG001
 
 @inlined
 def finish(phase: int) -> None:
-    """One more task of the phase at an address is finished; what it wrote is there for whoever waits."""
+    """One more task of the phase at an address is finished; what it wrote is visible to waiting threads."""
     _finish(phase + _FINISHED)
 
 
@@ -178,7 +178,7 @@ def _look(typing_context: Any, counter: Any) -> Any:  # noqa: ARG001
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _pause(typing_context: Any) -> Any:  # noqa: ARG001
-    """Tell the CPU that this is a loop of waiting, where it has a word for that."""
+    """Mark a waiting loop for the CPU, where it has an instruction for that."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         if _HAS_PAUSE:

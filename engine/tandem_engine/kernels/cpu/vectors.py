@@ -1,14 +1,14 @@
 """Vector instructions for compiled code.
 
-numba has no vector types, and what its loops become depends on the compiler's guesses. What has to be fast is therefore
-written as LLVM instructions, the same that the intrinsics of a C compiler would give.
+numba has no vector types, and the code of its loops depends on the compiler's heuristics. Code that has to be fast is
+therefore written as LLVM instructions, the same that the intrinsics of a C compiler would give.
 
-Numbers come in *panels*: `PANEL` of them side by side for each step of some sum, as many as two registers hold. One
-panel is one column of work for `product`; its lanes never meet.
+Numbers come in *panels*: `PANEL` adjacent numbers for each step of some sum, as many as two registers hold. One panel
+is one column of work for `product`; its lanes are independent.
 
 bfloat16 goes by *pairs*: two numbers that follow each other in the order of summing share a word of 32 bits, the first
 one in its lower half. Some CPUs multiply pairs and add both products in float32 by one instruction; elsewhere each half
-is widened and goes its own way.
+is widened and multiplied separately.
 """
 
 from collections.abc import Callable
@@ -106,7 +106,7 @@ class Vectors:
     def add_products_of_pairs(self, some: Any, others: Any, before: Any) -> Any:
         """before + both products of the pairs in each lane, by the instruction for them."""
         kind = ir.FunctionType(self.vector, [self.vector, self.integers, self.integers])
-        # By its name: the type that LLVM wants for bfloat16 changed from release to release.
+        # By its name: the type that LLVM requires for bfloat16 changed from release to release.
         multiply = ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", side_effect=False)
         return self.builder.call(multiply, [before, some, others])
 

@@ -1,4 +1,4 @@
-"""Numbers as a tensor of the model's dtype would hold them, without the tensor.
+"""Rounding as a tensor of the model's dtype would have it, without the tensor; and facts about devices.
 
 transformers computes a block operation by operation, each of which rounds its result to the model's dtype. A kernel
 that fuses operations keeps float32 in registers and rounds at the same places, so that it gives the same tokens.

@@ -9,7 +9,7 @@ keeps a whole device busy. Two kernels:
     combine   one program for each (row, query, head): Σ acc · 2^(m − M) / Σ total · 2^(m − M) over its splits, where
               M is the highest m. A row without tokens gets zeros.
 
-    q, out           [T, KV_HEADS · GROUP, HEAD_DIM], queries of a row behind each other, heads dense
+    q, out           [T, KV_HEADS · GROUP, HEAD_DIM], queries of a row adjacent, heads dense
     keys, values     [pages, KV_HEADS, PAGE_SIZE, HEAD_DIM] of one layer, dense but for the first dimension
     partial          [items, KV_HEADS, ROWS, HEAD_DIM] float32, with partial_stats [items, KV_HEADS, ROWS, 2] (m, total)
                      where ROWS = MAX_QUERIES · GROUP

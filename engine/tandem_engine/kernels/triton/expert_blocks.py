@@ -1,4 +1,4 @@
-"""Who computes what in a sparse block: the pairs of tokens and experts in blocks of one expert each, and their sum.
+"""Work of a sparse block: the pairs of tokens and experts in blocks of one expert each, and their sum.
 
     pairs      p = t · k + rank, one for each of a token's k experts
     align      pairs are sorted by expert, in order, each expert's padded to whole blocks of `rows`:
@@ -24,14 +24,14 @@ from torch import Tensor
 from tandem_engine.kernels.triton.common import rounded
 
 BLOCK_PAIRS = 1024
-"""Pairs that a program of the alignment looks at together."""
+"""Pairs that a program of the alignment reads together."""
 
 COMBINE = 1024
 """Numbers of a program of `combine_kernel`."""
 
 
 class Alignment(NamedTuple):
-    """Who computes what."""
+    """Which blocks compute which pairs."""
 
     pairs: Tensor
     """int32 [blocks · rows]"""

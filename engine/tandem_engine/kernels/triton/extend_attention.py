@@ -1,4 +1,4 @@
-"""Attention of prompts and their chunks over pages: a ragged batch behind cached prefixes. Bound by arithmetic.
+"""Attention of prompts and their chunks over pages: a ragged batch after cached prefixes. Bound by arithmetic.
 
 FlashAttention-2 with the query heads of a K/V head packed into the tile: one program for each (tile, K/V head), where
 row m is query m // GROUP, head m % GROUP, counted over all of its sequence's queries. Query t stands at position
@@ -11,7 +11,7 @@ prefix_len + t and sees up to itself, the newest `window` tokens. A tile's block
 so that masks and bounds cost nothing where they decide nothing. Blocks out of sight are not visited. Loads of K and V
 are pipelined (`num_stages`). A sequence's last tiles, which see most, come first.
 
-    q, out           [T, KV_HEADS · GROUP, HEAD_DIM], queries of a row behind each other, heads dense
+    q, out           [T, KV_HEADS · GROUP, HEAD_DIM], queries of a row adjacent, heads dense
     keys, values     [pages, KV_HEADS, PAGE_SIZE, HEAD_DIM] of one layer, dense but for the first dimension
 
 Rows with few queries are left to `decode_attention`.

@@ -1,4 +1,4 @@
-"""Experts of a sparse feed-forward block, all at once, without the host knowing who chose whom.
+"""Experts of a sparse feed-forward block, all at once; the host does not know which tokens selected which experts.
 
     align      pairs p = t · k + rank of tokens and experts in blocks of one expert each (`expert_blocks`)
     gate, up   inner[p] = round(activation(round(x[t] Gᵀ))) · round(x[t] Uᵀ), the halves G and U of the expert's weight
@@ -144,7 +144,7 @@ def fused_experts(
 ) -> Tensor:
     """What the chosen experts make of x, weighted and added: [T, H], dense. All arguments are dense.
 
-    `order`: int32 [E, H], where `gate_up` has the inputs of each expert in an order of its own.
+    `order`: int32 [E, H], where `gate_up` has the inputs of each expert in a separate order.
     """
     assert activation in ACTIVATIONS, f"activation {activation!r} is none of {ACTIVATIONS}"
     tokens, size = x.shape

@@ -1,39 +1,29 @@
-"""Root-mean-square normalisation, on its own or right after something is added to the residual stream.
+"""Kernels around a feed-forward block: RMS norm, optionally after a residual addition; activation(gate) · up.
 
-    alone       out    = x / sqrt(mean(x²) + eps) · w
+    norm        out    = x / sqrt(mean(x²) + eps) · w
     added       hidden = hidden + delta                    in place, rounded to the dtype of `hidden`
                 out    = hidden / sqrt(mean(hidden²) + eps) · w
-
-Shapes: x [T, D] with w [D], or heads x [T, H, D] with w [H, D]; the tokens of x may lie further apart than H · D, as
-the heads of q and k do in the output of their projection. Any float dtype; sums, means and divisions are float32.
-Adding moves 4 numbers for each of the stream, three operations of torch 7.
-
-Rounding, as `model.layers.norm` has it, so that bfloat16 rounds alike:
-    weight in x's dtype      x / rms is rounded, then multiplied by w and rounded again
-    weight in float32        (Gemma's 1 + w) x / rms · w is rounded once
-
-The sum of squares is taken in another order than torch's, so x / rms may differ by a few units of float32's last place;
-in bfloat16 that is at most one unit of its last place before w is applied.
-
-Tiling: a program has ROWS rows of D numbers as one tile, and a row lies in one program whole. ROWS follows from D
-alone, so the order of a row's sum does not depend on how many rows there are.
-
-Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; the fused residual as in Apex and vLLM.
-
-The middle of a gated feed-forward block: activation(gate) · up.
-
-    silu         x / (1 + e^−x)                                         SwiGLU
+    silu        x / (1 + e^−x)                                                           SwiGLU
     gelu_tanh    ½ x (1 + tanh y) = x / (1 + e^−2y),  y = √(2/π) (x + 0.044715 x³)       GeGLU
 
-Shapes: gate_up [T, 2 · I] with the gate first, to [T, I] of the same dtype. Computed in float32; the activated gate
-is rounded to the dtype before it is multiplied, as in `model.layers.mlp`. In bfloat16 the result is at most 2
-units of its last place from torch's, of 2^-6 where it is smaller; in float32 at most 3e-5 of its size from float64's,
-far below zero, where the error of y counts in e^−2y.
+Shapes: x [T, D] with w [D], or heads x [T, H, D] with w [H, D], whose tokens may be further apart than H · D, as the
+heads of q and k are in the output of their projection; gate_up [T, 2 · I], gate first, to [T, I] of the same dtype. Any
+float dtype; computed in float32.
 
-Tiling: program (t, i) has BLOCK numbers of token t. 3 numbers move for each of the result, torch's two operations
-move 5.
+Rounding is that of `model.layers`: with w in x's dtype x / rms is rounded, multiplied by w and rounded again; with w in
+float32 (Gemma's 1 + w) x / rms · w is rounded once; the activated gate is rounded before the product. The sum of
+squares has another order than torch's, so x / rms may differ by a few units of float32's last place, in bfloat16 by at
+most one unit of its last place before w is applied. Activations in bfloat16 are at most 2 units of the last place from
+torch's, of 2^-6 where the result is smaller; in float32 at most 3e-5 of the size from float64's, far below zero, where
+the error of y counts in e^−2y.
 
-Source: Shazeer, GLU Variants Improve Transformer, 2020; Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.
+Tiling: a program of the norm has ROWS whole rows of D numbers as one tile. ROWS follows from D alone, so the order of a
+row's sum does not depend on the number of rows. Program (t, i) of the activation has BLOCK numbers of token t. The
+residual addition moves 4 numbers per number of the stream, where three operations of torch move 7; the activation 3
+per result, where two operations move 5.
+
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; the fused residual as in Apex and vLLM; Shazeer,
+GLU Variants Improve Transformer, 2020; Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.
 """
 
 import torch
@@ -91,7 +81,7 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """Normalise the last dimension of x to a dense tensor of its shape and dtype.
+    """Normalize the last dimension of x to a dense tensor of its shape and dtype.
 
     Args:
         x: [T, D] or [T, H, D], dense but for the first dimension.
@@ -103,7 +93,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """Add `delta` to `hidden` in place and normalise the sum. All [T, D] and dense, `weight` [D]."""
+    """Add `delta` to `hidden` in place and normalize the sum. All [T, D] and dense, `weight` [D]."""
     assert delta.is_contiguous(), f"delta of strides {delta.stride()}"
     out = torch.empty_like(hidden)
     _launch(hidden, delta, weight, out, eps)

@@ -1,31 +1,24 @@
-"""Whole pages of a pool to other pages of it: copy-on-write.
+"""Whole pages in one launch: within a pool (copy-on-write), and between a pool and pinned host memory.
 
-    pool[targets[i]] = pool[sources[i]]
+    copy_pages     pool[targets[i]] = pool[sources[i]]
+    gather_pages   target[targets[i]] = source[sources[i]]     one of both is pinned host memory
 
-A page is one run of bytes, all layers of it, so nothing but an index per page is needed. Targets are distinct and none
-is a source. A negative index on either side copies nothing. Pages that go to the host or come from there are moved by
-copy engines, or by `page_gather` (`executor.cuda.streams`).
+A page is one run of bytes with all layers, so one index per page is enough. Targets are distinct, and in `copy_pages`
+none is a source; there a negative index on either side copies nothing.
 
-Shapes: pool uint8 [N, page_bytes], dense; indices [C] int64 on the device. Bytes move as words of 8.
+`gather_pages` is for small pages that are not adjacent. A device reads and writes pinned memory over the bus like its
+own (unified addressing; the driver has registered it as mapped). A command to a copy engine takes some microseconds, of
+the host's time too, and a page of 16 KiB crosses the bus in a third of one. Larger runs are moved by copy engines,
+which take no multiprocessor (`executor.cuda.streams`).
 
-Tiling: program (i, j) copies BLOCK words of page i, 32 KiB; each byte is read and written once.
+Shapes: pool uint8 [N, page_bytes]; source uint8 [N, page_bytes], target uint8 [M, page_bytes]; pages dense; indices [C]
+int64 on the device. Bytes move as words of 8, in `gather_pages` where both sides allow it.
 
-Pages of a pool to pages of the host, and back, in one launch: where pages are small and lie apart.
+Tiling: program (i, j) of `copy_pages` copies BLOCK words of page i, 32 KiB; each byte is read and written once.
+`gather_pages` has few programs, PROGRAMS, because steps run at the same time. Program p moves the p-th block of BLOCK
+words of all pages and every PROGRAMS-th after it, so 128 KiB are on the bus at a time, more than it holds.
 
-    target[targets[i]] = source[sources[i]]
-
-One of both is pinned host memory, which a device reads and writes over the bus like memory of its own (unified
-addressing; the driver has registered it as mapped). A command to a copy engine takes some microseconds whatever it
-moves, of the host's time too, and a page of 16 KiB crosses the bus in a third of one. Larger runs are moved by copy
-engines, which take no multiprocessor (`executor.cuda.streams`).
-
-Shapes: source uint8 [N, page_bytes], target uint8 [M, page_bytes], pages dense; indices [C] int64 on the device,
-targets distinct. Bytes move as words of 8 where both sides allow it.
-
-Tiling: PROGRAMS programs, few, as steps are computed beside them. Program p moves the p-th block of BLOCK words of all
-pages and every PROGRAMS-th after it, so as many blocks are on the bus at a time: 128 KiB, more than it holds.
-
-Source: as the kernels of SGLang's hierarchical cache, `transfer_kv`.
+Source: `gather_pages` as the kernels of SGLang's hierarchical cache, `transfer_kv`.
 """
 
 import torch

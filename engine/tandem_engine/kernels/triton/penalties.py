@@ -12,9 +12,9 @@ have the bits of `sampling.logits_processor`.
 
 Shapes: logits [S, V] float32 to an edited copy, rows dense. `slots`, `masks` and `allows` [S] int64 say which row of
 `counts` [C, V] int32 and `in_prompt` [C, V] bool, of `bits` [G, words] int32 and of `allowed` [A, V] bool belongs to
-each row, −1 for none: rows that nobody edits are copied. Bit t % 32 of word t // 32 is token t's.
+each row, −1 for none: rows without edits are copied. Bit t % 32 of word t // 32 is token t's.
 
-Tiling: program (s, i) has BLOCK logits of row s. A penalised row reads 9 bytes for each logit and writes 4; the CPU's
+Tiling: program (s, i) has BLOCK logits of row s. A penalized row reads 9 bytes for each logit and writes 4; the CPU's
 lists of seen tokens would save most of that and need a host that knows how long they are.
 
 Source: Keskar et al., CTRL, 2019 (repetition); OpenAI's API reference (frequency, presence).
@@ -46,7 +46,7 @@ class RowPenalties:
     in_prompt: Tensor
     """[C, V] bool"""
     ahead: Tensor | None = None
-    """[S, K] int64 tokens before each row beside those counted, −1 for none."""
+    """[S, K] int64 tokens before each row in addition to those counted, −1 for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,35 +1,28 @@
-"""x Wᵀ + b for a W of four or eight bits, which is read as it is stored and never written down in a larger type.
+"""x Wᵀ + b for a W of four or eight bits, which is read as stored and never written in a larger type.
 
     out[t, n] = round( b[n] + Σ over splits, in order, of
                               Σ over groups g of the split of  scale[g, n] · Σ over k of g  q[n, k] · x[t, k] )
 
 Shapes: x [T, K] and out [T, N], float32, bfloat16 or float16; W as `packed_weight` has it; b [N] or None.
 
-q, which is code − zero or an e4m3 number, is exact in each of these types: integers up to 255 in size have eight bits,
-e4m3 has four. So the products are of exact weights, and sums are float32 (float32 x: IEEE arithmetic, no tensor cores).
-Scales are applied to sums, which is less work than to weights and rounds nothing in between.
+Exactness: q, code − zero or an e4m3 number, is exact in each of these types, since integers up to 255 in size have
+eight bits and e4m3 has four. So the products are of exact weights; sums are float32 (float32 x: IEEE arithmetic, no
+tensor cores). Scales apply to sums, which is less work than to weights and rounds nothing in between. No instruction
+converts integers: a code in the mantissa of 2^23 is the float32 number 2^23 + code, and one subtraction leaves code −
+zero. e4m3 becomes a float16 with its exponent moved.
 
-Tiling: a program has OUTPUTS outputs and TOKENS tokens and walks over the inputs, `step` of them at a time. W is the
-left operand, for that is the one that tensor cores take from registers: codes go from memory to registers, become
-numbers there, and are multiplied. x is small and comes from the caches.
+Tiling: a program has OUTPUTS outputs and TOKENS tokens and walks over the inputs, `step` at a time. W is the left
+operand, the one that tensor cores take from registers; x is small and comes from the caches. Few tokens (a decode) are
+bound by memory, which takes more programs than there are tiles of outputs. So the inputs are split: each split's sums
+are written in float32, and a second kernel adds them in order. Many tokens are bound by tensor cores: one program goes
+over all splits, and adds them in the same order. No atomics.
 
-Few tokens (a decode) are bound by how fast W comes from memory, which takes more programs than there are tiles of
-outputs, so the inputs are split; each split's sums are written in float32, and a second kernel adds them in order. Many
-tokens are bound by tensor cores: one program goes over all splits, and adds them in the same order. No atomics.
+The number and borders of splits follow from N and K alone, and the order of every sum is the same for few tokens and
+many: a token's result does not depend on its batch. Tiles of 16 and 64 tokens use instructions of different width; that
+these sum in the same order is tested on devices (tests/gpu).
 
-The number of splits and their borders follow from N and K alone, and the order of every sum is that of few tokens and
-of many: a token's result does not depend on its company. (Tiles of 16 and of 64 tokens are multiplied by instructions
-of different width. That these sum alike is for a device to say: tests/gpu.)
-
-Source: scaling sums by group as DeepSeek-V3's GEMM (arXiv 2412.19437, 3.3.2).
-
-Codes of a `PackedWeight` as numbers, in registers.
-
-No instruction converts integers: a code in the mantissa of 2^23 is the float32 number 2^23 + code, and one subtraction
-leaves code − zero. e4m3 needs no type of the device: it is a float16 with its exponent moved. All of it is exact.
-
-Source: numbers in the mantissa of a power of two, as FasterTransformer (arXiv 2211.10017, 3) and Marlin (arXiv
-2408.11743) have them.
+Source: scaling sums by group as DeepSeek-V3's GEMM (arXiv 2412.19437, 3.3.2); numbers in the mantissa of a power of two
+as FasterTransformer (arXiv 2211.10017, 3) and Marlin (arXiv 2408.11743).
 """
 
 from typing import Any, NamedTuple

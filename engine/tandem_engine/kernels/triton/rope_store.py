@@ -1,6 +1,6 @@
 """Rotary embedding of q and k, and the way of k and v to their pages, in one pass over a step's tokens.
 
-    q, k   (are normalised head by head: x / sqrt(mean(x²) + eps) · w, see `rms_norm`)
+    q, k   (are normalized head by head: x / sqrt(mean(x²) + eps) · w, see `rms_norm`)
            x[:R/2]     is  x[:R/2] · cos − x[R/2:R] · sin
            x[R/2:R]    is  x[R/2:R] · cos + x[:R/2] · sin                  the rest of a head stays as it is
     q      ─▶ a dense tensor

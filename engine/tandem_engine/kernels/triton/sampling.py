@@ -1,45 +1,32 @@
-"""From edited logits to tokens, without a sort and without the host: what `sampling.sampler` draws, row by row.
+"""From edited logits to tokens, without a sort and without the host: the tokens of `sampling.sampler`, row by row.
 
     greedy     the largest logit, the lowest id among equals
     sampled    s = (logit − largest) / temperature
                the largest s + gumbel(seed, position, token) among the tokens that stay, the lowest id among equals
 
-What stays is all above one bound, the largest of three: the k-th largest s; log(min_p); and the last s of the
-shortest run, from the largest down, whose probability reaches p. So
-    - the k-th largest is found by digits: 4 histograms of 256 bins of the magnitudes of s, none of which is positive
-    - top-p needs no bound: the winner over a set that includes all that stays is the winner, if it stays itself; if
-      not, neither does anything below it. So winners are drawn until one stays: c does when the mass above c, Σ e^s
-      over s > c, is less than p times the mass of top-k. That the first one does not is less likely than 1 − p, and
-      each next one looks only above.
+The tokens that stay are above the largest of three bounds: the k-th largest s; log(min_p); the last s of the shortest
+run, from the largest down, whose probability reaches p.
+    - The k-th largest is found by digits: 4 histograms of 256 bins of the magnitudes of s, none of which is positive.
+    - top-p draws winners until one stays, without its bound: c stays when the mass above c, Σ e^s over s > c, is less
+      than p times the mass of top-k. The first one fails with a probability below 1 − p; the next are drawn above it.
 
-Three launches: peaks of parts of each row; winners of the parts and their mass; one program a row that settles, and
-that reads the row again only where a filter asks for it. Nothing looks across rows, parts are as long as the
-vocabulary alone says, and masses are summed in one order, so a row's token does not depend on its company. What parts
-leave for each other lies in shared tensors, whose addresses follow from the number of rows: no kernel is compiled for
-how even they are.
+Three launches: peaks of parts of each row; winners of the parts and their mass; one program per row that settles, and
+reads the row again only for filters. Nothing crosses rows, parts follow from the vocabulary's size, and masses are
+summed in one order, so a row's token does not depend on its batch. Parts exchange values in shared tensors at addresses
+that follow from the number of rows: no kernel is compiled for their alignment.
 
-Exactness: s and the noise's bits are the CPU's. The noise itself is within 2e-6 of it (`noise`), and e^s and its
-sums, float32 in a block and float64 across, are within 1e-6 of theirs; so the token is the CPU's unless two
-candidates, or a mass and its bound, are nearer than that. NaN or +infinity for the best logit give −1.
-
-Shapes: logits [S, V] float32, rows dense; temperature, top_p, min_p float32 [S], top_k, seed, position int64 [S].
-
-Source: Gumbel, 1954, for the rule; drawing again above a winner that fails as in FlashInfer's sorting-free sampling,
-2025.
-
-Gumbel noise without a generator, in registers: what `sampling.sampler` computes, for a token and a row's key.
-
-    key    = splitmix64's finaliser over seed · a + position · b              once a row
-    bits   = murmur3's finaliser over (hash of token id, key)                 31 bits, equal to the CPU's
+Noise, without a generator:
+    key    = splitmix64's finalizer over seed · a + position · b              once a row
+    bits   = murmur3's finalizer over (hash of token id, key)                 31 bits, equal to the CPU's
     gumbel = −log(−log(1 − u)),  u = (bits + ½) / 2³¹
 
-The bits are equal to the CPU's. Logarithms are not alike on any two libraries, so here they are made of IEEE
-additions and multiplications alone, with nothing contracted (launch with `enable_fp_fusion=False`): every device and
-the interpreter get the same noise to the bit. It is within 2e-6 of the CPU's, whose logarithms are torch's; a choice
-differs where two tokens are nearer to each other than that.
+Exactness: s and bits equal the CPU's. Libraries differ in logarithms, so these use IEEE additions and multiplications
+alone, not contracted (`enable_fp_fusion=False`), equal on every device and within 2e-6 of the CPU's; e^s and its sums
+are within 1e-6. The token is the CPU's unless two candidates are nearer than that. NaN or +infinity as best logit: −1.
 
-Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators, 2014; Appleby, MurmurHash3; Moshier, Cephes
-(the polynomial of `natural_log`).
+Shapes: logits [S, V] float32, rows dense; temperature, top_p, min_p float32 [S], top_k, seed, position int64 [S].
+Source: Gumbel, 1954 (the rule); FlashInfer's sorting-free sampling, 2025 (drawing again); Steele, Lea, Flood, Fast
+splittable pseudorandom number generators, 2014; Appleby, MurmurHash3; Moshier, Cephes (polynomial of `natural_log`).
 """
 
 import torch
@@ -133,7 +120,7 @@ PART = 4096
 """Logits of a program of `peak_kernel` and `draw_kernel`."""
 
 BLOCK = 8192
-"""Logits that `settle_kernel` looks at together."""
+"""Logits that `settle_kernel` reads together."""
 
 WARPS = 8
 SETTLE_WARPS = 16

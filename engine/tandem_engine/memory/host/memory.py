@@ -1,17 +1,13 @@
-"""Host memory as one: the pool, the cached blocks in it, and the space for swapped requests.
+"""The prefix cache over device, host memory and storage, and the host memory that it shares with swapped requests.
 
-host page:  free · cached block · swapped request · leaving (a queued copy may still touch it)
-
-The prefix cache over device, host and storage: a radix tree, and blocks by hash below it.
-
-Life of a cached block
     1. insert       on the device, in the tree; `write_through` marks it for backup
-    2. backup       queued at the next `poll`, so much per turn, never while a result is settled [backup-queued]
-    3. both         device and host have it; each may evict its copy without asking the other [mirror-reclaimable]
-    4. device evict without a host copy, it is backed up now, if the policy wants it (`write_back`)
-    5. host only    a match of the tree goes on here, block by block, and pins what it finds [pinned-host-block]
+    2. backup       queued at the next `poll`, a bounded number per iteration, never while a result is settled
+                    [backup-queued]
+    3. both         device and host have it; each may evict its copy independently [mirror-reclaimable]
+    4. device evict without a host copy it is backed up now, under `write_back`
+    5. host only    a match of the tree continues here, block by block, and pins what it finds [pinned-host-block]
     6. load-back    a request is admitted with it: copied to pages of that request, which enter the tree
-    7. host evict   least recent first; storage has it, or it is lost
+    7. host evict   least recently used first; storage has it, or it is lost
 
     policy                    backed up when                                      evicting from the device costs
     write_through             inserted                                            nothing, mostly
@@ -19,9 +15,12 @@ Life of a cached block
     write_back                evicted from the device                             a copy that runs before its pages are
                                                                                   written again
 
-The tree knows nothing of tiers; it tells this class what it adds and drops (`TreeWatcher`). Nothing here
-waits: copies run in launch order, so an evicted page is safe for the next forward at once, and the
-allocator keeps it from peers until its copy is acked [page-fence].
+The tree does not know of tiers; it reports what it adds and drops (`TreeWatcher`). Nothing here blocks: copies run in
+launch order, so an evicted page is safe for the next forward at once, and the allocator withholds it from peers until
+its copy is acked [page-fence].
+
+`HostMemory` combines the pool of host pages, its cached blocks and the space for swapped requests. A host page is free,
+a cached block, of a swapped request, or leaving (a queued copy may still touch it).
 """
 
 from collections import Counter
@@ -47,7 +46,7 @@ class Prefetch:
 
     blocks: Sequence[HostBlock]
     until: float
-    """Monotonic time after which the request goes on without what is missing."""
+    """Monotonic time after which the request continues without what is missing."""
 
     @property
     def done(self) -> bool:
@@ -244,7 +243,7 @@ class TieredCache:
     def _hashes_after(
         self, found: MatchResult, token_ids: Sequence[int], max_tokens: int | None
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Hash and packed tokens of each whole block after the device's part, as far as somebody asks."""
+        """Hash and packed tokens of each whole block after the device's part, computed on demand."""
         assert isinstance(found.lock, PathLock), f"{found.lock!r} is not a lock of the tree"
         size, digest = self._page_size, found.lock.node.last_hash()
         stop = len(token_ids) if max_tokens is None else min(len(token_ids), max_tokens)

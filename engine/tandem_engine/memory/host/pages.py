@@ -1,30 +1,25 @@
-"""Which host pages are free, and how many of them the cache may have.
+"""Host memory for KV pages: the bytes, which pages are free, and the cached blocks in them.
+
+`HostPool` is uint8 [num_pages, page_bytes]; a page has the layout of `KvPool`, so copies move whole rows. There is no
+dummy page, because copies name every page that they use.
 
     0 ............... cached blocks ............... | ........ reserve for swapping ........ num_pages
 
-The cache never grows into the reserve. Swapping may use any free page, and has cached blocks evicted when
-the reserve is not enough. Whoever gives a page back knows that no copy and no read touches it any more.
+`HostPages`: the cache never grows into the reserve. Swapping may use any free page, and evicts cached blocks when the
+reserve is not enough. A page is released only when no copy and no read touches it any more.
 
-Cached blocks in host memory, by block hash.
-
-Life of a block
+`HostBlocks`: cached blocks by block hash
     1. add       pinned: a copy from the device or a read from storage fills its page
     2. unpin     filled; it joins the recency list as the most recent
-    3. pin       a match wants it, a copy or a write to storage reads it; any number of times
+    3. pin       for a match, a copy, or a write to storage; any number of times
     4. evict     the least recent unpinned block, whether or not the device has it too [mirror-reclaimable]
 
-A hash names a block together with all before it, so a block needs no parent here. Its own tokens are
-compared as well: a match goes block by block from the root and has compared those before. A block whose
-predecessor is gone cannot be reached, and grows old.
+A hash identifies a block together with all before it, so a block needs no parent. Its own tokens are compared as well:
+a match goes block by block from the root and has compared those before. A block without its predecessor cannot be
+reached, and ages until it is evicted.
 
-Eviction looks at the head of the recency list only [evict-without-scan], and never touches a pinned block
-[pinned-host-block] [copy-acked].
-
-Host memory for KV pages: the bytes, not who owns them.
-
-    data   uint8 [num_pages, page_bytes]     a page is laid out as in `KvPool`, so copies move whole rows
-
-Every page can be used; there is no dummy page, for what reads here names the pages that it copies.
+Eviction takes only the head of the recency list [evict-without-scan], and never a pinned block [pinned-host-block]
+[copy-acked].
 """
 
 import os
@@ -87,7 +82,7 @@ class HostPages:
             self._give_back(page)
 
     def free_page_ids(self) -> Iterator[HostPageId]:
-        """Every page that nobody has (audit)."""
+        """Every page without an owner (audit)."""
         return iter(self._free)
 
     def _take(self) -> HostPageId:
@@ -115,7 +110,7 @@ class HostBlock:
     loading: bool = False
     """It is being read from storage: its page holds nothing yet."""
     origin: Tier = Tier.DEVICE
-    """DISK while nobody has used what was read from there."""
+    """DISK until a request has used what was read from there."""
     dropped: bool = False
     """No longer to be found; its page is free when the last pin goes."""
 
@@ -154,7 +149,7 @@ class HostBlocks:
         block.pins += 1
 
     def unpin(self, block: HostBlock) -> HostPageId | None:
-        """Give a pin back. The page that is free thereby, if the block was dropped meanwhile."""
+        """Release a pin. Returns the page that becomes free if the block was dropped while pinned."""
         assert block.pins > 0, f"block {block.digest.hex()} unpinned twice"
         block.pins -= 1
         if block.pins:
@@ -207,7 +202,7 @@ Marked: TypeAlias = tuple[bytes, bool]
 
 @dataclass(kw_only=True, slots=True)
 class TierEvents:
-    """What happened since somebody last took it."""
+    """Events since they were last taken."""
 
     _events: list[KvEvent] = field(default_factory=list)
 
@@ -225,7 +220,7 @@ class TierEvents:
 
 
 def _runs(blocks: Iterable[Marked]) -> Iterable[tuple[bool, tuple[bytes, ...]]]:
-    """Neighbours that are marked alike, in order."""
+    """Runs of neighbors with the same mark, in order."""
     for elsewhere, run in groupby(blocks, key=itemgetter(1)):
         yield elsewhere, tuple(digest for digest, _ in run)
 
@@ -237,7 +232,7 @@ class HostPool:
     """Pages of `page_bytes` each in the memory of this machine. Written by copies and by reads from storage."""
 
     def __init__(self, *, num_pages: int, page_bytes: int, pinned: bool = False) -> None:
-        """`pinned`: for copies to and from a GPU that nobody waits for. It takes the memory at once.
+        """`pinned`: for copies to and from a GPU that the host does not wait for. It takes the memory at once.
 
         Raises `ConfigError` when the machine does not have the memory.
         """
@@ -277,5 +272,5 @@ def _pin(data: torch.Tensor) -> None:
 
 
 def _unpin(data: torch.Tensor) -> None:
-    """Before its memory is anybody else's."""
+    """Before its memory is freed."""
     torch.cuda.cudart().cudaHostUnregister(data.data_ptr())  # type: ignore[no-untyped-call]

@@ -1,28 +1,26 @@
 """Storage below host memory: blocks that outlive their page, and the process.
 
-Implementations never raise for what is wrong with the medium: a block that cannot be read, or is not what
-it should be, is a miss; one that cannot be written is not stored.
+`HostStorage` is the interface. Implementations never raise for faults of the medium: a block that cannot be read, or
+has the wrong content, is a miss; one that cannot be written is not stored.
 
-`HostStorage` in a directory: one file per block, least recently used files go first.
+`DiskStorage` has one file per block in a directory and removes the least recently used ones first:
 
     <directory>/<block hash>.<geometry>.kv     header, then the bytes of the page
     header   magic · fingerprint of model and KV geometry · block hash · xxh3-128 of the bytes
 
-A file is written under another name and renamed, so nobody ever sees half of one; and what a crash or a
-damaged disk leaves behind fails the digest. A file that is torn, damaged, of another model or of another
-shape is a miss and is removed. The file's time of modification is its recency, which thereby survives a
-restart. Files of other models and geometries count against the bound and go when their age says so.
+A file is written under a temporary name and renamed, so no reader sees an incomplete one. A file that is torn, damaged,
+of another model or of another shape is a miss and is removed; the digest detects damage. The time of modification is
+the recency, which therefore survives a restart. Files of other models and geometries count against the bound and are
+removed by age. Workers may share a directory: each bounds the files that it has seen.
 
-Workers may share a directory: each bounds what it knows of.
-
-Between host pages and storage, off the loop.
+`StorageTraffic` moves blocks between host pages and storage, off the scheduler loop:
 
     a backup is acked   ──store──▶  written while pinned, at most `MAX_WRITES` at a time; more is not stored
     a request arrives   ──read───▶  blocks that continue its cached prefix get host pages and are filled; each
-                                    can be matched as soon as it is whole and verified (`prefetch`)
+                                    can be matched once it is complete and verified (`prefetch`)
 
-The I/O thread only fills buffers and reports; what follows is decided in `poll`, on the scheduler thread. A
-descriptor becomes readable with a report, so that an idle loop can sleep on it.
+The I/O thread only fills buffers and reports. `poll` applies the reports on the scheduler thread. A descriptor becomes
+readable with a report, so that an idle loop can sleep on it.
 """
 
 import logging
@@ -58,19 +56,19 @@ class PutReport:
 
 
 class Fetched(Enum):
-    """What became of a block that was asked for."""
+    """Result of a requested read of a block."""
 
     WHOLE = "whole"
     ABSENT = "absent"
-    """It left before it was read; a `PutReport` or a `clear` told."""
+    """It was removed before it was read, as a `PutReport` or a `clear` has reported."""
     LOST = "lost"
     """It should have been there and cannot be read, or is not what it should be. It is gone now."""
 
 
 class HostStorage(Protocol):
-    """Maps block hashes to the bytes of a page. Called by the scheduler thread, works on threads of its own.
+    """Maps block hashes to the bytes of a page. Called by the scheduler thread, works on separate threads.
 
-    Operations take effect in the order in which they were asked for. The caller leaves a buffer alone until
+    Operations take effect in the order of the calls. The caller leaves a buffer alone until
     the future of its operation is done.
     """
 
@@ -97,7 +95,7 @@ class HostStorage(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what was asked for and stop. Idempotent."""
+        """Finish the operations requested so far and stop. Idempotent."""
         ...
 
 
@@ -128,7 +126,7 @@ class DiskStorage:
         self._file_bytes = HEADER.size + page_bytes
         self._max_bytes = max_bytes
         self._lock = Lock()
-        """Guards the two below: the scheduler thread asks, the I/O thread changes."""
+        """Guards the two below: the scheduler thread reads them, the I/O thread changes them."""
         self._sizes: OrderedDict[str, int] = OrderedDict()
         """File name → bytes, least recently used first."""
         self._bytes = 0

@@ -1,25 +1,25 @@
-"""The host tier: blocks go in by copies from the device, and back by copies to it.
+"""Copies between device and host memory: cached blocks, and the KV of swapped requests.
+
+`HostTier`, for cached blocks:
 
     device page ──backup──▶ host page (pinned until the copy is acked) ──▶ evictable ──▶ evicted
                                   ▲                                          │
     device page ◀──load_back──────┼──────────── pinned by the match ◀────────┘
                                   └── read from storage (`traffic`)
 
-Copies run on the executor in launch order, so a block can be loaded back while its backup is still queued.
-Only what is off that order, evicting the page and writing it to storage, waits for the ack [copy-acked].
+Copies run on the executor in launch order, so a block can be loaded back while its backup is still queued. Only what is
+outside that order, evicting the page and writing it to storage, waits for the ack [copy-acked].
 
-KV of retracted requests in host memory, to come back as it was.
-
-Life of swapped KV
-    1. out      host pages are taken and the copy from the device is queued; the request gives its device
-                pages back at once, for whatever writes to them next runs after that copy
-    2. swapped  the request has a `SwappedKv` and neither row nor device pages
+`SwapSpace`, for retracted requests whose KV is restored unchanged:
+    1. out      host pages are taken and the copy from the device is queued; the request releases its device pages at
+                once, because whatever writes to them next runs after that copy
+    2. swapped  the request has a `SwappedKv`, but no row and no device pages
     3. back     new device pages, and the copy to them is queued; forwards launched later see it
-       drop     the request ended, or is computed again after all
-    4. leaving  the host pages rest until every copy that was queued by then is acked [copy-acked]
+       drop     the request ended, or is recomputed after all
+    4. leaving  the host pages wait until every copy that was queued by then is acked [copy-acked]
 
-Pages at the start of the request that somebody else has locked are not copied: they are expected to be in the
-prefix cache when it returns. If they are not, the request is computed again.
+Pages at the start of the request that another request has locked are not copied: they are expected to be in the prefix
+cache when it returns. If they are not, the request is recomputed.
 
     pages   0 ...... first_page ............... whole pages ............... the partial one
             shared   | host pages[0], host pages[1], …
@@ -100,7 +100,7 @@ class HostTier:
         return not block.loading
 
     def wanted_soon(self, digest: bytes, tokens: bytes) -> HostBlock | None:
-        """The block, begun to be read if only storage has it; None if nobody has it or there is no room."""
+        """The block; if only storage has it, its read begins. None if no tier has it, or no page is free."""
         block = self.blocks.get(digest)
         if block is not None:
             self.blocks.touch(block)
@@ -138,7 +138,7 @@ class HostTier:
             self._unpin(block)
 
     def take_page(self) -> HostPageId | None:
-        """A free page, or one of the block that was not wanted for longest; None if there is neither."""
+        """A free page, or that of the least recently used block; None without either."""
         page = self.pages.take_for_cache()
         return self._evict_one() if page is None else page
 

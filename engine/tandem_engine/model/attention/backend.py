@@ -1,25 +1,22 @@
-"""What the executor knows of attention.
+"""The interface between executor, model and attention backends.
 
 A backend is built for one pool and one `AttentionSpec` per layer. One step
     1. `plan(batch)` turns a `ForwardBatch` into what all layers share: which tokens see which pages
     2. the model calls the plan once per layer with that layer's q, k and v
     3. the plan writes k and v to the pool, then attends over everything the pool holds for each sequence
 
-On a device a plan is a `TurningPlan`: it takes q and k as their projection left them, and one kernel normalises and
-rotates them on their way to where they are needed.
+On a device a plan is a `TurningPlan`: it takes q and k as their projection left them, and one kernel normalizes and
+rotates them on their way to their destination.
+
+`AttentionSpec` is what one layer computes: softmax(cap(q·Kᵀ · scale)) · V over the newest `window` tokens, where
+cap(s) = soft_cap · tanh(s / soft_cap).
 
 Contract of every backend
-    - A sequence's result depends on its own tokens alone: never, not by a bit, on its company in the batch
-      or on the number of threads.
+    - A sequence's result depends on its own tokens alone, to the bit: never on other sequences of the batch or on the
+      number of threads.
     - Only pages named in the batch's `page_table` are read and only slots in `out_cache_loc` written.
     - The batch is a snapshot, so nothing shared with the scheduler is read after `plan` returned, and the
       scheduler needs no fence against the layers [no-stream-fence].
-
-What one layer's attention computes. The model says it per layer; a backend is built for it.
-
-    softmax(cap(q·Kᵀ · scale)) · V   over the newest `window` tokens
-
-where cap(s) = soft_cap · tanh(s / soft_cap).
 """
 
 from abc import ABC, abstractmethod
@@ -37,7 +34,7 @@ class AttentionPlan(Protocol):
     """Attention of one step; a model's `Attend`."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v at `out_cache_loc`, then compute causal attention as the layer's `AttentionSpec` says.
+        """Store k and v at `out_cache_loc`, then compute causal attention as the layer's `AttentionSpec` defines it.
 
         q is [T, heads, head_dim]; k and v are [T, kv_heads, head_dim]. Tokens may lie further apart than
         heads * head_dim. Query head h reads K/V head h // (heads // kv_heads).
@@ -48,7 +45,7 @@ class AttentionPlan(Protocol):
 
 
 class TurningPlan(ABC):
-    """An `AttentionPlan` that turns heads itself. A class and no protocol, for every layer asks whether it has one."""
+    """An `AttentionPlan` that turns heads itself. A class and no protocol, because every layer checks for it."""
 
     __slots__ = ()
 
@@ -58,7 +55,7 @@ class TurningPlan(ABC):
 
     @abstractmethod
     def turn_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> Tensor:
-        """As `__call__`, of q and k that have yet to be normalised and rotated as `turn` says."""
+        """As `__call__`, of q and k that have yet to be normalized and rotated by `turn`."""
 
 
 class GraphPlan(AttentionPlan, Protocol):
@@ -108,7 +105,7 @@ class AttentionBackend(Protocol):
     """Attention over one `KvPool`. Called by the thread that runs forwards."""
 
     def plan(self, batch: ForwardBatch) -> AttentionPlan:
-        """Prepare one step. Cheap beside a layer; the plan is used for this step only."""
+        """Prepare one step. Cheap compared with a layer; the plan is used for this step only."""
         ...
 
     def warm_up(self) -> None:

@@ -1,4 +1,4 @@
-"""The CPU backend: two compiled kernels that read pages in place.
+"""The attention backend of CPUs: two compiled kernels that read pages in place.
 
     tokens of a step            how                                       why
     DECODE                      paged kernel: one query at a time         bound by memory: reads each page once
@@ -7,19 +7,16 @@
     any other EXTEND            block kernel: matrix products of blocks   bound by arithmetic
                                 of queries and blocks of keys
 
-Which way a sequence goes depends on that sequence alone, and so does its result. A step is planned once for
-each distinct `AttentionSpec` of the layers: once for most models, twice where some layers have a window.
-A window bounds what is read and computed, not only what counts.
+The kernel of a sequence depends on that sequence alone, and so does its result. A step is planned once for each
+distinct `AttentionSpec` of the layers: once for most models, twice where some layers have a window. A window bounds
+what is read and computed, not only what counts. `BlockAttention` plans all runs of tokens of a step together, so that a
+layer is one call, whose blocks of queries the threads share.
 
-Runs of tokens on a CPU: which blocks of queries a step has, and the threads that compute them.
-
-Planned once per step and spec, for all runs of the step together; a layer then is one call.
-
-Attention of a CPU over a pool of float8: its kernels read the stored numbers, and the scales go around them.
+`ScaledPlan` is for a float8 pool: the kernels read the stored numbers, and the scales are applied around them,
 
     q·(k·s_k)ᵀ = (q·s_k)·kᵀ          softmax(…)·(v·s_v) = (softmax(…)·v)·s_v          for each K/V head
 
-in float32 on both sides, so what a token gathers depends on its own sequence alone, as without scales.
+in float32 on both sides, so a token's result depends on its own sequence alone, as without scales.
 """
 
 import math
@@ -161,7 +158,7 @@ def width_of_tasks(panels: int, group: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledPlan:
-    """Implements `AttentionPlan` by one that knows nothing of scales."""
+    """Implements `AttentionPlan` by one without scales."""
 
     plan: AttentionPlan
     """Answers in the dtype of its queries, float32."""
@@ -185,7 +182,7 @@ PARALLEL_BYTES = 1 << 18
 """K and V bytes of one layer from which other threads, some 5 µs away, pay."""
 
 PAGED_TASKS_PER_THREAD = 2
-"""So many at least, where heads can be told apart."""
+"""At least this many, where heads can be distinguished."""
 
 
 class Query(NamedTuple):
@@ -425,7 +422,7 @@ def _sort_extends(batch: ForwardBatch, spec: AttentionSpec, longest_short: int) 
 
 
 def _verifying(batch: ForwardBatch) -> frozenset[int]:
-    """Sequences that compute drafts behind their last token."""
+    """Sequences that compute drafts after their last token."""
     if not batch.draft_lens:
         return frozenset()
     return frozenset(row for row, drafts in zip(batch.sample_index.tolist(), batch.draft_lens, strict=True) if drafts)

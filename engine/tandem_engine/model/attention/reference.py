@@ -1,7 +1,7 @@
-"""Attention as one would write it on a board. The truth that faster backends are tested against.
+"""Attention in its plainest form: the reference that faster backends are tested against.
 
-Every sequence gathers its slots from the pool and computes one masked softmax in float32, for any page
-size, mode and `AttentionSpec`, on any device. Nothing here is meant to be fast.
+Every sequence gathers its slots from the pool and computes one masked softmax in float32, for any page size, mode and
+`AttentionSpec`, on any device. It is not meant to be fast.
 """
 
 from collections.abc import Sequence as Ordered

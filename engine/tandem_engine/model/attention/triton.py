@@ -1,14 +1,14 @@
-"""The backend for devices: Triton kernels that read pages in place. With TRITON_INTERPRET=1 it runs on a CPU.
+"""The attention backend for devices: Triton kernels that read pages in place. With TRITON_INTERPRET=1 it runs on a CPU.
 
-    rows of a step                   kernel                                 why
+    rows of a step                   kernel                                        why
     at most `max_queries` tokens     `kernels.triton.decode_attention`, split-KV   bound by memory
     any other                        `kernels.triton.extend_attention`             bound by arithmetic
 
-Which way a row goes depends on that row alone, and so does its result. The host needs to know no length: which program
-computes what is listed on the device (`kernels.triton.work_list`), once a step for each distinct window, and all sizes
-are upper bounds. So nothing here waits for the device, and a step of decodes can be captured in a CUDA graph.
+The kernel of a row depends on that row alone, and so does its result. The host needs no lengths: the device lists which
+program computes what (`kernels.triton.work_list`), once per step for each distinct window, and all sizes are upper
+bounds. So nothing here waits for the device, and a step of decodes can be captured in a CUDA graph.
 
-A `TritonGraphPlan` is the plan of a captured step: its tensors stay where they are, `load` writes a batch into them.
+A `TritonGraphPlan` is the plan of a captured step: its tensors keep their addresses, `load` writes a batch into them.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ class PagedAttention:
             )  # fmt: skip
 
     def plan(self, rows: Rows, slots: Tensor, bounds: Bounds, partials: Partials | None = None) -> "TritonPlan":
-        """The plan of `rows`, which are within `bounds`. `partials`: memory that no other step uses meanwhile."""
+        """The plan of `rows`, which are within `bounds`. `partials`: memory that no concurrent step uses."""
         windows = dict.fromkeys(spec.window for spec in self.specs)
         lists = {
             window: WorkList.empty(self.splitting, bounds, window=window, device=self.device) for window in windows
@@ -244,5 +244,5 @@ class TritonBackend:
 
 
 def _dense_heads(q: Tensor) -> Tensor:
-    """`q` with the heads of a token one behind the other."""
+    """`q` with the heads of a token adjacent."""
     return q if q.stride()[1:] == (q.shape[2], 1) else q.contiguous()

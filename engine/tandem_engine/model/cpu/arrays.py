@@ -1,7 +1,7 @@
 """A decoder's arrays as the fused kernels take them.
 
-The kernels read projections where those have them, if that is panels (`panels.in_place`); of what lies otherwise they
-have a copy, for models of at most `MAX_COPIED_BYTES` of that.
+The kernels read the memory of projections that consist of panels (`kernels.cpu.gemm.in_place`). Of others they have a
+copy, for models where these copies take at most `MAX_COPIED_BYTES`.
 """
 
 from collections.abc import Sequence

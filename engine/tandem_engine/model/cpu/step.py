@@ -1,27 +1,22 @@
-"""Which models and which steps compiled code computes beyond attention and products.
+"""Compiled steps of a CPU: which models and steps run as compiled code beyond attention and products, and how.
 
     model           float32 or bfloat16 on a CPU, whole on one rank; plain blocks: an RMS norm before attention and one
                     before a SwiGLU feed-forward, one rotation, one kind of attention and no cap on its scores
     small step      at most `FEW_TOKENS`, all of whose attention reads pages in place: decodes, drafts, a few tokens on
-                    a cached prefix. One call
-    large step      any other
+                    a cached prefix. One call (`kernels.cpu.decoder_step`)
+    large step      any other: products by oneDNN, and what is between them by compiled calls over rows
 
-Everything else takes the layers of `Decoder` one by one.
-
-The kernels over rows as a step calls them: again and again, with other addresses.
-
-What does not change within a step is filled into their records once: to fill in a hundred anew takes Python as long as
-some of the arithmetic of forty decodes.
-
-A step of many tokens: products by oneDNN, and what lies between them by compiled calls over rows.
+Every other model takes the layers of `Decoder` one by one. A large step:
 
     hidden, delta ─▶ sum, norm ─▶ qkv ─▶ place heads ─▶ attend ─▶ output = delta
     hidden, delta ─▶ sum, norm ─▶ gate_up ─▶ silu(gate) · up ─▶ down = delta
 
-What oneDNN is given has a number of rows that it likes (`padded_tokens`): there are some behind the last token, of
-zeros or another token's numbers, whose results nobody reads.
+oneDNN gets a number of rows that it computes fast (`padded_tokens`): rows after the last token have zeros or numbers of
+another token, and their results are not read. The arithmetic is that of `model.layers`, to the bit except for the order
+in which a norm sums its squares.
 
-The same arithmetic as `model.layers`, to the bit but for the order in which a norm sums its squares.
+The records of the row kernels are filled once with what does not change within a step: filling a hundred of them in
+Python takes as long as some of the arithmetic of forty decodes.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,19 +1,17 @@
-"""Self-attention around the one operation that depends on other tokens.
+"""Self-attention around the one operation that depends on other tokens, and rotary position embedding.
 
     (norm) ─▶ qkv ─▶ (q, k norm) ─▶ rotate ─▶ attend ─▶ output ─▶ (norm) ─▶ added to the hidden states
                      └── on a device by the plan ──┘
 
 Shapes use  T = tokens of the step, H = query heads, KV = key/value heads, D = head_dim.
 
-Rotary position embedding with the scalings that Hugging Face checkpoints ask for.
+`Rotation` has the scalings of Hugging Face checkpoints. With each of them, cos and sin are a pure function of a token's
+own position, so they are tabulated once when the model is built. That makes pages sharable: a key is stored rotated,
+and must not depend on which prompt, chunk, batch or worker computed it.
 
-Whatever the scaling, cos and sin are a pure function of a token's own position, so they are tabulated once
-when the model is built. That is what makes pages sharable: a key is stored rotated, and must not depend on
-which prompt, chunk, batch or worker computed it.
-
-Dynamic NTK is the one scaling where that ends: beyond the original context transformers derives its base from the
-longest position of the *call*, so that a key depends on how the prompt was cut. Such models have the original context
-here (`config_fields.longest_context`), in which nothing is scaled.
+Dynamic NTK is the exception: beyond the original context transformers derives its base from the longest position of the
+*call*, so that a key depends on how the prompt was cut. Such models are limited to the original context
+(`config_fields.longest_context`), in which nothing is scaled.
 """
 
 import math

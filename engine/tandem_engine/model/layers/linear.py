@@ -1,27 +1,20 @@
-"""Affine projections, in the layout that the device multiplies fastest.
+"""Affine projections and token embeddings: plain, sharded over ranks, and with quantized weights.
 
-Checkpoints store [out, in]. On a GPU that is what GEMMs want. On an x86 CPU oneDNN has a blocked layout of its own,
-into which a weight is reordered once, at load. Many tokens are multiplied by oneDNN, few by kernels of our own that
-read the same memory (`kernels.cpu.gemm`).
+    Linear, PackedLinear        checkpoints store [out, in], the layout of GEMMs on a GPU. On an x86 CPU a weight is
+                                reordered once, at load, into oneDNN's blocked layout. oneDNN multiplies many tokens,
+                                kernels that read the same memory a few (`kernels.cpu.gemm`)
+    Embedding                   where a model also scores tokens by this table and it is in panels, a large table is in
+                                memory once: rows are gathered from the panels
+    RowParallel                 each rank multiplies its share of the inputs; the sum over the ranks is the product
+    VocabularyEmbedding, -Head  each rank looks up, or scores, its own range of token ids
+    quantized_projection        weights of eight or four bits that stay so in memory
 
-Token embedding.
+Sharded layers give every rank the whole result, with the same bits. Column-parallel projections need no special layer:
+a rank computes its share of the outputs, which is exactly the share of inputs of the next row-parallel projection.
 
-Where a model scores tokens by the table that it looks them up in, and that lies in panels for the scores
-(`kernels.cpu.gemm`), a large table is there but once: rows are gathered from the panels.
-
-Layers whose weights lie with several ranks. Each gives every rank the whole result, with the same bits.
-
-    row-parallel         each rank multiplies its share of the inputs; the sum over the ranks is the product
-    vocabulary           each rank looks up, or scores, its own range of token ids
-
-Column-parallel projections need no layer of their own: a rank computes its share of the outputs, and the
-next row-parallel projection takes exactly that share as its inputs.
-
-Projections by weights of eight or four bits, which stay that in memory.
-
-On a device kernels of Triton read them as they are (`kernels.triton.quantized_gemm`, `kernels.triton.quantized_moe`);
-on a CPU compiled code reads int8 with one scale for each output (`cpu`). What has no kernel is put together in the
-model's dtype by whoever reads it.
+Triton kernels read quantized weights as stored (`kernels.triton.quantized_gemm`, `kernels.triton.quantized_moe`); on a
+CPU compiled code reads int8 with one scale for each output (`cpu`). Weights without such a kernel are converted to the
+model's dtype when they are read.
 """
 
 from collections.abc import Callable

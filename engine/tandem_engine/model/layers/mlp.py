@@ -1,15 +1,14 @@
-"""Gated activations of the feed-forward block.
+"""Feed-forward blocks: gated activations, and mixtures of experts.
 
-Mixture of experts: a router picks a few of many small feed-forward blocks for each token.
+In a mixture, a router selects a few of many small feed-forward blocks for each token.
 
     1. scores    softmax over all experts in float32, the best k of each token, scaled to sum to 1 if so trained
     2. group     (token, expert) pairs are sorted by expert and their tokens gathered once, so that each expert is one
-                 pair of matrix products over just the tokens that chose it; experts that nobody chose are not visited
+                 pair of matrix products over just its tokens; experts without tokens are skipped
     3. combine   a token's results are weighted and added, best expert first
 
-A token's results go back to a place of its own before they are added, so what it gets depends neither on the
-order of the groups nor on which other tokens chose its experts, but for the rounding that rows of one matrix
-product share in any layer.
+A token's results have separate places before they are added. So its output depends neither on the order of the groups
+nor on the other tokens of its experts, except for the rounding that rows of one matrix product share in any layer.
 """
 
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Root-mean-square normalization."""
 
 from dataclasses import dataclass
 from typing import Protocol

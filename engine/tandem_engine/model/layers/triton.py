@@ -1,7 +1,6 @@
-"""Layers on a device, where each is a kernel or two. Importing this needs Triton.
+"""Layers on a device, each a kernel or two. Importing this module requires Triton.
 
-What a layer computes, and where it rounds, is said where its twin for a CPU is: `norm`, `activation`. Experts are in
-`triton_experts`.
+The CPU versions document what a layer computes and where it rounds: `norm`, `mlp`. Experts are in `triton_experts`.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
-"""The experts of a layer on a device, all at once. Importing this needs Triton.
+"""The experts of a layer on a device, all at once. Importing this module requires Triton.
 
-What they compute, and where it is rounded, is said where their twin for a CPU is: `moe`. They are read one after the
-other and put into two stacks, of gate with up and of down, so that no second copy of all is held. A stack is in the
-model's dtype or packed, as its matrices come; it is plain where some of them cannot be packed, or not alike.
+`mlp` documents what they compute and where they round. Experts are read one after the other into two stacks, of gate
+with up and of down, so that no second copy of all of them is held. A stack is packed if all of its matrices can be
+packed alike, else it is in the model's dtype.
 
-An order of inputs (GPTQ's act-order) is each expert's own. That of down becomes an order of the outputs of gate and up,
-which costs nothing; that of gate and up is kept, and their kernel is given rows of x in it.
+Each expert has its own order of inputs (GPTQ's act-order). That of down becomes an order of the outputs of gate and up,
+which costs nothing; that of gate and up is kept, and their kernel gets rows of x in that order.
 """
 
 from collections.abc import Callable

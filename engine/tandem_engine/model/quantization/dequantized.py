@@ -1,10 +1,10 @@
-"""Quantized matrices under the names and shapes of plain ones: whoever loads a model reads them without knowing.
+"""Quantized matrices under the names and shapes of plain ones, so that a model loader reads both in the same way.
 
     tensors of the files ─▶ those of one matrix found by their suffixes, compared with each other and with the config
                          ─▶ one `DequantizedTensor` named …weight ─▶ read: all its parts, put together in float32
 
-Matrices are read one at a time. Whoever can multiply by a quantized one takes its `levels`; everybody else reads it as
-any other, and holds it in the model's dtype.
+Matrices are read one at a time. A layer that can multiply by quantized weights takes `levels`; every other layer reads
+the matrix as a plain one, and holds it in the model's dtype.
 """
 
 from collections.abc import Mapping

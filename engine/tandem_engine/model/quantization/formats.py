@@ -1,26 +1,25 @@
-"""AutoAWQ's "gemm" format: four bits with zero points, inputs in groups (Lin et al. 2023, arXiv 2306.00978).
+"""Formats of quantized weights: AutoAWQ, float8 blocks, GPTQ.
+
+AutoAWQ "gemm": four bits with zero points, inputs in groups (Lin et al. 2023, arXiv 2306.00978)
 
     qweight   int32 [inputs, outputs / 8]         qzeros   int32 [groups, outputs / 8]       scales   [groups, outputs]
-
     W[o, i] = (q[i, o] − z[g, o]) · s[g, o]       g = i // group_size
 
 Eight outputs share a word, in an order that suited the kernel of the first release.
 
-Float8 weights with a scale for each block: `quant_method: fp8`, as DeepSeek-V3 and Qwen3-FP8 have them.
+Float8 with a scale per block: `quant_method: fp8`, as DeepSeek-V3 and Qwen3-FP8 have it
 
     weight              float8_e4m3fn [outputs, inputs]
     weight_scale_inv    [⌈outputs / rows⌉, ⌈inputs / columns⌉]        of `weight_block_size` [rows, columns]
-
     W[o, i] = w[o, i] · s[o / rows, i / columns]
 
-The name is historical: it is multiplied by. compressed-tensors has the same with `strategy: block`, and calls the
-scales `weight_scale`.
+The name is historical: weights are multiplied by it. compressed-tensors has the same with `strategy: block`, and calls
+the scales `weight_scale`.
 
-GPTQ's format: four or eight bits, inputs in groups, in any order (Frantar et al. 2022, arXiv 2210.17323).
+GPTQ: four or eight bits, inputs in groups, in any order (Frantar et al. 2022, arXiv 2210.17323)
 
     qweight   int32 [inputs · bits / 32, outputs]          scales   [groups, outputs]
     qzeros    int32 [groups, outputs · bits / 32]          g_idx    int32 [inputs], absent: in order
-
     W[o, i] = (q[i, o] − z[g, o]) · s[g, o]                g = g_idx[i]
 
 The first format ("gptq") stores z − 1; "gptq_v2" stores z.

@@ -1,9 +1,7 @@
-"""From `quantization_config` in a config.json to the format of the weights. Everything that is not known is refused.
+"""From `quantization_config` in a config.json, and `--quantization`, to the formats of weights in files and in memory.
 
-How a model's projections are held in memory: what `--quantization` comes to for a checkpoint and a device.
-
-Which it is belongs to the identity of a model: the same checkpoint held in two ways computes KV that differs by
-roundings, or, once rounded to int8, by more. Pages never go between them.
+Unknown settings are rejected. The format in memory is part of a model's identity: the same checkpoint held in two ways
+computes KV that differs by roundings, or, once rounded to int8, by more. Pages are never exchanged between them.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a grammar library has to do, whichever it is.
+"""The interface of a grammar library.
 
     GrammarBackend ──compile──▶ CompiledGrammar ──matcher──▶ Matcher, one per output
 
@@ -6,13 +6,12 @@
     matcher    scheduler thread, cheap: compiled grammars are shared, matchers are not
     Matcher    one thread at a time: the scheduler's
 
-A matcher is a function of the tokens it has accepted, so it can be rebuilt anywhere by replaying them: after a
-resumption, a handoff, or never, since retraction does not touch it.
+A matcher is a function of the tokens it has accepted, so it can be rebuilt anywhere by replaying them, as after a
+resumption or a handoff. Retraction does not affect it.
 
-Masks for a run of drafted tokens: what may stand at each of its positions.
-
-Verification samples after each draft, as if there were none. Position i has the mask that follows the first i drafts,
-so the matcher goes along the run and comes back: only settlement lets it follow tokens for good.
+`masks_for_run` gives the masks for a run of drafts. Verification samples after each draft, as if there were none.
+Position i has the mask that follows the first i drafts, so the matcher advances along the run and rolls back: only
+settlement advances it for good.
 """
 
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ class Matcher(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """Why this output cannot go on: no token fits, or a step's limit was hit. Found by `fill`; final."""
+        """Why this output cannot continue: no token fits, or a step's limit was hit. Found by `fill`; final."""
         ...
 
     def accept(self, tokens: Sequence[int]) -> int:
@@ -79,7 +78,7 @@ class GrammarBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of processes; `compile` calls under way fail. Idempotent."""
+        """Release processes; `compile` calls in progress fail. Idempotent."""
         ...
 
 

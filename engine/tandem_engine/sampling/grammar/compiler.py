@@ -1,15 +1,13 @@
-"""Grammars for the scheduler: compiled by threads beside its loop, and kept.
+"""Grammars for the scheduler: compiled by threads next to its loop, and cached.
 
-    find     a grammar that is compiled already, or was refused before      scheduler thread, at once
-    compile  a future; a thread of the pool asks the backend                 bounded by the backend's limits
-    keep     what came of it, for the next request                           scheduler thread
+    find     a grammar that is compiled already, or was rejected before     scheduler thread, at once
+    compile  a future; a thread of the pool calls the backend               bounded by the backend's limits
+    keep     the result, for the next request                               scheduler thread
 
-When a future is done `fileno` becomes readable until the next `acknowledge`, so an idle loop need not look for it.
+When a future is done `fileno` becomes readable until the next `acknowledge`, so an idle loop need not poll for it.
 
-Compiled grammars that are kept, and refusals that are remembered.
-
-Two lists, each bounded and least recently used first to go: however many wrong grammars come, they push out none
-that works. In memory alone; nothing is written anywhere.
+`GrammarCache` has compiled grammars and rejections in two lists, each bounded and with the least recently used dropped
+first: invalid grammars, however many, evict no valid one. It is in memory alone.
 """
 
 import os

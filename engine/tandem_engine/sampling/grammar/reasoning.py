@@ -1,12 +1,12 @@
-"""A reasoning budget as a grammar: it forces the end marker, and lets the answer follow the grammar that was asked for.
+"""A reasoning budget as a grammar: it forces the end marker, and lets the answer follow the grammar of the request.
 
-    waiting      nobody has opened the reasoning; a begin marker among the first tokens does
-    reasoning    anything goes, until the budget is spent: then what the end marker still lacks is all that is allowed
-    answering    anything goes, or what the request's own grammar allows
+    waiting      the reasoning is not open; a begin marker among the first tokens opens it
+    reasoning    any token, until the budget is spent: then only the missing part of the end marker is allowed
+    answering    any token, or what the request's own grammar allows
 
-Where an output stands follows from its tokens alone, so a resumption or a handoff replays them like any grammar's, and
+The state of an output follows from its tokens alone, so a resumption or a handoff replays them like any grammar's, and
 each position of a drafted run has its own mask. An end marker that the model has begun when the budget is spent is
-completed, not begun anew.
+completed, not restarted.
 
 With a grammar for the answer, the output either begins with the begin marker or is the answer, and no EOS may come
 before the answer does.

@@ -1,13 +1,11 @@
-"""llguidance as the grammar backend: probed in a process of its own, compiled here, followed by copies.
+"""llguidance as the grammar backend: probed in a separate process, compiled here, matched by copies.
 
     spec ──probe process──▶ llguidance grammar ──LLMatcher──▶ prototype ──deep_copy──▶ matcher per output
 
-The second compilation costs what the first was seen to cost, without the interpreter lock.
+The second compilation costs what the first was measured to cost, without the interpreter lock.
 
-llguidance's matcher behind ours.
-
-llguidance knows two ends. After a token behind which its grammar allows nothing it stops at once; where the
-output may end or go on, it allows EOS and stops when that was accepted. It also stops, with an error, when a step
+llguidance's matcher has two ends. After a token that its grammar allows nothing to follow, it stops at once; where the
+output may end or continue, it allows EOS and stops when that was accepted. It also stops, with an error, when a step
 hits a limit or no token fits.
 """
 

@@ -1,8 +1,8 @@
-"""A process in which a grammar may cost what it likes: it is killed, and nothing else is.
+"""The probe process: compiles a grammar within limits, and is killed if the grammar exceeds them.
 
-llguidance bounds most of what a grammar can ask of it, but not all: a `multipleOf` of nine digits, or an
-intersection of thirty regexes, compiles for minutes and eats gigabytes, and a thread cannot be stopped. So a
-grammar is compiled here first, within limits that the kernel enforces, and by the engine only if that went well.
+llguidance bounds most of what a grammar can require of it, but not all: a `multipleOf` of nine digits, or an
+intersection of thirty regexes, compiles for minutes and takes gigabytes, and a thread cannot be stopped. So a grammar
+is compiled here first, within limits that the kernel enforces, and by the engine only if that succeeded.
 
     stdin    `ProbeJob`s, each preceded by its length in four bytes
     stdout   `Ready` or `Unusable` once, then one `Compilable` or `Refused` per job
@@ -11,7 +11,7 @@ grammar is compiled here first, within limits that the kernel enforces, and by t
     memory     allocations beyond `memory_bytes` more than at the start fail
     depth      a stack of `STACK_BYTES`: the engine's threads have more
 
-A grammar that hits a limit ends the process, and the exit tells which one it was.
+A grammar that hits a limit ends the process, and the exit shows which limit it was.
 """
 
 import os
