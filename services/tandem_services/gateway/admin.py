@@ -1,25 +1,24 @@
-"""Administrators' routes on a port of their own (`--admin-port`), away from whoever may reach the API.
+"""Administrators' routes on a separate port (`--admin-port`), and the canary request of the operator.
 
-/live /ready /health /metrics /version     for probes and Prometheus, without a key
-/requests/{id}/explain                     any tenant's request
-/drain                                     POST: as SIGTERM
-/canary                                    POST: a request of the operator's through a pair of workers (`canary`)
-/console                                   the console page, with its scripts and styles, without a key
-/console/data/…                            what it shows
-/v1/models and those that generate         as on the API's port, for the console's playground
+    /live /ready /health /metrics /version     probes and Prometheus, without a key
+    /requests/{id}/explain                     any tenant's request
+    /drain                                     POST: same effect as SIGTERM
+    /canary                                    POST: a test request through a pair of workers (`Canary`)
+    /console                                   the console page, with its scripts and styles, without a key
+    /console/data/…                            the console's data
+    /v1/models and the generation routes       same as on the API port, for the console's playground
 
-With a key file all but the first line, the page and /canary need a key whose entry says `"admin": true`. /canary, and
-/drain without a key file, need the order token (`common.tokens`), from this machine too.
+With a key file, every route except probes, the page and /canary needs a key whose entry has `"admin": true`. /canary,
+and /drain without a key file, need the order token (`common.tokens`), also from the same machine.
 
-A canary: one short greedy request through a prefill and a decode worker, asked for by the operator.
+A canary is one short greedy request through a prefill and a decode worker:
 
     POST /canary    {"prefill": "pod-a", "decode": "pod-b"} through exactly these two;
-                    {} through whom the router chooses, with a prefill worker where it would have done without one
+                    {} through the router's choice, with a prefill worker even if the router would have used none
 
-On the administrators' port, for whoever has the deployment's order token or is on this machine. It is nobody's
-request: no tenant is charged, it has no place in the queue, and nothing of it is found by others, for its cache salt is
-its own. It passes when every token that was asked for has come, from the decode worker, with KV that the prefill worker
-sent. An answer is 200 whatever became of it; 400, 401 and 403 are about the question.
+It passes when the decode worker has returned every requested token with KV that the prefill worker sent. It belongs to
+no tenant, bypasses the queue, and has its own cache salt, so that no other request finds its KV. The status is 200
+whether it passes or fails; 400, 401 and 403 report an invalid or unauthorized call.
 """
 
 import asyncio

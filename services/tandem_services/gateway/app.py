@@ -1,15 +1,15 @@
-"""The gateway's routes, put before its parts (`composition`).
+"""Builds a gateway from its configuration, and the ASGI application with its routes.
 
-/v1/chat/completions /v1/completions       generation, plain ASGI: nothing between a token and its client
-/v1/responses                              the same as a chat, in the form of OpenAI's Responses API, stateless
-/v1/messages /v1/messages/count_tokens     the same in the form of Anthropic's Messages API
+/v1/chat/completions /v1/completions       generation, plain ASGI: no framework between a token and its client
+/v1/responses                              the same as chat, in OpenAI's Responses format, stateless
+/v1/messages /v1/messages/count_tokens     the same in Anthropic's Messages format
 /v1/embeddings                             vectors of prompts
 /v1/sessions /v1/sessions/{id}             conversations that a worker keeps (also /open_session, /close_session)
-/v1/models /v1/models/{id}                 what is served
+/v1/models /v1/models/{id}                 served models
 /tokenize /detokenize (also under /v1)     the tokenizer
 /v1/requests/{id}/explain                  where a request ran and why
-/live /ready /health /version              operations
-/openapi.json                              all of this, for programs
+/live /ready /health /version              monitoring
+/openapi.json                              description of all these routes
 /metrics /console                          unless there is a port for administrators (`admin`)
 """
 

@@ -1,15 +1,15 @@
-"""Running a gateway: router, sockets, HTTP server, in this order; stopped in the reverse one.
+"""Runs a gateway: starts router, sockets and HTTP server in this order, and stops them in reverse.
 
-A SIGTERM, SIGINT or SIGHUP ends it:
+SIGTERM, SIGINT or SIGHUP shuts it down:
 
-    1. notice   /ready answers 503 and every answer closes its connection, but requests are still served: load
-                balancers learn from /ready, a moment later, to send no more [drain-loses-nothing]
-    2. closing  the port closes; requests that run may finish within the drain time
-    3. ended    what still runs then gets an error: a stream as its last event, any other answer as a 503
-    4. end      exit status 0
+    1. notice    /ready returns 503 and every response closes its connection, but requests are still served: load
+                 balancers stop sending a moment after they see /ready [drain-loses-nothing]
+    2. closing   the port closes; running requests may finish within the drain time
+    3. ended     remaining requests get an error: a stream as its last event, any other response as a 503
+    4. exit      status 0
 
-A second signal ends the notice; a SIGINT while closing ends what still runs. A SIGHUP does what a SIGTERM does, unless
-it is ignored, as under `nohup`.
+A second signal ends the notice; a SIGINT while closing ends the running requests. SIGHUP acts as SIGTERM, unless it is
+ignored, as under `nohup`.
 """
 
 import asyncio

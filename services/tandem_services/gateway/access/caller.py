@@ -1,4 +1,4 @@
-"""Who sent one request, and what they may do. Made by `authentication`, kept for as long as the request lives."""
+"""The client of one request and its rights. `authentication` creates a `Caller`, which lives as long as the request."""
 
 from dataclasses import dataclass, field
 from hashlib import blake2b

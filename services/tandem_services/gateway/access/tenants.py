@@ -1,9 +1,8 @@
-"""Tenants: who may use the gateway, and how much of it. One entry of the key file each (docs/limits.md).
+"""Tenants and their limits. Each entry of the key file is one tenant (docs/limits.md).
 
-Limits of tenants: exact over all gateways while Redis answers, of this gateway alone while it does not.
-
-What Redis grants is noted here too, so that the local decision starts from what this gateway knows. Without Redis a
-tenant gets at most its limit from each gateway, and no request fails or waits because Redis is away.
+`TenantLimits` enforces the limits over all gateways while Redis answers, and for this gateway alone while it does not.
+It also records what Redis grants, so that the local decision starts from the usage this gateway has seen. Without Redis
+a tenant gets at most its limit from each gateway; no request fails or waits because Redis is unavailable.
 """
 
 import logging

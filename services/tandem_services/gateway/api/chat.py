@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: its requests as plans."""
+"""Turns `POST /v1/chat/completions` requests into plans."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: its requests as plans and its answers as JSON."""
+"""Turns `POST /v1/completions` requests into plans, and their results into JSON."""
 
 from collections.abc import Sequence
 

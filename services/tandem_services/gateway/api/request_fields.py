@@ -1,4 +1,4 @@
-"""OpenAI's request fields as Tandem's messages. Pure: decides and checks, allocates and sends nothing."""
+"""Converts OpenAI's request fields into Tandem's messages. Pure: checks and converts, allocates and sends nothing."""
 
 import secrets
 from collections.abc import Callable, Sequence

@@ -1,14 +1,14 @@
-"""Answering a generation request: plan it, run it, write it. `answering` accounts for it.
+"""Runs one generation request from its body to the response, and records the result.
 
-    body ─▶ deadline ─▶ plan ─▶ job ─▶ pieces ─▶ whole JSON or events
+    body ─▶ deadline ─▶ plan ─▶ tokens reserved ─▶ running ─▶ pieces ─▶ JSON document or events
+                                                      └─▶ record: explain, metrics, one log line, however it ends
 
-Until the first piece exists nothing has been written, so an error until then has an HTTP status. After it,
-an error is an event of the stream, which it ends.
+    Answering            life of an accepted request, shared by all endpoints that use workers
+    GenerationEndpoint   the endpoint of one API: plans requests and runs them
+    Answer               writes one response
 
-What endpoints that ask workers share: the life of an accepted request, from its limits to its last line in the log.
-
-deadline ─▶ plan ─▶ tokens reserved ─▶ running ─▶ answered, refused or left
-                                            └───── record: explain, metrics, one log line, whatever the end
+Nothing is written before the first piece exists, so an error before it has an HTTP status of its own. A later error
+is an event, which ends the stream.
 """
 
 import asyncio

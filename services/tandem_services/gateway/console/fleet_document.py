@@ -1,7 +1,7 @@
-"""The fleet and this gateway as JSON, for the console: numbers and names, no addresses.
+"""The fleet and this gateway as a JSON document for the console: numbers and names, no addresses.
 
-Counters are totals since a worker's start; what is per second is for the viewer to work out from two documents.
-Bounded: of a fleet larger than a page can show the rest is a number.
+Counters are totals since the start of a worker; a viewer computes rates from two documents. The document is bounded: of
+a fleet larger than a page can show, the remaining workers are only counted.
 """
 
 import time

@@ -1,13 +1,13 @@
-"""One attempt at one choice: the same request on one decode worker, or on a prefill and a decode worker.
+"""One attempt of one choice: the same request on one decode worker, or on a prefill and a decode worker.
 
     prefill ── token 0 ──────────────▶ ┐
     decode  ── token 0 again, 1, 2, … ▶ ┴─ TokenSequence ─▶ next() ─▶ the choice
 
-Outputs are taken up by the connections' readers at once and handed on when the choice asks: a slow client
-delays nobody else, and what has gathered meanwhile goes out in one piece.
+The readers of the connections accept outputs at once and keep them until the choice takes them. A slow client therefore
+delays no other request, and outputs that have accumulated leave in one piece.
 
-An attempt ends with a finish, or fails: `AttemptFailedError` when another worker may do better. The prefill
-worker matters until the decode worker has spoken; what happens to it later is ignored.
+An attempt finishes, or fails with `AttemptFailedError` when another worker may succeed. A failure of the prefill worker
+counts only until the decode worker has sent its first output.
 """
 
 import asyncio

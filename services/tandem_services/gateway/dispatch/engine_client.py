@@ -1,29 +1,27 @@
 """Connections to engines: one per worker incarnation, shared by all requests.
 
-Life of a connection
-    1. opened     when the router may choose the worker (`EnginePool.watch`), or on the first request that goes there
-    2. proven     the incarnation has answered a ping. The socket is authenticated, so it is a member of the deployment
-                  that runs, whatever Redis says; the router offers nobody else
-    3. in use     a reader hands every output to the listener of its rid; unknown rids are ignored [unknown-id-ignored]
-       watched    a ping goes out each interval
-    4. dead       the socket went away, pings stay unanswered, or the engine sends what is no message:
-                  the router and every listener are told at once, the socket is closed. An engine that answers
-                  after all is used again (`Revival`), unless it is one that sends what is no message
-       or reopened  it went away while nobody used it. Firewalls and restarted networks close what is idle, so this
-                  says nothing about the engine: one more connection is tried, and a dead engine refuses it
+    1. opened    when the router may choose the worker (`EnginePool.watch`), or with the first request for it
+    2. proven    the incarnation has answered a ping. The socket is authenticated, so the worker belongs to the
+                 deployment, whatever Redis contains; the router offers no other workers
+    3. in use    a reader passes each output to the listener of its rid; unknown rids are ignored
+                 [unknown-id-ignored]. One ping is sent per interval
+    4. dead      the socket closed, pings stayed unanswered, or a message could not be decoded. Router and listeners are
+                 notified at once, and the socket is closed. `Revival` then probes the worker, unless it sent such a
+                 message
+       reopened  the socket closed while idle. Firewalls and restarted networks close idle connections, so one new
+                 connection is tried; a dead engine refuses it
 
-Silence is judged in unanswered pings, not in seconds: an event loop that was itself blocked sends none in
-that time, and a long queue on the engine answers them, so neither looks like death.
+Silence is measured in unanswered pings, not in seconds. An event loop that was itself blocked sends none, and an engine
+with a long queue still answers them, so both count as alive.
 
-Asks workers whose connection was lost whether they live after all: a network may fail where no worker does.
+`Revival` probes workers whose connection was lost, because a network may fail while the worker runs:
 
-    1. lost       `ask`: over a connection of its own, which is opened again for as long as it is refused
-    2. asking     a ping every `ask_every_s`, for `ask_for_s`; a process that hangs may still wake up
-    3. answered   by the incarnation that was asked: it is told at once, and the worker may be chosen again
-       or not     then the registry decides (`router.membership`)
+    1. lost      a separate connection is opened, repeatedly while it is refused
+    2. probing   a ping every `ask_every_s`, for `ask_for_s`: a stopped process may continue
+    3. answered  by the same incarnation: it is reported at once and may be chosen again
+       silent    the registry decides (`router.membership`)
 
-A worker whose line breaks again soon after an answer is asked after a pause that doubles each time, so that requests
-are not sent again and again over a line that does not hold.
+The pause before the next probe doubles when a connection breaks again soon after an answer.
 """
 
 import asyncio

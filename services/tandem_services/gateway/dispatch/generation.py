@@ -1,7 +1,7 @@
-"""All choices of one request at once: dispatched, turned to text, and merged as their tokens come.
+"""Runs all choices of one request concurrently, converts tokens to text, and merges the pieces as they arrive.
 
-Closing the iteration, or cancelling whoever iterates, aborts every choice on every worker. The first
-choice that fails fails the request.
+Closing the iterator, or cancelling its consumer, aborts every choice on every worker. The first choice that fails fails
+the request.
 """
 
 import asyncio

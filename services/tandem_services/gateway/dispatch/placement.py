@@ -1,16 +1,15 @@
-"""Where the attempts of choices go: asks the router, waits where it knows nobody, and gives reservations back.
+"""Places attempts: queries the router, waits while no worker is available, and releases reservations.
 
-first attempt    through the gateway's queue (`Admission`), beside the other choices of its prompt where it fits
-a session's      the worker that keeps it, or nobody
-further ones     paid from the `RetryBudget` where a living worker made them necessary; not where it failed before,
-                 unless nobody else is left
-a move           who takes over from a worker that leaves; with no place to go to, it goes on where it is
+    first attempt    through the gateway's queue (`Admission`), with the other choices of its prompt where it fits
+    session          only on the worker that keeps it
+    further ones     charged to the `RetryBudget` if a live worker failed them; on workers where the choice failed
+                     before only if no other is left
+    migration        to another worker; without one the request stays where it is
 
-How often a gateway asks again, so that workers in trouble are not asked ever more.
-
-A token bucket over all requests: each attempt that a living worker has failed costs one token before there is another.
-Tokens come with new choices (`share` each) and with time (`per_second`), up to `capacity`. A choice whose worker died,
-or lets go because it leaves, costs nothing: it asks for no more than what was accepted before.
+`RetryBudget` bounds retries, so that overloaded workers do not get more and more load. It is a token bucket over all
+requests: a retry of an attempt that a live worker failed costs one token. Tokens are added per new choice (`share`) and
+per second (`per_second`), up to `capacity`. A choice costs nothing if its worker died or migrated it, because its load
+was accepted before.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A validated request: everything that was asked for, checked and in token ids. Nothing has been sent yet."""
+"""A validated request: all parameters checked, all prompts in token ids. Nothing has been sent yet."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What one choice has achieved so far, over all its attempts, and what has become of them."""
+"""Progress of one choice over all its attempts, and how they ended."""
 
 from dataclasses import dataclass, field
 

@@ -1,14 +1,13 @@
-"""Conversations over HTTP: a request with `session_params` brings one turn, and goes to the worker that has the rest.
+"""Sessions over HTTP: a request with `session_params` brings one turn and runs on the worker that keeps the others.
 
-Life of a turn
-    1. taken   its session is looked up (`SessionDesk.take`). Without one only turn 0 may go on
-    2. bound   the first turn's worker is written down before anything is sent there: were that lost, the next turn
-               would begin a conversation without its beginning
-    3. ended   tokens and last token are noted before the client sees the end, so that its next turn finds them
-       failed  a first turn leaves the session as opened; any other leaves it as it was
+    1. taken   the session is looked up (`SessionDesk.take`); without one only turn 0 is accepted
+    2. bound   the worker of the first turn is recorded before anything is sent there. Without the record the next turn
+               would start a conversation without its beginning
+    3. ended   tokens and last token are recorded before the client receives the end, so that its next turn finds them
+       failed  a failed first turn leaves the session opened; any other leaves it unchanged
 
-Later turns have one attempt: nobody but the worker that keeps the session knows what came before. When that worker is
-gone the client is told with a 409, code `session_lost`, to send the whole conversation again.
+Later turns have one attempt, because only the worker that keeps the session has its context. If that worker is lost,
+the client gets a 409 with code `session_lost` and must send the whole conversation again.
 """
 
 import logging

@@ -1,13 +1,11 @@
-"""From HTTP bytes to a request struct, refusing everything else with a sentence that says why.
+"""Reads a request body, checks its shape, and decodes it to a struct. Every rejection names its reason.
 
-The body is charged to the gateway's `BodyBudget` while it arrives, so that one without a Content-Length cannot fill the
-memory either. A long one is parsed by a thread, one at a time.
-
-Bounds on the shape of a JSON body, checked on its bytes before anything is parsed.
-
-Parsers recurse, and what walks their result recurses again. The scan costs nothing on ordinary bodies: one with
-fewer brackets than levels allowed cannot be nested too deeply, whatever is in its strings, and one with few quotes
-cannot have many strings.
+1. Read: the bytes are charged to the `BodyBudget` of the gateway as they arrive, so that a body without Content-Length
+   cannot exhaust memory.
+2. Check (`check_json_shape`): depth and number of parts are bounded on the raw bytes, because parsers and the code that
+   walks their results recurse. The scan is free for ordinary bodies: one with fewer brackets than allowed levels
+   cannot be nested too deeply, and one with few quotes cannot contain many strings.
+3. Decode (`BodyDecoder`): a thread parses long bodies, one at a time.
 """
 
 import asyncio

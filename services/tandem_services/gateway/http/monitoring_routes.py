@@ -1,4 +1,4 @@
-"""What probes and Prometheus ask, on whichever port, and how every route answers with JSON."""
+"""Routes for probes and Prometheus, on either port, and the JSON response that all routes share."""
 
 from typing import Literal
 

@@ -1,9 +1,9 @@
-"""The models file: which model services a gateway serves (docs/multi-model.md). JSON, or TOML by its name.
+"""The models file: the model services of a gateway (docs/multi-model.md). JSON, or TOML if the file is named so.
 
     {"models": [{"model": "/models/llama", "served_model_name": ["llama", "gpt-4o-mini"], "cluster": "llama"}, …]}
 
-An entry has the names of the gateway's flags, and what it leaves out is as on the command line. Paths are relative to
-the file.
+An entry uses the names of the gateway's flags; fields that it omits have the values of the command line. Paths are
+relative to the file.
 """
 
 import logging

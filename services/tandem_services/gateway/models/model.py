@@ -1,4 +1,4 @@
-"""The model that a model service serves: its names, its tokenizer, and how long its context is."""
+"""The model of one model service: its names, its tokenizer and its context length."""
 
 import time
 from collections.abc import Callable

@@ -1,20 +1,18 @@
-"""Text and messages to token ids and back, in the tokenizer's threads, refused when they cannot fit.
+"""Converts text and messages to token ids and back in tokenizer threads; rejects prompts that cannot fit.
 
-Fields that name tokens to prefer or to avoid, as token ids. Pure, and bounded before anything is encoded.
+`logit_biases`, `allowed_ids` and `bad_word_ids` convert request fields that name tokens. They are pure, and bounded
+before anything is encoded. A bad word is encoded as at the beginning of a text and as after a space. vLLM drops the
+second form if its number of tokens differs from the first; here it is dropped only if it ends in the first, which then
+forbids both.
 
-Words are encoded as they would stand in a text: at its beginning, and after a space. vLLM drops the second when it
-has another number of tokens than the first; here it is dropped only when it ends in the first, which then forbids
-both.
+`TokenizerThreads` keeps this work off the event loop:
 
-Threads that turn text into ids and ids into text: the event loop never does.
+    call ─▶ queue of short or of long work ─▶ thread ─▶ all results so far, in one wake-up of the loop
 
-    asked for ─▶ line of short or of long work ─▶ thread ─▶ what it has done meanwhile, in one wake-up of the loop
-
-Waking a thread, and the loop by it, costs about as much as encoding a short text, so a thread that is awake takes
-whatever has come in the meantime and answers all of it at once: the busier the gateway, the cheaper each hop. Long work
-has threads of its own, so that no short text waits behind one that takes a second.
-
-What waits is bounded: beyond it `run` refuses. Work whose client has left, or whose deadline has passed, is skipped.
+Waking a thread and the loop costs about as much as encoding a short text. An awake thread therefore takes all queued
+work and returns its results together, so the cost per call falls with load. Long work has its own threads, so that no
+short text waits for it. The queue is bounded: `run` rejects work beyond it. Work is skipped if its client has
+disconnected or its deadline has passed.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""One model service as a gateway serves it: a model, and everything between a plan and the fleet's workers.
+"""One model service: a model and everything between a plan and the workers of its fleet (docs/multi-model.md).
 
-A gateway has one for each model (docs/multi-model.md). They have no worker, queue, quarantine or session in common;
-what they do have in common is the gateway's: keys and limits, the journal, and the tokenizers' threads.
+Services share no worker, queue, quarantine or session. They do share the gateway's keys and limits, the request journal
+and the tokenizer threads.
 """
 
 import asyncio

@@ -1,18 +1,17 @@
-"""What happened to recent requests, for `GET /v1/requests/{id}/explain` and for one log line each.
+"""Records of recent requests, for `GET /v1/requests/{id}/explain` and for one log line each.
 
-A record is made when a request is accepted and filled while it runs, so that a request can be explained
-before it ends. They hold no text and no addresses. Nothing in them leads back to them, so
-that garbage collections need not look at them (`gc=False`).
+A record is created when a request is accepted and filled while it runs, so that a running request can be explained.
+It contains no text and no addresses. No reference leads back to it, so the garbage collector skips it (`gc=False`).
 
-The records of recent requests (`explain`), by our id and by the client's own.
+`RequestJournal` finds records by our id and by the client's own:
 
-opened   the record is an object, which the running request fills
-closed   the journal keeps its MessagePack bytes instead: less than half the memory, and a size that is known
-dropped  the oldest record, when there are more than `capacity`; the oldest closed one, when all closed ones together
-         have more than `max_bytes`
+    open      an object, which the running request fills
+    closed    MessagePack bytes: less than half the memory, and a known size
+    dropped   the oldest record if there are more than `capacity`; the oldest closed one if all closed ones together
+              have more than `max_bytes`
 
-Requests that were refused before they were accepted have `REFUSED_RECORDS` places for themselves: however many there
-are, they drop no accepted one.
+Requests that were rejected before they were accepted have `REFUSED_RECORDS` places of their own, so that they never
+replace accepted ones.
 """
 
 import logging

@@ -1,15 +1,12 @@
-"""What the rest of the gateway knows of tracing, and all there is of it where it is off.
+"""The gateway's interface to tracing, which is all of it if tracing is disabled. `spans` implements it otherwise.
 
     RequestBoundary ─ Traces ─▶ RequestTrace ─ attempt ─▶ AttemptTrace ─ context ─▶ GenerateRequest.trace
-          answered ◀───────────── finished (accounted for) ◀──── ended
+          response ◀───────────── finished (recorded) ◀──── ended
 
-`PassedOn` makes no spans: what a client sent is handed on to the engines as it came, as those who do not trace must.
-`request_spans` makes them.
+`PassedOn` creates no spans: it forwards the client's trace context unchanged to the engines.
 
-The trace that a client's request belongs to, by the headers of W3C Trace Context.
-
-A `traceparent` that is none, or that comes twice, is as good as none: the request is served, and its trace begins here
-(rules of the standard). `tracestate` counts only beside a good `traceparent`.
+`client_context` reads the headers of W3C Trace Context. An invalid or repeated `traceparent` is ignored, and a new
+trace starts here, as the standard requires. `tracestate` counts only with a valid `traceparent`.
 """
 
 import re

@@ -1,13 +1,11 @@
-"""From the text of one output to its parts: first the reasoning, then content and tool calls.
+"""Splits the text of one output into parts: first the reasoning, then content and tool calls.
 
-    text ──▶ reasoning parser ──▶ tool parser ──▶ parts
+text ──▶ reasoning parser ──▶ tool parser ──▶ parts
 
-`OutputReading` is decided with the request and makes one `OutputReader` for each choice.
-
-How the outputs of a served model are written: its reasoning and its tool calls.
-
-Decided once, when the gateway starts: by flag, or by what the chat template does with tools and reasoning, since a
-model is trained on what its template writes.
+OutputDialect   how a served model writes reasoning and tool calls. Chosen once when the gateway starts: by flag, or
+                from the chat template, since a model is trained on what its template writes
+OutputReading   the choice for one request
+OutputReader    the state of one choice
 """
 
 from collections.abc import Callable, Mapping, Sequence

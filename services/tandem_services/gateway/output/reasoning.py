@@ -1,7 +1,7 @@
-"""Reasoning: what a model writes to itself between two markers before it answers.
+"""Extracts reasoning: the text between two markers that a model writes before its answer.
 
-A chat template may have opened the reasoning at the end of the prompt, or closed it at once (`enable_thinking`
-false); otherwise the model writes the first marker itself, or, in families that always reason, leaves it out.
+The chat template may already open the reasoning at the end of the prompt, or close it at once (`enable_thinking`
+false). Otherwise the model writes the first marker itself, or omits it in families that always reason.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""New requests at a gateway: each waits, in real time, until `LateBinding` has workers for it or refuses it.
+"""Runs `LateBinding` in real time: each new request waits here until it has workers or is rejected.
 
-As long as somebody waits, one task takes turns: at once after each admission, else when a request has ended or a moment
-has passed.
+While requests wait, one task iterates: at once after each admission, otherwise when a request has ended or a short
+interval has passed.
 """
 
 import asyncio

@@ -1,29 +1,23 @@
-"""Late binding: a new request waits here, not at a worker, while no worker has room for it.
+"""Late binding: a new request waits at the gateway, not at a worker, until a worker has capacity for it.
 
-    1. asked      nobody waits: the router is asked at once. A worker with room takes the request
-    2. queued     else it takes one of a bounded number of seats (`FairQueue`)
-    3. tried      whose turn it is asks the router whenever something may have changed: a request has ended, or a moment
-                  has passed. One that no worker can take at all is passed over for a while; one that only has to wait
-                  for room is not, or long prompts would wait for ever
-    4. admitted   with a worker; what it costs is charged to its tenant
-       refused    pushed out by a tenant that holds fewer seats, or after `room_s` without room, or after `worker_s`
+    1. arrives    the queue is empty: the router is queried at once, and a worker with capacity gets the request
+    2. queued     otherwise it takes one of a bounded number of seats (`FairQueue`)
+    3. tried      the head of line queries the router whenever a request has ended or an interval has passed. A request
+                  that no worker can serve is skipped for `PASSED_OVER_S`. One that lacks capacity is not skipped, or
+                  long prompts would wait forever
+    4. admitted   with a worker, and charged to its tenant
+       rejected   replaced by a tenant with fewer seats, or after `room_s` without capacity, or after `worker_s`
                   without any worker: 429 or 503 with Retry-After
 
-A worker has room when the sequence need not wait for others to end and the prompt need not wait longer than
-`worker_wait_s` for prompts before it: enough for it to be busy until the next one arrives, too little for a queue.
+A worker has capacity when the sequence need not wait for others to end, and the prompt waits at most `worker_wait_s`
+for other prompts. That keeps the worker busy until the next prompt, without a queue of its own.
 
-While somebody waits, a place that a request of this gateway leaves is taken before any worker reports it (`Turnover`).
-Of several gateways, one whose next one has had more than others leaves such places to them for a while (`GivingWay`).
+`Turnover` counts slots that were freed but are not in a worker's report yet, which may be a second old. A slot that a
+request of this gateway freed, or that another gateway offered, counts at once: so many requests may go to workers that
+report no capacity. It expires after `UNREPORTED_S`: by then a report contains it, or another gateway has used it.
 
-Here is who is tried, admitted and refused, and nothing that waits: `arrive` and `turn` are called by whoever knows the
-time. `Admission` does so in a gateway, `tandem simulate` from one event to the next.
-
-Places that requests have left and that no worker has reported yet. Pure.
-
-What workers report is up to a second old. A place that a request of this gateway has left, or that another gateway has
-left to it, is free at once, whatever the last report says: so many requests may go to workers that say they are full.
-A place that nobody has taken for `UNREPORTED_S` is in a report by then, or has been taken by another gateway, and
-counts no more: counted for longer, it would be filled twice.
+`LateBinding` also applies fairness between gateways (`GivingWay`). Its admission never waits: the caller calls `arrive`
+and `turn` and provides the clock. That is `Admission` in a gateway, and the event loop of `tandem simulate`.
 """
 
 import logging

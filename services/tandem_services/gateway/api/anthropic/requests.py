@@ -1,10 +1,8 @@
-"""`POST /v1/messages`: planned as the chat that means the same, answered in Anthropic's form. Nothing is kept.
+"""Plans `POST /v1/messages` as the equivalent chat request, and counts tokens the same way. Nothing is stored.
 
-A messages request as the chat request that means the same.
-
-system                        the first message, of the role system
+system                        first message, role system
 blocks of an assistant        one message: its text, its reasoning, its calls
-tool_result blocks            messages of the role tool, before the text of the same user
+tool_result blocks            messages of the role tool, before the text of the same user message
 """
 
 import re

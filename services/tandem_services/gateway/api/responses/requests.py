@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: planned as the chat that means the same, answered in its own form. Nothing is kept."""
+"""Plans `POST /v1/responses` as the equivalent chat request, answered in its own format. Nothing is stored."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Llama 3.2 and 4, and others: the output is a list of Python calls, [name(key=value, …), …].
 
-Nothing marks a call, so a list counts as one only if it begins with a tool of the request. Values are read as
+No marker starts a call, so a list counts as one only if it begins with a tool of the request. Values are read as
 literals and never evaluated (CVE-2025-9141); the scan is linear (CVE-2025-48887).
 """
 

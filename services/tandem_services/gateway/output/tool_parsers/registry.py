@@ -1,4 +1,4 @@
-"""The tool-call parsers by the name of `--tool-call-parser`, and which one a model needs."""
+"""Tool-call parsers by their name in `--tool-call-parser`, and detection of the one that a model needs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
