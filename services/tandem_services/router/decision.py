@@ -1,9 +1,8 @@
-"""What the gateway asks the router and what it gets. The router's public vocabulary.
+"""The router's public types: what a gateway sends to the router, and what it gets back.
 
-What a router asks of whoever can prove that a worker is a member: that it answers over an authenticated socket.
-
-A gateway has such sockets (`gateway.dispatch.dispatcher`); a stand-alone router has none, and goes by signed rows
-alone.
+`MemberProofs` is the router's interface to a component that can prove membership: it checks that a worker answers over
+an authenticated socket. A gateway has such sockets (`gateway.dispatch.dispatcher`). A stand-alone router has none and
+relies on signed rows alone.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
-"""The prefix index in Redis: workers publish what they cache, gateways ask for the best choice.
+"""The prefix index in Redis: workers publish their cached blocks, gateways query the best choice.
 
-An update names the revision it builds on (see scripts/index.lua); `route` matches, prices, chooses and
-reserves in one round trip (see scripts/route.lua).
+An update names the revision that it builds on (scripts/index.lua). `route` matches, scores, chooses and reserves in one
+round trip (scripts/route.lua).
 """
 
 from collections.abc import Sequence

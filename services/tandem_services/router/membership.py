@@ -1,23 +1,19 @@
-"""A gateway's view of the fleet: who can be proved to be a member, as Redis names them and as they answer themselves.
+"""A gateway's view of the fleet: workers proven to be members, from Redis and from their own answers.
 
-Redis is a hint. It tells where workers are and how they are doing; whether one is a member its own answers prove
-(`decision`).
+Redis is a hint: it contains addresses and loads, but a worker's own answer proves its membership (`MemberProofs`).
 
-1. Each heartbeat a snapshot from Redis brings rows. Only signed ones get here. A worker is offered once it has
-   answered.
-2. Missing from the snapshot: the worker does not reach Redis, Redis has lost it, or it is gone. It stays for as long as
-   it answers (`unlisted`), until a signed verdict says that it is over or a newer incarnation of it has a signed row.
-3. Redis away: the view stays as it is.
-4. A router without proofs goes by rows alone: after a wipe (new epoch), or with new rubbish in the registry, workers of
-   the old view stay for one lease, in which the living ones register again; then only the new registry counts.
-5. `mark_dead`: the gateway lost the connection. The worker is left out until `mark_alive`, because it has answered
-   since, until it is gone from the registry, or until it has been there for another `FORGIVE_S`.
-6. `note_refusal`: the worker answers, and sends requests away. It has that state until a view knows more (`refusals`).
+    1. snapshot      each heartbeat brings the rows of Redis, only signed ones; a worker is offered once it has answered
+    2. unlisted      missing in the snapshot: the worker cannot reach Redis, Redis lost it, or it has exited. It stays
+                     while it answers, until a signed verdict ends it or a newer incarnation has a signed row
+    3. Redis away    the view does not change
+    4. no proofs     a router without proofs relies on rows. After a wipe (new epoch), or with new malformed rows,
+                     workers of the old view stay for one lease, in which live ones register again
+    5. `mark_dead`   the gateway lost the connection: the worker is excluded until `mark_alive`, because it has answered
+                     since, until it leaves the registry, or until it was listed for another `FORGIVE_S`
+    6. `note_refusal`  the worker answers but rejects requests: its state is recorded until a newer view (`Refusals`)
 
-Workers that have sent a request away, because they drain or are paused, and what the last view did not know of it.
-
-Redis knows within milliseconds, for such a worker tells it at once. A gateway's own view is a heartbeat old, and while
-it decides, every request until the next heartbeat would find out for itself.
+`Refusals` tracks workers that rejected a request because they drain or are paused. Redis has the state of such a worker
+within milliseconds, but the local view is up to a heartbeat old; local routing would send it every request until then.
 """
 
 from collections import Counter

@@ -1,20 +1,15 @@
-"""The policies of a router: by name, one for each role.
+"""Routing policies: which workers the cost model may choose from. One policy per role, selected by name.
 
-Workers that have just registered, and how much of their share they are offered yet.
+The router applies the policy of the decode role first, then that of the prefill role among workers that can hand off to
+those. Excluded workers are left out of the query, as are workers on which the request has failed. Everything else stays
+as it is: the cost model, pair or single worker, reservation and explain.
 
-A newcomer has an empty queue, so that it is the cheapest for every gateway at once; it has kernels still to compile and
-connections still to make, so that it is slower than its price says. Its share grows from nothing to all of it within
-`RAMP_S`. While a fleet starts, and to a gateway that has just started itself, everybody is new and so nobody is.
+`Session` sends requests of one user or conversation to one worker; a worker that leaves moves only its own keys. The
+key is the request's `user`. A request without one is placed by its id.
 
-Which workers the price may choose among. One policy for each role.
-
-The router asks the policy of the decode role first, then that of the prefill role among workers that can hand to
-those. What a policy passes over is left out of the query, as workers are that the request has failed on; everything
-else, the price of pair and alone, the reservation and explain, stays as it is.
-
-`session`: requests of one user or conversation go to one worker, and a worker that leaves moves only its own.
-
-The key is the request's `user`. A request without one goes anywhere, by its id.
+`Newcomers` implements slow start for `Ramping`. A worker that has just registered has an empty queue and is therefore
+the cheapest for every gateway at once, but it still compiles kernels and opens connections. Its share grows from zero
+to full within `RAMP_S`. It does not apply while all workers are new: at the start of a fleet or of this gateway.
 """
 
 import math

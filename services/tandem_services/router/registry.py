@@ -1,22 +1,17 @@
-"""The registry: who is there, with what lease, told to and by Redis.
+"""The registry in Redis: which workers exist, with which lease, load and statistics.
 
-    1. A worker sends its whole description and load with every heartbeat, so the first one registers and any
-       one re-registers after Redis lost everything. Nothing has to be remembered about what was sent.
-    2. The answer says whether the lease holds or this incarnation is over (fenced); which incarnations exist, when that
-       changed; and where the index of this worker stands.
-    3. Gateways read a snapshot once a heartbeat. An epoch number tells an empty registry (everybody left)
-       from a wiped one (everybody is about to come back).
+    1. A worker sends its whole description and load with every heartbeat. The first one registers it, and any later one
+       registers it again after Redis lost its data. A worker keeps no state about earlier heartbeats.
+    2. The reply contains whether the lease holds or this incarnation is fenced, which incarnations exist (if that
+       changed), and the revision of this worker's index.
+    3. Gateways read a snapshot once per heartbeat. An epoch number distinguishes an empty registry (all workers left)
+       from a wiped one (all workers are about to return).
 
-What is read back is untrusted: a record, a claim or a verdict that no process of the deployment has signed, or that
-does not make sense, is counted and left out.
+`Figures` are statistics for display only; routing does not use them. A worker writes them into its readable hash with
+every heartbeat, the view keeps the text, and they are parsed only when they are displayed.
 
-What a worker tells about itself for people to see. Nothing of it takes part in routing.
-
-    1. The worker writes the figures into its readable hash with every heartbeat.
-    2. A gateway's view of the fleet keeps them as the text that came.
-    3. They are parsed when somebody looks: a fleet that nobody watches costs nothing.
-
-What is read back is untrusted: figures that make no sense are no figures, and the worker is still a worker.
+All content of Redis is untrusted. A record, claim or verdict without a valid signature, or with malformed values, is
+counted and dropped. Malformed statistics are dropped without their worker.
 """
 
 import re

@@ -1,17 +1,16 @@
-"""Chooses workers for requests. The one entry point for a gateway.
+"""Chooses workers for requests: the only entry point of the router for a gateway.
 
-1. `start` requires Redis once, loads the function library and takes the first view of the fleet.
+1. `start` requires Redis once, loads the function library and reads the first view of the fleet.
 2. A background task refreshes the view every heartbeat.
-3. `choose` hashes the prompt, asks Redis in one round trip, and looks the answer up in the view. Redis
-   away, slow or answering nonsense: the last view decides [redis-is-optional]. No request fails
-   because of Redis, and none waits for it longer than the routing deadline. Where Redis does not name some of the
-   members, the view decides for their share of the requests.
-4. `release` when an attempt has ended, however it ended.
+3. `choose` hashes the prompt, queries Redis in one round trip, and resolves the reply in the view. If Redis is
+   unavailable, slow or returns malformed data, the last view decides [redis-is-optional]. No request fails because of
+   Redis, and none waits for it longer than the routing deadline. If Redis does not list some of the members, the view
+   decides for their share of the requests.
+4. `release` frees the reservation when an attempt has ended, however it ended.
 
-Which decisions tell what they chose from: all, as long as there are not many.
-
-It takes Redis, router and journal some microseconds and bytes, which nobody notices at a hundred decisions a second and
-somebody may at five thousand. Those of a busy second are a sample: its first ones.
+`TellingBudget` limits how many decisions record the options they chose from. That costs Redis, router and journal some
+microseconds and bytes each, which matters at thousands of decisions per second. In a busy second only the first ones
+are recorded.
 """
 
 import asyncio

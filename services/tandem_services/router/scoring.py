@@ -1,13 +1,14 @@
-"""Which workers and pairs of workers may serve a request, and the cheapest of them by the cost model (`cost`).
+"""Selects the cheapest worker or pair for a request by the cost model (`cost`), and plans prefix fetches. Pure.
 
-`scripts/route.lua` does the same in Redis. A pair is priced with the link between its two ends, so the best pair is
-not simply the best end of each list. All pairs of the most promising ends are looked at: enough that a slow link is
-avoided, few enough that a decision costs the same in a large fleet.
+`scripts/route.lua` and `scripts/fetch.lua` implement the same in Redis.
 
-Which worker would better fetch a prefix than compute it, and from whom. `scripts/fetch.lua` does the same in Redis.
+A pair is scored with the link between its two ends, so the best pair is not simply the best end of each list. All pairs
+of the most promising ends are scored: enough to avoid a slow link, few enough that a decision costs the same in a large
+fleet.
 
-Any worker of the same compat hash may have the prefix, whatever its role: another prefill worker, or the decode worker
-that generated the conversation's last answer. The few with the longest matches are looked at.
+A prefix fetch is planned where it is cheaper than computing the prefix. Any worker with the same compat hash may be the
+source, whatever its role: another prefill worker, or the decode worker that generated the last answer of the
+conversation. Only the few with the longest matches are considered.
 """
 
 from collections import defaultdict

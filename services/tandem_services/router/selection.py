@@ -1,31 +1,23 @@
-"""Choices by what all gateways share: the index, everybody's reservations, one decision after the other in Redis.
+"""The ways to make a choice: in Redis for all gateways, locally without Redis, or by redeeming a ticket.
 
-1. hash      the prompt's chain of blocks, which is all that Redis learns of it
-2. ask       one call of `route_and_reserve`
-3. resolve   the incarnations that it names are looked up in the view; one that registered since needs a new view
+    SharedChoices    Redis: hashes the prompt, calls `route_and_reserve` once, and resolves the incarnations in the
+                     view; one that registered since needs a new view. Redis sees only the hashes of the prompt
+    LocalChoices     the view of this gateway (`LocalRouting`), while Redis is unavailable
+    TicketedChoices  choices of another process, redeemed by a ticket in Redis (`tickets`); none without Redis
+    HeldChoices      choices in progress: this gateway's own load, released when they end. A reservation in Redis counts
+                     for `RESERVATION_MS`; after that there is nothing to release
 
-The chain of block digests of a prompt, computed without holding up the event loop.
+`prompt_chain` computes the digests of a prompt's blocks. Each depends on the one before it, at 0.6 µs a block: a
+millisecond for 32k tokens. It yields to the event loop after each slice, and `LastChain` avoids hashing a prompt again
+that is waiting for capacity.
 
-A digest follows from the one before it, so nothing of it can be left out or done side by side: 0.6 µs a block, which is
-a millisecond for 32k tokens and tens of them for the longest prompts. Others have their turn after every slice of it.
-A prompt that is asked for again, while it waits for room, is not hashed again.
+`LocalRouting` chooses the least predicted wait:
 
-Routing without Redis: least predicted wait from this gateway's own choices, sticky by first block.
-
-1. Every choice, whoever made it, is noted: the prefill work it adds and the sequence it occupies.
-2. While Redis is away the same price formula decides, with those notes in place of reports and
-   reservations, and with one guess in place of the index: the prompt is cached where its first block
-   hashes to (rendezvous hashing, so that a worker that leaves moves only its own prompts). When that
-   worker's wait is longer than computing the prompt again, another one is cheaper and is chosen.
-3. What prompts that this gateway has just sent will leave on a worker counts as cached there (`in_flight`).
-
-Choices that are being carried out: counted as this gateway's own load, and given back when they end.
-
-What a choice has reserved in Redis counts there for `RESERVATION_MS`; only until then is there anything to give back.
-
-Choices that one process makes and another carries out, by way of a ticket in Redis; see `tickets`.
-
-Without Redis there are none: nothing is issued, and nothing is found.
+1. Every choice is recorded with the prefill work and the sequence that it adds, also those that Redis made.
+2. Without Redis the same cost model uses these records in place of reports and reservations. In place of the index it
+   assumes that a prompt is cached on the worker that its first block hashes to (rendezvous hashing, so that a worker
+   that leaves moves only its own prompts). If that worker's wait exceeds recomputing the prompt, another one is chosen.
+3. Blocks of prompts that this gateway has just sent to a worker count as cached there (`in_flight`).
 """
 
 import asyncio

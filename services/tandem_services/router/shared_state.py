@@ -1,23 +1,21 @@
-"""What gateways of a deployment tell each other about fairness: virtual token counters, who waits where, and places
-that one leaves to another. One atomic function in Redis (scripts/fair.lua).
+"""State that the gateways of a deployment share through Redis. Each board is a view of it with its own keys.
 
-Digests of requests that no worker should see again, for all gateways of a deployment.
+    FairBoard         virtual token counters, waiting tenants, and slots that a gateway leaves to others: one atomic
+                      function (scripts/fair.lua)
+    QuarantineBoard   digests of requests that no worker should run again. One bounded sorted set by expiry, in the time
+                      of Redis, so that clocks of gateways do not matter; it expires when nothing is added
+    SessionBindings   which worker keeps which session
+    UsageBoard        usage of tenants: one atomic function (scripts/usage.lua). A running request holds a lease that
+                      its gateway renews, so requests of a dead gateway expire
 
-One sorted set holds them, by the time at which they may be forgotten. The time is Redis's own, so that clocks of
-gateways do not matter. It is bounded, and goes by itself when nothing is added.
+States of a session:
 
-Which worker keeps which conversation, for all gateways of a deployment to see.
+    opened     its id is taken; no worker keeps anything yet
+    bound      a worker computes the first turn, or has kept it since
+    forgotten  closed, or unused for its time to live
 
-    opened     an id is taken; no worker keeps anything yet
-    bound      a worker computes its first turn, or keeps it since
-    forgotten  closed, or not used for its time to live
-
-A binding is a hint: the worker alone knows whether it still keeps the session, and says so when a turn arrives.
-Keys hold a digest of cache salt and id, so that clients can neither guess nor shape them.
-
-What tenants use, for all gateways of a deployment: one atomic function in Redis (scripts/usage.lua).
-
-A running request holds a lease that its gateway renews. Those of a gateway that died end by themselves.
+A binding is a hint: only the worker can confirm that it still keeps the session, and it does so when a turn arrives.
+Keys contain a digest of cache salt and id, so that clients can neither predict nor choose them.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,21 +1,20 @@
-"""What one tenant uses: requests and tokens of the last minute, and requests that run. Pure.
+"""Counters of the usage of tenants: windows for limits, and virtual tokens for fairness. Pure.
 
-A second counts until it has been over for a minute, so in no minute is more taken than the limit. `scripts/usage.lua`
-is the same for all gateways together; this is what one gateway has seen, and decides by while Redis is away.
+Redis holds the same for all gateways (`scripts/usage.lua`, `scripts/fair.lua`). These are the values of one gateway,
+which it uses between reports and while Redis is unavailable.
 
-Virtual token counters: who has had how much of the fleet (VTC; Sheng et al., "Fairness in Serving Large Language
-Models", OSDI'24). Pure.
+`UsageWindows` counts requests and tokens of the last minute, and running requests. A second counts until it has been
+over for a minute, so no minute exceeds the limit.
 
-Each tenant has a counter of the work done for it, divided by its weight. Of those that wait, the one with the least
-goes first, so none that waits gets less than another by more than what a few requests cost. A tenant that comes back
-starts where the others are: what it left unused while it was away is not saved up.
+`VirtualCounters` count the work done for each tenant, divided by its weight (VTC; Sheng et al., "Fairness in Serving
+Large Language Models", OSDI'24). Of the waiting tenants the one with the least is served first, so none gets less than
+another by more than the cost of a few requests. Unused share is not saved up:
 
-    arrives   it had nothing waiting: raised to the least of those that wait, or to where the last one left
-    charged   prompt tokens when they are computed, output tokens as they come
-    leaves    nothing of it waits any more
+    arrives   a tenant without waiting requests is raised to the least of those that wait, or to where the last one left
+    charged   prompt tokens when they are computed, output tokens as they arrive
+    leaves    none of its requests waits any more
 
-`scripts/fair.lua` is the same for all gateways together; this is what one gateway decides by between two reports, and
-while Redis is away. A counter that a tenant would be raised above on its return is forgotten, which bounds the memory.
+A counter below the value to which its tenant would be raised is deleted, which bounds the memory.
 """
 
 from collections import OrderedDict

@@ -1,22 +1,24 @@
-"""What an Inference Gateway is told about one request: which gateways may have it, and with which reservation.
+"""Picks a gateway for each request of an Inference Gateway, and tracks the gateways that it may pick.
 
-    who       the tenant of its key, where gateways have a key file: 401 for one that is none
-    what      its body, read as the gateway will read it: 400 as the gateway would
-    where     workers with room, reserved under a ticket for the gateway to redeem. Without room the request goes
-              without a ticket and waits in the gateway's queue; below priority 0 it is refused: 429. No worker: 503
-    gateway   the ready one with least to do, within the subset that the data plane allows: 503 without any
+`EndpointPicker` handles one request:
 
-A request that generates nothing, belongs to a session, has several prompts, or is of a model without a tokenizer here
-goes without a ticket as well. A pick is followed until its response has ended.
+    tenant    of its key, where gateways have a key file: 401 for an invalid key
+    body      read as the gateway will read it: 400 as from the gateway
+    workers   with capacity, reserved under a ticket that the gateway redeems. Without capacity the request gets no
+              ticket and waits in the gateway's queue; below priority 0 it is rejected: 429. Without any worker: 503
+    gateway   the ready one with the least requests, in the subset that the data plane allows: 503 without any
 
-The gateways that an Inference Gateway may be sent to: which there are, which are ready, which has least to do.
+A request also gets no ticket if it generates nothing, belongs to a session, has several prompts, or is for a model
+without a tokenizer here. A pick is tracked until its response has ended.
+
+`GatewayEndpoints` tracks the gateways:
 
     named      by --gateway HOST:PORT; a name, such as that of a headless Service, stands for all of its addresses
-    resolved   every `RESOLVE_EVERY_S`; what a name stood for last holds while it cannot be resolved
-    ready      those that answered /ready with 200 when they were last asked, every second
-    chosen     the one with fewest requests of this router; the data plane may have its own idea of who is eligible
+    resolved   every `RESOLVE_EVERY_S`; the last addresses remain valid while a name cannot be resolved
+    ready      those whose last /ready probe, one per second, returned 200
+    chosen     the one with the fewest requests of this router, among those that the data plane allows
 
-Without --gateway everything that the data plane says is eligible counts as ready: it alone knows then.
+Without --gateway all endpoints that the data plane offers count as ready.
 """
 
 import asyncio

@@ -1,27 +1,24 @@
-"""The gRPC service that an Inference Gateway's data plane speaks to: `envoy.service.ext_proc.v3.ExternalProcessor`.
+"""Envoy's external processing service (`envoy.service.ext_proc.v3.ExternalProcessor`) for Inference Gateways.
 
-Messages of Envoy's external processing (`envoy.service.ext_proc.v3`) as the endpoint-picker protocol uses them.
+The protocol and its names are those of proposal 004 of kubernetes-sigs/gateway-api-inference-extension. The module has
+the message builders, `Exchange` for one HTTP request, and the gRPC service.
 
-The protocol is proposal 004 of kubernetes-sigs/gateway-api-inference-extension; names of headers and metadata are its.
+    message in          meaning                                    reply
+    request_headers     no body, or one that is not sent           destination in the headers' reply
+                        the body follows whole (BUFFERED)          continue; destination in the body's reply
+                        the body follows in pieces (FULL_DUPLEX)   none yet
+    request_body        the last piece, or the only one            destination, and the body sent back
+    request_trailers    what follows the last piece                the same, and continue
+    response_headers    which gateway has served                   continue
+    response_body       the response in pieces                     the same bytes sent back, or continue
+    response_trailers   the end                                    continue
 
-One HTTP request's life with an Inference Gateway: the endpoint picker's side of Envoy's external processing.
+A request that cannot be served gets an immediate response, which ends the exchange (`over`). In observability mode
+there are no replies. A message that the protocol does not allow raises `ProtocolError`.
 
-    message in          what it means                              answers
-    request_headers     head alone, or a body that is not sent     destination in the headers' answer
-                        a body follows in one piece (BUFFERED)     go on; the destination comes with the body's answer
-                        a body follows as it comes (FULL_DUPLEX)   none yet
-    request_body        the last piece, or the only one            destination, and the body on its way again
-    request_trailers    what follows the last piece                the same, and go on
-    response_headers    who has served                             go on
-    response_body       the answer on its way                      the same bytes again, or go on
-    response_trailers   the end                                    go on
-
-Anything that cannot be served is answered at once and ends the exchange (`over`). In observability mode nothing is
-answered. A message that the protocol has no place for raises `ProtocolError`.
-
-Where the data plane does not say how it sends bodies it sends them as they come: the endpoint-picker protocol asks for
-that. In the modes STREAMED, BUFFERED_PARTIAL, GRPC and NONE there is no body to read before the request has to go on:
-its workers are chosen by the gateway.
+A data plane that does not announce its body mode sends pieces, as the endpoint-picker protocol requires. In the modes
+STREAMED, BUFFERED_PARTIAL, GRPC and NONE the body cannot be read before the request continues; the gateway chooses the
+workers of such requests.
 """
 
 import logging

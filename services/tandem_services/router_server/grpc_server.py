@@ -1,7 +1,7 @@
-"""The gRPC port: the router's own service, external processing, health and reflection.
+"""The gRPC port of a stand-alone router: its own service, external processing, health and reflection.
 
-Health is told by service, as the endpoint-picker protocol asks: `liveness` as long as the process answers, everything
-else as /ready.
+Health is reported per service, as the endpoint-picker protocol requires: `liveness` while the process answers, all
+others as /ready.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""Prompts in token ids, read exactly as a gateway reads them: with its code, so that its prefixes are found.
+"""Reads requests into token ids with the gateway's own code, so that their prefixes equal those of the gateway.
 
-A model whose tokenizer is here can be asked for by text and messages, and whole OpenAI requests of it can be read;
-token ids are taken for any model.
+For a model with a tokenizer here, text, messages and whole OpenAI requests can be read. Token ids are accepted for any
+model.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a worker is started with."""
+"""Configuration of a worker."""
 
 import secrets
 import sys

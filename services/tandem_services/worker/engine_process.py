@@ -1,13 +1,13 @@
-"""The engine as a child process.
+"""The engine as a child process, and the control channel to it.
 
-1. Started with the flags of the worker; it dies with this process, however this process dies.
-2. Its exit is the worker's exit: `wait` returns the moment it happens [engine-ends-worker].
-3. Stopped by message first (`Shutdown`), then by SIGTERM, then by SIGKILL.
+`EngineChild` is the process:
 
-The control channel to the engine: its reports come up, orders go down.
+1. It starts with the flags of the worker, and exits with this process, however this process exits.
+2. Its exit is the exit of the worker: `wait` returns at once [engine-ends-worker].
+3. It is stopped by message first (`Shutdown`), then by SIGTERM, then by SIGKILL.
 
-Reports are handed to whoever they concern. Audits and operators' orders are questions with an answer, matched
-by a nonce.
+`EngineLink` is the channel: reports come from the engine, commands go to it. Reports are dispatched to their
+`Subscribers`. Audits and operator commands get a reply, matched by a nonce.
 """
 
 import asyncio

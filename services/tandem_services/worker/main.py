@@ -1,13 +1,13 @@
 """Entry point of a worker: signals, exit status, and the order of opening and closing.
 
-A machine that computes for the worker on another one: `tandem worker` with a `--node-rank` above 0.
+`run_worker` also starts the follower nodes of an engine on several machines (`tandem worker` with `--node-rank` above
+0). A `FollowerService` registers nowhere and serves no requests: for gateways and routers, the worker is node 0.
 
-Start    health port → `tandem-engine follow`, which joins node 0 and starts this machine's ranks
-Run      /ready while those ranks take part in the engine's steps, /live while their process answers and node 0 does
-Leave    SIGTERM: node 0 is asked to drain; it moves its requests, ends the engine, and this ends with it
-End      the ranks' process exits: with its status, so that whoever restarts pods restarts the group
-
-It registers nowhere and serves no requests: to gateways and routers the worker is node 0.
+    start    health port → `tandem-engine follow`, which joins node 0 and starts the ranks of this machine
+    run      /ready while those ranks take part in the engine's steps; /live while their process and node 0 answer
+    drain    SIGTERM: requests a drain from node 0, which migrates its requests and ends the engine; this node ends
+             with it
+    exit     with the status of the ranks' process, so that the pod controller restarts the group
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""Prometheus metrics of a worker, computed from the engine's last statistics when they are scraped.
+"""Prometheus metrics of a worker, computed at each scrape from the last statistics of the engine.
 
-Names follow vLLM's where vLLM has one, with the prefix `tandem_worker_`. No labels, for one process is one
-engine, but for its role, the reason why requests wait, the tiers of the prefix cache, when kernels were compiled and
-the peers of links. A help text is read alone, so each says what it counts without its neighbours.
+Names follow vLLM's where vLLM has one, with the prefix `tandem_worker_`. One process is one engine, so there are few
+labels: role, reason of waiting, cache tier, time of kernel compilation, peer of a link. Each help text can be read
+without the others.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,53 +1,30 @@
-"""Which other incarnations are gone, from the claims that the registry has.
+"""Tracks the peers of this worker: which ones its engine may exchange KV with, and which have ended.
 
-    superseded  a newer incarnation of the same worker has signed its claim: the older one is gone, at once
-    missing     it is registered no longer, and nothing says why: it has left, it has died, it does not reach Redis, or
-                Redis has lost it. It is asked itself (`peers`), and is gone when it does not answer
+    PeerWatch       which incarnations ended, from the claims in the registry
+    Introductions   names to the engine the peers of complementary role and equal `compat_hash`. When the fleet or this
+                    worker's KV format changes, or after `REFRESH_S`, it reads the registry after a random delay, so
+                    that the workers of a rollout do not read at once
+    PeerChecks      pings peers that the registry lists no longer, and reports those that ended
+    Lifelines       whether the process of a fenced peer has exited
+    WarmLinks       whether the links to the first peers are measured; until then, at most for
+                    `patience_s`, the pod is not ready
 
-A wiped registry (new epoch) proves even less: its old members get one fencing period to come back before they are
-asked. So do incarnations that the engine waits for and no list names.
+A newer incarnation with a signed claim fences the older one of the same worker at once. An incarnation that is only
+missing in the registry may have left, died, lost Redis or been lost by Redis. `PeerChecks` looks for a signed verdict,
+then pings it over an authenticated socket. If it answers, it stays a peer. If not, the engine drops its agents,
+mappings and grants, and a signed verdict is written, which ends the incarnation when it reaches Redis again. After a
+wipe (new epoch) peers get one fencing period to return. Without Redis nothing is due; verdicts are written later.
 
-Tells the engine which peers it may exchange KV with, so that it gets to know and measures the links to them.
+A fenced process may be stopped in the middle of a KV write and continue it later, so silence never frees its granted
+pages. Only proof of its exit does. Nothing is sent to it:
 
-1. The fleet has changed, this worker's KV has another shape, or `REFRESH_S` have passed
-2. after a random while, so that a rollout's workers do not all ask at once, the registry is read
-3. the peers of complementary role and equal `compat_hash` are named to the engine, when they are others than before
+    fenced ──▶ connect ─┬─ refused: its kernel has no such process ──▶ exited
+                ▲       ├─ no answer for `UNREACHABLE_S` ────────────▶ exited: machine or network is lost
+                │       └─ connected ─▶ wait for the end of the connection ─┐
+                └───────────────────────────────────────────────────────────┘
+    a later incarnation is registered at its endpoint ──▶ exited: a socket has one owner
 
-Redis away: nothing is lost, the next round names them. What is gone is told elsewhere, at once (`registration`).
-
-Whether the process of a fenced peer has ended, which it is not asked: it may be stopped in the middle of a write.
-
-A process that is stopped says nothing for as long as it is, and then goes on where it was: with copying KV into pages
-that it was granted, if that is where it was. So silence, however long, does not free these pages. That its kernel
-refuses connections to its socket does, for then the process is gone.
-
-    fenced ──▶ knock ─┬─ refused ──────────────────────────────▶ ended
-                ▲     ├─ no answer, for `UNREACHABLE_S` ────────▶ ended: its machine is gone, or what led to it
-                │     └─ connected ─▶ wait for the end of the line ─┐
-                └───────────────────────────────────────────────────┘
-    a later incarnation is registered at its endpoint ─────────▶ ended: a socket has one owner
-
-Nothing is sent. A stopped process is waited for until it is killed, as Kubernetes does when its probes fail, or goes on
-and ends by itself, as the fenced do.
-
-Asks peers that the registry names no longer whether they live, and tells what is gone.
-
-    1. due        the registry has lost a peer (`peers`)
-    2. asked      the registry: whether a signed verdict says that it is over; then the peer itself, by a ping over an
-                  authenticated socket
-    3. answered   it stays a peer: it does not reach Redis, or Redis has lost it
-       or gone    the engine drops its agents, mappings and grants, and the verdict is signed and written, so that the
-                  incarnation ends when it reaches Redis again: its peers act on nothing that it says any more
-
-Without Redis nothing is due. A verdict that cannot be written is written after a later heartbeat.
-
-Whether the links to this worker's first peers have been tested: until then a pod is not said to be ready.
-
-    not introduced ─▶ introduced ─▶ each link has a figure, or a reason why it has none ─▶ warm, for good
-                        nobody is there to be introduced to ─▶ warm        `patience_s` are over ─▶ warm
-
-Peers that come later are measured while it serves. A link that fails its test does not keep the worker back either: it
-is slow or broken, which metrics, registry and router know; requests go another way.
+A link that fails its test does not delay readiness: it is reported as slow or broken, and requests avoid it.
 """
 
 import asyncio

@@ -1,16 +1,15 @@
-"""Keeps this worker's lease: one heartbeat a second, and at once when its state changes.
+"""Keeps this worker's lease: one heartbeat per second, and one at once when its state changes.
 
-Each heartbeat carries the whole description, so the first registers and any one registers again after Redis
-lost its data. The answer is worth as much as the heartbeat: it may say that the lease is lost for good, that
-peers are gone, or that the index has to be published again.
+Each heartbeat carries the whole description, so the first one registers and any later one registers again after Redis
+lost its data. The reply may report that the lease is lost for good, that peers ended, or that the index must be
+published again.
 
-A worker ends for a verdict that a process of its deployment has signed, and for nothing else that Redis says. A forged
-one is named in the next heartbeat, which takes it away.
+A worker ends only for a verdict that a process of its deployment has signed. A forged verdict is named in the next
+heartbeat, which removes it.
 
-What the engine says about itself, turned into what the registry is told.
-
-The heartbeat comes from this process, so it alone would prove nothing about the engine: `loop_count` in the
-statistics proves that the scheduler loop turns [loop-progress].
+`LoadMonitor` and `describe` convert the engine's statistics into the registry's fields. The heartbeat comes from this
+process, so it alone proves nothing about the engine: `loop_count` in the statistics proves that the scheduler loop runs
+[loop-progress].
 """
 
 import asyncio

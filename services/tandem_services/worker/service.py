@@ -1,16 +1,15 @@
-"""One worker: an engine process, its lease, its index, its health port.
+"""One worker: an engine process, its lease, its index and its health port.
 
-Start    Redis answers → health port → engine process → `EngineReady` → heartbeats, index feed
-Serve    the engine talks to gateways and peers itself; this process only reports, and passes on orders
-Standby  with --standby the router sends nothing until the worker is offered (`worker.standby`)
-Role     POST /role: the engine changes first, then the registry, at once; same incarnation, same index
-Drain    SIGTERM or POST /drain: not ready, state `draining` in the registry at once, `Drain` to the engine, whose
-         running requests move to other workers; wait until it is idle or the bound is over, `Shutdown`,
-         deregister, exit 0
-End      the engine exits, or the lease is lost (fenced): deregister at once and exit non-zero, so that
-         whoever restarts pods restarts this one as a new incarnation
+    start    Redis answers → health port → engine process → `EngineReady` → heartbeats, index feed
+    serve    the engine talks to gateways and peers itself; this process reports and forwards commands
+    standby  with --standby the router sends no requests until the worker is offered (`worker.standby`)
+    role     POST /role: first the engine changes, then the registry, at once; same incarnation, same index
+    drain    SIGTERM or POST /drain: not ready, state `draining` in the registry at once, `Drain` to the engine, which
+             migrates its running requests; wait until it is idle or the bound is over, `Shutdown`, deregister, exit 0
+    exit     the engine exits, or the lease is lost (fenced): deregister at once and exit non-zero, so that the pod
+             controller restarts this worker as a new incarnation
 
-The parts share nothing but the event loop; this module wires them and decides when it is over.
+The parts share nothing but the event loop; this module connects them and determines when the worker ends.
 """
 
 import asyncio

@@ -1,13 +1,13 @@
-"""A worker on standby is registered and serves who names it, but the router sends it nothing (`WorkerState.STANDBY`).
+"""Standby: a registered worker serves requests that name it, but the router sends it none (`WorkerState.STANDBY`).
 
-    --standby ─▶ on standby ─┬─ POST /offer: a canary has passed through it ─▶ offered, for good
-                             ├─ others with its `compat_hash` are offered, and nobody has tried it for `UNTRIED_S`
-                             └─ nobody who decodes is offered, and somebody of its revision could, for `ALONE_S`
+    --standby ─▶ on standby ─┬─ POST /offer: a canary has passed through it ─▶ offered, permanently
+                             ├─ others with its `compat_hash` are offered, and it was not tested for `UNTRIED_S`
+                             └─ no decode worker is offered, and one of its revision could decode, for `ALONE_S`
 
-So no worker gets a client's request before it was tried, while there is an operator that tries them: it says so each
-time (POST /hold), and one whose canaries fail stands by for as long as they do. The second way is that of workers that
-come where no operator is, of a revision that was proved before; the third keeps a model from standing still: an untried
-revision is better than none. What is offered stays so: nothing here depends on who gives orders being alive.
+While an operator runs canaries, no worker gets client requests before its canary. The operator announces each canary
+(POST /hold), and a worker whose canaries fail stays on standby. The second path is for workers without an operator, of
+a revision that was proven before. The third keeps a model available: an untested revision is better than none. An
+offered worker stays offered, so serving never depends on a live operator.
 """
 
 import asyncio
