@@ -1,9 +1,8 @@
-"""Flags that several commands have in common, each defined once. The environment gives defaults; flags win.
+"""Flags that several commands share, each defined once. The environment provides defaults; flags win.
 
-The API key that commands send: from the environment, or from a flag that is taken off the process's title.
-
-`ps` shows everybody what is on a command line. So a key that came in on one is overwritten there as soon as it is read;
-it was visible until then, and a shell may remember it. Better ways are the two variables.
+The API key of a command comes from the environment or from a flag. `ps` shows command lines to every user, so a key
+from a flag is overwritten in the process's title as soon as it is read (`hide_argument`). It was visible until then,
+and the history of a shell may keep it: the two environment variables are safer.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`tandem keys`: API keys and the entries of a key file that let them in. Needs no server."""
+"""`tandem keys`: creates API keys and their entries in a key file. Needs no server."""
 
 import argparse
 import fcntl

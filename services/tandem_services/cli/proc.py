@@ -1,4 +1,4 @@
-"""What Linux shows of processes in /proc: CPU time of sessions, and whether a number still means the same process."""
+"""Reads /proc: CPU time of sessions, and whether a process id still belongs to the same process."""
 
 import hashlib
 import os

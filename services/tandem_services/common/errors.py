@@ -1,6 +1,6 @@
-"""Errors of the services, next to the engine's `EngineError` tree.
+"""Errors of the services, in addition to the engine's `EngineError` tree.
 
-`ServiceError` is for people who start and run things: one sentence that names the thing and the fix.
+`ServiceError` is for operators: one sentence that names the cause and the fix.
 `ApiError` is for clients of the HTTP API: a status and a fixed sentence, without paths, addresses or traces.
 """
 

@@ -1,9 +1,9 @@
-"""What files say, followed while they change: keys, and models.
+"""Reloads the content of files when they change: keys and models.
 
-1. At the start it must be good, whoever starts the gateway sees to that.
-2. Once a second names and times are looked at; what has changed is read again, off the event loop, and taken over.
-3. A change that is no good, or that cannot be carried out, leaves everything as it was. That is told once, and tried
-   again every second until it is mended or taken back.
+1. The content must be valid at start; the component that starts the gateway checks that.
+2. Names and modification times are checked once per second. Changed files are read off the event loop, then applied.
+3. A change that is invalid or cannot be applied leaves everything as it was. It is reported once, and tried again every
+   second until it is corrected or undone.
 """
 
 import asyncio

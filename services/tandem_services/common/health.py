@@ -1,7 +1,7 @@
 """Liveness and readiness of a process.
 
-/live    the process answers; never depends on anything else, or a broken dependency restarts the fleet
-/ready   every check passes and the process neither drains nor stands by; false takes it out of load balancing
+/live    the process answers; independent of everything else, or a broken dependency would restart the fleet
+/ready   every check passes, and the process is neither draining nor on standby; else load balancers remove it
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""What every service's metrics share: buckets, the exposition, and labels that cannot multiply.
+"""Parts that the metrics of all services share: buckets, the exposition, and labels of bounded cardinality.
 
-A registry is built by whoever builds the process and passed down; nothing registers itself globally.
+The code that builds a process creates its registry and passes it on; nothing registers itself globally.
 """
 
 import asyncio

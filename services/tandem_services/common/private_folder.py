@@ -1,4 +1,4 @@
-"""A folder of this user alone in the machine's temporary folder, at the same place for every process of the user."""
+"""A private directory of this user in the temporary directory, at the same path for all of the user's processes."""
 
 import os
 import tempfile

@@ -1,25 +1,25 @@
-"""One Redis connection with a deadline per command and a circuit breaker.
+"""A Redis client with one shared connection, a deadline per command and a circuit breaker.
 
     closed ──3 failures in a row──▶ open ──0.5 s──▶ half-open ──one command──▶ closed, or open again
 
-Redis holds hints only [redis-is-optional], so nothing here retries or waits: a command is answered within
-its deadline or fails with `RedisUnavailableError`, and the caller goes on without. Everything that keeps
-Redis from answering counts alike: refused, hung, LOADING, READONLY, OOM, NOPERM, MOVED, bytes that are no
-Redis protocol.
+Redis contains only hints [redis-is-optional], so the client neither retries nor waits: a command is answered within its
+deadline or fails with `RedisUnavailableError`, and the caller continues without it. All failures count the same:
+refused, hung, LOADING, READONLY, OOM, NOPERM, MOVED, or bytes that are no Redis protocol.
 
-One connection to Redis that all commands of a client share: sent as they come, answered in the order of the line.
+`RedisLine` is the connection. All commands share it; they are sent as they come and answered in that order:
 
-    command ─▶ sent ─▶ stands in line ─▶ its reply        the reader hands replies out: first come, first served
-                            └ given up: keeps its place, its reply is read and dropped
+    command ─▶ sent ─▶ queued ─▶ its reply            the reader assigns replies in the order of the commands
+                         └ timed out: keeps its place; its reply is read and dropped
 
-A line is opened by the first command, and by the first one after it has broken. It breaks for all who stand in it:
-what they sent may have been carried out or not, and nothing is sent twice. Once somebody has waited too long, the line
-is retired: who stands in it may still be answered, who comes later has another one, as a connection that says nothing
-may be one that nobody is at the other end of. Not so while it is being opened: looking up a name and connecting may
-take longer than a command waits, and whoever comes later finds the line open.
+The first command opens the connection, and so does the first one after it broke. When it breaks, all queued commands
+fail: they may have been executed or not, and nothing is sent twice.
 
-Redis carries out one command after the other anyway: a connection for each of many commands at once gains nothing, and
-to open, lend and check them costs a gateway more than the commands.
+After a timeout the connection is retired: queued commands may still be answered, later ones get a new connection,
+because a silent connection may have lost its peer. A connection that is still being opened is not retired, because
+name resolution and connecting may take longer than the deadline of a command.
+
+Redis executes commands one at a time, so a connection for each concurrent command gains nothing; opening, pooling and
+checking them costs a gateway more than the commands.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Listening sockets of HTTP servers, bound before anything else is started."""
+"""Listening sockets of HTTP servers, bound before anything else starts."""
 
 import random
 import socket

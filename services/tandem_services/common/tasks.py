@@ -1,4 +1,4 @@
-"""Work beside the requests of an event loop: what nobody waits for, and what is done again and again."""
+"""Background tasks of an event loop: work that no request waits for, periodic work, and signals that end a process."""
 
 import asyncio
 import logging

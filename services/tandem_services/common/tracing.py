@@ -1,4 +1,4 @@
-"""Where traces go. Knows nothing of OpenTelemetry's packages, which `open_spans` alone asks for.
+"""Configuration of trace export. Only `open_spans` imports OpenTelemetry's packages.
 
 TracingConfig ─ open_spans ─▶ SpanExport: tracer ─▶ bounded queue ─▶ thread ─ OTLP/HTTP ─▶ collector
 """

@@ -1,4 +1,4 @@
-"""`flip`, `drain` and `scale`: what changes something."""
+"""`flip`, `drain` and `scale`: the commands that change a deployment."""
 
 import argparse
 import base64

@@ -1,4 +1,4 @@
-"""Pods of ModelServices: which there are, how they are, and what they say when they are asked."""
+"""Pods of ModelServices: their list, their state, and the metrics that they return."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

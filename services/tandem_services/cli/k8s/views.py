@@ -1,4 +1,4 @@
-"""`status`, `roles`, `queue` and `decisions`: what is there, as tables, trees and documents."""
+"""`status`, `roles`, `queue` and `decisions`: the state of services as tables, trees and documents."""
 
 import argparse
 import json
