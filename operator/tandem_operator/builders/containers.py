@@ -1,11 +1,11 @@
-"""What all pods have in common: they meet the Pod Security Standard "restricted" and get nothing they do not need, but
-for what `containers` adds where it is allowed.
+"""Parts that all pods share, and the privileges that a resource may add.
 
-What pods get beyond the Pod Security Standard "restricted": nothing, unless a resource asks for it and the
-operator's administrator has allowed it (`tandem-operator --allow`) [spec-grants-nothing].
+Pods satisfy the Pod Security Standard "restricted" and have nothing that they do not need. `with_privileges` adds more
+only if a resource requests it and the operator's administrator has allowed it (`tandem-operator --allow`)
+[spec-grants-nothing].
 
-Who may write ModelServices has it then, for every pod of theirs: a node's files, the rights of a ServiceAccount, or
-the node itself. The namespace has to admit such pods, too.
+Any user with permission to write ModelServices then has that privilege for all of their pods: files of a node, the
+permissions of a ServiceAccount, or the node itself. The namespace must admit such pods, too.
 """
 
 import re

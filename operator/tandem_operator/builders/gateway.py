@@ -1,8 +1,8 @@
-"""The gateway of a ModelService: Deployment, Service and, where asked for, an HTTPRoute.
+"""The gateway of a ModelService: Deployment, Service and, if requested, an HTTPRoute.
 
-Pods that serve HTTP from the services image: gateways, and routers of an InferencePool.
-
-Each has the model's tokenizer, the key that engines know it by, what Redis wants, and the API keys, if there are any.
+`services_pod` is the pod of everything that serves HTTP from the services image: gateways, and routers of an
+InferencePool. It has the model's tokenizer, the key file of the deployment, the settings of Redis, and the API keys if
+there are any.
 """
 
 from collections.abc import Sequence

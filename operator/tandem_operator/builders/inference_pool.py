@@ -1,8 +1,8 @@
-"""An InferencePool of a ModelService, for Inference Gateways: its endpoints are the gateways, its picker is our router.
+"""An InferencePool for Inference Gateways: its endpoints are the gateways, its endpoint picker is our router.
 
     client ─▶ Inference Gateway ──body──▶ router: chooses workers, reserves, names a gateway ─▶ gateway ─▶ workers
 
-docs/routing.md ("Inference Gateways") has the protocol; docs/adr/0020 says why the endpoints are gateways.
+docs/routing.md ("Inference Gateways") describes the protocol; docs/adr/0020 explains why the endpoints are gateways.
 """
 
 from tandem_engine.base.addresses import EVERY_ADDRESS, Address

@@ -1,4 +1,4 @@
-"""How the checkpoint comes into a pod: volumes, mounts, an init container for downloads, and the folder to load."""
+"""How a pod gets the checkpoint: volumes, mounts, an init container for downloads, and the directory to load."""
 
 from dataclasses import dataclass
 

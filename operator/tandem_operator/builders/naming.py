@@ -1,4 +1,4 @@
-"""Names and labels of everything that belongs to a ModelService. Whoever looks for an object looks by these."""
+"""Names and labels of all objects of a ModelService. All lookups use these."""
 
 from tandem_operator.api.model_service import GROUP
 

@@ -1,4 +1,4 @@
-"""What protects the pods of a ModelService: disruption budgets and network policies."""
+"""Disruption budgets, network policies and pod monitors of a ModelService."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

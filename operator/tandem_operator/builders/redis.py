@@ -1,8 +1,10 @@
-"""A managed Redis: one pod with a password, without a disk. Workers and gateways tell a new one all it has to know.
+"""A managed Redis, and how pods reach any Redis.
 
-How a pod reaches Redis, managed or external: its address, its password and its authority, both as files.
+The managed one is one pod with a password and without a disk: after a restart workers and gateways republish all of its
+content.
 
-Kubelets renew the files when their Secrets change, and both are read at each connect.
+Pods get the address, password and certificate authority of a managed or external Redis. Password and authority are
+files: kubelets renew them when their Secrets change, and both are read at each connect.
 """
 
 from decimal import Decimal

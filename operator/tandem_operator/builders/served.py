@@ -1,4 +1,4 @@
-"""A ModelService as builders see it: who it is, and its spec with every default filled in."""
+"""A ModelService as the builders use it: its identity, and its spec with every default filled in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,13 +1,12 @@
-"""Deployment of the workers of one role of one revision, and the pods that they are made of.
+"""The workers of one role of one revision: a Deployment, or a LeaderWorkerSet if a worker has ranks on several pods.
 
-LeaderWorkerSet of the workers of one role of one revision, where each has its ranks on several pods.
+    LeaderWorkerSet          one per role and revision, as a Deployment for workers of one pod
+    group of `nodes` pods    one worker. The leader, index 0, is the worker for all other components; the others are
+                             followers
+    $(LWS_WORKER_INDEX)      index of the container's pod; $(LWS_LEADER_ADDRESS), the address of the leader
 
-    LeaderWorkerSet          one per role and revision, as a Deployment is of workers of one pod
-    group of `nodes` pods    one worker. The leader, index 0, is the worker to everybody else; the others follow it
-    $(LWS_WORKER_INDEX)      which of them a container is in; $(LWS_LEADER_ADDRESS), where they meet
-
-A container that ends takes its group with it: ranks are lost as a whole (ADR 43). Followers have a component label of
-their own, so that nothing takes one for a worker.
+When a container exits, its whole group is replaced, because ranks are lost together (ADR 43). Followers have their own
+component label, so that they are never selected as workers.
 """
 
 import msgspec

@@ -1,31 +1,26 @@
-"""Which canary requests are due for a service, and what their answers mean. Pure: whoever asks brings time and answers.
+"""Sends canary requests through new revisions, workers and gateways, and ends the standby of workers that pass.
 
-revision   asked through its first pair until one answer is good: then these two are offered to the router, and
-           from then on readiness counts
-worker     each other one of a revision that has passed, before it is offered (`canary_runner`)
-gateway    asked again and again; it fails when several answers in a row are bad, so that one lost packet is no
-outage
+    pods ─▶ which are on standby ─▶ due canaries ─▶ results ─▶ POST /offer to workers through which one passed
+                                                           ─▶ pods become Ready, the rollout continues
+    before the canary of a single worker: POST /hold, so that it does not offer itself in the meantime
 
-Which workers may be offered to the router: those through which a canary has gone themselves. Pure, as `canaries`.
+`CanaryBook` and `PodTrials` are pure: the caller provides time and results. `Trials` sends the requests.
 
-A revision is tried by its first pair. Every other worker of it that stands by (added, replaced, restarted) is tried by
-a canary of its own, with a partner of the other role that serves already where there is one:
+    revision   through its first pair until one passes: then both workers are offered to the router, and from then on
+               their readiness counts
+    worker     each other worker of a revision that passed (added, replaced, restarted), before it is offered; with a
+               serving partner of the other role if there is one
+    gateway    repeatedly; fails after several failures in a row, so that one lost packet is no outage
 
-    stands by ─▶ canary ─┬─ passed ─▶ proved, until it was offered
-                         └─ failed ─▶ again after `RETRY_S`, with the next partner: the fault may be that one's
+    on standby ─▶ canary ─┬─ passed ─▶ proven, until it is offered
+                          └─ failed ─▶ again after `RETRY_S` with the next partner, which may have been at fault
 
-Where canaries through the gateway fail as well, the fault is not the newcomer's: after `BAD_IN_A_ROW` it counts as
-proved, for it is no worse than those that serve. Who finds no partner is not tried, and helps itself
+If canaries through the gateway fail as well, the new worker is not at fault: after `BAD_IN_A_ROW` failures it counts as
+proven, since it is no worse than those that serve. A worker without a partner gets no canary and offers itself
 (`tandem_services.worker.standby`).
 
-Tries what is new of one service: canaries, and the end of the standby of workers that one has gone through.
-
-    pods ─▶ who of them stands by ─▶ canaries that are due ─▶ answers ─▶ POST /offer to those through which one passed
-                                                                    ─▶ pods turn Ready, rollouts go on
-    before the canary of a single worker: POST /hold, else it would help itself in the meantime
-
-The state is where it belongs: whether a worker stands by is the worker's, which revisions there are the API server's.
-A new leader asks both and sends the canary again; it costs a request.
+The operator keeps no state: workers report whether they are on standby, and the API server has the revisions. A new
+leader reads both and sends the canary again, at the cost of one request.
 """
 
 import asyncio

@@ -1,11 +1,11 @@
-"""Requests to the API server: the few verbs that the operator needs, on plain JSON.
+"""Requests to the API server: the few verbs that the operator needs, as plain JSON.
 
-The official client does what a client has to know of clusters (kubeconfig, in-cluster tokens and their renewal, TLS,
-proxies); its asyncio half never blocks kopf's loop. Its models are not used: manifests are JSON already, and custom
-resources have none.
+The official client handles access to clusters (kubeconfig, in-cluster tokens and their renewal, TLS, proxies); its
+asyncio variant never blocks kopf's loop. Its models are not used: manifests are JSON already, and custom resources have
+none.
 
-What changes something passes `may_write` first, which raises when this process does not lead: a write that was decided
-before leadership was lost is not sent after it [one-leader].
+Every write first calls `may_write`, which raises when this process is not the leader: a write that was planned before
+leadership was lost is not sent after it [one-leader].
 """
 
 import asyncio

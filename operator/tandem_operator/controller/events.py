@@ -1,8 +1,8 @@
-"""Events of a ModelService: what `kubectl describe` and `kubectl get events` show of its life.
+"""Kubernetes events of a ModelService, as `kubectl describe` and `kubectl get events` show them.
 
-One for each transition, never for a state: a service that stays as it is makes none. A transition is another status,
-and of `Valid` and `Degraded` also another reason, or the same trouble with another generation of the spec. Events are
-for people, so one that cannot be posted is logged and forgotten.
+Each transition creates one event; an unchanged state creates none. A transition is a new status, and for `Valid` and
+`Degraded` also a new reason, or the same error with a new generation of the spec. Events are informational: an event
+that cannot be posted is logged and dropped.
 """
 
 import logging

@@ -1,15 +1,15 @@
-"""Who of several operators acts: leader election by a Lease, as client-go does it.
+"""Leader election by a Lease, as in client-go: one of several operators acts.
 
     candidate ──lease free, or unchanged for its duration──▶ leader ──renewed every few seconds──▶ leader
-        ▲                                                      │ could not renew within the deadline, or somebody else
-        └──────────────────────────────────────────────────────┘ holds it
+        ▲                                                      │ not renewed within the deadline,
+        └──────────────────────────────────────────────────────┘ or held by another operator
 
-Times in the Lease are written for people and never compared: a candidate takes over when it has itself seen the same
-record for the lease's duration on its monotonic clock, and a leader stops by its own [one-leader] [one-clock]. The
-renew deadline is shorter than the duration, so the old leader has stopped before the new one begins, whatever the
-network does.
+Times in the Lease are informational and never compared. A candidate takes over when it has itself seen the same record
+for the lease's duration on its monotonic clock, and a leader stops by its own clock [one-leader] [one-clock]. The renew
+deadline is shorter than the duration, so the old leader has stopped before the new one starts, whatever the network
+does.
 
-`Election` is pure: it is told what it read and what became of its writes. `leadership` carries it out.
+`Election` is pure: it gets what was read and the results of its writes. `Leadership` does the I/O.
 """
 
 import asyncio

@@ -1,11 +1,10 @@
-"""From what is known of a service's objects to what the planner wants to know. Pure.
+"""Builds the planner's input from the known objects of a service and from the results of polling its pods. Pure.
 
-Only objects whose controller is the service itself count: what merely has the same labels or the same name is nobody's
-business of ours, and is neither counted nor changed nor taken away.
+Only objects whose controller is the service itself count. An object that merely has the same labels or the same name
+belongs to another owner: it is neither counted nor changed nor deleted.
 
-What is known of a service beyond its objects: canaries, links, decisions of the autoscaler.
-
-Found out by asking its pods, every few seconds and beside reconciles, which only read it.
+`Findings` has the results of polling: canaries, links, decisions of the autoscaler. The pod poller updates them every
+few seconds; reconciles only read them.
 """
 
 from collections.abc import Iterable, Mapping

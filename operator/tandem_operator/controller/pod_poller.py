@@ -1,18 +1,16 @@
-"""Looks after one service beyond its objects, one turn each period: asks its pods, and acts on what they say.
+"""Polls the pods of each service once per period and acts on the results: canaries, links, autoscaling.
 
-pods ─▶ canaries that are due ─▶ workers on standby whose revision has passed are offered to the router
-     ─▶ figures ─▶ links slower than expected
-                ─▶ the autoscaler (mode internal): costs of pods, then flips, then replicas of pools
-                                                    all of it ─▶ Findings, which reconciles read
+pods ─▶ due canaries ─▶ workers on standby are offered to the router once their revision has passed
+     ─▶ metrics ─▶ links slower than expected
+                ─▶ the autoscaler (mode internal): pod costs, then role flips, then replicas of pools
+                                                             all results ─▶ `Findings`, which reconciles read
 
-Figures for whoever scales instead of us: services with `autoscaling.mode: external` are looked at each period.
-
-Every replica does so, leading or not, for it writes nothing: an HPA's adapter and KEDA ask whichever they reach. The
-leader's lookout goes by what was seen here, so that no pod is asked twice.
-
-The lookouts of all services: one turn each period, many at a time, while this operator leads.
-
-A service that has never been looked at has its first turn at once; reconciles of it wait for that.
+Lookout         polls one service
+Lookouts        polls all services, many at a time, while this operator leads. A service that was never polled is
+                polled at once, and its reconciles wait for that
+ExternalLooks   metrics for external autoscalers, for services with `autoscaling.mode: external`. Every replica
+                polls, leading or not, because it only reads, and an HPA's adapter or KEDA may query any replica.
+                The leader's `Lookout` reuses these results, so that no pod is polled twice
 """
 
 import asyncio

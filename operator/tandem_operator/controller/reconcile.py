@@ -1,14 +1,13 @@
-"""One look at one service: what is there, what is planned of it, and the plan carried out.
+"""One reconciliation of one service: observe, plan, apply.
 
-    gone? ─▶ bound what it has left, forget it            deleted in the foreground? ─▶ say so
-    spec ─▶ Observed ─▶ make_plan ─▶ Executor ─▶ events of what has changed
+    deleted? ─▶ bound the time of what remains, forget it       deleted in the foreground? ─▶ report it
+    spec ─▶ Observed ─▶ make_plan ─▶ Executor ─▶ events for changes
 
-Level-triggered: it does not matter which event it was, or how many, or whether one was missed.
+Level-triggered: it does not matter which event arrived, how often, or whether one was missed.
 
-Which pods go when a plan leaves fewer: the emptiest, whoever made the number smaller. Pure.
-
-Kubernetes takes the pods of a Deployment with the least pod-deletion-cost first, so their costs are noted before the
-number is written: for the autoscaler's scalings, a rollout's, an HPA's and those of `kubectl scale` alike.
+`costs_before` sets which pods go when a plan removes some: the pods with the least to migrate, whatever caused the
+scale-down. Kubernetes deletes the pods of a Deployment with the lowest pod-deletion-cost first, so costs are written
+before the number of replicas: for scalings of the autoscaler, a rollout, an HPA and `kubectl scale` alike.
 """
 
 import logging

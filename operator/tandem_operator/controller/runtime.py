@@ -1,10 +1,10 @@
-"""One operator, put together and run.
+"""Builds and runs one operator.
 
-    HTTP port ─▶ API server and CRDs are there ─▶ kopf watches ─┬─▶ full list ─▶ workers look at services
-                                                                └─▶ lease ─▶ leading or standing by
-    SIGTERM ─▶ running looks end, the lease is given up, kopf ends
+    HTTP port ─▶ API server and CRDs available ─▶ kopf watches ─┬─▶ full list ─▶ workers reconcile services
+                                                                └─▶ lease ─▶ leader or candidate
+    SIGTERM ─▶ running reconciliations finish, the lease is released, kopf ends
 
-A part that fails unexpectedly ends the process: it is started again, with nothing half-alive in between.
+A part that fails unexpectedly ends the process, which is then restarted, so that no half of an operator keeps running.
 """
 
 import asyncio

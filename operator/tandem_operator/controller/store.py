@@ -1,18 +1,16 @@
-"""What is known of the cluster: the newest version of each object that concerns us, by the service it belongs to.
+"""The newest known version of each relevant object of the cluster, by the service it belongs to.
 
-    events of kopf's watches ─┐
-    answers to our own writes ├─▶ Store ─▶ view of one service ─▶ Observed
-    full lists (`resync`)    ─┘
+    events of kopf's watches ─────┐
+    responses to our own writes ──┼─▶ Store ─▶ view of one service ─▶ Observed
+    full lists (`Resync`) ────────┘
 
-Older versions never replace newer ones, so the three may arrive in any order, and a reconcile sees what the one before
-it has written. What a watch has missed (it was interrupted, the object went meanwhile) the next full list puts right.
+Older versions never replace newer ones, so the three may arrive in any order, and a reconcile sees what the previous
+one wrote. The next full list corrects what an interrupted watch has missed.
 
-Objects of the cluster as the operator keeps them: the parts that it reads, and a fingerprint of what others change.
-
-fingerprint   of what a manifest of ours can say: labels, owners, annotations and spec. Equal fingerprints and an
-              equal manifest mean that applying again would change nothing. It is compared with what the API server
-              answered when it was applied, defaults filled in and amounts in its own writing; so nothing here has
-              to know either.
+`Seen` is one object: the parts that the operator reads, and a fingerprint of what a manifest of ours can set (labels,
+owners, annotations and spec). If fingerprint and manifest are unchanged, applying the manifest again would change
+nothing. The fingerprint is compared with the API server's response to the apply, which has defaults filled in and
+quantities in its own notation, so this module needs no rules for either.
 """
 
 import hashlib

@@ -1,16 +1,16 @@
-"""Which services are to be looked at, and when: each once at a time, bursts of events as one look.
+"""Which services to reconcile, and when: each service once at a time, a burst of events as one reconciliation.
 
     add ─▶ due now ─┐                    ┌─ done ─▶ forgotten until the next event
-    later ─▶ due at ┴─▶ take ─▶ working ─┼─ done, but added meanwhile ─▶ due now
-                                         └─ failed ─▶ due after a pause that grows, with jitter
+    later ─▶ due at ┴─▶ take ─▶ working ─┼─ done, but added in the meantime ─▶ due now
+                                         └─ failed ─▶ due after a growing pause with jitter
 
-An event that comes while its service is being looked at is not lost: the service is looked at again afterwards.
+An event during the reconciliation of its service is not lost: the service is reconciled again afterwards.
 
-From what is heard to looks: notes events, queues the services they concern, and has workers look at them.
+`Dispatcher` records events, queues the affected services, and runs the workers that reconcile them:
 
-    heard ─▶ Store ─▶ queue (while leading) ─▶ workers ─▶ Reconciler.look
+    event ─▶ Store ─▶ queue (while leading) ─▶ workers ─▶ Reconciler.look
 
-Nobody looks before everything has been listed once: a plan made from half of what there is would undo the other half.
+No service is reconciled before everything was listed once: a plan from half of the state would undo the other half.
 """
 
 import asyncio

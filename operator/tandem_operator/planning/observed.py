@@ -1,4 +1,4 @@
-"""What is there: the facts of the cluster that a plan is made from. Read by `controller`, never by the planner."""
+"""The observed state of the cluster, from which a plan is made. `controller` reads it; the planner only uses it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,12 +1,12 @@
-"""Why a pod does not come up, in one sentence: the scheduler's, the kubelet's, or what its container said at its end.
+"""Why a pod does not become ready, in one sentence: from the scheduler, the kubelet, or the container's exit message.
 
     scheduled? ─ no ─▶ the scheduler's sentence
     each container, init containers first:
-        it failed, and is not up again   ─▶ status or signal, and its own last words
-        it cannot be made                ─▶ the kubelet's reason and sentence
+        it failed, and is not running again   ─▶ status or signal, and its exit message
+        it cannot be created                  ─▶ the kubelet's reason and sentence
 
 A container that keeps failing is in turn terminated, waiting and running. All three give the same sentence, so that a
-status says it once and not at every restart. Its last words are there because our containers have
+status has it once and not at every restart. Exit messages exist because our containers set
 `terminationMessagePolicy: FallbackToLogsOnError`.
 """
 

@@ -1,6 +1,6 @@
-"""What is wrong with a spec that its schema lets pass. Found before anything is made; running pods stay untouched.
+"""Errors of a spec that its schema cannot find. Checked before anything is created; running pods are not affected.
 
-Each problem names the field, its value and what to do [specs-refused].
+Each error names the field, its value and the fix [specs-refused].
 """
 
 from collections.abc import Iterator, Set

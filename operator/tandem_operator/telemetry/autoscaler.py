@@ -1,33 +1,22 @@
-"""The autoscaler of one ModelService: what was seen → how many pods each WorkerPool should have, and who changes roles.
+"""The autoscaler of one ModelService: from observed pods to the replicas of each WorkerPool, and role flips.
 
-    seen ─▶ workers of each role: all that are wanted, pending and warming ones included, flipped ones where they serve
-         ─▶ scaling.law.decide ─▶ flips: the emptiest that can, before any pod comes or goes
-         ─▶ pods of each pool; of a pool that shrinks, what each pod would cost
+    observed ─▶ workers of each role: all desired ones, including pending and warming; flipped ones where they serve
+             ─▶ scaling.policy.decide ─▶ flips: the least loaded candidates, before pods are created or deleted
+             ─▶ replicas of each pool; for a shrinking pool, the deletion cost of each pod
 
-Pure: the caller brings pods and figures, and carries the outcome out, costs first, then flips, then pools. What is lost
-with its process are the windows alone: a new leader holds until it has looked twice, and waits the whole window before
-anything shrinks [figures-or-hold].
+Pure: the caller provides pods and metrics, and applies the outcome: costs first, then flips, then pools. Only the
+windows are lost with the process: a new leader holds until it has polled twice, and waits the whole window before any
+scale-down [figures-or-hold].
 
-Which pods of a shrinking pool go first: the ReplicaSet controller takes the cheapest.
-
-Emptiest first, for what runs on a pod that goes has to move. Pods that serve in the role of which there are too many
-go before those that were lent to the other one.
-
-Workers that change their role without a restart: who has, who should, and the order to do so.
-
-An order is safe to repeat: a worker that serves in that role already goes on. What a worker serves as is in its own
-metrics, so nothing is remembered here: a worker that restarts comes back in the role of its Deployment, and the next
-look shows it.
-
-Pods of pools and workers of roles: two ways of counting the same workers.
-
-A WorkerPool counts the pods of its Deployments, whatever they serve as: a worker that has flipped goes on counting
-there, and there it comes back after a restart. The law of scaling counts who serves in which role.
-
-The last decisions as status and events tell them.
-
-A hold that lasts is told once: its sentence has figures in it that change each period, and a status that changed with
-them would be written for ever.
+    costs     The ReplicaSet controller deletes the pods with the lowest cost first: the least loaded ones, because
+              their requests must migrate, and before them pods that serve in the role with too many workers
+    flips     Changes of role without a restart. A flip is safe to repeat: a worker already in that role continues.
+              Workers export their role as a metric, so nothing is stored here: a restarted worker has the role of its
+              Deployment again, and the next poll shows it
+    counts    A WorkerPool counts the pods of its Deployments, whatever role they serve in. The scaling policy counts
+              workers by the role they serve in. `PoolCounts` converts between both
+    status    Recent decisions for status and events. A hold is reported once while it lasts: its message has numbers
+              that change each period, and would cause a status write each time
 """
 
 import re

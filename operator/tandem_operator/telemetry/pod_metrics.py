@@ -1,8 +1,7 @@
-"""What one pod says of itself, in numbers, from its `/metrics`. Figures that lack something are not made at all.
+"""Parses the `/metrics` of one pod into the numbers that the operator uses; incomplete metrics are rejected.
 
-What a pod's `/metrics` says, by name. Other pods' words: bounded by who fetched them, and checked here.
-
-`NAMES` is every series that the operator reads; a test compares it with what gateways and workers export.
+A pod's metrics are untrusted: the caller bounds their size, and this module checks the values. `NAMES` lists every
+series that the operator reads; a test compares it with the metrics that gateways and workers export.
 """
 
 import math

@@ -1,9 +1,8 @@
-"""A pod of a ModelService as the operator sees it: enough to talk to it, and to choose among its like.
+"""Pods of a ModelService as the autoscaler sees them, and reading their metrics over HTTP.
 
-Asking pods over HTTP: all at once, and bounded in time, in bytes and in number.
-
-A pod is not trusted to answer, nor to end: what it says is cut off at `MAX_BYTES`, and redirects are not followed, so
-that it cannot send the operator elsewhere.
+All pods are read concurrently, bounded in time, bytes and number. A pod is not trusted to answer or to end its answer:
+responses are cut off at `MAX_BYTES`, and redirects are not followed, so that a pod cannot direct the operator to
+another host.
 """
 
 import asyncio

@@ -1,19 +1,16 @@
-"""Orders to Tandem's own pods: HTTP with the token that only the service's key file gives (`order_token`).
+"""Commands from the operator to its pods, authorized by the order token of the service's key file (`order_token`).
 
-Canary requests: proof that a prefill and a decode worker serve together, and that a gateway reaches them.
+Canary requests prove that a prefill and a decode worker serve together, and that a gateway reaches them. A gateway runs
+them on its administrators' port (`POST /canary`): greedy, a few tokens, bounded by a deadline, charged to no tenant. It
+returns `passed` only when every token arrived and KV was transferred from prefill to decode. A revision's canary names
+two of its pods; the service's canary uses the router's choice.
 
-A gateway runs them on its administrators' port (`POST /canary`): greedy, a few tokens, bounded by a deadline, charged
-to nobody. It answers `passed` only when every token came and KV moved from prefill to decode. A revision's canary names
-two of its pods; the service's leaves the choice to the router.
+Standby: a worker created by the operator registers, tests its links and stays on standby. It serves requests that name
+it, but the router selects it for none. Its `/ready` reports this (503, status "standby"), so its pod is not Ready
+either. `POST /offer` ends the standby permanently after a canary has passed through the worker.
 
-Workers on standby: who they are, and the order that has them offered to the router.
-
-A worker that the operator has made registers, warms its links and then stands by: it serves a request that names it,
-and the router chooses it for none. Its `/ready` says so (503, status "standby"), so its pod is not Ready either. When
-a canary has passed through it the order `POST /offer` ends that, for good.
-
-Nothing of this is remembered here: who stands by says so himself, and what a canary says can be asked again, by any
-operator. Where none comes, workers help themselves (`tandem_services.worker.standby`).
+Nothing is stored here: workers report their standby, and any operator can repeat a canary. Without an operator, workers
+offer themselves (`tandem_services.worker.standby`).
 """
 
 import asyncio
