@@ -68,7 +68,7 @@ class EngineChild:
         return await self.process.wait()
 
     async def stop(self, *, grace_s: float) -> int:
-        """Wait `grace_s` for an exit that was asked for by message, then insist. Returns the exit status."""
+        """Wait `grace_s` for an exit that was requested by message, then force it. Returns the exit status."""
         for insist, patience in (
             (self.process.terminate, grace_s),
             (self.process.kill, TERMINATE_GRACE_S),
@@ -131,7 +131,7 @@ class OrderRefusedError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subscribers:
-    """Who gets which report. Called on the event loop, in order of arrival."""
+    """Receivers of each report. Called on the event loop, in order of arrival."""
 
     ready: Callable[[EngineReady], None]
     failed: Callable[[EngineFailed], None]
@@ -160,7 +160,7 @@ class EngineLink:
         return f"ipc://{self.folder}/control"
 
     async def run(self, subscribers: Subscribers) -> None:
-        """Receive for ever. A message that is not of this version is logged and dropped."""
+        """Receive until canceled. A message of another version is logged and dropped."""
         while True:
             try:
                 message = await self._channel.receive()

@@ -117,7 +117,7 @@ class EmptyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class BadOrderError(Exception):
-    """A body that says nothing an engine could do."""
+    """A body that contains no valid command."""
 
 
 def operator_routes(operate: Operate, set_role: SetRole) -> list[Route]:
@@ -135,7 +135,7 @@ def operator_routes(operate: Operate, set_role: SetRole) -> list[Route]:
         async def endpoint(request: Request) -> Response:
             async def carry_out() -> OrderDone:
                 body = await _read(request, body_type)
-                # The body is looked at before the engine is asked anything.
+                # The body is checked before anything is sent to the engine.
                 order(body, 0)
                 return await operate(lambda nonce: order(body, nonce), timeout_s=timeout_s)
 
@@ -206,7 +206,7 @@ CODES = {401: "unauthorized", 403: "forbidden", 415: "unsupported_media_type"}
 
 
 class OrderGuard:
-    """ASGI middleware: who may not give orders gets `open_paths`, and a refusal for all others."""
+    """ASGI middleware: a client without access gets `open_paths`, and an error for all others."""
 
     def __init__(self, app: ASGIApp, *, open_paths: Collection[str], access: OrderAccess) -> None:
         self._app = app
@@ -246,7 +246,7 @@ class WorkerProbes:
     offer: Callable[[], str | None]
     """End the standby; what is in its way, or None."""
     hold: Callable[[], None]
-    """Somebody tries it."""
+    """A canary is testing it."""
     order_access: OrderAccess
 
 
@@ -314,7 +314,7 @@ def build_app(probes: WorkerProbes) -> Starlette:
 
 
 class HealthServer(uvicorn.Server):
-    """Serves the probes on a port of its own. Signals are the worker's business."""
+    """Serves the probes on a separate port. The worker handles signals."""
 
     def __init__(self, app: Starlette, host: str, port: int, *, advertised: str = LOOPBACK, token: str = "") -> None:
         """Serves `app`. Binds at once. `advertised` is where others find it when `host` stands for all addresses.
@@ -330,7 +330,7 @@ class HealthServer(uvicorn.Server):
                 lifespan="off",
                 log_level="warning",
                 server_header=False,
-                # Who gives orders is known by the connection, not by a header.
+                # The client of a command is identified by its connection, not by a header.
                 proxy_headers=False,
                 ws="none",
             )

@@ -29,7 +29,7 @@ from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
 logger = logging.getLogger(__name__)
 
 CHUNK_HASHES = 1_000
-"""Blocks per update: a third of a millisecond of Redis, during which nobody is routed."""
+"""Blocks per update: a third of a millisecond of Redis, during which no request is routed."""
 
 PACE_S = 0.05
 """Between two updates of one worker: at most 20,000 blocks a second, also in a replay (back in 30 s)."""
@@ -79,7 +79,7 @@ class IndexFeed:
     acknowledged: int = -1
     """Revision that the index is known to have reached; −1 for none."""
     replays: int = 0
-    """Asked for since start."""
+    """Requested since start."""
     _sequence: int = 0
     _pending: deque[IndexUpdate] = field(default_factory=deque)
     _pending_hashes: int = 0
@@ -110,7 +110,7 @@ class IndexFeed:
         self._wake.set()
 
     def check(self, cursor: int, acknowledged_before: int) -> None:
-        """Compare where the index stands with what had been acknowledged before it was asked."""
+        """Compare the index's revision with the one acknowledged before the query."""
         if cursor < acknowledged_before:
             self.lose(f"the index stands at revision {cursor} instead of {acknowledged_before}")
 
@@ -128,7 +128,7 @@ class IndexFeed:
         self._wake.set()
 
     async def run(self) -> None:
-        """Send what is queued, for ever."""
+        """Send queued updates until canceled."""
         while True:
             if self._awaiting_replay:
                 await self._ask_for_replay()
@@ -213,7 +213,7 @@ class IndexFeed:
         self._pending_hashes += len(hashes)
 
     def _clear(self) -> None:
-        """What is queued before a CLEARED is moot. It thereby always comes first in its update."""
+        """Updates queued before a CLEARED are obsolete. CLEARED is therefore always first in its update."""
         self._pending.clear()
         self._pending.append(IndexUpdate(UpdateKind.CLEARED))
         self._pending_hashes = 0

@@ -109,7 +109,7 @@ _SPECULATION: tuple[tuple[str, str, Callable[[SpeculationStats], float]], ...] =
     ("spec_decode_num_accepted_tokens", "Proposed tokens accepted.", lambda s: s.accepted_total),
     ("spec_decode_propose_seconds", "Time spent on proposing.", lambda s: s.propose_s),
 )
-"""Exported by engines that speculate, beside their recent accept length."""
+"""Exported by engines with speculative decoding, in addition to their recent acceptance length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,7 @@ class ServiceNumbers:
     stats_age_s: float = 0.0
     """Of the engine's last report."""
     ready: EngineReady | None = None
-    """What the engine said when it was ready; None before."""
+    """The engine's report when it became ready; None before."""
 
 
 class WorkerCollector(Collector):

@@ -51,7 +51,7 @@ from tandem_services.router.keys import FENCE_AFTER_MS, worker_id_of
 from tandem_services.router.registry import FleetSnapshot, Registry
 
 ASK_AGAIN_S = 5.0
-"""A peer that answers and is not registered is asked again after this long."""
+"""A peer that answers and is not registered is probed again after this long."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class PeerWatch:
     _epoch: str = ""
     _known: frozenset[str] = frozenset()
     _missing: dict[str, float] = field(default_factory=dict)
-    """Incarnations that no list names any more, and suspects; and when they are to be asked."""
+    """Incarnations that are listed no longer, and suspects; and when they are to be probed."""
 
     def update(self, epoch: str, members: frozenset[str] | None) -> frozenset[str]:
         """Incarnations that a newer one has superseded. `members` is None when nothing has changed."""
@@ -81,16 +81,16 @@ class PeerWatch:
         return frozenset(superseded)
 
     def suspect(self, silent: Iterable[str]) -> None:
-        """The engine waits in vain for these incarnations."""
+        """The engine waits for these incarnations without an answer."""
         self._expect((each for each in silent if each not in self._known), within_s=FENCE_AFTER_MS / 1000)
 
     def due(self) -> frozenset[str]:
-        """Missing ones that are to be asked now."""
+        """Missing ones that are to be probed now."""
         now = self.clock.now()
         return frozenset(missing for missing, at in self._missing.items() if now >= at)
 
     def answered(self, incarnation: str) -> None:
-        """It lives, whatever the registry says."""
+        """It is alive, whatever the registry contains."""
         if incarnation in self._missing:
             self._missing[incarnation] = self.clock.now() + ASK_AGAIN_S
 
@@ -106,7 +106,7 @@ class PeerWatch:
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 30.0
-"""Changes that the registry's generation does not tell, such as a role, are noticed within this time."""
+"""Changes that the registry's generation does not cover, such as a role, are noticed within this time."""
 
 WITHIN_S = 1.0
 """Spread of the answers to one change."""
@@ -120,11 +120,11 @@ class Introductions:
     own: Callable[[], WorkerView]
     order: Callable[[MeetPeers], Awaitable[None]]
     observe: Callable[[list[WorkerView]], None] = lambda _: None
-    """Told who is registered, with each look."""
+    """Called with the registered members, at each check."""
     random: Random = field(default_factory=Random)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     named: tuple[Peer, ...] | None = None
-    """Whom the engine was told to meet last; None: the registry has not been read yet."""
+    """The peers that were last sent to the engine; None: the registry has not been read yet."""
 
     def fleet_changed(self) -> None:
         """Look again soon."""
@@ -183,13 +183,13 @@ def _affinity(own: str, other: str) -> bytes:
 KNOCK_S = 1.0
 
 UNREACHABLE_S = 3.0
-"""Connections that nobody answers or refuses for so long end at no machine."""
+"""A connection without answer or refusal for so long leads to no machine."""
 
 RECHECK_S = 5.0
-"""Between looks at the registry while a line is open."""
+"""Between checks of the registry while a connection is open."""
 
 PAUSE_S = 0.5
-"""Between knocks."""
+"""Between connection attempts."""
 
 
 class _Line(Enum):
@@ -200,7 +200,7 @@ class _Line(Enum):
 
 
 class Snapshots(Protocol):
-    """The registry, as far as it tells who listens where."""
+    """The registry, as far as it contains endpoints of incarnations."""
 
     async def snapshot(self) -> FleetSnapshot: ...
 
@@ -216,11 +216,11 @@ class Lifelines:
     _followed: set[str] = field(default_factory=set)
 
     def unfollowed(self, peers: Iterable[Peer]) -> list[Peer]:
-        """Those of `peers` whose end nobody waits for yet."""
+        """Those of `peers` whose exit is not tracked yet."""
         return [peer for peer in peers if peer.incarnation not in self._followed]
 
     async def follow(self, peer: Peer) -> None:
-        """Wait until its process has ended, and tell the engine."""
+        """Wait until its process has exited, and notify the engine."""
         self._followed.add(peer.incarnation)
         try:
             await self._until_ended(peer)
@@ -268,7 +268,7 @@ class Lifelines:
         return _Line.LIVED
 
     async def _stay(self, reader: asyncio.StreamReader, peer: Peer) -> None:
-        """Until the line ends, or another incarnation has the endpoint. What is said on it is nothing to us."""
+        """Until the connection ends, or another incarnation has the endpoint. Received bytes are ignored."""
         while not await self._replaced(peer):
             try:
                 async with asyncio.timeout(self.recheck_s):
@@ -291,7 +291,7 @@ ANSWER_S = 2.0
 
 
 class Verdicts(Protocol):
-    """The registry, as far as it tells and takes who is over."""
+    """The registry, as far as it reads and stores verdicts."""
 
     async def snapshot(self, missing: Iterable[str] = ()) -> FleetSnapshot: ...
 
@@ -314,7 +314,7 @@ class PeerChecks:
     """Found dead, and Redis has not taken the verdict yet."""
 
     def observe(self, views: Iterable[WorkerView]) -> None:
-        """Where peers are, as a snapshot says."""
+        """Endpoints of peers, from a snapshot."""
         self._endpoints |= {view.incarnation: view.request_endpoint for view in views}
 
     @property
@@ -323,7 +323,7 @@ class PeerChecks:
         return bool(self._unwritten or self.watch.due() - self._asked)
 
     async def run_due(self) -> None:
-        """Ask whoever is due and not asked yet. Takes `answer_s` at most, and what Redis takes."""
+        """Probe all due peers that are not being probed. Takes at most `answer_s`, plus the time of Redis."""
         due = self.watch.due() - self._asked
         self._asked |= due
         try:
@@ -343,13 +343,13 @@ class PeerChecks:
         for incarnation, lives in zip(asked, await asyncio.gather(*map(self._lives, asked)), strict=True):
             if lives:
                 self.watch.answered(incarnation)
-            elif incarnation in self.watch.due():  # not registered again meanwhile
+            elif incarnation in self.watch.due():  # not registered again in the meantime
                 self._drop(incarnation)
                 self._unwritten.add(incarnation)
         await self._write()
 
     async def _lives(self, incarnation: str) -> bool:
-        """Not, where it never was in a row: it lived between two looks at the registry."""
+        """Not, where it never had a row: it lived between two checks of the registry."""
         endpoint = self._endpoints.get(incarnation)
         return endpoint is not None and await answers(self.context, endpoint, incarnation, within_s=self.answer_s)
 
@@ -372,7 +372,7 @@ class WarmLinks:
     patience_s: float
     """From the first question on; 0: nothing is waited for."""
     named: Callable[[], tuple[Peer, ...] | None]
-    """Whom the engine was told to meet; None: nobody has looked yet."""
+    """The peers that were sent to the engine; None: the registry was not read yet."""
     links: Callable[[], tuple[LinkReport, ...]]
     _asked_at: float | None = None
     _warm: bool = False

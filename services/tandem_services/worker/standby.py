@@ -44,7 +44,7 @@ class Standby:
     own: Callable[[], WorkerView]
     clock: Clock
     ended: Callable[[], None]
-    """The registry should hear at once."""
+    """The registry should get it at once."""
     _alone_since: float | None = None
     _untried_since: float | None = None
     """Since when others of its revision are offered."""
@@ -56,7 +56,7 @@ class Standby:
         return "on standby until a canary has passed through it" if self.on else None
 
     def hold(self) -> None:
-        """Somebody tries it, and will say whether to offer it."""
+        """A canary is testing it; its sender reports whether to offer it."""
         self._held_until = self.clock.now() + HOLD_S
 
     def offer(self, reason: str) -> None:
@@ -68,7 +68,7 @@ class Standby:
             self.ended()
 
     async def run(self) -> None:
-        """Until it is offered, by whichever way. Redis away: nobody knows who serves, so nothing is decided."""
+        """Until it is offered, by any path. While Redis is unavailable no serving workers are known: nothing changes."""
         while self.on:
             try:
                 await self.look()
@@ -104,7 +104,7 @@ class Standby:
 
 
 def nobody_else_serves(own: WorkerView, others: Iterable[WorkerRecord]) -> bool:
-    """Whether the router has nobody who decodes, and would have somebody of this revision. `others`: of this model."""
+    """Whether no decode worker is offered, and one of this revision could decode. `others`: of this model."""
     known = list(others)
     if any(_offered(one) and _decodes(one.view) for one in known):
         return False

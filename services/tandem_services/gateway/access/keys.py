@@ -33,13 +33,13 @@ from tandem_services.common.file_watcher import Follower, Signature, signature_o
 from tandem_services.gateway.access.tenants import AccessMetrics, Tenant
 
 PREFIX = "tdm-"
-"""Tells scanners for leaked secrets, and people, what it is."""
+"""Identifies the text as a key for secret scanners and people."""
 
 MAX_KEY_CHARACTERS = 512
 
 
 def new_key() -> str:
-    """A key that nobody has."""
+    """A new random key."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
@@ -202,7 +202,7 @@ class KeyWatch:
         logger.info("API keys are required", extra={"fields": {"tenants": len(self.ring.tenants)}})
 
     async def run(self) -> None:
-        """Follow changes, for ever."""
+        """Follow changes until canceled."""
         await self._follower.run(logger, what="API keys")
 
     async def poll(self) -> None:

@@ -62,7 +62,7 @@ PAGE_HEADERS = SAME_ORIGIN | {
     "cross-origin-opener-policy": "same-origin",
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
     "x-frame-options": "DENY",
-    # Asked for again each time, and answered 304: a new release of the gateway is a new page at once.
+    # Revalidated each time, and answered 304: a new release of the gateway shows a new page at once.
     "cache-control": "no-cache",
 }
 
@@ -97,7 +97,7 @@ KEPT_S = 1.0
 
 @dataclass(kw_only=True, slots=True)
 class SharedDocument:
-    """Nobody looking costs nothing; a further viewer costs the sending of bytes that are there."""
+    """Without viewers it costs nothing; each further viewer costs only the sending of existing bytes."""
 
     build: Callable[[], object]
     """Called on the event loop: about a millisecond for 64 workers (benchmarks/console_cost.py)."""

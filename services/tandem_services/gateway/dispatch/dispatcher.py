@@ -46,7 +46,7 @@ from tandem_services.router.decision import Choice, Placement, PlannedFetch, Wor
 def request_alone(
     request: ChoiceRequest, progress: Progress, trace: AttemptTrace, *, deadline_s: float
 ) -> GenerateRequest:
-    """What whoever generates is asked; `deadline_s` from now."""
+    """The request for the generating worker; `deadline_s` from now."""
     return GenerateRequest(
         rid=request.attempt_id(progress),
         input_ids=request.input_ids,
@@ -63,7 +63,7 @@ def request_alone(
 
 
 def with_fetch(alone: GenerateRequest, planned: PlannedFetch | None) -> GenerateRequest:
-    """For whoever computes the prompt: with the prefix that it had better bring from another worker."""
+    """The request for the worker that computes the prompt, with the prefix that it should fetch from another worker."""
     if planned is None:
         return alone
     fetch = PrefixFetch(peer=_address(planned.source), tokens=planned.tokens, within_s=planned.within_s)
@@ -75,7 +75,7 @@ def with_handoff(
 ) -> GenerateRequest:
     """One end of a handoff whose other end is `peer`."""
     handoff = Handoff(side=side, room=request.rid, generation=generation, peer=_address(peer), moving=moving)
-    # Who receives the KV of a session's first turn keeps the session.
+    # The worker that receives the KV of a session's first turn keeps the session.
     session = request.session if side is HandoffSide.RECEIVE else None
     return msgspec.structs.replace(request, handoff=handoff, session=session)
 
@@ -103,7 +103,7 @@ def _address(worker: WorkerView) -> Peer:
 logger = logging.getLogger(__name__)
 
 AWAY_S = 1.0
-"""Seconds for which a worker that drains or is paused is not asked again: the registry says so too by then."""
+"""Seconds for which a worker that drains or is paused is not tried again: by then the registry has its state."""
 
 MOVED = "moved"
 """Outcome of an attempt that another worker continues with its KV."""
@@ -211,7 +211,7 @@ class Dispatcher:
             attempt.began, progress.silent_since = self.clock.now(), None
 
     async def _next(self, attempt: Attempt, progress: Progress) -> Accepted:
-        """What `attempt` gives next, after lost workers: one that says nothing has only what they left of the time."""
+        """The next output of `attempt`, after lost workers: a silent one has only the time that they left."""
         assert progress.silent_since is not None, "no worker was lost"
         left = progress.silent_since + self.policy.silence_s - self.clock.now()
         try:

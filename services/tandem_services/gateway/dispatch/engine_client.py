@@ -55,7 +55,7 @@ class _Answered:
 
     at: float
     pause_s: float
-    """How long it had not been asked before."""
+    """How long it had not been probed before."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Revival:
     context: IpcContext
     clock: Clock
     on_alive: Callable[[str], None]
-    """Told the incarnation of every worker that has answered."""
+    """Called with the incarnation of every worker that has answered."""
     ask_every_s: float = ASK_EVERY_S
     ask_for_s: float = 10.0
     _asking: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
@@ -77,21 +77,21 @@ class Revival:
         return frozenset(name for name, task in self._asking.items() if not task.done())
 
     def ask(self, worker: WorkerView) -> None:
-        """`worker` was lost: listen for a sign of life. Harmless when it is being asked already."""
+        """`worker` was lost: probe it. Does nothing while it is being probed already."""
         if worker.incarnation in self.asking:
             return
         self._asking = {name: task for name, task in self._asking.items() if not task.done()}
         self._asking[worker.incarnation] = asyncio.create_task(self._ask(worker))
 
     def pause_s(self, incarnation: str) -> float:
-        """How long to wait before this worker is asked; nothing, unless its line broke soon after an answer."""
+        """The pause before this worker is probed: none, unless its connection broke soon after an answer."""
         now = self.clock.now()
         self._answered = {name: answer for name, answer in self._answered.items() if now - answer.at < STEADY_S}
         answer = self._answered.get(incarnation)
         return 0.0 if answer is None else min(max(FIRST_PAUSE_S, 2 * answer.pause_s), STEADY_S)
 
     def close(self) -> None:
-        """Ask nobody any longer. Idempotent."""
+        """Stop all probes. Idempotent."""
         for task in self._asking.values():
             task.cancel()
 
@@ -159,7 +159,7 @@ class EngineConnection:
         self._trusted = trusted
         self._answered = asyncio.Event()
         self.heard_at = float("-inf")
-        """When the engine last said anything, on `clock`."""
+        """When the engine last sent anything, on `clock`."""
         self._clock = clock
         self._timing = timing
         self._on_dead = on_dead
@@ -192,19 +192,19 @@ class EngineConnection:
         return False
 
     def forget(self, rid: str, *, abort: bool) -> None:
-        """Listen to `rid` no longer; `abort` tells the engine to stop it. Harmless when it has ended."""
+        """Remove the listener of `rid`; `abort` also stops it in the engine. Does nothing after its end."""
         self._listeners.pop(rid, None)
         if abort and not self._closed:
             self._channel.send(AbortRequest(rid=rid))
 
     def close_session(self, message: CloseSession) -> None:
-        """Tell the engine. A message that gets lost costs it the session's time to live."""
+        """Send the command to the engine. If it gets lost, the session expires after its time to live."""
         if not self._closed:
             self._channel.send(message)
 
     @property
     def answered(self) -> bool:
-        """Whether the engine has ever said anything here."""
+        """Whether the engine has ever sent anything here."""
         return self.heard_at > float("-inf")
 
     @property
@@ -231,7 +231,7 @@ class EngineConnection:
         self._channel.send(Ping(nonce=0))
 
     def close(self) -> None:
-        """Close the socket without telling anybody. Idempotent."""
+        """Close the socket without notifying listeners. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -319,7 +319,7 @@ class EnginePool:
     context: IpcContext
     timing: LivenessTiming
     on_dead: Callable[[str], None]
-    """Told the incarnation of every worker that was found dead."""
+    """Called with the incarnation of every worker that was found dead."""
     revival: Revival
     clock: Clock
     _connections: dict[str, EngineConnection] = field(default_factory=dict)
@@ -352,7 +352,7 @@ class EnginePool:
         return connection is not None and await connection.prove(within_s=within_s)
 
     def revived(self, incarnation: str) -> None:
-        """It has answered over a connection of its own."""
+        """It has answered over a separate connection."""
         self._revived.add(incarnation)
 
     def connect(self, worker: WorkerView) -> EngineConnection:

@@ -38,7 +38,7 @@ class PairChooser(Protocol):
     """What the gateway needs of the router."""
 
     async def choose(self, query: RouteQuery) -> Choice:
-        """Reserve and return the best workers. Raises `NoWorkersError` when nobody can take it now."""
+        """Reserve and return the best workers. Raises `NoWorkersError` when no worker can take it now."""
         ...
 
     async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
@@ -50,9 +50,9 @@ class PairChooser(Protocol):
         ...
 
     async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
-        """Reserve and return who takes over from `leaving`, which is the choice's prefill worker.
+        """Reserve and return the worker that takes over from `leaving`, which is the choice's prefill worker.
 
-        Raises `NoWorkersError` when nobody has room.
+        Raises `NoWorkersError` when no worker has capacity.
         """
         ...
 
@@ -65,11 +65,11 @@ class PairChooser(Protocol):
         ...
 
     def rely_on(self, proofs: MemberProofs) -> None:
-        """Choose nobody from now on who does not prove to be a member."""
+        """From now on choose only workers that prove to be members."""
         ...
 
     def mark_dead(self, incarnation: str) -> None:
-        """The connection to this worker was lost: do not choose it for a while, whatever the registry says."""
+        """The connection to this worker was lost: do not choose it for a while, whatever the registry contains."""
         ...
 
     def mark_alive(self, incarnation: str) -> None:
@@ -77,7 +77,7 @@ class PairChooser(Protocol):
         ...
 
     def note_refusal(self, incarnation: str, state: WorkerState) -> None:
-        """It has sent a request away because it is in `state`: do not choose it again until the registry says more."""
+        """It has rejected a request because it is in `state`: do not choose it again before a newer view."""
         ...
 
 
@@ -111,7 +111,7 @@ class RetryBudget:
 
     @property
     def wait_s(self) -> float:
-        """Until there may be a token again, if nobody else takes it."""
+        """Until there may be a token again, if no other retry takes it."""
         return 1 / self.per_second
 
     def _add(self, tokens: float) -> None:
@@ -182,7 +182,7 @@ class Placing:
         progress.unpaid = False
 
     async def _await_worker(self, request: ChoiceRequest, progress: Progress, error: NoWorkersError) -> Choice:
-        # Nobody is there who could be silent.
+        # There is no worker that could be silent.
         progress.silent_since = None
         give_up_at = self.clock.now() + self.policy.recovery_s
         while self.clock.now() < give_up_at:
@@ -196,7 +196,7 @@ class Placing:
         raise nobody(error) from error
 
     async def _keeper(self, query: RouteQuery, incarnation: str) -> Choice:
-        """Of a session that is continued: nobody else can."""
+        """For a turn of an existing session, which no other worker can serve."""
         try:
             return await self._timed(self.chooser.stay(query, incarnation))
         except NoWorkersError as error:
@@ -220,7 +220,7 @@ class Placing:
         return await self._choose_suitable(replace(query, exclude=away))
 
     async def _admitted(self, request: ChoiceRequest, query: RouteQuery) -> Choice:
-        """For the first attempt; beside the other choices of its prompt, if there are any."""
+        """For the first attempt; with the other choices of its prompt, if there are any."""
         alone = partial(self._choose_suitable, query, request.ticket)
         route = request.route
         beside = None if route is None else partial(route.choose, self.chooser, query, self._choose_suitable, alone)

@@ -14,7 +14,7 @@ from tandem_services.router.registry import WorkerState
 LOST = (FailureCause.WORKER_LOST, FailureCause.UNREACHABLE)
 
 LEAVING = {DrainingError.code: WorkerState.DRAINING, PausedError.code: WorkerState.PAUSED}
-"""What a worker says that is well and sends its requests away, and the state in which it does."""
+"""Errors with which a healthy worker rejects its requests, and the state in which it does."""
 
 MAX_UNREACHED = 12
 """Attempts in a row whose worker was lost before it is known to have taken the request in. Many workers may die at

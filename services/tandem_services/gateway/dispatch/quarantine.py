@@ -82,7 +82,7 @@ class Quarantine:
     clock: Clock
     metrics: GatewayMetrics
     salt: bytes
-    """At most 64 bytes, of the deployment: nobody can tell a prompt from its digest, and all gateways agree."""
+    """At most 64 bytes, of the deployment: the digest does not reveal the prompt, and all gateways compute the same."""
     board: Board | None = None
     _expires: OrderedDict[str, float] = field(default_factory=OrderedDict)
     """Digest → monotonic time, the oldest first."""
@@ -107,7 +107,7 @@ class Quarantine:
         logger.error("request quarantined: workers that ran it were lost", extra={"fields": fields})
 
     async def run(self) -> None:
-        """Keep in step with the other gateways, for ever."""
+        """Stay synchronized with the other gateways until canceled."""
         # What other gateways know would otherwise never be learned again.
         complaint = "cannot synchronize the quarantine"
         await for_ever(self.sync, every_s=HEARTBEAT_S, logger=logger, complaint=complaint, at_once=True)
@@ -168,13 +168,13 @@ PROOF_TOKENS = 4
 CONVICTING_LOSSES = 2
 
 CERTAIN_LOSSES = 3
-"""Whoever else was there."""
+"""Whatever other requests were on the lost workers."""
 
 TRIAL_S = 5.0
 """A trial that takes longer, because its worker is busy, holds up no other."""
 
 MAX_WORKERS = 256
-"""Workers of which suspects are remembered. One that is gone is never asked for again."""
+"""Workers of which suspects are remembered. A lost one is never used again."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -223,7 +223,7 @@ class Suspects:
     _court: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def enter(self, suspicion: Suspicion, rid: str, workers: Iterable[str]) -> "Trial":
-        """Before attempt `rid` is sent to `workers`. Who is on trial waits for its turn."""
+        """Before attempt `rid` is sent to `workers`. An isolated request waits for its turn."""
         trial = Trial(suspects=self, rid=rid, workers=tuple(workers))
         if suspicion.needs_trial:
             await self._court.acquire()
@@ -257,7 +257,7 @@ class Trial:
     _limit: asyncio.TimerHandle | None = None
 
     def in_court(self, court: asyncio.Lock) -> None:
-        """It has the court to itself, for a while."""
+        """It runs as the only isolated request, for a limited time."""
         self._court = court
         self._limit = asyncio.get_running_loop().call_later(TRIAL_S, self._rise)
 

@@ -52,7 +52,7 @@ class SessionParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     id: str
     turn: int | None = None
-    """Ours: turns before this one. 0 begins the session, or begins it anew; any other number must be right."""
+    """Our field: number of earlier turns. 0 starts or restarts the session; any other number must be correct."""
     rid: Refused = None
     offset: Refused = None
     replace: Refused = None
@@ -100,7 +100,7 @@ class SessionTurn:
 
     @property
     def ref(self) -> SessionRef:
-        """What the worker is told."""
+        """The session fields for the worker."""
         return SessionRef(id=self.name.id, turn=0 if self.begins else self.number, keeps_output=self.keeps_output)
 
     async def bind(self, incarnation: str, *, about: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class SessionTurn:
         try:
             await self.directory.update(self.name, binding, ttl_s=self.ttl_s)
         except RedisUnavailableError:
-            # The worker is sure of its session in any case; only what is known here lags behind.
+            # The worker has the session in any case; only the local record is late.
             logger.warning("cannot update a session's binding", extra={"fields": {**self.about, "worker": self.worker}})
 
 
@@ -149,7 +149,7 @@ class SessionDesk:
         """The turn that a request is; None when it names no session.
 
         Raises:
-            ApiError: 400 for what no session can do, 409 when it is not kept, 503 when nobody can tell.
+            ApiError: 400 for what no session can do, 409 when it is not kept, 503 when that cannot be determined.
         """
         if params is None:
             return None
@@ -177,7 +177,7 @@ class SessionDesk:
         )
 
     async def open(self, name: SessionName) -> None:
-        """Raises `ApiError` 409 when the id is taken, 503 when nobody can tell."""
+        """Raises `ApiError` 409 when the id is taken, 503 when that cannot be determined."""
         try:
             if not await self.directory.open(name, ttl_s=self.ttl_s):
                 raise conflict(f"session {quoted(name.id)} is open already", "session_id", reason="session_exists")

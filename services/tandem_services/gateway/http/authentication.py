@@ -28,7 +28,7 @@ _BEARER = re.compile(rb"[Bb][Ee][Aa][Rr][Ee][Rr] +([\x21-\x7e]{1,%d}) *" % MAX_K
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """What decides about requests. One per gateway."""
+    """Parts that authentication uses. One instance per gateway."""
 
     keys: KeyWatch
     limits: TenantLimits
@@ -45,7 +45,7 @@ class Access:
 
 
 class Authentication:
-    """The middleware. `access` None: everybody may do everything."""
+    """The middleware. `access` None: authentication is disabled."""
 
     def __init__(self, app: ASGIApp, *, access: Access | None) -> None:
         self._app = app

@@ -48,7 +48,7 @@ class GatewayConnection(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
     """Ends a head that does not arrive. None while a request is answered, and while the client owes nothing."""
     _stalled: asyncio.TimerHandle | None = None
-    """Ends a client that does not read. None while what is kept for it is less than whoever writes waits for."""
+    """Ends a client that does not read. None while less is buffered than the limit at which writers wait."""
     _unsent = 0
     """Bytes that were kept for it when that was looked at last."""
     _in_head = False
@@ -56,7 +56,7 @@ class GatewayConnection(HttpToolsProtocol):
     _body_pieces = 0
     _body_bytes = 0
     _last_word: ApiError | None = None
-    """What is wrong with what came behind the requests that are being answered."""
+    """What is wrong with the bytes after the requests that are being answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -153,7 +153,7 @@ class GatewayConnection(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._deadline = None
         if self.answering:
-            # The next request's head, behind an answer that takes its time: nothing is read on while it is written.
+            # The head of the next request, after a slow response: reading is paused while that is written.
             self._expect_head()
             return
         message = f"request headers did not arrive within {HEAD_TIMEOUT_S:g} s"

@@ -69,7 +69,7 @@ UNEXPECTED = internal_error("The gateway failed while answering. Its log has the
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The client's view of an error made on purpose; None for one that nobody expected."""
+    """The client's view of an expected error; None for an unexpected one."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError):

@@ -228,7 +228,7 @@ def refused_fields(shape: type[msgspec.Struct]) -> tuple[str, ...]:
 
 
 def neutral_values(field: str) -> tuple[Any, ...]:
-    """Values, beside null, that ask for nothing where `field` is refused."""
+    """Values, in addition to null, that request nothing where `field` is rejected."""
     return _NEUTRAL.get(field, _OFF)
 
 
@@ -245,7 +245,7 @@ class Refusals(Generic[T]):
         """`shape` with a place for each of them, so that a decoder sees whether a body has one."""
 
     def check(self, request: msgspec.Struct) -> None:
-        """Raises `ApiError` 400 naming the first field of a `decoded` that asks for something."""
+        """Raises `ApiError` 400 naming the first field of a `decoded` that requests something."""
         values = self._values(request)
         if values.count(None) == len(values):
             return
@@ -343,7 +343,7 @@ class NestedObject(NamedTuple):
     """An object that a body may hold."""
 
     path: str
-    """`messages[].content[]`; with the value of its tag where that decides: `tool_choice(function)`."""
+    """`messages[].content[]`; with the value of its tag where that determines the type: `tool_choice(function)`."""
     shape: type[msgspec.Struct]
 
 

@@ -97,7 +97,7 @@ T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection; there is no receiver of a response."""
 
 
 async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
@@ -141,7 +141,7 @@ PROBE_PATHS = frozenset({"/live", "/ready", "/health"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestIdentity:
-    """Who is being answered, since when (the gateway's clock)."""
+    """The client, and the time of arrival (the gateway's clock)."""
 
     request_id: str
     client_request_id: str | None
@@ -161,7 +161,7 @@ class RequestIdentity:
 
     @property
     def public_id(self) -> str:
-        """What the client knows the request by: its own id, if it sent one."""
+        """The request id for the client: its own, if it sent one."""
         return self.client_request_id or self.request_id
 
 
@@ -247,7 +247,7 @@ class RequestBoundary:
             answer.status = 503
             if not answer.started:
                 await self._refuse(answer, scope, shutting_down())
-        except Exception as error:  # noqa: BLE001  # the boundary of one request: others must go on
+        except Exception as error:  # noqa: BLE001  # the boundary of one request: others must continue
             await self._refuse(answer, scope, error)
         finally:
             identity.body.release()
@@ -288,7 +288,7 @@ class RequestBoundary:
 
 
 def _is_refusal(scope: Scope, endpoint: str, status: int) -> bool:
-    """Of a request for work: paths that are none of the API's are strangers' words, and polls would fill the list."""
+    """Of a request for work: unknown paths are text of outsiders, and polls would fill the list."""
     return scope["method"] == "POST" and endpoint == scope["path"] and status in _ERRORS
 
 
@@ -337,7 +337,7 @@ def _check_head(scope: Scope, allowed: AllowedHosts) -> None:
 
 
 def _check_host(scope: Scope, hosts: list[bytes], allowed: AllowedHosts) -> None:
-    """What is taken for the URL by whoever puts it together must not depend on a header (Starlette CVE-2026-48710)."""
+    """The URL that other code composes must not depend on a header (Starlette CVE-2026-48710)."""
     if scope["http_version"] not in ("1.0", "1.1"):
         raise ApiError(505, "only HTTP/1.0 and HTTP/1.1 are spoken here", kind="HttpVersionNotSupportedError")
     if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):

@@ -144,7 +144,7 @@ class TextEvents:
     __slots__ = ("_around", "_encode")
 
     def __init__(self, encode: Callable[[int, str], bytes]) -> None:
-        """`encode` makes the event of a choice's text. Behind the text nothing is in it that clients have chosen."""
+        """`encode` makes the event of a choice's text. After the text it contains nothing that clients have chosen."""
         self._encode = encode
         self._around: dict[int, _Around] = {}
 

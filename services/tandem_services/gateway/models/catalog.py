@@ -31,7 +31,7 @@ from tandem_services.gateway.models.model import ModelCard, ModelList
 from tandem_services.gateway.models.service import Fleet, ModelService
 
 MOST_NAMED = 8
-"""Models in the answer to a request for another one: the rest is told by /v1/models."""
+"""Models listed in the error for an unknown model; /v1/models lists all."""
 
 
 class ModelCatalog:
@@ -44,7 +44,7 @@ class ModelCatalog:
     def replace(self, services: Sequence[ModelService]) -> None:
         """From now on there are `services`: at least one, no two with a name in common.
 
-        Requests that have found one of the former are answered by it (`ModelService.visits`).
+        Requests that have found a former service finish on it (`ModelService.visits`).
         """
         self._services = tuple(services)
         self._by_name = {name: service for service in services for name in service.model.names}
@@ -109,7 +109,7 @@ class FleetDoor(Protocol[F]):
     """Opens and closes fleets."""
 
     async def open(self, model: ModelConfig) -> F:
-        """Raises what `ModelsWatch` knows as a fault of the file."""
+        """Raises what `ModelsWatch` treats as an error of the file."""
         ...
 
     async def close(self, fleet: F) -> None: ...

@@ -68,7 +68,7 @@ def logit_biases(biases: Mapping[str, float] | None, vocab_size: int) -> tuple[t
 
 
 def allowed_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
-    """Raises `ApiError` 400 for an empty list: nothing could be said."""
+    """Raises `ApiError` 400 for an empty list: no token could be generated."""
     if ids is not None and not ids:
         raise bad_request("allowed_token_ids must have at least one token id", "allowed_token_ids")
     return tuple(ids or ())
@@ -136,7 +136,7 @@ class _Job:
             return
         try:
             self.value = self.work()
-        except Exception as error:  # noqa: BLE001  # raised where it was asked for
+        except Exception as error:  # noqa: BLE001  # raised where the result is awaited
             self.error = error
 
     def deliver(self) -> None:
@@ -182,7 +182,7 @@ class _Line:
         self._executor.submit(self._work)
 
     def _drop(self, job: _Job) -> None:
-        # What nobody waits for any more would keep its text alive until a thread comes to it.
+        # Canceled work would otherwise keep its text alive until a thread reaches it.
         with self._lock, suppress(ValueError):  # a thread has it already
             self._jobs.remove(job)
 
@@ -192,7 +192,7 @@ class _Line:
                 job.run()
             loop = jobs[0].answer.get_loop()
             if loop.is_closed():
-                continue  # nobody waits any more
+                continue  # canceled
             loop.call_soon_threadsafe(_deliver, jobs)
 
     def _take(self) -> list[_Job]:
@@ -224,7 +224,7 @@ class TokenizerThreads:
         Raises `ApiError` 503 when too much waits already and it is `refusable`: not the last step of what others have
         computed. Cancelled, it gives up its place.
         """
-        # Whatever its length, a single text is taken: who may send it is the caller's business.
+        # A single text is accepted whatever its length: the caller limits it.
         full = self.jobs >= self.most_jobs or self.characters + characters > self.most_characters
         if refusable and self.jobs and full:
             raise unavailable("Too many texts wait for the tokenizer. Try again later.", retry_after=RETRY_S)
@@ -238,7 +238,7 @@ class TokenizerThreads:
             self.characters -= characters
 
     def close(self) -> None:
-        """Nothing is run any more that has not begun; nobody waits for it."""
+        """Start no further work; no caller waits for it."""
         self._short.close()
         self._long.close()
 
@@ -266,7 +266,7 @@ class PromptEncoder:
         return self.model.tokenizer
 
     def context_length(self) -> int:
-        """Raises `ApiError` 503 as long as there has been no worker: nobody can tell."""
+        """Raises `ApiError` 503 until there has been a worker: the answer is unknown."""
         length = self.model.last_context_length
         if length is None:
             raise unavailable("No worker can take the request now. Try again later.", retry_after=NO_WORKERS_RETRY_S)
@@ -306,7 +306,7 @@ class PromptEncoder:
     async def encode_middle(
         self, prefix: str, suffix: str, *, add_special_tokens: bool, parse_special_tokens: bool
     ) -> tuple[int, ...]:
-        """A prompt that asks for the text between both. Raises `InvalidRequestError` 400 for models that cannot."""
+        """A prompt that requests the text between both. Raises `InvalidRequestError` 400 for models that cannot."""
         characters = len(prefix) + len(suffix)
         check_text_length(characters, self.model.longest_token, self.context_length(), "prompt")
         work = partial(

@@ -56,7 +56,7 @@ class Visits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
-    """What a model service is built on. Whoever made it closes it, after the gateway."""
+    """What a model service is built on. Its creator closes it, after the gateway."""
 
     config: ModelConfig
     chooser: PairChooser
@@ -70,7 +70,7 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """What a gateway lends to its model services."""
+    """Parts of a gateway that its model services share."""
 
     clock: Clock
     families: MetricFamilies

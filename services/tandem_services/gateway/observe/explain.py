@@ -44,9 +44,9 @@ class AttemptRecord(msgspec.Struct, kw_only=True, gc=False):
     prefill: str | None
     """None: the decode worker computed the prompt itself."""
     source: str
-    """redis, local or session: who decided."""
+    """Source of the decision: redis, local or session."""
     placement: str
-    """Who computes the prompt and why: pair, alone, local (predicted faster) or degraded (no prefill worker can)."""
+    """Placement of the prompt: pair, alone, local (predicted faster) or degraded (no prefill worker can)."""
     terms: tuple[ScoreTerm, ...]
     """Predicted seconds that made the choice."""
     candidates: PricedOptions | None = None
@@ -55,7 +55,7 @@ class AttemptRecord(msgspec.Struct, kw_only=True, gc=False):
     matched_tokens: int
     """Prompt tokens predicted to be cached."""
     fetch: PredictedFetch | None
-    """A prefix that the worker that computes the prompt was told to bring from another one."""
+    """A prefix that the worker that computes the prompt should fetch from another one."""
     resumed_tokens: int
     """Output tokens that earlier attempts had already produced."""
     began_s: float = 0.0
@@ -172,7 +172,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def used_tokens(self) -> int:
-        """What counts against its tenant's token limit: nothing, when no worker was asked."""
+        """What counts against its tenant's token limit: nothing, when no worker was used."""
         asked = any(choice.attempts for choice in self.choices)
         return self.prompt_tokens + self.output_tokens if asked else 0
 
@@ -262,7 +262,7 @@ REFUSED_RECORDS = 256
 """Kept of requests that were refused, the newest."""
 
 ENTRY_BYTES = 512
-"""What an entry takes beside its record: its ids, and its places in two dictionaries."""
+"""Memory of an entry in addition to its record: its ids, and its places in two dictionaries."""
 
 _ANSWER_PREFIX = re.compile(r"^(chatcmpl-|cmpl-|resp_|msg_)")
 _encode = msgspec.msgpack.Encoder().encode

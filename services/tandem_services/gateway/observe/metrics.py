@@ -18,7 +18,7 @@ MODEL = "model_name"
 
 
 class HttpMetrics:
-    """What can be said of every HTTP request."""
+    """Properties of every HTTP request."""
 
     def __init__(self, families: MetricFamilies) -> None:
         self._requests = families.counter(

@@ -119,7 +119,7 @@ class RequestSpans:
         if start.number == 0:
             self._add(names.QUEUE, start.asked_at, decided_at if asked_itself else now, {names.CHOICE: start.index})
         if asked_itself:
-            # Choices of one prompt share a decision: it is one span, of the choice that asked.
+            # Choices of one prompt share a decision: it is one span, of the choice that made the query.
             self._add(names.ROUTE, max(decided_at, start.asked_at), now, self._decision(start))
         span = self._begin_attempt(start, now)
         self._last[start.index] = _LastAttempt(span, start.note)

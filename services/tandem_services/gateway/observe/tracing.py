@@ -31,7 +31,7 @@ MAX_MEMBERS = 32
 
 
 def client_context(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """What the client says; None when it says nothing that counts. Names of headers are in lower case."""
+    """The client's trace context; None without a valid one. Names of headers are in lower case."""
     parents, states = [], []
     for name, value in headers:
         if name == b"traceparent":
@@ -109,7 +109,7 @@ class RequestTrace(Protocol):
         ...
 
     def answered(self, status: int) -> None:
-        """The last word to the client. Called once, after all else."""
+        """The response is complete. Called once, after all other calls."""
         ...
 
 

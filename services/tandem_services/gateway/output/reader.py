@@ -85,7 +85,7 @@ class OutputReader:
         return self._reasoning is not None and self._reasoning.reasons
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that `text` decides."""
+        """The parts that `text` completes."""
         if self._reasoning is None:
             return self._shown(self._answer(text))
         reasoning, rest = self._reasoning.feed(text)
@@ -122,7 +122,7 @@ class OutputReader:
 AUTO = "auto"
 
 _PROMPT_END_TOKENS = 16
-"""Enough to hold a reasoning marker and the blanks behind it, whatever the tokenizer."""
+"""Enough for a reasoning marker and the blanks after it, with any tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +155,7 @@ class OutputDialect:
         )
 
     def budget(self, tokens: int | None) -> ReasoningBudget | None:
-        """At most so many tokens of reasoning, in an output that nobody has opened. None for no bound.
+        """At most so many tokens of reasoning, in an output that the prompt has not opened. None for no bound.
 
         Raises `ApiError` 400 when this model has no reasoning, or none that is known.
         """

@@ -21,10 +21,10 @@ class ReasoningStyle:
     begin: str
     end: str
     always: bool
-    """Outputs begin with reasoning even when nobody has opened it."""
+    """Outputs begin with reasoning even when the prompt has not opened it."""
 
     def opened(self, prompt_end: str) -> bool:
-        """Whether an output behind this prompt begins with reasoning."""
+        """Whether an output after this prompt begins with reasoning."""
         solid = prompt_end.rstrip()
         if solid.endswith(self.begin):
             return True
@@ -62,7 +62,7 @@ class MarkerIds(NamedTuple):
         return MarkerIds(begin, end)
 
     def budget(self, tokens: int) -> ReasoningBudget:
-        """Of an output that nobody has opened."""
+        """Of an output that the prompt has not opened."""
         return ReasoningBudget(tokens=tokens, begin=self.begin, end=self.end)
 
 
@@ -71,7 +71,7 @@ class Cut(NamedTuple):
 
     reasoning: list[Part]
     rest: str
-    """Text behind the reasoning."""
+    """Text after the reasoning."""
 
 
 class ReasoningParser:

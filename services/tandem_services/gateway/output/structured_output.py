@@ -76,7 +76,7 @@ class GrammarFields(msgspec.Struct, kw_only=True):
 
 
 class AskedGrammar(NamedTuple):
-    """A grammar, and the request field that asked for it."""
+    """A grammar, and the request field it came from."""
 
     field: str
     spec: GrammarSpec
@@ -94,7 +94,7 @@ def asked_grammar(fields: GrammarFields, response_format: ResponseFormat | None)
 
 
 def name_grammar_field(error: ApiError, field: str | None) -> None:
-    """An engine's complaint about a grammar names `grammar`; the client asked for it in `field`."""
+    """An engine's error about a grammar names `grammar`; the client used `field`."""
     if error.param == "grammar" and field is not None:
         error.param = field
 

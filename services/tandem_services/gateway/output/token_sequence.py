@@ -17,7 +17,7 @@ MAX_WAITING_OUTPUTS = 256
 
 
 class Accepted(NamedTuple):
-    """New tokens in order. `logprobs` is empty when the request asked for none."""
+    """New tokens in order. `logprobs` is empty when the request had none."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob]
@@ -29,7 +29,7 @@ class Accepted(NamedTuple):
 
 
 class SequenceGapError(Exception):
-    """An output was lost: later ones pile up behind a missing position."""
+    """An output was lost: later ones pile up after a missing position."""
 
 
 class TokenSequence:

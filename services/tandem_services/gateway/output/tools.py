@@ -113,7 +113,7 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def as_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments are an object, whether or not their schema says so."""
+    """Arguments are an object, whether or not their schema declares it."""
     return schema if "type" in schema else {"type": "object", **schema}
 
 
@@ -217,9 +217,9 @@ class ToolUse:
         return AskedGrammar("tools", spec)
 
     def grammar_or(self, answer: GrammarSpec) -> AskedGrammar:
-        """What holds the output to calls of the tools, or to the JSON that `answer` asks for.
+        """The grammar that restricts the output to calls of the tools, or to the JSON of `answer`.
 
-        Raises `ApiError` 400 when the family's calls are not JSON behind a fixed beginning.
+        Raises `ApiError` 400 when the family's calls are not JSON after a fixed beginning.
         """
         field = "response_format"
         if self.family.tag is None:

@@ -47,7 +47,7 @@ class Waiting:
     number: int = 0
     """Given by the queue, in order of arrival."""
     not_before: float = float("-inf")
-    """Nobody could take it when it was tried last: others are tried until then."""
+    """No worker could take it at the last try: others are tried until then."""
 
 
 def _order(waiting: Waiting) -> tuple[int, int]:
@@ -79,7 +79,7 @@ class FairQueue(Generic[W]):
         return {tenant: len(line) for tenant, line in self._by_tenant.items()}
 
     def add(self, newcomer: W) -> W | None:
-        """Take a seat. Returns who has none then: the newcomer, or another that it has pushed out."""
+        """Add a request. Returns the one without a seat then: the new one, or another that it displaced."""
         loser = self._loser(newcomer) if self._size >= self.seats else None
         if loser is newcomer:
             return newcomer
@@ -93,7 +93,7 @@ class FairQueue(Generic[W]):
         return loser
 
     def next(self, now: float) -> W | None:
-        """Who is to be tried; stays in the queue. None when nobody is to be tried now."""
+        """The request to try, which stays in the queue. None when no request is to be tried now."""
         heads = (self._head(line, now) for line in self._by_tenant.values())
         return min((head for head in heads if head is not None), key=self._rank, default=None)
 
@@ -121,7 +121,7 @@ class FairQueue(Generic[W]):
         largest = max(self._by_tenant.values(), key=_share, default=[])
         if largest and largest is not own and _share(largest) > held:
             return largest[-1]
-        # Its own tenant holds most. A more important newcomer takes the seat of a less important one.
+        # Its own tenant holds the most seats. A new request of greater priority displaces one of lower priority.
         return own[-1] if own and own[-1].priority < newcomer.priority else newcomer
 
 
@@ -135,7 +135,7 @@ YIELD_S = 0.8
 """Long enough for an offer to be found, and for what was charged for it to come back."""
 
 TAKE_S = 0.2
-"""One report, with which offers that nobody took come back."""
+"""One report, in which unused offers return."""
 
 FRESH_S = 1.0
 
@@ -155,17 +155,17 @@ class GivingWay:
     _standing: Standing | None = None
     _heard_at: float = 0.0
     _ahead_at: float = float("-inf")
-    """When somebody who is ahead was next here last."""
+    """When a request that is ahead was last at the head here."""
     _gives_until: float = 0.0
     _takes_until: float | None = None
-    """None until somebody who is ahead is next once `_gives_until` is over."""
+    """None until a request that is ahead is at the head after `_gives_until`."""
 
     def heard(self, standing: Standing) -> None:
         """What Redis answered to the last report."""
         self._standing, self._heard_at = standing, self.clock.now()
 
     def gives_way(self, head: Waiting, cost: float) -> bool:
-        """Whether `head`, who is next here, is not to be tried now. `cost`: of its prompt, over its weight."""
+        """Whether `head`, the head of line here, is not to be tried now. `cost`: of its prompt, over its weight."""
         now = self.clock.now()
         if not self._ahead(head, cost, now):
             return False
@@ -230,7 +230,7 @@ class SharedCounters:
         try:
             standing = await self.board.sync(report)
         except UnreadableReplyError:
-            # It has been added up: told again, it would count twice.
+            # Redis has applied this report; a retry would count it twice.
             self._told_waiting = waiting
             return None
         except RedisUnavailableError:
@@ -238,7 +238,7 @@ class SharedCounters:
                 self._pending[name] += cost
             return None
         self._told_waiting = waiting
-        # What was charged while Redis was asked is in none of its figures.
+        # Redis's values lack what was charged during the call.
         values = {name: value + self._pending.get(name, 0.0) for name, value in standing.values.items()}
         self.counters.adopt(values, standing.floor)
         return standing

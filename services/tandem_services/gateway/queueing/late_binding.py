@@ -39,14 +39,14 @@ from tandem_services.router.shared_state import Wish
 from tandem_services.router.usage_counters import OUTPUT_WEIGHT, prompt_cost
 
 Ask = Callable[[], Awaitable[Choice]]
-"""Asks the router, and reserves what it names. Raises `NoWorkersError`."""
+"""Queries the router, and reserves what it returns. Raises `NoWorkersError`."""
 
 
 class Answer(Protocol):
-    """Who waits for the end of a visit. An `asyncio.Future` is one."""
+    """Receives the result of a queued request. An `asyncio.Future` is one."""
 
     def done(self) -> bool:
-        """Nobody waits any more."""
+        """No caller waits any more."""
 
     def set_result(self, result: Choice, /) -> None:
         """Admitted; to be called once."""
@@ -64,7 +64,7 @@ class Verdict(Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Visitor(Waiting):
-    """One request in the queue, and who waits for its end."""
+    """One request in the queue, and the receiver of its result."""
 
     prompt_tokens: int
     ask: Ask
@@ -90,11 +90,11 @@ class Pace:
     _admitted_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_SAMPLES))
 
     def admitted(self) -> None:
-        """Somebody who waited has workers."""
+        """A queued request got workers."""
         self._admitted_at.append(self.clock.now())
 
     def wait_s(self, waiting: int) -> float:
-        """Until so many have been admitted, at the present pace: 1 to `MOST_RETRY_S`."""
+        """Time until so many have been admitted, at the current rate: 1 to `MOST_RETRY_S`."""
         if len(self._admitted_at) < 2:
             return 1.0
         elapsed = max(self.clock.now() - self._admitted_at[0], 1e-3)
@@ -102,7 +102,7 @@ class Pace:
 
 
 def refusal(reason: str, *, no_workers: bool, wait_s: float) -> ApiError:
-    """503, or 429 for who was pushed out. `reason`: as `Observer.refused` has it. `wait_s`: until there may be room."""
+    """503, or 429 for a displaced request. `reason`: see `Observer.refused`. `wait_s`: until there may be capacity."""
     if reason == Verdict.NO_WORKER.value or no_workers:
         return unavailable("No worker can take the request now. Try again later.", retry_after=NO_WORKER_RETRY_S)
     if reason == "pushed_out":
@@ -156,7 +156,7 @@ class Turnover:
 logger = logging.getLogger(__name__)
 
 TRIES_PER_ROUND = 4
-"""Requests that nobody can take which are passed over before the next moment."""
+"""Requests that no worker can take which are skipped before the next iteration."""
 
 PASSED_OVER_S = 0.5
 
@@ -170,7 +170,7 @@ class Chooser(Protocol):
 
 
 class Observer(Protocol):
-    """Who is told what happens in the queue; see `QueueMetrics`."""
+    """Receives what happens in the queue; see `QueueMetrics`."""
 
     def asked(self, prompt_tokens: int) -> None:
         """A request has come."""
@@ -192,7 +192,7 @@ class QueueFigures:
     prompt_tokens: int
     oldest_wait_s: float
     held: int
-    """Those that no worker can take, as opposed to those for whom none has room."""
+    """Requests that no worker can serve, as opposed to those that wait for capacity."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +204,7 @@ class AdmissionPolicy:
     worker_s: float = 9.0
     """For a worker while none can take it."""
     worker_wait_s: float = 1.0
-    """Predicted wait behind other prompts at a worker that still counts as room."""
+    """Predicted wait for other prompts at a worker that still counts as having capacity."""
     poll_s: float = 0.1
 
 
@@ -240,7 +240,7 @@ class LateBinding:
         )
 
     def visitor(self, ask: Ask, choice: Answer, *, tenant: Tenant, priority: int, prompt_tokens: int) -> Visitor:
-        """Who has come now, and is to `arrive`."""
+        """A new request, which is to `arrive`."""
         return Visitor(
             tenant=tenant.name,
             weight=tenant.weight,
@@ -252,7 +252,7 @@ class LateBinding:
         )
 
     async def arrive(self, visitor: Visitor) -> Choice | None:
-        """Workers with room, reserved; or None: it has a seat, and its `choice` will be told when it has workers.
+        """Workers with capacity, reserved. None: the request has a seat, and its `choice` gets the result later.
 
         Raises:
             ApiError: 429 when its tenant's other requests fill the queue; 503 when it is full.
@@ -269,7 +269,7 @@ class LateBinding:
         return choice
 
     async def turn(self) -> bool:
-        """Admit who is next and refuse who is late. True when somebody was admitted: the next one may be tried at once.
+        """Admit the head of line and reject late requests. True after an admission: the next one may be tried at once.
 
         Otherwise there is a next turn when something has changed, and after `policy.poll_s` at the latest: other
         gateways' requests end as well.
@@ -277,7 +277,7 @@ class LateBinding:
         try:
             admitted = await self._round()
         except Exception:
-            # A task boundary: those who wait must not wait for ever.
+            # A task boundary: queued requests must not wait forever.
             logger.exception("queue iteration failed")
             admitted = False
         self._give_up_on_late()
@@ -289,13 +289,13 @@ class LateBinding:
             self._turnover.add(1)
 
     async def run(self) -> None:
-        """Report to other gateways, for ever."""
+        """Report to other gateways until canceled."""
         # Unreported, gateways would drift apart for good.
         complaint = "cannot report virtual token counters"
         await for_ever(self.sync, every_s=SYNC_S, logger=logger, complaint=complaint)
 
     async def sync(self) -> None:
-        """Tell other gateways what was charged and who waits here, and hear of theirs. Each `SYNC_S`."""
+        """Exchange charges and wishes with other gateways. Called every `SYNC_S`."""
         head = self.queue.next(self.clock.now())
         left, wanted = 0, self._lacking()
         if head is not None and self._gives_way(head):
@@ -341,7 +341,7 @@ class LateBinding:
         self.observer.waiting(self.queue.lengths)
 
     async def _round(self) -> bool:
-        """Try who is next. True when somebody was admitted."""
+        """Try the head of line. True after an admission."""
         if not self.chooser.workers():
             for waiting in self.queue:
                 waiting.verdict = Verdict.NO_WORKER
@@ -352,7 +352,7 @@ class LateBinding:
                 return False
             try:
                 choice = await self._try(visitor)
-            except Exception as error:  # noqa: BLE001  # its own surprise, raised where it is waited for; others go on
+            except Exception as error:  # noqa: BLE001  # unexpected, raised where it is awaited; others continue
                 self._end(visitor, error)
                 continue
             if choice is not None:
@@ -364,16 +364,16 @@ class LateBinding:
         return False
 
     def _gives_way(self, visitor: Visitor) -> bool:
-        """Whether `visitor`, who is next here, leaves its place to others for now."""
+        """Whether `visitor`, the head of line here, leaves its slot to others for now."""
         return self._way.gives_way(visitor, prompt_cost(visitor.prompt_tokens, 0) / visitor.weight)
 
     def _wish(self, head: Visitor | None) -> Wish | None:
-        """Whom the next place is for. Nobody's place helps one that no worker can take."""
+        """The request that the next free slot is for. A slot does not help a request that no worker can serve."""
         takes_a_place = head is not None and head.verdict is Verdict.NO_ROOM
         return wish_of(head, self.clock.now()) if takes_a_place else None
 
     def _lacking(self) -> int:
-        """Places that would be used here besides those that there are: none for who cannot be taken by any worker."""
+        """Slots that could be used here in addition to the free ones: none for requests that no worker can serve."""
         able = sum(visitor.verdict is not Verdict.NO_WORKER for visitor in self.queue)
         return max(0, able - len(self._turnover))
 
@@ -396,7 +396,7 @@ class LateBinding:
     def _hand_over(self, visitor: Visitor, choice: Choice) -> None:
         self.leave(visitor)
         if visitor.choice.done():
-            # Its client left while the router was asked.
+            # Its client disconnected during the query.
             self.give_back(choice)
             return
         self._note_admitted(visitor, choice)
@@ -418,7 +418,7 @@ class LateBinding:
         for visitor in [*self.queue]:
             since, patience_s = visitor.arrived, self.policy.room_s
             if visitor.verdict is Verdict.NO_WORKER:
-                # Who waited for room before the last worker left has the whole time for a new one.
+                # A request that waited for capacity before the last worker left gets the whole time for a new worker.
                 since = since if self._nobody_since is None else max(since, self._nobody_since)
                 patience_s = self.policy.worker_s
             if now - since >= patience_s:

@@ -29,9 +29,9 @@ class SharedRoute:
     """Of one prompt with several choices."""
 
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the choice that asks the router."""
+    """Held by the choice that queries the router."""
     workers: frozenset[str] = frozenset()
-    """Incarnations of the last choice's workers; none before the first has asked."""
+    """Incarnations of the last choice's workers; none before the first query."""
 
     async def choose(
         self,

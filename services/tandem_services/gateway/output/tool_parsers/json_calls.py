@@ -75,7 +75,7 @@ class JsonSpan:
             self._depth -= 1
             self.done = self._depth == 0
         elif character == "<":
-            # Not JSON outside a string: the model has gone on to a marker without closing what it had opened.
+            # Not JSON outside a string: the model has continued to a marker without closing what it had opened.
             self.done = True
             return at
         else:
@@ -141,7 +141,7 @@ class JsonCall:
         return "".join(self._raw)
 
     def feed(self, text: str) -> tuple[list[Part], str]:
-        """The parts that `text` decides, and the text behind the object."""
+        """The parts that `text` completes, and the text after the object."""
         if not self.begun:
             self._raw.append(text)
         self._buffer += text
@@ -284,7 +284,7 @@ class CallArray:
         return []
 
     def rest(self) -> str:
-        """What stands behind the array, once it has `ended`. Asked once."""
+        """The text after the array, once it has `ended`. Called once."""
         rest, self._buffer = self._buffer, ""
         return rest
 

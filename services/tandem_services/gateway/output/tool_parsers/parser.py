@@ -17,10 +17,10 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class ToolParser(Protocol):
-    """Reads one output. Made anew for each."""
+    """Reads one output. A new instance for each."""
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that `text` decides."""
+        """The parts that `text` completes."""
         ...
 
     def finish(self) -> list[Part]:

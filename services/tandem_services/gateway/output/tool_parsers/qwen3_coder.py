@@ -132,7 +132,7 @@ class Qwen3CoderParser(StepParser):
         return True
 
     def _is_string(self, key: str) -> bool:
-        """Whether the schema says so, or says nothing."""
+        """Whether the schema allows it, or does not restrict it."""
         properties = self._schemas.get(self._name, {}).get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
         if not isinstance(schema, dict):
