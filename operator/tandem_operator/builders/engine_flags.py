@@ -31,7 +31,7 @@ OTHER_GPUS = ("amd.com/gpu", "gpu.intel.com/i915")
 
 
 def gpus_of(resources: Resources) -> int:
-    """GPUs of one pod, whoever made them; a share or a part of one counts as one."""
+    """GPUs of one pod, of any vendor; a share or a part of one counts as one."""
     return nvidia_gpus_of(resources) + sum(_count(resources, name) for name in OTHER_GPUS)
 
 

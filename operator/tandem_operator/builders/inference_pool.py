@@ -65,7 +65,7 @@ def _router_service(service: Served) -> Manifest:
 
 
 def _gateways_service(service: Served) -> Manifest:
-    """Its name stands for the addresses of all gateways: the router asks each of them."""
+    """Its name stands for the addresses of all gateways: the router probes each of them."""
     labels = gateway_labels(service.name)
     port = {"name": "http", "port": GATEWAY_PORT, "targetPort": "http", "protocol": "TCP"}
     return {

@@ -11,7 +11,7 @@ DOWNLOADED = f"{MOUNT}/model"
 MODEL_LIMIT = "1Ti"
 
 HUB_CACHE_LIMIT = "16Gi"
-"""Of the hub client's own files beside the model: chunks under way."""
+"""Of the hub client's own files in addition to the model: chunks under way."""
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "*.txt")
 """What a gateway needs of a checkpoint."""

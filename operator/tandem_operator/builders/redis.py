@@ -75,7 +75,7 @@ printf 'requirepass %s\\n' "$(cat {PASSWORD_FOLDER}/{PASSWORD_KEY})" > /data/red
 exec redis-server /data/redis.conf --port {PORT} --dir /data --save '' --appendonly no \\
   --maxmemory {{megabytes}}mb --maxmemory-policy volatile-ttl
 """
-"""The password is put into a file: it stands neither on a command line nor in the environment."""
+"""The password is written to a file: it appears neither on a command line nor in the environment."""
 
 MEMORY_SHARE = Decimal("0.75")
 """Of the container's memory for data; the rest is for buffers and fragmentation."""

@@ -59,7 +59,7 @@ STAY_S = DRAIN_NOTICE_S + 5
 with a namespace or with `--cascade=foreground`: what gateways accept in their notice begins before a worker drains."""
 
 GRACE_AFTER_DRAIN_S = 15
-"""After the drain a worker says good-bye to Redis and its peers, and its engine has 10 s to end."""
+"""After the drain a worker deregisters from Redis and its peers, and its engine has 10 s to end."""
 
 AWAIT_LINKS_S = 20
 """A pod is not ready before the links to the peers that it finds were tested: in a large fleet that takes a while."""
@@ -160,7 +160,7 @@ def _arguments(service: Served, role: RoleName, mount: ModelMount) -> list[str]:
 
 
 def _meeting() -> list[str]:
-    """Which pod of its group a container is in, and where they meet: the LeaderWorkerSet controller says both."""
+    """Which pod of its group a container is in, and the leader's address: the LeaderWorkerSet controller sets both."""
     words = ["--node-rank", "$(LWS_WORKER_INDEX)", "--dist-init-addr", f"$(LWS_LEADER_ADDRESS):{MEETING_PORT}"]
     # Each pod may have an image and weights to fetch first.
     return [*words, "--dist-init-timeout", str(START_PROBES * 5)]
@@ -212,7 +212,7 @@ def _resources(spec: ModelServiceSpec, part: Role) -> Manifest:
 
 
 def _near_prefill(service: Served, role: RoleName) -> Manifest:
-    """Affinity of decode pods to prefill pods; what a user says of affinity replaces it."""
+    """Affinity of decode pods to prefill pods; affinity set by a user replaces it."""
     topology = service.spec.transfer.topology
     if topology is None or role != "decode":
         return {}

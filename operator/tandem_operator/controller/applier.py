@@ -123,7 +123,7 @@ class Rehearsal:
         self._refusals: list[tuple[Ref, ApiError]] = []
 
     async def step(self, ref: Ref, request: Awaitable[object]) -> None:
-        """Raises `ApiError` where the answer says nothing of the request itself: another attempt may succeed."""
+        """Raises `ApiError` where the error is not about the request itself: another attempt may succeed."""
         try:
             await request
         except ApiError as error:
@@ -212,7 +212,7 @@ class SecretLookup:
         self._tokens = {place: known for place, known in self._tokens.items() if place[0] != namespace}
 
     async def create(self, manifest: Manifest) -> bool:
-        """Whether it was made; False when somebody was faster, whose Secret then counts."""
+        """Whether it was created; False when another writer was faster, whose Secret then counts."""
         place = (manifest["metadata"]["namespace"], manifest["metadata"]["name"])
         made = True
         try:
@@ -318,7 +318,7 @@ class Executor:
                 raise
 
     async def foreign(self, service: Seen, parts: Parts, plan: Plan) -> frozenset[Ref]:
-        """Names that the plan would write to and that somebody else's objects have. Only what is not known to be ours
+        """Names that the plan would write to and that objects of another owner have. Only what is not known to be ours
         is looked up: nothing of a service that is complete.
         """
         taken = []
@@ -344,7 +344,7 @@ class Executor:
         return True
 
     async def delete(self, seen: Seen) -> None:
-        """An object that the service owns; one that has taken its name meanwhile stays."""
+        """Delete an object that the service owns; another one that has taken its name in the meantime stays."""
         try:
             await self._cluster.delete(seen.ref, seen.namespace, seen.uid)
         except ApiError as error:
@@ -364,12 +364,12 @@ class Executor:
             try:
                 await self._cluster.merge(POD.ref(name), namespace, body)
             except ApiError as error:
-                # Gone meanwhile: it costs nothing any more.
+                # Deleted in the meantime: it costs nothing any more.
                 if not error.absent:
                     raise
 
     async def set_finalizers(self, service: Seen, finalizers: list[str]) -> None:
-        """Raises `ApiError` (409) when somebody has written meanwhile: the next look decides anew."""
+        """Raises `ApiError` (409) after another write in the meantime: the next reconcile decides again."""
         body = {"metadata": {"resourceVersion": str(service.version), "finalizers": finalizers}}
         self._store.put(Seen.of(await self._cluster.merge(service.ref, service.namespace, body)))
 

@@ -50,7 +50,7 @@ RETRY_S = 5.0
 BAD_IN_A_ROW = 3
 
 AT_ONCE = 8
-"""Newcomers that are asked in one turn: they share a gateway, and partners that serve clients."""
+"""New workers that are tested at once: they share a gateway, and partners that serve clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class PodTrials:
     _proved: set[str] = field(default_factory=set)
 
     def due(self, now: float, usable: Iterable[PodSeen], passed: Collection[str]) -> list[tuple[PodSeen, PodSeen]]:
-        """Newcomers of the revisions `passed` to ask now, each with its partner; those that waited longest first."""
+        """New workers of the revisions `passed` to test now, each with its partner; those that waited longest first."""
         known = sorted(usable, key=lambda pod: pod.name)
         newcomers = [pod for pod in known if pod.standby and pod.worker_role and pod.revision in passed]
         due = [pod for pod in newcomers if pod.uid not in self._proved and now - self._of(pod).asked_at >= RETRY_S]
@@ -99,7 +99,7 @@ class PodTrials:
         self._tried.pop(pod.uid, None)
 
     def failing(self, pods: Iterable[PodSeen]) -> Mapping[str, str]:
-        """Names of those that are kept away, with the reason. Forgets who is no longer there."""
+        """Names of those that are not offered, with the reason. Forgets pods that no longer exist."""
         living = {pod.uid: pod for pod in pods}
         self._tried = {uid: tried for uid, tried in self._tried.items() if uid in living}
         self._proved &= living.keys()
@@ -137,7 +137,7 @@ class Ask:
 
     @property
     def key(self) -> str:
-        """Of whom it speaks: one such canary at a time."""
+        """The subject of the canary: one such canary at a time."""
         return self.revision if self.newcomer is None else f"pod {self.newcomer.uid}"
 
 
@@ -167,7 +167,7 @@ class CanaryBook:
         revisions = dict.fromkeys(pod.revision for pod in usable if pod.worker_role is not None)
         pairs = {revision: pair for revision in revisions if (pair := pair_of(revision, usable)) is not None}
         asks = [Ask(revision, gateway, pair) for revision, pair in pairs.items() if self._due(now, revision)]
-        # Whom the router may choose: nobody, while all pairs stand by.
+        # Workers that the router may choose: none, while all pairs are on standby.
         offered = any(not pod.standby for pair in pairs.values() for pod in pair)
         if offered and self._due(now, GATEWAY_CANARY):
             asks.append(Ask(GATEWAY_CANARY, gateway))
@@ -233,7 +233,7 @@ def _steady(before: Canary | None, now: Canary) -> Canary:
 
 
 def steady(before: str, now: str) -> str:
-    """`before`, if `now` says the same with other figures."""
+    """`before`, if `now` differs only in its numbers."""
     return before if _words(before) == _words(now) else now
 
 
@@ -287,7 +287,7 @@ class Trials:
     async def _canaries(
         self, subject: Subject, pods: Sequence[PodSeen], send: SendCanary, patience_s: float | None
     ) -> dict[str, Canary]:
-        """Send those that are due, beside those under way."""
+        """Send those that are due, in addition to those under way."""
         for ask in self.book.due(self.clock(), pods):
             if ask.key not in self.asking:
                 self.asking[ask.key] = (ask, asyncio.create_task(self._ask(subject, ask, send)))
@@ -310,7 +310,7 @@ class Trials:
             return Canary(passed=False, message=str(error))
 
     async def _offer(self, subject: Subject, pods: Sequence[PodSeen]) -> None:
-        """End the standby of all that a canary has gone through, and of those that have nobody to be tried with."""
+        """End the standby of all that a canary has passed through, and of those without a possible partner."""
         proved = [pod for pod in pods if pod.standby and (self.book.proved(pod) or not subject.has_pairs)]
         await asyncio.gather(*(self._offer_one(subject, pod) for pod in proved))
 

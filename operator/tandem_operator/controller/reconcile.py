@@ -106,7 +106,7 @@ def _grace_s(pod: Seen) -> float:
 
 
 def costs_before(plan: Plan, observed: Observed, pods: Iterable[PodSeen], seen: SeenPods) -> dict[str, int]:
-    """New pod-deletion-costs by pod name, of Deployments that shrink and go on with some of their pods."""
+    """New pod-deletion-costs by pod name, of Deployments that shrink and keep some of their pods."""
     wanted = _replicas(plan)
     shrinking = [one for one in observed.workers() if 0 < wanted.get(one.name, one.replicas) < one.replicas]
     costs: dict[str, int] = {}
@@ -118,7 +118,7 @@ def costs_before(plan: Plan, observed: Observed, pods: Iterable[PodSeen], seen: 
 
 
 def _replicas(plan: Plan) -> dict[str, int]:
-    """What it wants of Deployments of workers, by name."""
+    """Desired replicas of Deployments of workers, by name."""
     wanted = {scaling.ref.name: scaling.replicas for scaling in plan.scale if scaling.ref.kind == DEPLOYMENT.name}
     for manifest in plan.apply:
         if manifest["kind"] == DEPLOYMENT.name and ROLE_LABEL in manifest["metadata"]["labels"]:
@@ -137,12 +137,12 @@ def _of(deployment: DeploymentSeen, pods: Iterable[PodSeen]) -> list[PodSeen]:
 logger = logging.getLogger(__name__)
 
 PATIENCE = 3
-"""Looks in a row that fail for a reason that may pass, such as a conflict, before the status says so. They are about
+"""Failures in a row, for a reason that may pass such as a conflict, before the status reports them. They are about
 two seconds apart.
 """
 
 WAITING_S = 5.0
-"""Until the next look at a service that waits for something that no watch tells of: a Secret, a name that is taken."""
+"""Until the next check of a service that waits for something without a watch: a Secret, a name that is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def rfc3339(moment: datetime) -> str:
 
 
 class Reconciler:
-    """Looks at services, one call per service at a time."""
+    """Reconciles services, one call per service at a time."""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class Reconciler:
     async def _follow(
         self, service: Seen, parts: Parts, spec: ModelServiceSpec, before: ModelServiceStatus
     ) -> tuple[Looked, bool]:
-        """Bring about what the spec says; and whether it waits for something that nothing tells of."""
+        """Apply the spec; returns whether it waits for something that no watch reports."""
         generation = generation_of(service)
         wanted = served(service.ref.name, service.namespace, spec, self._settings)
         observed = await self._observe(wanted, service.key, parts)
@@ -323,7 +323,7 @@ class Reconciler:
         try:
             await self._executor.set_finalizers(service, [one for one in finalizers if one != FORMER_FINALIZER])
         except ApiError as error:
-            # Gone meanwhile.
+            # Deleted in the meantime.
             if not error.absent:
                 raise
         return self._store.service(service.key) or service

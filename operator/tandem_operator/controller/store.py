@@ -133,7 +133,7 @@ _METADATA = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """One object as last heard of."""
+    """One object as last received."""
 
     ref: Ref
     namespace: str
@@ -198,7 +198,7 @@ def _pod(body: Mapping[str, Any]) -> Manifest:
 def _fingerprint(body: Manifest) -> bytes:
     metadata, spec = body["metadata"], dict(body.get("spec", {}))
     if body["kind"] == WORKER_POOL.name:
-        # Whoever owns the pool writes this; manifests never do.
+        # The owner of the pool writes this; manifests never do.
         spec.pop("replicas", None)
     # Controllers of the cluster keep notes on objects under their own names.
     notes = {key: text for key, text in metadata.get("annotations", {}).items() if "kubernetes.io/" not in key}
@@ -246,7 +246,7 @@ class Store:
         return True
 
     def drop(self, seen: Seen) -> None:
-        """It is gone as of its version. Another object that has its name meanwhile stays."""
+        """It is deleted as of its version. Another object that has its name in the meantime stays."""
         self._bury(seen, seen.version)
 
     def _bury(self, seen: Seen, version: int) -> None:
@@ -274,7 +274,7 @@ class Store:
         return list(self._services.values())
 
     def parts(self, key: ServiceKey) -> list[Seen]:
-        """Objects that name this service in their labels, whoever owns them."""
+        """Objects that name this service in their labels, whatever their owner."""
         return list(self._parts.get(key, {}).values())
 
     def _take_out(self, seen: Seen) -> None:
@@ -295,7 +295,7 @@ logger = logging.getLogger(__name__)
 
 
 def spec_of(service: Seen) -> ModelServiceSpec:
-    """Raises `ValueError` with one sentence when it is not what this operator's schema says: an older CRD let it
+    """Raises `ValueError` with one sentence when it does not match this operator's schema: an older CRD let it
     pass, or a newer one [definitions-skew]."""
     try:
         return msgspec.convert(service.body.get("spec"), ModelServiceSpec)
@@ -304,7 +304,7 @@ def spec_of(service: Seen) -> ModelServiceSpec:
 
 
 def status_of(service: Seen) -> ModelServiceStatus:
-    """As last written; an empty one when it cannot be read, for it is written anew anyway."""
+    """As last written; an empty one when it cannot be read, because it is written again anyway."""
     try:
         return msgspec.convert(service.body.get("status", {}), ModelServiceStatus)
     except msgspec.ValidationError as error:

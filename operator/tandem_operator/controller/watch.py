@@ -73,7 +73,7 @@ class Resync:
         return not self._listed.isdisjoint((None, key.namespace))
 
     def soon(self) -> None:
-        """A watch has begun anew: something may have been missed."""
+        """A watch was restarted: something may have been missed."""
         self._wanted.set()
 
     async def run(self) -> None:
@@ -160,7 +160,7 @@ class NoProgress(kopf.ProgressStorage):
         """Nothing was."""
 
     def touch(self, **_: Any) -> None:
-        """Nobody waits."""
+        """No daemon waits for it."""
 
     def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
         return essence
@@ -182,7 +182,7 @@ class EndlessBackoff:
 def registry_for(
     kinds: Sequence[Kind], heard: Heard, start: Callable[[], Awaitable[None]], stop: Callable[[], Awaitable[None]]
 ) -> kopf.OperatorRegistry:
-    """Handlers of one operator. `start` and `stop`: what runs beside the watches."""
+    """Handlers of one operator. `start` and `stop`: what runs in parallel to the watches."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)

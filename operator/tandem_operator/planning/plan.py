@@ -54,7 +54,7 @@ from tandem_operator.settings import OperatorSettings
 
 
 def held(manifests: Iterable[Manifest], service: Served, observed: Observed) -> tuple[Manifest, ...]:
-    """`manifests`, Deployments among them paused where the spec says so."""
+    """`manifests`, Deployments among them paused where the spec requires it."""
     if not service.spec.rollout.paused:
         return tuple(manifests)
     running = {one.name for one in observed.deployments if one.paused or one.pods}
@@ -154,12 +154,12 @@ def make_plan(
 
 
 def refused(problems: list[str], observed: Observed, before: ModelServiceStatus, generation: int) -> Plan:
-    """Of a spec that cannot be served: nothing is touched, and the status says why."""
+    """Of a spec that cannot be served: nothing is changed, and the status reports why."""
     return Plan(status=_status(before, [invalid(problems)], observed, generation))
 
 
 def wanted_workers(service: Served, observed: Observed) -> Counts:
-    """Workers of each role: the spec's figure, or what the owner of the pool says."""
+    """Workers of each role: the spec's number, or that of the owner of the pool."""
     scaling = service.spec.autoscaling
     wanted: Counts = {}
     for role in ROLES:

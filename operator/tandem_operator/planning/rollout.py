@@ -39,7 +39,7 @@ class Step:
 
 
 def next_step(target: str, wanted: Mapping[RoleName, int], revisions: Iterable[RevisionSeen], rollout: Rollout) -> Step:
-    """`revisions`: all with workers or a wish for some, oldest first; `target` may be among them."""
+    """`revisions`: all with existing or desired workers, oldest first; `target` may be among them."""
     seen = {revision.name: revision for revision in revisions}
     new = seen.pop(target, RevisionSeen(name=target, desired={}, ready={}))
     old = [revision for revision in seen.values() if any(revision.desired.values())]

@@ -91,7 +91,7 @@ GATEWAY_CANARY = ""
 
 
 def invalid(problems: list[str]) -> Condition:
-    """The spec cannot be served; what runs goes on as it was."""
+    """The spec cannot be served; what runs continues as it was."""
     return condition(VALID, False, "InvalidSpec", "; ".join(problems))
 
 

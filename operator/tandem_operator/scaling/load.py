@@ -80,7 +80,7 @@ class Load:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs and nobody waits."""
+        """Nothing runs and no request waits."""
         return (
             self.held == 0
             and self.prefill.queued_tokens == 0
@@ -111,7 +111,7 @@ class Targets:
 
 
 def prefill_need(load: PrefillLoad, targets: Targets) -> Need:
-    """0 workers when nothing comes and nothing waits. One when nobody has measured a rate yet and something waits."""
+    """0 workers when nothing comes and nothing waits. One when no rate was measured yet and something waits."""
     if load.worker_tokens_per_s <= 0:
         waits = load.queued_tokens > 0
         return Need(workers=float(waits), reason="no rate measured yet" if waits else "idle")
@@ -137,7 +137,7 @@ def decode_need(load: DecodeLoad, targets: Targets) -> Need:
     by_places = (at_once + clearing) / load.worker_places
     by_pages = load.used_pages / (load.worker_pages * targets.kv_usage)
     if load.running:
-        # Who is to run will hold as many pages as those that do.
+        # Waiting requests will hold as many pages as running ones.
         by_pages *= (at_once + clearing) / load.running
     if by_pages > by_places:
         share = load.used_pages / load.worker_pages

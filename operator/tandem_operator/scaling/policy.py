@@ -62,7 +62,7 @@ class Reduction:
     workers: int
     """That were left."""
     need: float
-    """The most that was needed throughout the window before, as those who were there then saw it."""
+    """The greatest need throughout the window before, as measured with the workers of that time."""
     arrivals: float
     """The most that came per second throughout that window."""
 
@@ -75,7 +75,7 @@ class Lesson:
     refuted: Reduction | None = None
 
     def went_down(self, reduction: Reduction) -> "Lesson":
-        """From now on it is on trial."""
+        """From now on the trial runs."""
         return replace(self, on_trial=reduction)
 
     def went_up(self, at: float, before: int, arrivals: float, trial_s: float) -> "Lesson":
@@ -111,7 +111,7 @@ class Window:
     samples: tuple[Sample, ...] = ()
 
     def add(self, at: float, workers: int, reach_s: float, need: float = 0.0, arrivals: float = 0.0) -> "Window":
-        """With a new sample, and of those older than `reach_s` only the last, which says how it was at that time."""
+        """With a new sample, and of those older than `reach_s` only the last, which has the state at that time."""
         recent = [one for one in self.samples if one.at > at - reach_s]
         older = [one for one in self.samples if one.at <= at - reach_s][-1:]
         return Window((*older, *recent, Sample(at, workers, need, arrivals)))
@@ -145,7 +145,7 @@ Action = Literal["scale", "flip", "hold"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleBounds:
-    """What the spec says of one role."""
+    """The settings of one role."""
 
     least: int
     most: int
@@ -156,7 +156,7 @@ class RoleBounds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingConfig:
-    """What the spec says of both."""
+    """The settings of both roles."""
 
     prefill: RoleBounds
     decode: RoleBounds
@@ -184,14 +184,14 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """What one step leaves for the next. Lost with its process: scaling down then begins its window anew."""
+    """State that one step leaves for the next. Lost with its process: scaling down then begins its window again."""
 
     windows: Mapping[RoleName, Window] = field(default_factory=dict)
     changes: Mapping[RoleName, Change] = field(default_factory=dict)
     lessons: Mapping[RoleName, Lesson] = field(default_factory=dict)
     """Of scaling down."""
     busy_at: float | None = None
-    """When somebody last asked for something."""
+    """Time of the last request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,7 @@ KEPT = 1_000_000
 """Above whatever can be outstanding on one worker."""
 
 UNKNOWN = KEPT // 2
-"""Of a pod that says nothing: it may be full. Those that are not ready go before all others anyway."""
+"""Of a pod without metrics: it may be full. Those that are not ready go before all others anyway."""
 
 
 def changed_costs(
@@ -81,9 +81,9 @@ def flips_of(workers: Iterable[PodSeen], seen: Seen) -> dict[RoleName, int]:
 
 
 def candidates(count: int, workers: Iterable[PodSeen], seen: Seen) -> tuple[Flip, ...]:
-    """Who flips: `count` from decode to prefill, negative the other way; fewer where fewer can.
+    """The workers to flip: `count` from decode to prefill, negative the other way; fewer where fewer can.
 
-    Those that come home go first, then the emptiest. A worker that says nothing, or drains, is left alone.
+    Workers that return to their pool's role go first, then the least loaded. One without metrics, or draining, stays.
     """
     giver: RoleName = "decode" if count > 0 else "prefill"
     taker: RoleName = "prefill" if count > 0 else "decode"
@@ -95,7 +95,7 @@ def candidates(count: int, workers: Iterable[PodSeen], seen: Seen) -> tuple[Flip
         and not seen.workers[pod.name].draining
         and seen.workers[pod.name].serves == giver
     ]
-    # The last worker of a role stays: without it nothing is served, whatever figures said.
+    # The last worker of a role stays: without it nothing is served, whatever the metrics are.
     able = sorted(able, key=lambda pod: _price(pod, taker, seen))[: max(0, len(able) - 1)]
     return tuple(Flip(pod, taker) for pod in able[: abs(count)])
 
@@ -105,7 +105,7 @@ def _price(pod: PodSeen, taker: RoleName, seen: Seen) -> tuple[bool, float, str]
 
 
 async def order_flip(client: httpx.AsyncClient, flip: Flip, token: str) -> None:
-    """Have it done. Raises `OrderFailedError` with what the worker, or the network, said."""
+    """Send the command. Raises `OrderFailedError` with the error of the worker, or of the network."""
     await post_order(client, flip.pod, HEALTH_PORT, "/role", {"role": flip.role}, token=token, within_s=ORDER_S)
 
 
@@ -123,14 +123,14 @@ class PoolCounts:
 
     @staticmethod
     def of(pools: Mapping[RoleName, int], lent: Mapping[RoleName, int]) -> "PoolCounts":
-        """A pool that has been made smaller than the pods it has lent lends no more than it has."""
+        """A pool smaller than the number of its flipped pods counts only the pods that it has."""
         return PoolCounts(
             {role: pools[role] for role in ROLES}, {role: min(lent[role], pools[OTHER[role]]) for role in ROLES}
         )
 
     @property
     def serving(self) -> Counts:
-        """Workers of each role. Pods that are wanted and not there yet will serve as their pool says."""
+        """Workers of each role. Pods that are desired and not there yet will serve as their pool specifies."""
         return {role: self.pools[role] + self.lent[role] - self.lent[OTHER[role]] for role in ROLES}
 
     def after(self, flips: Iterable[Flip]) -> "PoolCounts":
@@ -143,7 +143,7 @@ class PoolCounts:
         return PoolCounts.of(self.pools, {role: max(0, lent[role]) for role in ROLES})
 
     def pools_for(self, wanted: Mapping[RoleName, int], config: ScalingConfig) -> Counts:
-        """Pods of each pool so that `wanted` workers serve in each role. Of a role that shrinks, lent ones go first.
+        """Pods of each pool so that `wanted` workers serve in each role. Of a role that shrinks, flipped ones go first.
 
         No pool leaves its bounds for that: more than `maxReplicas` pods are never made, wherever they would serve.
         """
@@ -187,7 +187,7 @@ class Autoscaler:
         revision: str,
         rolling_out: bool = False,
     ) -> Scaled:
-        """`pools`: `spec.replicas` of each. `revision`: the one that is served. While it `rolling_out`, nobody changes
+        """`pools`: `spec.replicas` of each. `revision`: the one that is served. While `rolling_out`, no worker changes
         roles: those that would are about to go."""
         now = {role: pools[role] for role in ROLES}
         if seen.load is None:
@@ -267,7 +267,7 @@ def remembered(before: Sequence[Told], new: Iterable[Decision], now: str) -> lis
 
 
 def worth_telling(before: Sequence[Told], new: Iterable[Decision]) -> list[Decision]:
-    """Those of `new` that say something else than the last one that was told: these become events."""
+    """Those of `new` that differ from the last one that was reported: these become events."""
     told: list[Decision] = []
     last = _kind(before[0].action, before[0].reason) if before else None
     for decision in new:

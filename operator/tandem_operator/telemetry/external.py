@@ -38,7 +38,7 @@ _GAUGES = {
 PREFIX = "tandem_scaling_"
 
 LABELS = ("service_namespace", "model_service", "role")
-"""Not `namespace`: that is the operator's own, by whoever scrapes it."""
+"""Not `namespace`: that is the operator's own, set by the scraper."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ class ScalingFigures(Collector):
         self._figures[service] = role_figures(seen.load, config)
 
     def forget(self, service: ServiceName) -> None:
-        """It is gone, or nobody looks at it any more."""
+        """It was deleted, or is not polled any more."""
         self._figures.pop(service, None)
         self._troubles.pop(service, None)
 

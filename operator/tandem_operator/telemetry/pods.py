@@ -83,7 +83,7 @@ class PodSeen:
         return None if self.role == "gateway" else self.role
 
     def url(self, port: str, path: str) -> str | None:
-        """http:// address of `path` at the port of that name; None while it cannot be asked."""
+        """http:// address of `path` at the port of that name; None while it cannot be polled."""
         number = self.ports.get(port)
         if not self.ip or number is None:
             return None
@@ -114,7 +114,7 @@ def _deletion_cost(annotations: Mapping[str, str]) -> int:
     try:
         return int(annotations.get(DELETION_COST, "0"))
     except ValueError:
-        # Somebody else's; the ReplicaSet controller takes it for 0 as well.
+        # Set by another writer; the ReplicaSet controller takes it for 0 as well.
         return 0
 
 
@@ -134,7 +134,7 @@ def pod_client() -> httpx.AsyncClient:
 
 
 async def fetch_figures(client: httpx.AsyncClient, pods: Sequence[PodSeen]) -> dict[str, Figures | str]:
-    """By uid: what each pod says, or in one sentence why it says nothing. Pods without an address are left out."""
+    """By uid: the metrics of each pod, or in one sentence why there are none. Pods without an address are left out."""
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def ask(pod: PodSeen, url: str) -> Figures | str:

@@ -31,7 +31,7 @@ SMOOTHING = 0.3
 """Weight of the newest look in means over looks."""
 
 FIRST_SECONDS_EACH = 10.0
-"""How long a sequence decodes, before anybody has ended. It does not matter for long."""
+"""How long a sequence decodes, before any has ended. It does not matter for long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class Demand:
 
 @dataclass(kw_only=True, slots=True)
 class Sizes:
-    """What one worker can do, as last known: that is asked for while there is none, too."""
+    """What one worker can do, as last known: that is needed while there is none, too."""
 
     tokens_per_s: float = 0.0
     places: float = 0.0
@@ -161,10 +161,10 @@ class Seen:
     reason: str = ""
     """Why there is no load."""
     workers: Mapping[str, WorkerFigures] = field(default_factory=dict)
-    """By pod name: those that are there and have told something, lately or as long as they are ready."""
+    """By pod name: those that exist and have reported, lately or as long as they are ready."""
 
     def serves(self, pod: PodSeen) -> RoleName | None:
-        """What a worker does: as it says itself, else as its Deployment has it. None for gateways."""
+        """The role of a worker: as it reports itself, else as its Deployment has it. None for gateways."""
         figures = self.workers.get(pod.name)
         return pod.worker_role if figures is None or figures.serves is None else figures.serves
 
@@ -236,7 +236,7 @@ class Looks:
         return look
 
     def _silent(self, pods: Sequence[PodSeen], answers: Mapping[str, Figures | str]) -> str:
-        """About a pod that takes requests and has never told anything."""
+        """About a pod that takes requests and has never reported anything."""
         for pod in pods:
             answer = answers.get(pod.uid)
             if _counts(pod) and pod.uid not in self._looks:
@@ -276,6 +276,6 @@ class LoadReader:
     looks: Looks = field(default_factory=Looks)
 
     async def read(self, pods: Sequence[PodSeen]) -> Seen:
-        """Ask all pods. Ends in time whatever they do; a pod that says nothing is no error but a reason."""
+        """Poll all pods. Bounded in time; a pod without metrics is no error but a reason."""
         answers = await fetch_figures(self.client, pods)
         return self.looks.take(self.now(), pods, answers)

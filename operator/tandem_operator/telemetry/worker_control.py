@@ -36,7 +36,7 @@ class OrderFailedError(Exception):
 
 
 def order_token(key_file: bytes) -> str:
-    """What workers and gateways derive alike from key `keys.json` of the service's Secret.
+    """The order token that workers and gateways derive, too, from key `keys.json` of the service's Secret.
 
     Raises `ValueError` when that is no key file.
     """
@@ -123,7 +123,7 @@ async def run_canary(
     pair: tuple[PodSeen, PodSeen] | None = None,
     within_s: float = WITHIN_S,
 ) -> Canary:
-    """One canary through `gateway`: through this prefill and decode pod, or through whom the router chooses.
+    """One canary through `gateway`: through this prefill and decode pod, or through the router's choice.
 
     What goes wrong, the gateway's own silence included, is a canary that has not passed, with the reason. `token` is
     that of `orders.order_token`.
@@ -162,7 +162,7 @@ def starting(pods: Iterable[PodSeen]) -> list[PodSeen]:
 
 async def with_standby(client: httpx.AsyncClient, pods: Sequence[PodSeen]) -> tuple[PodSeen, ...]:
     """`pods`, those marked that say that they stand by, and as ready those that say so before the kubelet does. Ends in
-    time whatever they do; who is silent stays as it was.
+    time whatever they do; a silent one stays as it was.
     """
     slots = asyncio.Semaphore(AT_ONCE)
 
@@ -195,7 +195,7 @@ def _as_it_says(pod: PodSeen, status: str) -> PodSeen:
 
 
 async def _readiness(client: httpx.AsyncClient, pod: PodSeen) -> str:
-    """What its `/ready` says; "" when that is nothing one can read."""
+    """The status in its `/ready`; "" when that cannot be read."""
     url = pod.url(HEALTH_PORT, "/ready")
     if url is None:
         return ""

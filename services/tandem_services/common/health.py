@@ -9,14 +9,14 @@ from collections.abc import Callable
 import msgspec
 
 Check = Callable[[], str | None]
-"""Returns None when all is well, else one sentence that says what is missing. Must not block."""
+"""Returns None when all is well, else one sentence with what is missing. Must not block."""
 
 
 class HealthReport(msgspec.Struct, frozen=True, kw_only=True):
     """Body of `/ready` and `/health`."""
 
     status: str
-    """ok, draining, unavailable, or standby: all is well, but nobody is sent here yet."""
+    """ok, draining, unavailable, or standby: all is well, but no requests are sent here yet."""
     reasons: tuple[str, ...] = ()
 
     @property

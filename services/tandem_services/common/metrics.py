@@ -49,7 +49,7 @@ Family = TypeVar("Family", bound=MetricWrapperBase)
 
 @dataclass(frozen=True, slots=True)
 class MetricFamilies:
-    """Metric families of one registry, each made when it is first asked for: several may have series of one family."""
+    """Metric families of one registry, each created at its first use: several may have series of one family."""
 
     registry: CollectorRegistry
     _made: dict[str, MetricWrapperBase] = field(default_factory=dict)

@@ -46,7 +46,7 @@ class SpanCounts:
 
 
 class CountedExporter(SpanExporter):
-    """Counts what becomes of batches. Never raises: the thread that calls it has nobody to tell."""
+    """Counts the results of batches. Never raises: the thread that calls it cannot report errors."""
 
     def __init__(self, exporter: SpanExporter, counts: SpanCounts) -> None:
         self._exporter = exporter

@@ -113,7 +113,7 @@ class TokenFile:
     """Another host by which it is reached, such as --host of a port that is bound to all addresses."""
 
     def write(self) -> None:
-        """Where no folder can be written, `tandem ctl` needs --curve-keys: a warning says so."""
+        """Without a writable directory `tandem ctl` needs --curve-keys: a warning is logged."""
         try:
             for path in self._paths():
                 path.unlink(missing_ok=True)
@@ -201,7 +201,7 @@ class OrderAccess:
 
 
 def foreign_origin(request: HTTPConnection, hosts: AllowedHosts) -> str | None:
-    """Why a request may come from a page of somebody else; None when it does not."""
+    """Why a request may come from a page of another origin; None when it does not."""
     host = request.headers.get("host")
     if host is not None and not hosts.allow(host):
         return "this Host is not answered here: name it with --allowed-hosts, or use the address"
@@ -214,5 +214,5 @@ def foreign_origin(request: HTTPConnection, hosts: AllowedHosts) -> str | None:
 
 
 def is_json(content_type: str | None) -> bool:
-    """Whether a Content-Type header says JSON; None: there is none."""
+    """Whether a Content-Type header is JSON; None: there is none."""
     return content_type is not None and content_type.partition(";")[0].strip().lower() == JSON

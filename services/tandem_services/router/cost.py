@@ -41,7 +41,7 @@ FETCH_S = 0.004
 """Question, answer and proof of one prefix fetch, whatever its size."""
 
 FETCH_TURNS = 2
-"""Of the loop of the worker that has the prefix: it hears the question in one, of the end of its writes in another."""
+"""Iterations of the source's loop: one receives the request, another the completion of the writes."""
 
 TURN_TOKENS = 512
 """Prompt tokens that a worker computes in one turn at most: a chunk."""
@@ -85,7 +85,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What one request asks for."""
+    """The demand of one request."""
 
     prompt_tokens: int
     output_tokens: int
@@ -122,7 +122,7 @@ def host_load_s(load: Load, tokens: int) -> float:
 
 
 def copy_s(load: Load, tokens: int) -> float:
-    """What a second copy of `tokens` tokens pushes out of the worker's cache, and somebody computes again."""
+    """Cost of recomputing what a second copy of `tokens` tokens evicts from the worker's cache."""
     return tokens / load.prefill_rate * COPY_FOLLOWERS
 
 
@@ -145,7 +145,7 @@ def token_s(load: Load, bytes_per_s: float | None) -> float:
 
 
 def turn_s(load: Load) -> float:
-    """Until a worker looks at its messages again, at most."""
+    """Time until a worker polls its messages again, at most."""
     decode = load.step_s if load.sequences > 0 else 0.0
     return min(load.queue_tokens, TURN_TOKENS) / load.prefill_rate + decode
 

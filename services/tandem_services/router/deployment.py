@@ -47,7 +47,7 @@ class Deployment:
 
     @property
     def namespace(self) -> str:
-        """16 hex digits; "" without a key file. Tells nothing about the secret."""
+        """16 hex digits; "" without a key file. Reveals nothing about the secret."""
         if not self.secret:
             return ""
         return blake2b(b"registry namespace", key=self.secret, digest_size=NAMESPACE_BYTES).hexdigest()
@@ -70,11 +70,11 @@ class Deployment:
         return incarnation if _equal(proof, self._proof("claim", incarnation)) else None
 
     def verdict(self, on: str, *, by: str) -> str:
-        """That the incarnation `on` is over, says `by`."""
+        """A signed statement by `by` that the incarnation `on` has ended."""
         return f"{by} {self._proof('verdict', on, by)}"
 
     def condemner(self, verdict: str, on: str) -> str | None:
-        """Who says that `on` is over; None when no process of this deployment has said so."""
+        """The signer of the verdict on `on`; None when no process of this deployment has signed it."""
         by, _, proof = verdict.partition(" ")
         if _equal(proof, self._proof("verdict", on, by)):
             return by

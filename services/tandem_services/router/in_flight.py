@@ -69,7 +69,7 @@ class PromptsInFlight:
     _kept: int = 0
 
     def note(self, number: int, chain: Sequence[bytes], incarnation: str, seconds: float) -> None:
-        """The worker will have computed the prompt with these blocks in `seconds`. `take_back` knows it by `number`."""
+        """The worker will have computed the prompt with these blocks in `seconds`. `take_back` uses `number`."""
         self._drop_old()
         expires = self.clock.now() + EXPIRY_FACTOR * seconds + EXPIRY_SLACK_MS / 1000
         known = self.matches(chain).get(incarnation, 0)

@@ -58,7 +58,7 @@ FENCE_AFTER_MS = 10_000
 lives: one that does not answer them is fenced for good. Longer than the lease, because being fenced costs a restart."""
 
 FENCED_MEMORY_MS = 3_600_000
-"""A fenced incarnation is recognised for an hour: longer than any process stays suspended by accident."""
+"""A fenced incarnation is recognized for an hour: longer than any process stays suspended by accident."""
 
 INDEX_TTL_MS = 60_000
 """Blocks outlive the lease, so that a short loss of Redis costs no replay. Every heartbeat and every index
@@ -75,35 +75,35 @@ RESERVATION_BUCKET_MS = 250
 """Reservations of one worker are summed per quarter second: no key per request, nothing to sweep."""
 
 SWEEP_EVERY_MS = 1_000
-"""Dead rows are looked for once a second by whoever calls first, not in every heartbeat."""
+"""Dead rows are swept once a second by the first caller, not in every heartbeat."""
 
 SWEEP_STEP = 512
 """Incarnations retired in one sweep, so that no call blocks Redis for long."""
 
 MAX_WORKERS = 4_096
-"""One more is not let in. What makes the registry larger was not written by workers: it is taken out, and they stay."""
+"""One more is rejected. Rows beyond it were not written by workers: they are removed, and the workers stay."""
 
 MAX_ROW_FIELDS = 128
 """Of one worker's readable hash. One with more was not written by a worker."""
 
 MAX_GATEWAYS = 1_024
-"""More wishes than this are rubbish."""
+"""More wishes than this are malformed data."""
 
 MAX_PLACES = 65_536
-"""More places than this are rubbish."""
+"""More places than this are malformed data."""
 
 LEASE_OF_REQUEST_MS = 30_000
 """A running request of a gateway that died counts against its tenant's concurrency for at most this long."""
 
 WISH_MS = 1_000
-"""What a gateway wishes counts this long after it last said so: five of its reports."""
+"""A gateway's wish counts this long after its last report: five of its reports."""
 
 PLACE_MS = 1_000
 """Places that gateways have left to others are forgotten this long after the last one was left: by then workers have
-reported their room. One that nobody takes may therefore live for as long as others are left each second."""
+reported their capacity. An unused one may therefore live for as long as others are left each second."""
 
 BACKLOG_MS = 2_000
-"""A tenant counts as waiting this long after a gateway last said so: ten of its reports."""
+"""A tenant counts as waiting this long after a gateway's last report of it: ten of its reports."""
 
 MAX_CHAIN_BLOCKS = 65_536
 """Blocks of a prompt that are hashed for routing."""

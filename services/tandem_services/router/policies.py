@@ -25,10 +25,10 @@ from tandem_engine.config import Role
 from tandem_services.router.decision import RouteQuery, WorkerView
 
 RAMP_S = 10.0
-"""Ten heartbeats: what a newcomer really does is in its reports by then."""
+"""Ten heartbeats: by then the actual load of a new worker is in its reports."""
 
 START_S = 30.0
-"""Workers of one fleet load their weights at different speed: whoever comes within this time belongs to its start."""
+"""Workers of one fleet load weights at different speed: those registered within this time belong to its start."""
 
 FORGET_S = 60.0
 
@@ -39,14 +39,14 @@ class Newcomers:
 
     clock: Clock
     _first: dict[str, float] = field(default_factory=dict)
-    """Incarnation → when it was first seen, or early enough for who belongs to the start."""
+    """Incarnation → when it was first seen, or early enough for one that belongs to the start."""
     _last: dict[str, float] = field(default_factory=dict)
     _began: float | None = None
     """When the first worker was seen."""
     _young_until: float = -math.inf
 
     def observe(self, incarnations: Collection[str]) -> None:
-        """The fleet as of now. Who is away for `FORGET_S` is forgotten, not at once: Redis may have lost it."""
+        """The current fleet. A worker is forgotten after `FORGET_S` of absence, not at once: Redis may have lost it."""
         now = self.clock.now()
         if self._began is None and incarnations:
             self._began = now
@@ -61,7 +61,7 @@ class Newcomers:
 
     @property
     def any(self) -> bool:
-        """Whether somebody has not all of its share yet."""
+        """Whether a worker does not have its full share yet."""
         return self.clock.now() < self._young_until
 
     def share(self, incarnation: str) -> float:
@@ -88,7 +88,7 @@ class Policy(Protocol):
 
 
 class Exploring:
-    """`policy`, but for a `share` of all queries anybody."""
+    """`policy`, but for a `share` of all queries any worker."""
 
     def __init__(self, policy: Policy, share: float, random: Random) -> None:
         self._policy = policy
@@ -224,7 +224,7 @@ class PoliciesByRole:
         newcomers: Newcomers,
         exploration: float = 0.0,
     ) -> None:
-        """`exploration`: share of queries that go to anybody."""
+        """`exploration`: share of queries that may go to any worker."""
 
         def composed(name: str) -> Policy:
             policy = POLICIES[name](random)
@@ -240,7 +240,7 @@ class PoliciesByRole:
 
     @property
     def narrows(self) -> bool:
-        """False: nobody would be passed over now."""
+        """False: no worker would be excluded now."""
         return self._always or self._newcomers.any
 
     def passed_over(self, workers: Iterable[WorkerView], query: RouteQuery) -> frozenset[str]:

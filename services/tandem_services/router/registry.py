@@ -44,7 +44,7 @@ Label = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one worker. Totals count since its start. 0 where its release tells nothing."""
+    """Statistics of one worker. Totals count since its start. 0 where its release reports nothing."""
 
     running: Count = 0
     waiting: Count = 0
@@ -106,7 +106,7 @@ _Links = Annotated[tuple[LinkReport, ...], msgspec.Meta(max_length=MAX_LINKS)]
 
 
 class WorkerState(StrEnum):
-    """What a worker says about itself. Only `READY` is offered."""
+    """The state that a worker reports. Only `READY` is offered."""
 
     READY = "ready"
     DRAINING = "draining"
@@ -115,13 +115,13 @@ class WorkerState(StrEnum):
     PAUSED = "paused"
     """An operator has paused generation."""
     STANDBY = "standby"
-    """Its revision has not been tried yet: it serves who names it, such as a canary."""
+    """Its revision has not been tested yet: it serves requests that name it, such as a canary."""
 
 
 class LeaseStatus(StrEnum):
     RENEWED = "renewed"
     FENCED = "fenced"
-    """A process of the deployment says that this incarnation is over: a newer one has the name, or peers found it dead.
+    """A process of the deployment has signed its end: a newer one has the name, or peers found it dead.
     Final: the process must end."""
     FULL = "full"
     """The registry has as many workers as it takes (`MAX_WORKERS`)."""
@@ -165,7 +165,7 @@ class HeartbeatReply:
 
     status: LeaseStatus
     by: str = ""
-    """Who says that this incarnation is over, when it is fenced."""
+    """The signer of the verdict, when this incarnation is fenced."""
     forged: str = ""
     """A verdict that no process of this deployment has signed stands in the way of the lease: name it in the next
     heartbeat, which takes it away."""
@@ -196,7 +196,7 @@ class FleetSnapshot:
     rubbish: int
     """Values that made no sense, in Redis or on the way."""
     fenced: frozenset[str] = frozenset()
-    """Of the incarnations that were asked for, those that are over."""
+    """Of the incarnations in the query, those that have ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,7 +244,7 @@ class Registry:
     async def snapshot(self, missing: Iterable[str] = ()) -> FleetSnapshot:
         """All live workers, draining and stalled ones included.
 
-        `missing`: incarnations that the caller has and no snapshot named lately. It asks whether they are over.
+        `missing`: incarnations of the caller that recent snapshots lacked, to learn whether they have ended.
         """
         reply = await self.library.ask(
             "snapshot", self.keys.shared, self.keys.prefix, secrets.token_hex(8), *missing, shape=_SnapshotReply
@@ -386,7 +386,7 @@ def _incarnation(text: str) -> str:
 
 
 def _endpoint(text: str) -> str:
-    """`text`, which an engine says that it listens at. Anything else would reach ZMQ, which has more transports."""
+    """`text`, the endpoint that an engine reports. Anything else would reach ZMQ, which has more transports."""
     if not Address.of_endpoint(text).port:
         raise ValueError(f"{text[:200]!r} has no port")
     return text

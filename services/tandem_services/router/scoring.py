@@ -43,7 +43,7 @@ def with_fetches(members: Sequence[Candidate], demand: Demand, random: Random) -
 
 
 def planned_fetch(computing: Candidate, demand: Demand) -> PlannedFetch | None:
-    """What the chosen worker is told, if it had better fetch."""
+    """The prefix fetch for the chosen worker, if it should fetch."""
     fetch = computing.fetch
     if fetch is None:
         return None
@@ -104,7 +104,7 @@ class Option:
 
     @property
     def computing(self) -> Candidate:
-        """Who computes the prompt."""
+        """The worker that computes the prompt."""
         return self.decode if self.prefill is None else self.prefill
 
     @property
@@ -144,7 +144,7 @@ def cheapest(found: Sequence[Option], random: Random) -> Option | None:
 
 
 def priced_options(found: Sequence[Option], chosen: Option) -> PricedOptions:
-    """`found`, as explain tells them."""
+    """`found`, as explain shows them."""
     others = sorted((option for option in found if option is not chosen), key=lambda option: option.cost)
     told = (chosen, *others[: TOLD_OPTIONS - 1])
     return PricedOptions(options=tuple(_priced(option) for option in told), more=len(found) - len(told))
@@ -221,7 +221,7 @@ def _group(members: Iterable[Candidate]) -> _Group:
 
 
 def _may_serve_alone(decode: Candidate, group: _Group, demand: Demand, *, any_whole: bool) -> bool:
-    """A decode worker computes the prompt itself when no more than that is missing, or when nobody else could.
+    """A decode worker computes the prompt itself when no more than that is missing, or when no other worker could.
 
     One that no prefill worker can hand to, while others have prefill workers (`any_whole`), differs from the rest of
     the fleet: by its weights, perhaps. It waits for its kind instead of answering in its own way [same-kind-paired].

@@ -100,7 +100,7 @@ class SharedChoices:
     chains: LastChain
 
     async def choose(self, query: RouteQuery, demand: Demand, *, told: bool) -> Choice | None:
-        """Reserved; None when Redis knows nobody. Raises `RedisUnavailableError`."""
+        """Reserved; None when Redis has no worker for it. Raises `RedisUnavailableError`."""
         page_size = self.membership.page_size(query.model)
         if page_size is None:
             return None
@@ -119,8 +119,8 @@ class SharedChoices:
     async def _resolve(self, query: RouteQuery, demand: Demand, routed: Routed) -> Choice | None:
         """Addresses of the chosen incarnations.
 
-        None when one of them was found dead while Redis was asked, has no record that makes sense, does not answer, or
-        is no such worker as it was chosen for: what Redis says of it is no reason to send it something.
+        None when one of them was found dead during the query, has no valid record, does not answer, or is not of the
+        required kind: the content of Redis alone is no reason to send it something.
         """
         chosen = {incarnation for incarnation in (routed.decode, routed.prefill) if incarnation is not None}
         if self.membership.unknown(chosen):
@@ -146,7 +146,7 @@ class SharedChoices:
         )
 
     def _fetch_of(self, routed: Routed, demand: Demand) -> PlannedFetch | None:
-        """None, too, when the source is not known here: without its address nothing can be asked of it."""
+        """None, too, when the source is not known here: without its address nothing can be fetched from it."""
         if routed.fetch is None:
             return None
         computing = self.membership.find(routed.prefill or routed.decode)
@@ -313,7 +313,7 @@ class HeldChoices:
             await self.give_back(choice.request_id, choice.reservation)
 
     def drop(self, choice: Choice) -> bool:
-        """As `release`, of what somebody else gives back in Redis, or nobody. False when it was not held any more."""
+        """As `release`, of a reservation that another process releases in Redis, or none. False if it was not held."""
         if self._chosen_at.pop(choice.reservation.serial, None) is None:
             return False
         self.own.remove(choice.reservation.claims)
@@ -345,7 +345,7 @@ class LocalChoices:
     next_serial: Callable[[], int]
 
     async def choose(self, query: RouteQuery, demand: Demand, *, told: bool) -> Choice | None:
-        """Nothing is reserved that others could see; None when nobody can take it."""
+        """Nothing is reserved that others could see; None when no worker can take it."""
         page_size = self.membership.page_size(query.model) or 1
         chain = await self.chains.of(query.token_ids, page_size, salt=query.cache_salt, most_blocks=MAX_CHAIN_BLOCKS)
         records = self.membership.candidates(query.model, prompt_tokens=demand.prompt_tokens, exclude=query.exclude)
@@ -383,7 +383,7 @@ class TicketedChoices:
     refresh: Callable[[], Awaitable[None]]
 
     async def issue(self, ticket_id: str, choice: Choice, query: RouteQuery) -> bool:
-        """Whether who learns `ticket_id` may carry out `choice`: not without a shared reservation."""
+        """Whether the holder of `ticket_id` may execute `choice`: not without a shared reservation."""
         if choice.reservation.bucket is None:
             return False
         try:
@@ -393,7 +393,7 @@ class TicketedChoices:
         return True
 
     async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
-        """The choice of a ticket, which nobody holds here yet; None when it is void."""
+        """The choice of a ticket, which is not held here yet; None when it is void."""
         try:
             ticket = await self.board.take(ticket_id)
         except RedisUnavailableError:
@@ -408,8 +408,8 @@ class TicketedChoices:
         return choice
 
     async def was_redeemed(self, ticket_id: str, choice: Choice) -> bool:
-        """Whether somebody else gives back what `choice` has reserved. Its ticket is void from now on."""
+        """Whether another process releases what `choice` has reserved. Its ticket is void from now on."""
         try:
             return self.held.reserves(choice) and await self.board.take(ticket_id) is None
         except RedisUnavailableError:
-            return True  # Nobody can tell. The reservation expires by itself.
+            return True  # Unknown. The reservation expires by itself.

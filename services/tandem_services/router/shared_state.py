@@ -52,7 +52,7 @@ class Charge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """Whom the next place of a gateway is for."""
+    """The request that the next slot of a gateway is for."""
 
     priority: int
     tenant: str
@@ -60,7 +60,7 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one gateway tells the others."""
+    """The report of one gateway to the others."""
 
     gateway: str
     charges: Sequence[Charge]
@@ -228,7 +228,7 @@ class SessionBindings:
     keys: Keys
 
     async def find(self, name: SessionName) -> SessionBinding | None:
-        """None for one that nobody opened, or that is forgotten; or whose binding cannot be read, which is logged."""
+        """None for one that was not opened, or that is forgotten; or whose binding cannot be read, which is logged."""
         key = self._key(name)
         value = await self.client.command("GET", key)
         if value is None:
@@ -236,7 +236,7 @@ class SessionBindings:
         try:
             return decoded(value, _BINDING.decode)
         except ValueError as error:
-            # Whoever wrote it, the session cannot be found by it, at the next try either.
+            # Whatever its origin, the session cannot be found by it, at the next try either.
             self.client.unreadable("the binding of a session", f"{error}, at {key}")
             return None
 
@@ -250,7 +250,7 @@ class SessionBindings:
         await self.client.command("SET", self._key(name), _encoded(binding), "PX", _ms(ttl_s))
 
     async def update(self, name: SessionName, binding: SessionBinding, *, ttl_s: float) -> None:
-        """Replace a binding; one that was closed meanwhile stays closed."""
+        """Replace a binding; one that was closed in the meantime stays closed."""
         await self.client.command("SET", self._key(name), _encoded(binding), "XX", "PX", _ms(ttl_s))
 
     async def forget(self, name: SessionName) -> SessionBinding | None:
@@ -318,5 +318,5 @@ class UsageBoard:
         await self.library.call("usage_settle", self.keys.usage_of(tenant), second, tokens, lease)
 
     async def renew(self, tenant: str, leases: Iterable[str]) -> None:
-        """Requests that still run. One that has ended meanwhile stays ended."""
+        """Requests that still run. One that has ended in the meantime stays ended."""
         await self.library.call("usage_renew", self.keys.usage_of(tenant), LEASE_OF_REQUEST_MS, *leases)

@@ -46,7 +46,7 @@ def new_ticket_id() -> str:
 
 
 def is_ticket_id(text: str) -> bool:
-    """Whether `text` may be the id of a ticket: what is none is not asked for in Redis."""
+    """Whether `text` may be the id of a ticket: an invalid one is not looked up in Redis."""
     return _ID.fullmatch(text) is not None
 
 
@@ -146,7 +146,7 @@ class TicketBoard:
         )
 
     async def take(self, ticket_id: str) -> Ticket | None:
-        """The ticket, which nobody can take again; None when there is none.
+        """The ticket, which cannot be taken again; None when there is none.
 
         Raises `UnreadableReplyError` when what lay there is none, too.
         """

@@ -46,7 +46,7 @@ class UsageLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """What one request wants to take, all or nothing."""
+    """What one request requires, all or nothing."""
 
     requests: int = 0
     tokens: int = 0
@@ -137,7 +137,7 @@ class UsageWindows:
         )
 
     def note(self, ask: Ask, now: float) -> None:
-        """Take, whatever the limits: somebody else has granted it."""
+        """Take, whatever the limits: it was granted elsewhere."""
         if ask.requests:
             self._requests.add(int(now), ask.requests)
         if ask.tokens:
@@ -171,12 +171,12 @@ class UsageWindows:
 
 
 MAX_TENANTS = 4_096
-"""More counters than this are rubbish, or of a deployment that has more keys than fit into a key file."""
+"""More counters than this are malformed, or of a deployment that has more keys than fit into a key file."""
 
 UNCACHED_WEIGHT = 1.0
 
 OUTPUT_WEIGHT = 2.0
-"""An output token takes a step of its own; the paper's weights."""
+"""An output token takes a step by itself; the weights are those of the paper."""
 
 CACHED_WEIGHT = 0.1
 """A prompt token found in a prefix cache costs memory, not computation."""

@@ -54,7 +54,7 @@ RESOLVE_EVERY_S = 5.0
 MAX_ENDPOINTS = 1024
 
 NAMED_AT_ONCE = 3
-"""The one that is meant, and who comes next if it does not answer."""
+"""The chosen one, and the next ones if it does not answer."""
 
 NO_GATEWAY_RETRY_S = 2.0
 
@@ -87,7 +87,7 @@ async def addresses_of(place: Address) -> set[str]:
 
 @dataclass(kw_only=True, slots=True)
 class GatewayEndpoints:
-    """All that one router knows."""
+    """The gateways that one router tracks."""
 
     places: tuple[Address, ...]
     clock: Clock
@@ -129,7 +129,7 @@ class GatewayEndpoints:
         return "none of --gateway is ready" if self.places and not self.ready else None
 
     async def run(self) -> None:
-        """Follow the gateways, for ever."""
+        """Follow the gateways until canceled."""
         async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, limits=httpx.Limits(max_connections=64)) as client:
 
             async def look() -> None:
@@ -139,7 +139,7 @@ class GatewayEndpoints:
             await for_ever(look, every_s=PROBE_EVERY_S, logger=logger, complaint=complaint, at_once=True)
 
     async def refresh(self, client: httpx.AsyncClient) -> None:
-        """Resolve, if it is time, and ask everybody whether they are ready."""
+        """Resolve names, if it is time, and probe all gateways."""
         if self.clock.now() - self._resolved_at >= RESOLVE_EVERY_S:
             await self._resolve()
         known = sorted(set().union(*self._resolved.values()))[:MAX_ENDPOINTS]
@@ -201,7 +201,7 @@ class Pick:
         self.picker.endpoints.began(self._at)
 
     def served_by(self, endpoint: str) -> None:
-        """The data plane says who has answered."""
+        """The data plane reports which gateway has answered."""
         if endpoint != self._at and endpoint in self.endpoints and not self._ended:
             self.picker.metrics.elsewhere.inc()
             self.picker.endpoints.ended(self._at)
@@ -209,7 +209,7 @@ class Pick:
             self._at = endpoint
 
     def end(self) -> None:
-        """The response has ended, or nobody waits for it any more. Once is enough."""
+        """The response has ended, or no client waits for it any more. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -267,7 +267,7 @@ class EndpointPicker:
 
 
 def _query(head: RequestHead, model: str, plan: GenerationPlan) -> RouteQuery | None:
-    """As the gateway will ask; None for what it asks in other ways."""
+    """The query as the gateway will make it; None for requests that it routes in other ways."""
     if len(plan.choices) != plan.n or plan.turn is not None:
         return None
     first = plan.choices[0]

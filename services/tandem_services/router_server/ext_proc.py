@@ -74,7 +74,7 @@ def served_endpoint(message: Any) -> str | None:
 
 
 def destination(pick: Pick) -> tuple[Any, Any]:
-    """Header mutation and dynamic metadata that send a request where `pick` says; both say the same."""
+    """Header mutation and dynamic metadata that send a request to `pick`; both contain the same."""
     endpoints = ",".join(pick.endpoints)
     headers = [(DESTINATION, endpoints)]
     if pick.reservation is not None:
@@ -90,7 +90,7 @@ def destination(pick: Pick) -> tuple[Any, Any]:
 
 
 def request_headers(pick: Pick | None) -> Any:
-    """Go on with the request; None: where to will be said with its body."""
+    """Continue with the request; None: the destination comes with its body."""
     if pick is None:
         return ext_proc.ProcessingResponse(request_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse()))
     mutation, metadata = destination(pick)
@@ -101,7 +101,7 @@ def request_headers(pick: Pick | None) -> Any:
 
 
 def request_body(pick: Pick | None) -> Any:
-    """Go on with a buffered body, or with a chunk of one that Envoy holds itself."""
+    """Continue with a buffered body, or with a chunk of one that Envoy holds itself."""
     if pick is None:
         return ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse(response=ext_proc.CommonResponse()))
     mutation, metadata = destination(pick)
@@ -226,7 +226,7 @@ class Exchange:
 
     @property
     def over(self) -> bool:
-        """Nothing more is to be said."""
+        """No further reply is due."""
         return self._stage is _Stage.OVER
 
     async def answer(self, message: Any) -> list[Any]:
@@ -287,7 +287,7 @@ class Exchange:
             return [request_body(None)]
         self._keep(chunk.body)
         if not self._duplex:
-            # All of it, whether its end is told here or with trailers.
+            # All of it, whether it ends here or with trailers.
             return [request_body(await self._choose(self._taken_body()))]
         return await self._sent_on(end=True) if chunk.end_of_stream else []
 
@@ -398,7 +398,7 @@ class ExternalProcessor:
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except Exception:
-            # The boundary of one request: its client gets an answer that says nothing, others go on.
+            # The boundary of one request: its client gets a generic error, others continue.
             logger.exception("stream failed unexpectedly")
             yield immediate(UNEXPECTED, NOTHING)
         finally:

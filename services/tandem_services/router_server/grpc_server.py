@@ -207,7 +207,7 @@ OPTIONS = (
 
 @dataclass(kw_only=True, slots=True)
 class GrpcServer:
-    """One per router. `start`, then `run` beside everything else, then `stop`."""
+    """One per router. `start`, then `run` with everything else, then `stop`."""
 
     api: RouterService
     processor: ExternalProcessor
@@ -242,7 +242,7 @@ class GrpcServer:
         self._server = server
 
     async def run(self) -> None:
-        """Tell health as it changes, for ever."""
+        """Report health as it changes, until canceled."""
         complaint = "cannot report the health of the gRPC services"
         await for_ever(self.report, every_s=HEALTH_EVERY_S, logger=logger, complaint=complaint)
 

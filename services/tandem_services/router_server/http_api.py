@@ -68,7 +68,7 @@ class RouterApi:
     clock: Clock
     metrics: RouterMetrics
     token: BearerToken | None
-    """None: everybody who reaches the port may ask."""
+    """None: any client of the port may query."""
 
     async def choose(self, ask: ChooseAsk, *, interface: str) -> ChosenRoute:
         """Raises `ApiError`."""
@@ -117,7 +117,7 @@ class RouterApi:
 
 
 class TokenGate:
-    """ASGI middleware: who has not the token gets nothing but the answers of probes."""
+    """ASGI middleware: a client without the token gets only the responses of probes."""
 
     def __init__(self, app: ASGIApp, *, api: RouterApi) -> None:
         self._app = app

@@ -96,7 +96,7 @@ class RequestReading:
         return ids
 
     async def request(self, path: str, body: bytes, caller: Caller) -> ReadRequest | None:
-        """What a request for text asks for; None for what is not read here: other paths, and other models.
+        """The content of a request for text; None for what is not read here: other paths, and other models.
 
         Raises `ApiError` as the gateway would refuse it.
         """
@@ -107,7 +107,7 @@ class RequestReading:
         name = request.model or ""
         reader = self.models.get(name)
         if reader is None or name not in reader.model.names_for(caller):
-            # The gateway says so, or serves it.
+            # The gateway rejects it, or serves it.
             return None
         try:
             plan = await planner.plan(request, reader, caller)

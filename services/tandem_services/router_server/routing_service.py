@@ -94,7 +94,7 @@ class Holds:
             await self.give_back(self._open.popitem(last=False)[1], "expired")
 
     async def run(self) -> None:
-        """Expire what is old, for ever."""
+        """Expire old choices until canceled."""
         await for_ever(self.expire, every_s=EXPIRY_EVERY_S, logger=logger, complaint="cannot expire reservations")
 
     async def close(self) -> None:
@@ -134,7 +134,7 @@ class Holds:
 
 
 CHOICE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
-"""Buckets from one round trip to Redis to a long prompt that is tokenised."""
+"""Buckets from one round trip to Redis to a long prompt that is tokenized."""
 
 
 class RouterMetrics:
@@ -273,7 +273,7 @@ class RoutingDesk:
         try:
             issued = for_gateway and await self.router.issue_ticket(reservation, choice, query)
         except asyncio.CancelledError:
-            # Who asked has left: nobody would ever release it.
+            # The caller has disconnected and would never release it.
             self.background.start(self.router.release(choice))
             raise
         route = ChosenRoute(

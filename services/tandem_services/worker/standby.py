@@ -68,7 +68,7 @@ class Standby:
             self.ended()
 
     async def run(self) -> None:
-        """Until it is offered, by any path. While Redis is unavailable no serving workers are known: nothing changes."""
+        """Until it is offered, by any path. Without Redis no serving workers are known, and nothing changes."""
         while self.on:
             try:
                 await self.look()

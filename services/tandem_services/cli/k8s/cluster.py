@@ -52,7 +52,7 @@ MAX_OBJECTS = 20_000
 
 
 class ClusterError(ServiceError):
-    """The API server does not do what was asked. The message says what to do."""
+    """The API server rejects a request. The message contains the fix."""
 
     code = "cluster_error"
 
@@ -73,7 +73,7 @@ class Access:
     """What its certificate is for, where that is not the host."""
     proxy: str | None
     credentials: Any
-    """The client's `Configuration`, which renews tokens when they are asked for."""
+    """The client's `Configuration`, which renews tokens when they are used."""
 
     def headers(self) -> dict[str, str]:
         """Of now."""
@@ -103,7 +103,7 @@ def access_of(kubeconfig: Path | None, context: str | None, namespace: str | Non
 
 
 def _load(config: Any, credentials: Any, kubeconfig: Path | None, context: str | None) -> str:
-    """Fills `credentials`; returns the namespace that is meant when none is said."""
+    """Fills `credentials`; returns the namespace to use when none is set."""
     file = None if kubeconfig is None else str(kubeconfig)
     if file is None and context is None and not _has_kubeconfig(config):
         if not SERVICE_ACCOUNT.exists():
@@ -260,7 +260,7 @@ def _teach(response: httpx.Response, path: str, about: str) -> str:
 
 
 def _is_status(response: httpx.Response) -> bool:
-    """Whether it tells of an object; of a kind that it does not know the API server says so in plain text."""
+    """Whether the response is about an object; for unknown kinds the API server sends plain text."""
     return bool(response.headers.get("content-type", "").startswith("application/json"))
 
 
