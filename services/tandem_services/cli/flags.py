@@ -289,7 +289,7 @@ def tracing_argv(args: argparse.Namespace) -> list[str]:
 
 
 def add_api_keys(parser: argparse._ActionsContainer) -> None:
-    """Who may use a gateway."""
+    """Flags for the authentication of a gateway's users."""
     parser.add_argument(
         "--api-keys",
         type=Path,
@@ -331,7 +331,7 @@ def _router_policy(text: str) -> str:
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 
 _ARG_START, _ARG_END = 45, 46
-"""Of the fields of /proc/PID/stat behind the name: 48 and 49 of proc(5)."""
+"""Of the fields of /proc/PID/stat after the name: 48 and 49 of proc(5)."""
 
 
 def add_api_key(parser: argparse.ArgumentParser) -> None:

@@ -165,7 +165,7 @@ def _sign_beside(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, content: bytes, former: os.stat_result | None) -> None:
-    """Nobody but its owner can read the new file before it is as the former was; 0600 where there was none."""
+    """Only its owner can read the new file before it has the former's permissions; 0600 where there was none."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     partial = Path(name)
     try:

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 PROMPT = "The canary went down into the mine before the miners did, and sang as long as the air was good. " * 4
 
 PROMPT_TOKENS = 48
-"""Some pages, so that KV has to move, and so few that nobody notices."""
+"""Some pages, so that KV must be transferred, and few enough to cost almost nothing."""
 
 OUTPUT_TOKENS = 8
 """More than the first one, which the prefill worker computes."""
@@ -140,7 +140,7 @@ class Canary:
         raise CanaryFailedError(f"worker {name} is not registered")
 
     async def _chosen(self) -> tuple[WorkerView, WorkerView | None]:
-        """Whom the router takes for a request like this one. It need not be reserved for so little."""
+        """The router's choice for such a request. No reservation is needed for so small a load."""
         query = RouteQuery(
             request_id=attempt_id(f"canary-{uuid.uuid4().hex}", 0, 0),
             model=self.service.model.name,
@@ -245,7 +245,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
         return json_response(record)
 
     async def begin_drain(request: Request) -> Response:
-        # With a key file its administrators' keys have been asked for by now.
+        # With a key file, authentication has checked for an administrator's key by now.
         _require_order(request, gateway, by_key=gateway.access is not None)
         drain()
         return json_response({"status": "draining"}, 202)
@@ -262,7 +262,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
 
     access = gateway.access
     if access is not None:
-        # Who may come in is decided by the key alone: no path of this port is for users.
+        # The key alone authorizes a request: no path of this port is for users.
         access = replace(access, open_paths=OPEN_PATHS, admin_paths=None)
     routes = [
         *operations_routes(gateway.health, gateway.registry, metrics=True),
@@ -272,7 +272,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
     ]
     if console is not None:
         access = console.admit(access)
-        # What the playground asks, for the administrator who sits at it.
+        # What the playground requires, for the administrator who uses it.
         routes += [*console.routes(), Route("/v1/models", list_models), *generation_routes(gateway)]
     return Starlette(
         routes=routes,

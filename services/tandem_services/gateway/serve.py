@@ -133,7 +133,7 @@ class RoutedFleet:
 
 @dataclass(slots=True)
 class OpenFleets:
-    """All that are open. Who makes one closes it at the end, with `close_all`, or before."""
+    """All open fleets. The creator of a fleet closes it at the end, with `close_all`, or before."""
 
     _open: list[RoutedFleet] = field(default_factory=list)
 
@@ -311,7 +311,7 @@ def _uvicorn_config(app: Starlette, config: GatewayConfig) -> uvicorn.Config:
 
 
 class AdminServer(uvicorn.Server):
-    """The server of the administrators' port. It knows no signals: it ends after the API's."""
+    """The server of the administrators' port. It handles no signals: it ends after the API's."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -358,7 +358,7 @@ async def _serve(
     health = Health()
     async with _open_fleets() as door:
         fleets = door.add(config.models, tokenizers, keys)
-        # A key file that is no good is told at once, without waiting for Redis.
+        # An invalid key file is reported at once, without waiting for Redis.
         parts, usage = [fleet.parts for fleet in fleets], fleets[0].router.usage
         gateway = build_gateway(config, parts, clock=MonotonicClock(), health=health, usage=usage, spans=spans)
         await _start([fleet.router for fleet in fleets])
@@ -382,7 +382,7 @@ async def _serve(
 
 
 def _tell_who_may_use(config: GatewayConfig) -> None:
-    """Without keys: who can use this gateway, as loud as there are strangers among them."""
+    """Without keys: log which clients can use this gateway, as a warning if other machines can."""
     if config.api_keys is not None:
         return
     if is_loopback(config.host):

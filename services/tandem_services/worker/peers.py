@@ -287,7 +287,7 @@ def _later(incarnation: str, other: str) -> bool:
 
 
 ANSWER_S = 2.0
-"""As long as lines between processes may be silent (`channels.HEARTBEAT_TIMEOUT_MS`)."""
+"""As long as connections between processes may be silent (`HEARTBEAT_TIMEOUT_MS` of `tandem_engine.ipc.channels`)."""
 
 
 class Verdicts(Protocol):

@@ -162,7 +162,7 @@ async def _encode(
     request: EmbeddingRequest, served: ModelService, prompts: Sequence[Prompt], caller: Caller
 ) -> tuple[tuple[int, ...], ...]:
     encoder = served.prompts
-    # vLLM's side for models that it serves embeddings of: the beginning of a text says what it is about.
+    # vLLM's side for models that it serves embeddings of: the topic of a text is at its beginning.
     truncation = asked_truncation(request, encoder.context_length, side="right")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     special = request.add_special_tokens is not False

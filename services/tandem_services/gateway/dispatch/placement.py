@@ -146,9 +146,9 @@ class Placing:
         return choice
 
     async def finds_place(self, attempt: Attempt, request: ChoiceRequest, progress: Progress) -> bool:
-        """Whether the worker of `attempt` has asked to be left and another one has room: then the next attempt is its.
+        """Whether the worker of `attempt` requests its migration and another has capacity: the next attempt runs there.
 
-        Without room the request stays where it is, until it is asked again.
+        Without capacity the request stays where it is, until the next request for its migration.
         """
         leaving, attempt.leaving = attempt.leaving, None
         if leaving is None or len(progress.received) >= request.sampling.max_tokens:
@@ -244,7 +244,7 @@ class Placing:
         )
 
     def _kind_wanted(self, progress: Progress) -> str | None:
-        """Weights that begin an output go on with it [same-kind-paired], unless their worker has been given others
+        """Weights that begin an output continue it [same-kind-paired], unless their worker has been given others
         since."""
         writer = progress.written_by
         if writer is None:

@@ -198,7 +198,7 @@ class BodyDecoder(Generic[T]):
     """
 
     def __init__(self, shape: type[T], *, strict: bool, closed: bool = False) -> None:
-        """`closed`: fields in `request_fields` that `shape` lacks are rejected."""
+        """`closed`: fields in `KNOWN_FIELDS` that `shape` lacks are rejected."""
         self._shape = shape
         self._refusals = Refusals(shape) if closed else None
         self._decoder = msgspec.json.Decoder(shape if self._refusals is None else self._refusals.decoded)

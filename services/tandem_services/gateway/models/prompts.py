@@ -273,9 +273,9 @@ class PromptEncoder:
         return length
 
     def parses_special_tokens(self, asked: bool | None, caller: Caller) -> bool:
-        """Whether special tokens in the text prompts of a request become control tokens. `asked`: its field.
+        """Whether special tokens in the text prompts of a request become control tokens. `asked`: the request's field.
 
-        Raises `ApiError` 400 when it asks for what gateway or key forbid.
+        Raises `ApiError` 400 when it requests what gateway or key forbid.
         """
         allowed = self.parse_special_tokens and caller.tenant.parse_special_tokens
         if asked and not allowed:

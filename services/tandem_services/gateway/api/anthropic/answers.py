@@ -142,7 +142,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessagesFormat:
-    """Implements `AnswerFormat`. Its plan wants usage with every piece, so that a stream can begin with it."""
+    """Implements `AnswerFormat`. Its plan requires usage with every piece, so that a stream can begin with it."""
 
     def __init__(self, request_id: str, plan: GenerationPlan) -> None:
         self._request_id = request_id

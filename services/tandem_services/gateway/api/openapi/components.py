@@ -55,7 +55,7 @@ REQUIRED: Mapping[Shape, tuple[str, ...]] = {
     EmbeddingRequest: ("input",),
     MessagesRequest: ("messages",),
 }
-"""Fields that structs let be absent, so that who leaves one out is told so in the gateway's own words."""
+"""Fields that structs allow to be absent, so that the gateway's own error reports their absence."""
 
 _INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
 
@@ -167,7 +167,7 @@ def narrowed(shape: Shape, schema: Schema, *, strict: bool) -> Schema:
 
 
 def refused_fields(shape: Shape) -> Mapping[str, tuple[Any, ...]]:
-    """Known fields that are not served, and their values, beside null, that ask for nothing."""
+    """Known fields that are not served, and their values, in addition to null, that request nothing."""
     if shape not in REQUIRED:
         return {}
     return {field: neutral_values(field) for field in fields_refused_by(shape)}

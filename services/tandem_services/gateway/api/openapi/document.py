@@ -86,7 +86,7 @@ class Traits:
 
 
 def document_route(traits: Traits) -> Route:
-    """`GET /openapi.json`. The document is made when it is first asked for."""
+    """`GET /openapi.json`. The document is built at the first request."""
     made: list[bytes] = []
 
     async def document(_: Request) -> Response:

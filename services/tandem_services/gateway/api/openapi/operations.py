@@ -56,7 +56,7 @@ class Operation:
     answer: Any
     events: Events | None = None
     errors: tuple[int, ...] = ()
-    """Beside those that any request may meet."""
+    """In addition to those of any request."""
     parameters: tuple[Schema, ...] = ()
     unready: bool = False
     """Answers 503 with the same body while it is not ready."""
