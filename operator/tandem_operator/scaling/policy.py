@@ -18,7 +18,7 @@ third worker and add it again forever.
     scale-down to m at need y, then scale-up from m within the trial without a higher load than before
                              ─▶ m was too low at y: refuted
     refuted                  ─▶ scale-down to m only for a need below y by more than the tolerance
-    a later scale-down to m holds  ─▶ forgotten
+    a later scale-down outlasts its trial  ─▶ forgotten
 
 The trial lasts as long as clearing a backlog may take, plus the time for a higher need to appear. If arrivals per
 second have grown during the trial, a scale-up does not refute m.

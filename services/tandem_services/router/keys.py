@@ -1,4 +1,4 @@
-"""Every Redis key and every time-to-live of the registry and the prefix index, with the reason beside each.
+"""Every Redis key and every time-to-live of the router's state in Redis, each with its reason.
 
 All keys start with `tandem:{cluster}:` and, where the deployment has a key file, the digest of its secret and another
 colon (`router.deployment`), so that deployments with one cluster name and different keys do not meet. The braces are a
@@ -14,12 +14,12 @@ hash tag, so on a Redis Cluster all keys of one cluster name share a slot and on
     host:<incarnation>   SET   those of them that are in host memory alone, not on the device
     cursor:<incarnation> STR   revision of the last index update that was applied to the two sets above
     links:<incarnation>  STR   lines of a receiver's incarnation, a space and the seconds to move one token's KV to it
-    quarantine           ZSET  digest of a request that kills workers → when it may be forgotten
+    quarantine           ZSET  digest of a request that crashes workers → when it may be forgotten
     usage:<tenant>       HASH  requests and tokens of one API key's last minute, by second (scripts/usage.lua)
     running:<tenant>     ZSET  request of it that runs → end of its lease
     fair                 HASH  tenant → virtual tokens it has had (scripts/fair.lua)
     backlog              ZSET  tenant that waits at some gateway → until when that counts
-    wishes               HASH  gateway → until when that counts, and whom its next place is for
+    wishes               HASH  gateway → until when that counts, and the request its next slot is for
     places               STR   until when that counts, and how many places gateways have left to others
     session:<digest>     STR   which worker keeps a conversation, how long it is and what it ends with; lives as long
                                as the session is kept, by the gateway's --session-ttl
