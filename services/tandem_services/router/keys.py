@@ -19,7 +19,7 @@ hash tag, so on a Redis Cluster all keys of one cluster name share a slot and on
     running:<tenant>     ZSET  request of it that runs → end of its lease
     fair                 HASH  tenant → virtual tokens it has had (scripts/fair.lua)
     backlog              ZSET  tenant that waits at some gateway → until when that counts
-    wishes               HASH  gateway → until when that counts, and the request its next slot is for
+    wishes               HASH  gateway → until when that counts, the priority and tenant its next slot is for
     places               STR   until when that counts, and how many places gateways have left to others
     session:<digest>     STR   which worker keeps a conversation, how long it is and what it ends with; lives as long
                                as the session is kept, by the gateway's --session-ttl
