@@ -31,7 +31,7 @@ def configure_logging(log_format: LogFormat, level: str, stream: TextIO | None =
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # kopf tells of each reconnection, httpx of each request.
+    # kopf logs each reconnection, httpx each request.
     for chatty in ("kopf", "httpx"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
 

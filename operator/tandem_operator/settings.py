@@ -1,4 +1,4 @@
-"""What the operator itself was told, by flags and its environment; the same for all resources it looks after."""
+"""Settings of the operator itself, from flags and its environment; the same for all resources that it manages."""
 
 import os
 from collections.abc import Set
@@ -13,7 +13,7 @@ PodPrivilege = Literal["service-accounts", "host-paths", "privileged"]
 POD_PRIVILEGES: tuple[PodPrivilege, ...] = get_args(PodPrivilege)
 
 ObjectPrivilege = Literal["routes", "monitors"]
-"""Objects that the cluster's role `edit` does not let people make: the operator makes them for people who could not,
+"""Objects that the cluster's role `edit` does not let people create: the operator creates them for these people
 only if its administrator allows it."""
 
 Privilege = PodPrivilege | ObjectPrivilege
@@ -46,7 +46,7 @@ class OperatorSettings:
     redis_image: str = f"{DEFAULT_REGISTRY}/redis:0.1.0"
     apis: ClusterApis = ClusterApis()
     operator_namespace: str = "tandem-system"
-    """From where workers may be asked to drain or to change their role."""
+    """From where workers may be sent commands to drain or to change their role."""
     canaries: bool = True
     """Whether a revision has to answer a request before it takes over. Without, ready pods count as answers: for
     clusters whose pods the operator cannot reach."""
@@ -55,10 +55,10 @@ class OperatorSettings:
 
 
 def own_namespace() -> str:
-    """Where the operator's pod runs, as its manifest tells it; outside of a cluster the default."""
+    """The namespace of the operator's pod, from its manifest; outside of a cluster the default."""
     return os.environ.get("POD_NAMESPACE", OperatorSettings().operator_namespace)
 
 
 def in_cluster() -> bool:
-    """Whether this is a pod, which the kubelet tells where the API server is."""
+    """Whether this is a pod, in which the kubelet sets the address of the API server."""
     return "KUBERNETES_SERVICE_HOST" in os.environ

@@ -1,11 +1,11 @@
-"""What all pods have in common: they meet the Pod Security Standard "restricted" and get nothing they do not need, but
-for what `containers` adds where it is allowed.
+"""Parts that all pods share, and the privileges that a resource may add.
 
-What pods get beyond the Pod Security Standard "restricted": nothing, unless a resource asks for it and the
-operator's administrator has allowed it (`tandem-operator --allow`) [spec-grants-nothing].
+Pods satisfy the Pod Security Standard "restricted" and have nothing that they do not need. `with_privileges` adds more
+only if a resource requests it and the operator's administrator has allowed it (`tandem-operator --allow`)
+[spec-grants-nothing].
 
-Who may write ModelServices has it then, for every pod of theirs: a node's files, the rights of a ServiceAccount, or
-the node itself. The namespace has to admit such pods, too.
+Any user with permission to write ModelServices then has that privilege for all of their pods: files of a node, the
+permissions of a ServiceAccount, or the node itself. The namespace must admit such pods, too.
 """
 
 import re
@@ -26,7 +26,7 @@ FIELDS: dict[PodPrivilege, str] = {
     "host-paths": "hostPaths",
     "privileged": "privileged",
 }
-"""By which field of `pod` each is asked for."""
+"""The field of `pod` that requests each."""
 
 
 def privileges_of(overrides: PodOverrides) -> list[PodPrivilege]:
@@ -114,7 +114,7 @@ LEAST: Mapping[str, str] = {"cpu": "250m", "memory": "512Mi"}
 
 
 def resources_of(resources: Resources, least: Mapping[str, str] = LEAST) -> Manifest:
-    """Field `resources` of a container, amounts as strings as server-side apply wants them.
+    """Field `resources` of a container, amounts as strings as server-side apply requires them.
 
     Each container has requests of CPU and memory, so that schedulers and quotas count it: where `resources` names none,
     its limit, else `least`.
@@ -146,12 +146,12 @@ def from_pod(name: str, path: str) -> Manifest:
 
 
 def http_probe(path: str, port: str, **limits: int) -> Manifest:
-    """A probe that asks over HTTP."""
+    """A probe over HTTP."""
     return {"httpGet": {"path": path, "port": port, "scheme": "HTTP"}, **limits}
 
 
 def container_port(name: str, number: int) -> Manifest:
-    """With its protocol, which server-side apply wants as part of the key."""
+    """With its protocol, which server-side apply requires as part of the key."""
     return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 

@@ -1,15 +1,13 @@
-"""Engine settings as flags of `tandem worker`. Every field has its flag here; a test compares with the command.
+"""Engine settings as flags of `tandem worker`, and the device that the workers of a role run on.
 
-`device` is resolved before (`builders.engine_flags`): only a GPU is named, for engines run on a CPU unless told
-otherwise.
+Every field of the settings has its flag here; a test compares them with the command.
 
-What workers of a role run on: a CPU, or the NVIDIA GPUs that `resources.limits` names.
+    engine.device  auto (the default)  GPUs if `resources.limits` names some, else a CPU
+                   cuda, cpu           as set; cuda without a GPU in the limits is rejected (`planning.validation`)
 
-    engine.device  auto (the default)  GPUs where limits name some, else a CPU
-                   cuda, cpu           that; cuda without a GPU in limits is refused (`planning.validation`)
-
-Everything that is different for GPUs follows from it: the flag `--device`, the image, the revision. Which of its node's
-GPUs a container sees is decided by the device plugin alone: it sets NVIDIA_VISIBLE_DEVICES, no pod of ours names it.
+The device determines the flag `--device`, the image and the revision. The flag is set only for a GPU, because engines
+run on a CPU by default. The device plugin alone selects the GPUs of a container: it sets NVIDIA_VISIBLE_DEVICES, and
+none of our pods names it.
 """
 
 from collections.abc import Iterator
@@ -33,7 +31,7 @@ OTHER_GPUS = ("amd.com/gpu", "gpu.intel.com/i915")
 
 
 def gpus_of(resources: Resources) -> int:
-    """GPUs of one pod, whoever made them; a share or a part of one counts as one."""
+    """GPUs of one pod, of any vendor; a share or a part of one counts as one."""
     return nvidia_gpus_of(resources) + sum(_count(resources, name) for name in OTHER_GPUS)
 
 

@@ -1,8 +1,8 @@
-"""The gateway of a ModelService: Deployment, Service and, where asked for, an HTTPRoute.
+"""The gateway of a ModelService: Deployment, Service and, if requested, an HTTPRoute.
 
-Pods that serve HTTP from the services image: gateways, and routers of an InferencePool.
-
-Each has the model's tokenizer, the key that engines know it by, what Redis wants, and the API keys, if there are any.
+`services_pod` is the pod of everything that serves HTTP from the services image: gateways, and routers of an
+InferencePool. It has the model's tokenizer, the key file of the deployment, the settings of Redis, and the API keys if
+there are any.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def services_pod(
 
     Args:
         grace_s: from SIGTERM to SIGKILL.
-        environment: variables beside those that every such pod has and those of `overrides`.
+        environment: variables in addition to those that every such pod has and those of `overrides`.
     """
     spec = service.spec
     pairs = _volumes(service, overrides)
@@ -240,7 +240,7 @@ def _limits(limits: GatewayLimits) -> list[str]:
 
 
 def allowed_hosts(service: Served) -> list[str]:
-    """Host names that requests may be for, against DNS rebinding; a gateway adds what no stranger can register."""
+    """Host names of requests, against DNS rebinding; a gateway adds those that an outsider cannot register."""
     spec = service.spec.gateway
     own = f"{gateway_name(service.name)}.{service.namespace}"
     routed = [] if spec.http_route is None else spec.http_route.hostnames
@@ -248,13 +248,13 @@ def allowed_hosts(service: Served) -> list[str]:
         return [own, *routed, *spec.allowed_hosts]
     any_route = (spec.http_route is not None and not routed) or spec.inference_pool is not None
     if spec.auth_secret is not None or spec.service.type != "ClusterIP" or any_route:
-        # A page of a stranger has no API key; and here clients may use names that only their network knows.
+        # A page of an outsider has no API key; and here clients may use names that only their network resolves.
         return ["*"]
     return [own, *routed]
 
 
 def may_be_zero(spec: ModelServiceSpec) -> bool:
-    """Whether whoever scales the workers may take all of them away, and brings them back when somebody asks."""
+    """Whether the autoscaler of the workers may remove all of them, and adds them when a request comes."""
     scaling = spec.autoscaling
     allowed = spec.prefill.scaling.min_replicas == 0 and spec.decode.scaling.min_replicas == 0
     return allowed and (scaling.mode == "external" or (scaling.mode == "internal" and scaling.idle_seconds_to_zero > 0))

@@ -1,8 +1,8 @@
-"""An InferencePool of a ModelService, for Inference Gateways: its endpoints are the gateways, its picker is our router.
+"""An InferencePool for Inference Gateways: its endpoints are the gateways, its endpoint picker is our router.
 
     client ─▶ Inference Gateway ──body──▶ router: chooses workers, reserves, names a gateway ─▶ gateway ─▶ workers
 
-docs/routing.md ("Inference Gateways") has the protocol; docs/adr/0020 says why the endpoints are gateways.
+docs/routing.md ("Inference Gateways") describes the protocol; docs/adr/0020 explains why the endpoints are gateways.
 """
 
 from tandem_engine.base.addresses import EVERY_ADDRESS, Address
@@ -65,7 +65,7 @@ def _router_service(service: Served) -> Manifest:
 
 
 def _gateways_service(service: Served) -> Manifest:
-    """Its name stands for the addresses of all gateways: the router asks each of them."""
+    """Its name stands for the addresses of all gateways: the router probes each of them."""
     labels = gateway_labels(service.name)
     port = {"name": "http", "port": GATEWAY_PORT, "targetPort": "http", "protocol": "TCP"}
     return {

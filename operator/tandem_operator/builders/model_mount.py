@@ -1,4 +1,4 @@
-"""How the checkpoint comes into a pod: volumes, mounts, an init container for downloads, and the folder to load."""
+"""How a pod gets the checkpoint: volumes, mounts, an init container for downloads, and the directory to load."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ DOWNLOADED = f"{MOUNT}/model"
 MODEL_LIMIT = "1Ti"
 
 HUB_CACHE_LIMIT = "16Gi"
-"""Of the hub client's own files beside the model: chunks under way."""
+"""Of the hub client's own files in addition to the model: chunks under way."""
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "*.txt")
 """What a gateway needs of a checkpoint."""

@@ -1,4 +1,4 @@
-"""Names and labels of everything that belongs to a ModelService. Whoever looks for an object looks by these."""
+"""Names and labels of all objects of a ModelService. All lookups use these."""
 
 from tandem_operator.api.model_service import GROUP
 
@@ -50,7 +50,7 @@ def deployment_name(service: str, role: str, revision: str) -> str:
 
 
 def cluster_name(namespace: str, service: str) -> str:
-    """Name of the fleet within Redis. Its revisions share it, each as a peer group of its own: they never pair."""
+    """Name of the fleet within Redis. Its revisions share it, each as a separate peer group: they never pair."""
     return f"{namespace}.{service}"
 
 
@@ -67,6 +67,6 @@ def labels_of(service: str, component: str, **more: str) -> Labels:
 
 
 def selector_of(labels: Labels) -> Labels:
-    """The part of `labels` that never changes in an object's life and tells its pods from all others."""
+    """The part of `labels` that never changes in an object's life and selects its pods."""
     kept = (SERVICE_LABEL, ROLE_LABEL, REVISION_LABEL, "app.kubernetes.io/component")
     return {key: labels[key] for key in kept if key in labels}

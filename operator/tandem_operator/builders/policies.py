@@ -1,4 +1,4 @@
-"""What protects the pods of a ModelService: disruption budgets and network policies."""
+"""Disruption budgets, network policies and pod monitors of a ModelService."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ def _budget(service: Served, name: str, labels: Labels, settings: OperatorSettin
 
 
 def network_policies(service: Served, settings: OperatorSettings) -> list[Manifest]:
-    """Only who has to reaches these pods: clients the gateway, gateways and workers each other and Redis. The pods
+    """Only required clients reach these pods: clients the gateway, gateways and workers each other and Redis. The pods
     themselves reach each other, and outside of the service what the spec names.
     """
     name, security = service.name, service.spec.security
@@ -110,14 +110,14 @@ def network_policies(service: Served, settings: OperatorSettings) -> list[Manife
             {"from": [operator], "ports": [_port(PORT)]},
             {"from": [operator, *prometheus], "ports": [_port(ADMIN_PORT)]},
         ],
-        # Engines and NIXL choose their ports freely; the sockets are closed to who has not the service's keys.
+        # Engines and NIXL choose their ports freely; the sockets reject peers without the service's keys.
         "worker": [{"from": [parts]}, {"from": [operator, *prometheus], "ports": [_port(HEALTH_PORT)]}],
     }
     if _grouped(service):
         # Of their tensors only the way in is secret: nobody else comes near.
         reach[FOLLOWER] = reach["worker"]
     if service.spec.gateway.inference_pool is not None:
-        # Data planes of Inference Gateways may run in any namespace, and the protocol knows no token.
+        # Data planes of Inference Gateways may run in any namespace, and the protocol has no token.
         reach["router"] = [{"ports": [_port(GRPC_PORT)]}]
         if prometheus:
             reach["router"].append({"from": prometheus, "ports": [_port(ROUTER_PORT)]})

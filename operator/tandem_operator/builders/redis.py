@@ -1,8 +1,10 @@
-"""A managed Redis: one pod with a password, without a disk. Workers and gateways tell a new one all it has to know.
+"""A managed Redis, and how pods reach any Redis.
 
-How a pod reaches Redis, managed or external: its address, its password and its authority, both as files.
+The managed one is one pod with a password and without a disk: after a restart workers and gateways republish all of its
+content.
 
-Kubelets renew the files when their Secrets change, and both are read at each connect.
+Pods get the address, password and certificate authority of a managed or external Redis. Password and authority are
+files: kubelets renew them when their Secrets change, and both are read at each connect.
 """
 
 from decimal import Decimal
@@ -73,7 +75,7 @@ printf 'requirepass %s\\n' "$(cat {PASSWORD_FOLDER}/{PASSWORD_KEY})" > /data/red
 exec redis-server /data/redis.conf --port {PORT} --dir /data --save '' --appendonly no \\
   --maxmemory {{megabytes}}mb --maxmemory-policy volatile-ttl
 """
-"""The password is put into a file: it stands neither on a command line nor in the environment."""
+"""The password is written to a file: it appears neither on a command line nor in the environment."""
 
 MEMORY_SHARE = Decimal("0.75")
 """Of the container's memory for data; the rest is for buffers and fragmentation."""

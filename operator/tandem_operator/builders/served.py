@@ -1,4 +1,4 @@
-"""A ModelService as builders see it: who it is, and its spec with every default filled in."""
+"""A ModelService as the builders use it: its identity, and its spec with every default filled in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Served:
 
 
 def served(name: str, namespace: str, spec: ModelServiceSpec, settings: OperatorSettings) -> Served:
-    """Images and Redis as the operator's defaults where `spec` says nothing."""
+    """Images and Redis from the operator's defaults where `spec` sets nothing."""
     images = Images(
         engine=spec.images.engine,
         services=spec.images.services or settings.services_image,

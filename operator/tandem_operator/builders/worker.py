@@ -1,13 +1,12 @@
-"""Deployment of the workers of one role of one revision, and the pods that they are made of.
+"""The workers of one role of one revision: a Deployment, or a LeaderWorkerSet if a worker has ranks on several pods.
 
-LeaderWorkerSet of the workers of one role of one revision, where each has its ranks on several pods.
+    LeaderWorkerSet          one per role and revision, as a Deployment for workers of one pod
+    group of `nodes` pods    one worker. The leader, index 0, is the worker for all other components; the others are
+                             followers
+    $(LWS_WORKER_INDEX)      index of the container's pod; $(LWS_LEADER_ADDRESS), the address of the leader
 
-    LeaderWorkerSet          one per role and revision, as a Deployment is of workers of one pod
-    group of `nodes` pods    one worker. The leader, index 0, is the worker to everybody else; the others follow it
-    $(LWS_WORKER_INDEX)      which of them a container is in; $(LWS_LEADER_ADDRESS), where they meet
-
-A container that ends takes its group with it: ranks are lost as a whole (ADR 43). Followers have a component label of
-their own, so that nothing takes one for a worker.
+When a container exits, its whole group is replaced, because ranks are lost together (ADR 43). Followers have their own
+component label, so that they are never selected as workers.
 """
 
 import msgspec
@@ -60,7 +59,7 @@ STAY_S = DRAIN_NOTICE_S + 5
 with a namespace or with `--cascade=foreground`: what gateways accept in their notice begins before a worker drains."""
 
 GRACE_AFTER_DRAIN_S = 15
-"""After the drain a worker says good-bye to Redis and its peers, and its engine has 10 s to end."""
+"""After the drain a worker deregisters from Redis and its peers, and its engine has 10 s to end."""
 
 AWAIT_LINKS_S = 20
 """A pod is not ready before the links to the peers that it finds were tested: in a large fleet that takes a while."""
@@ -161,7 +160,7 @@ def _arguments(service: Served, role: RoleName, mount: ModelMount) -> list[str]:
 
 
 def _meeting() -> list[str]:
-    """Which pod of its group a container is in, and where they meet: the LeaderWorkerSet controller says both."""
+    """Which pod of its group a container is in, and the leader's address: the LeaderWorkerSet controller sets both."""
     words = ["--node-rank", "$(LWS_WORKER_INDEX)", "--dist-init-addr", f"$(LWS_LEADER_ADDRESS):{MEETING_PORT}"]
     # Each pod may have an image and weights to fetch first.
     return [*words, "--dist-init-timeout", str(START_PROBES * 5)]
@@ -213,7 +212,7 @@ def _resources(spec: ModelServiceSpec, part: Role) -> Manifest:
 
 
 def _near_prefill(service: Served, role: RoleName) -> Manifest:
-    """Affinity of decode pods to prefill pods; what a user says of affinity replaces it."""
+    """Affinity of decode pods to prefill pods; affinity set by a user replaces it."""
     topology = service.spec.transfer.topology
     if topology is None or role != "decode":
         return {}

@@ -1,32 +1,25 @@
-"""Carries out plans: pools, secrets, manifests, scalings, deletions, statuses, in this order, and nothing that is so
-already.
+"""Applies plans: pools, secrets, manifests, scalings, deletions, statuses, in this order; skips correct objects.
 
-Before the first write the API server checks all of them in a dry run (`rehearsal`): a plan is refused as a whole.
+    requests of the plan ─▶ each with dryRun=All ─▶ one rejected  ─▶ `RefusedError`, and nothing has changed
+                                                 ─▶ none rejected ─▶ the plan is applied
 
-An object is applied when its manifest is another than the one last applied, or when what others may change of it is
-not as the API server left it then (`Seen.fingerprint`): edits by hand are put back, and an unchanged service costs no
-request. After a start nothing is remembered, and everything is applied once, which changes nothing that is as it
-should be.
+`Rehearsal` is the dry run. If the API server rejects one object of a plan, no other object changes. Effects that a dry
+run does not count, such as the quota that two new objects use together, appear only when the plan is applied.
 
-Who owns what of a service: owner references, by which garbage collection takes its objects away in order.
+`Executor` applies an object when its manifest differs from the last applied one, or when fields that others may change
+differ from what the API server returned then (`Seen.fingerprint`). Manual edits are therefore reverted, and an
+unchanged service costs no request. After a start everything is applied once, which changes nothing that is correct.
+
+`owners_of` sets the owner references, by which garbage collection deletes objects in order:
 
     ModelService ◀── everything
     gateway pods ◀── WorkerPools ◀── workers, Redis, the Secrets and budgets of both, and all network policies
 
 The service is the controller of each object. The other owners outlive it while gateways drain (`planning.deletion`).
 
-A plan as a dry run: the API server checks every request of it before the first one is sent for good.
-
-    requests of the plan ─▶ each with dryRun=All ─▶ one refused ─▶ `RefusedError`, and nothing has changed
-                                                 ─▶ none refused ─▶ the plan is carried out
-
-A spec that one object of the plan cannot be made from therefore changes none of the others. What a dry run does not
-count, such as what two new objects take of a quota together, is found while the plan is carried out.
-
-Secrets of a service: which of those it needs exist, and those that are made for it.
-
-A Secret is made once and never changed: new keys would part pods that run from pods that start. Secrets are looked up
-by name and never watched, so the operator needs no right to list the Secrets of a cluster.
+`SecretLookup` finds which required Secrets exist; missing generated ones are created. A Secret is created once and
+never changed, because new keys would separate running pods from new ones. Secrets are read by name and never watched,
+so the operator needs no permission to list the Secrets of a cluster.
 """
 
 import base64
@@ -130,7 +123,7 @@ class Rehearsal:
         self._refusals: list[tuple[Ref, ApiError]] = []
 
     async def step(self, ref: Ref, request: Awaitable[object]) -> None:
-        """Raises `ApiError` where the answer says nothing of the request itself: another attempt may succeed."""
+        """Raises `ApiError` where the error is not about the request itself: another attempt may succeed."""
         try:
             await request
         except ApiError as error:
@@ -219,7 +212,7 @@ class SecretLookup:
         self._tokens = {place: known for place, known in self._tokens.items() if place[0] != namespace}
 
     async def create(self, manifest: Manifest) -> bool:
-        """Whether it was made; False when somebody was faster, whose Secret then counts."""
+        """Whether it was created; False when another writer was faster, whose Secret then counts."""
         place = (manifest["metadata"]["namespace"], manifest["metadata"]["name"])
         made = True
         try:
@@ -324,7 +317,7 @@ class Executor:
                 raise
 
     async def foreign(self, service: Seen, parts: Parts, plan: Plan) -> frozenset[Ref]:
-        """Names that the plan would write to and that somebody else's objects have. Only what is not known to be ours
+        """Names that the plan would write to and that objects of another owner have. Only what is not known to be ours
         is looked up: nothing of a service that is complete.
         """
         taken = []
@@ -350,7 +343,7 @@ class Executor:
         return True
 
     async def delete(self, seen: Seen) -> None:
-        """An object that the service owns; one that has taken its name meanwhile stays."""
+        """Delete an object that the service owns; another one that has taken its name in the meantime stays."""
         try:
             if not await self._cluster.delete(seen.ref, seen.namespace, seen.uid):
                 # A watch missed its end. Kept in the store, it would be deleted again at every look.
@@ -384,12 +377,12 @@ class Executor:
             try:
                 await self._cluster.merge(POD.ref(name), namespace, body)
             except ApiError as error:
-                # Gone meanwhile: it costs nothing any more.
+                # Deleted in the meantime: it costs nothing any more.
                 if not error.absent:
                     raise
 
     async def set_finalizers(self, service: Seen, finalizers: list[str]) -> None:
-        """Raises `ApiError` (409) when somebody has written meanwhile: the next look decides anew."""
+        """Raises `ApiError` (409) after another write in the meantime: the next reconcile decides again."""
         body = {"metadata": {"resourceVersion": str(service.version), "finalizers": finalizers}}
         self._store.put(Seen.of(await self._cluster.merge(service.ref, service.namespace, body)))
 

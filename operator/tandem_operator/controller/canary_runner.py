@@ -1,31 +1,26 @@
-"""Which canary requests are due for a service, and what their answers mean. Pure: whoever asks brings time and answers.
+"""Sends canary requests through new revisions, workers and gateways, and ends the standby of workers that pass.
 
-revision   asked through its first pair until one answer is good: then these two are offered to the router, and
-           from then on readiness counts
-worker     each other one of a revision that has passed, before it is offered (`canary_runner`)
-gateway    asked again and again; it fails when several answers in a row are bad, so that one lost packet is no
-outage
+    pods ─▶ which are on standby ─▶ due canaries ─▶ results ─▶ POST /offer to workers through which one passed
+                                                           ─▶ pods become Ready, the rollout continues
+    before the canary of a single worker: POST /hold, so that it does not offer itself in the meantime
 
-Which workers may be offered to the router: those through which a canary has gone themselves. Pure, as `canaries`.
+`CanaryBook` and `PodTrials` are pure: the caller provides time and results. `Trials` sends the requests.
 
-A revision is tried by its first pair. Every other worker of it that stands by (added, replaced, restarted) is tried by
-a canary of its own, with a partner of the other role that serves already where there is one:
+    revision   through its first pair until one passes: then both workers are offered to the router, and from then on
+               their readiness counts
+    worker     each other worker of a revision that passed (added, replaced, restarted), before it is offered; with a
+               serving partner of the other role if there is one
+    gateway    repeatedly; fails after several failures in a row, so that one lost packet is no outage
 
-    stands by ─▶ canary ─┬─ passed ─▶ proved, until it was offered
-                         └─ failed ─▶ again after `RETRY_S`, with the next partner: the fault may be that one's
+    on standby ─▶ canary ─┬─ passed ─▶ proven, until it is offered
+                          └─ failed ─▶ again after `RETRY_S` with the next partner, which may have been at fault
 
-Where canaries through the gateway fail as well, the fault is not the newcomer's: after `BAD_IN_A_ROW` it counts as
-proved, for it is no worse than those that serve. Who finds no partner is not tried, and helps itself
+If canaries through the gateway fail as well, the new worker is not at fault: after `BAD_IN_A_ROW` failures it counts as
+proven, since it is no worse than those that serve. A worker without a partner gets no canary and offers itself
 (`tandem_services.worker.standby`).
 
-Tries what is new of one service: canaries, and the end of the standby of workers that one has gone through.
-
-    pods ─▶ who of them stands by ─▶ canaries that are due ─▶ answers ─▶ POST /offer to those through which one passed
-                                                                    ─▶ pods turn Ready, rollouts go on
-    before the canary of a single worker: POST /hold, else it would help itself in the meantime
-
-The state is where it belongs: whether a worker stands by is the worker's, which revisions there are the API server's.
-A new leader asks both and sends the canary again; it costs a request.
+The operator keeps no state: workers report whether they are on standby, and the API server has the revisions. A new
+leader reads both and sends the canary again, at the cost of one request.
 """
 
 import asyncio
@@ -55,7 +50,7 @@ RETRY_S = 5.0
 BAD_IN_A_ROW = 3
 
 AT_ONCE = 8
-"""Newcomers that are asked in one turn: they share a gateway, and partners that serve clients."""
+"""New workers that are tested at once: they share a gateway, and partners that serve clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +68,7 @@ class PodTrials:
     _proved: set[str] = field(default_factory=set)
 
     def due(self, now: float, usable: Iterable[PodSeen], passed: Collection[str]) -> list[tuple[PodSeen, PodSeen]]:
-        """Newcomers of the revisions `passed` to ask now, each with its partner; those that waited longest first."""
+        """New workers of the revisions `passed` to test now, each with its partner; those that waited longest first."""
         known = sorted(usable, key=lambda pod: pod.name)
         newcomers = [pod for pod in known if pod.standby and pod.worker_role and pod.revision in passed]
         due = [pod for pod in newcomers if pod.uid not in self._proved and now - self._of(pod).asked_at >= RETRY_S]
@@ -104,7 +99,7 @@ class PodTrials:
         self._tried.pop(pod.uid, None)
 
     def failing(self, pods: Iterable[PodSeen]) -> Mapping[str, str]:
-        """Names of those that are kept away, with the reason. Forgets who is no longer there."""
+        """Names of those that are not offered, with the reason. Forgets pods that no longer exist."""
         living = {pod.uid: pod for pod in pods}
         self._tried = {uid: tried for uid, tried in self._tried.items() if uid in living}
         self._proved &= living.keys()
@@ -142,7 +137,7 @@ class Ask:
 
     @property
     def key(self) -> str:
-        """Of whom it speaks: one such canary at a time."""
+        """The subject of the canary: one such canary at a time."""
         return self.revision if self.newcomer is None else f"pod {self.newcomer.uid}"
 
 
@@ -172,7 +167,7 @@ class CanaryBook:
         revisions = dict.fromkeys(pod.revision for pod in usable if pod.worker_role is not None)
         pairs = {revision: pair for revision in revisions if (pair := pair_of(revision, usable)) is not None}
         asks = [Ask(revision, gateway, pair) for revision, pair in pairs.items() if self._due(now, revision)]
-        # Whom the router may choose: nobody, while all pairs stand by.
+        # Workers that the router may choose: none, while all pairs are on standby.
         offered = any(not pod.standby for pair in pairs.values() for pod in pair)
         if offered and self._due(now, GATEWAY_CANARY):
             asks.append(Ask(GATEWAY_CANARY, gateway))
@@ -238,7 +233,7 @@ def _steady(before: Canary | None, now: Canary) -> Canary:
 
 
 def steady(before: str, now: str) -> str:
-    """`before`, if `now` says the same with other figures."""
+    """`before`, if `now` differs only in its numbers."""
     return before if _words(before) == _words(now) else now
 
 
@@ -292,7 +287,7 @@ class Trials:
     async def _canaries(
         self, subject: Subject, pods: Sequence[PodSeen], send: SendCanary, patience_s: float | None
     ) -> dict[str, Canary]:
-        """Send those that are due, beside those under way."""
+        """Send those that are due, in addition to those under way."""
         for ask in self.book.due(self.clock(), pods):
             if ask.key not in self.asking:
                 self.asking[ask.key] = (ask, asyncio.create_task(self._ask(subject, ask, send)))
@@ -315,7 +310,7 @@ class Trials:
             return Canary(passed=False, message=str(error))
 
     async def _offer(self, subject: Subject, pods: Sequence[PodSeen]) -> None:
-        """End the standby of all that a canary has gone through, and of those that have nobody to be tried with."""
+        """End the standby of all that a canary has passed through, and of those without a possible partner."""
         proved = [pod for pod in pods if pod.standby and (self.book.proved(pod) or not subject.has_pairs)]
         await asyncio.gather(*(self._offer_one(subject, pod) for pod in proved))
 

@@ -1,11 +1,11 @@
-"""Requests to the API server: the few verbs that the operator needs, on plain JSON.
+"""Requests to the API server: the few verbs that the operator needs, as plain JSON.
 
-The official client does what a client has to know of clusters (kubeconfig, in-cluster tokens and their renewal, TLS,
-proxies); its asyncio half never blocks kopf's loop. Its models are not used: manifests are JSON already, and custom
-resources have none.
+The official client handles access to clusters (kubeconfig, in-cluster tokens and their renewal, TLS, proxies); its
+asyncio variant never blocks kopf's loop. Its models are not used: manifests are JSON already, and custom resources have
+none.
 
-What changes something passes `may_write` first, which raises when this process does not lead: a write that was decided
-before leadership was lost is not sent after it [one-leader].
+Every write first calls `may_write`, which raises when this process is not the leader: a write that was planned before
+leadership was lost is not sent after it [one-leader].
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class ApiError(Exception):
 
     @property
     def conflict(self) -> bool:
-        """Somebody else has written meanwhile, or it is not the object that was meant."""
+        """Another writer was faster, or it is not the intended object."""
         return self.status == 409
 
     @property
@@ -89,7 +89,7 @@ class Meter(Protocol):
 
 
 class NoCredentialsError(Exception):
-    """Neither a service account nor a kubeconfig that can be used."""
+    """Neither a service account nor a usable kubeconfig."""
 
 
 @asynccontextmanager
@@ -116,7 +116,7 @@ async def connected() -> AsyncIterator[ApiClient]:
 
 
 class Cluster:
-    """One API server. `may_write` is asked before each request that changes something."""
+    """One API server. `may_write` is called before each request that changes something."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Cluster:
             raise
 
     async def list_all(self, kind: Kind, namespace: str | None, selector: str = "") -> tuple[list[Manifest], int]:
-        """All that match the label selector, and the version of the list; in pages, begun anew when one is too old."""
+        """All that match the label selector, and the version of the list; in pages, restarted when one is too old."""
         while True:
             try:
                 return await self._pages(kind, namespace, selector)
@@ -184,7 +184,7 @@ class Cluster:
         return await self._write("create", kind, "POST", path, query, manifest)
 
     async def replace(self, manifest: Manifest) -> Manifest:
-        """As a whole; with a `resourceVersion` only if nobody has written since."""
+        """As a whole; with a `resourceVersion` only without another write since."""
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
         metadata = manifest["metadata"]
         path = kind.path(metadata["namespace"], metadata["name"])
@@ -199,7 +199,7 @@ class Cluster:
         await self._write("scale", kind, "PATCH", path, query, body, MERGE)
 
     async def merge(self, ref: Ref, namespace: str, body: Manifest) -> Manifest:
-        """Merge patch; with a `resourceVersion` in `body` only if nobody has written since."""
+        """Merge patch; with a `resourceVersion` in `body` only without another write since."""
         kind = kind_of(ref.api_version, ref.kind)
         path = kind.path(namespace, ref.name)
         return await self._write("patch", kind, "PATCH", path, {"fieldManager": FIELD_MANAGER}, body, MERGE)
@@ -285,7 +285,7 @@ def _dry(dry_run: bool) -> dict[str, str]:
 
 
 def _pause_s(retry_after: str, attempt: int) -> float:
-    """As long as the API server asks for, else longer each time; never in step with other clients."""
+    """As long as the API server requests, else longer each time; never in step with other clients."""
     asked = float(retry_after) if retry_after.isdecimal() else 0.25 * 2.0**attempt
     return min(_MAX_PAUSE_S, asked) * random.uniform(1.0, 1.25)
 

@@ -1,8 +1,8 @@
-"""Events of a ModelService: what `kubectl describe` and `kubectl get events` show of its life.
+"""Kubernetes events of a ModelService, as `kubectl describe` and `kubectl get events` show them.
 
-One for each transition, never for a state: a service that stays as it is makes none. A transition is another status,
-and of `Valid` and `Degraded` also another reason, or the same trouble with another generation of the spec. Events are
-for people, so one that cannot be posted is logged and forgotten.
+Each transition creates one event; an unchanged state creates none. A transition is a new status, and for `Valid` and
+`Degraded` also a new reason, or the same error with a new generation of the spec. Events are informational: an event
+that cannot be posted is logged and dropped.
 """
 
 import logging
@@ -25,7 +25,7 @@ MAX_NOTE = 1000
 """Characters of its sentence; the API server takes 1024 bytes."""
 
 _TOLD = {VALID: "True", READY: "True", DEGRADED: "False", TRANSPORT_READY: "True"}
-"""Conditions whose changes are told, and the status that is good news."""
+"""Conditions whose changes become events, and the status that is good news."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Told:
 
 
 def transitions(before: ModelServiceStatus, after: ModelServiceStatus) -> list[Told]:
-    """What is worth telling of a change of status."""
+    """The events for a change of status."""
     known = {one.type: one for one in before.conditions}
     told = [_of_condition(one) for one in after.conditions if one.type in _TOLD and _news(known.get(one.type), one)]
     if before.revision and after.revision != before.revision:
@@ -49,7 +49,7 @@ def transitions(before: ModelServiceStatus, after: ModelServiceStatus) -> list[T
 def _news(before: Condition | None, after: Condition) -> bool:
     good = _TOLD[after.type]
     if before is None:
-        # How it begins is worth telling only when it begins badly.
+        # The initial state becomes an event only when it is bad.
         return after.type in (VALID, DEGRADED) and after.status != good
     if before.status != after.status:
         return True

@@ -1,15 +1,15 @@
-"""Who of several operators acts: leader election by a Lease, as client-go does it.
+"""Leader election by a Lease, as in client-go: one of several operators acts.
 
     candidate ──lease free, or unchanged for its duration──▶ leader ──renewed every few seconds──▶ leader
-        ▲                                                      │ could not renew within the deadline, or somebody else
-        └──────────────────────────────────────────────────────┘ holds it
+        ▲                                                      │ not renewed within the deadline,
+        └──────────────────────────────────────────────────────┘ or held by another operator
 
-Times in the Lease are written for people and never compared: a candidate takes over when it has itself seen the same
-record for the lease's duration on its monotonic clock, and a leader stops by its own [one-leader] [one-clock]. The
-renew deadline is shorter than the duration, so the old leader has stopped before the new one begins, whatever the
-network does.
+Times in the Lease are informational and never compared. A candidate takes over when it has itself seen the same record
+for the lease's duration on its monotonic clock, and a leader stops by its own clock [one-leader] [one-clock]. The renew
+deadline is shorter than the duration, so the old leader has stopped before the new one starts, whatever the network
+does.
 
-`Election` is pure: it is told what it read and what became of its writes. `leadership` carries it out.
+`Election` is pure: it gets what was read and the results of its writes. `Leadership` does the I/O.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class ElectionConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What the Lease says, and since when it has said so by our clock."""
+    """The content of the Lease, and since when it has been the same by our clock."""
 
     holder: str
     version: str
@@ -57,7 +57,7 @@ class _Record:
 
 
 class Election:
-    """State of one candidate. `clock` is monotonic, in seconds; `wall` says RFC 3339 with microseconds."""
+    """State of one candidate. `clock` is monotonic, in seconds; `wall` returns RFC 3339 with microseconds."""
 
     def __init__(self, config: ElectionConfig, clock: Callable[[], float], wall: Callable[[], str]) -> None:
         self.config = config
@@ -72,13 +72,13 @@ class Election:
 
     @property
     def holder(self) -> str:
-        """Who leads, as far as is known; empty when nobody does."""
+        """The leader, as far as is known; empty without one."""
         return self._record.holder if self._record is not None else ""
 
     def attempt(self, lease: Manifest | None) -> Manifest | None:
-        """What to write, having read `lease` (None: there is none). None: somebody else leads; try again later.
+        """What to write, having read `lease` (None: there is none). None: another operator leads; try again later.
 
-        The result has the version that was read, so a write after somebody else's fails.
+        The result has the version that was read, so it fails after another operator's write.
         """
         if lease is None:
             return self._fresh()
@@ -137,7 +137,7 @@ class NotLeading(Exception):  # noqa: N818 - it says what is so
 
 
 class LeaseClient(Protocol):
-    """What an election asks of the API server."""
+    """What an election requires of the API server."""
 
     async def get(self, ref: Ref, namespace: str) -> Manifest | None: ...
 
@@ -218,7 +218,7 @@ class Leadership:
         except ApiError as error:
             if not error.conflict:
                 raise
-            # Somebody else was faster; the next turn reads who.
+            # Another operator was faster; the next iteration reads which.
             return
         self._election.wrote(written, begun)
 

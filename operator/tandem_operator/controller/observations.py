@@ -1,11 +1,10 @@
-"""From what is known of a service's objects to what the planner wants to know. Pure.
+"""Builds the planner's input from the known objects of a service and from the results of polling its pods. Pure.
 
-Only objects whose controller is the service itself count: what merely has the same labels or the same name is nobody's
-business of ours, and is neither counted nor changed nor taken away.
+Only objects whose controller is the service itself count. An object that merely has the same labels or the same name
+belongs to another owner: it is neither counted nor changed nor deleted.
 
-What is known of a service beyond its objects: canaries, links, decisions of the autoscaler.
-
-Found out by asking its pods, every few seconds and beside reconciles, which only read it.
+`Findings` has the results of polling: canaries, links, decisions of the autoscaler. The pod poller updates them every
+few seconds; reconciles only read them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -47,7 +46,7 @@ class Parts:
         return Parts(owned=owned, pods=tuple(one for one in everything if one.ref.kind == POD.name and not _ended(one)))
 
     def removable(self) -> frozenset[Ref]:
-        """What a plan may take away: neither what is going already, nor pools, which stay with the service."""
+        """What a plan may delete: neither what is being deleted already, nor pools, which stay with the service."""
         return frozenset(
             ref for ref, one in self.owned.items() if not one.deleting and ref.kind not in (WORKER_POOL.name, POD.name)
         )
@@ -72,7 +71,7 @@ class Parts:
         return (*plain, *(self._group(one, failing) for one in mine if one.ref.kind == LEADER_WORKER_SET.name))
 
     def _group(self, seen: Seen, failing: Mapping[str, str]) -> DeploymentSeen:
-        """Its leaders are the workers; a follower that does not come up is trouble all the same."""
+        """Its leaders are the workers; a follower that does not come up is an error all the same."""
         labels = selector_of(seen.body["metadata"].get("labels", {}))
         found = _deployment(seen, self.pods_with(labels), failing)
         followers = [pod for pod in self.pods_with({**labels, COMPONENT_LABEL: FOLLOWER}) if not pod.deleting]
@@ -80,7 +79,7 @@ class Parts:
         return replace(found, paused=_partition(seen) > 0, trouble=trouble)
 
     def pods_seen(self) -> tuple[PodSeen, ...]:
-        """Workers and gateways, as those see them who talk to them."""
+        """Workers and gateways, in the form for polling."""
         return tuple(pod for one in self.pods if (pod := PodSeen.of(one.body)) is not None)
 
     def pods_with(self, labels: Mapping[str, str]) -> list[Seen]:
@@ -102,7 +101,7 @@ def _deployment(seen: Seen, pods: list[Seen], failing: Mapping[str, str]) -> Dep
         api_version=seen.ref.api_version,
         kind=seen.ref.kind,
         replicas=body["spec"].get("replicas", 1),
-        # Of the pods themselves: the Deployment's own status trails behind them.
+        # From the pods themselves: the Deployment's own status lags.
         ready=sum(_ready(pod) for pod in living),
         pods=len(living),
         role=role,
@@ -162,9 +161,9 @@ class Findings:
     decisions: tuple[Decision, ...] | None = None
     """Newest first; None: none made since this operator leads, those in the status stay."""
     holding: str = ""
-    """Why the autoscaler decides nothing; empty while it does."""
+    """Why the autoscaler holds; empty while it does not."""
     pods: SeenPods | None = field(default=None, compare=False)
-    """What pods said last. It changes each time and is no news."""
+    """The last metrics of pods. They change each time and do not cause a reconcile."""
 
 
 class FindingsBoard:
@@ -174,7 +173,7 @@ class FindingsBoard:
         self._of: dict[ServiceKey, Findings] = {}
 
     def of(self, key: ServiceKey) -> Findings | None:
-        """None: nobody has looked yet."""
+        """None: not polled yet."""
         return self._of.get(key)
 
     def put(self, key: ServiceKey, findings: Findings) -> bool:
@@ -192,7 +191,7 @@ class FindingsBoard:
 
 def canaries_by_readiness(service: str, parts: Parts, roles: Iterable[RoleName] = ROLES) -> dict[str, Canary]:
     """A revision counts as one that answered when it has a ready pod of each of `roles`: with canaries switched off
-    (`--canary off`), and where there are no pairs to ask, for nobody prefills apart.
+    (`--canary off`), and where there are no pairs to test, because there is no separate prefill role.
     """
     ready: dict[str, set[RoleName]] = {}
     for one in parts.deployments():
@@ -223,7 +222,7 @@ class Subject:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether anybody is to prefill apart: else no canary can go from one worker to another."""
+        """Whether there is a separate prefill role: else no canary can go from one worker to another."""
         return wanted_workers(self.wanted, Observed(now=self.now, pools=self.parts.pools()))["prefill"] > 0
 
     def _old(self, revision: str | None) -> bool:

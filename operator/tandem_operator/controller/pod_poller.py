@@ -1,18 +1,16 @@
-"""Looks after one service beyond its objects, one turn each period: asks its pods, and acts on what they say.
+"""Polls the pods of each service once per period and acts on the results: canaries, links, autoscaling.
 
-pods ─▶ canaries that are due ─▶ workers on standby whose revision has passed are offered to the router
-     ─▶ figures ─▶ links slower than expected
-                ─▶ the autoscaler (mode internal): costs of pods, then flips, then replicas of pools
-                                                    all of it ─▶ Findings, which reconciles read
+pods ─▶ due canaries ─▶ workers on standby are offered to the router once their revision has passed
+     ─▶ metrics ─▶ links slower than expected
+                ─▶ the autoscaler (mode internal): pod costs, then role flips, then replicas of pools
+                                                             all results ─▶ `Findings`, which reconciles read
 
-Figures for whoever scales instead of us: services with `autoscaling.mode: external` are looked at each period.
-
-Every replica does so, leading or not, for it writes nothing: an HPA's adapter and KEDA ask whichever they reach. The
-leader's lookout goes by what was seen here, so that no pod is asked twice.
-
-The lookouts of all services: one turn each period, many at a time, while this operator leads.
-
-A service that has never been looked at has its first turn at once; reconciles of it wait for that.
+Lookout         polls one service
+Lookouts        polls all services, many at a time, while this operator leads. A service that was never polled is
+                polled at once, and its reconciles wait for that
+ExternalLooks   metrics for external autoscalers, for services with `autoscaling.mode: external`. Every replica
+                polls, leading or not, because it only reads, and an HPA's adapter or KEDA may query any replica.
+                The leader's `Lookout` reuses these results, so that no pod is polled twice
 """
 
 import asyncio
@@ -71,7 +69,7 @@ class Lookout:
     """The service's token for orders. Raises `OrderFailedError` while there is none."""
     trials: Trials
     external: Callable[[ServiceKey], PodsSeen | None] = lambda _: None
-    """What was seen of a service that others scale: its pods are asked elsewhere (`pod_poller`)."""
+    """What was observed of an externally scaled service: `ExternalLooks` polls its pods."""
     clock: Callable[[], float] = time.monotonic
     autoscaler: Autoscaler = field(default_factory=Autoscaler)
     reader: LoadReader = field(init=False)
@@ -83,7 +81,7 @@ class Lookout:
 
     async def ask(self, subject: Subject, before: Findings | None) -> Findings:
         """Send the canaries that are due. `before`: None the first time, which waits for the answers, for nothing is
-        planned without them; later nobody waits for slow ones.
+        planned without them; later polls do not wait for slow ones.
         """
         canaries = await self.trials.turn(subject, patience_s=None if before is None else QUICK_S)
         return replace(before or Findings(), canaries=canaries, failing=self.trials.failing)
@@ -156,7 +154,7 @@ class Lookout:
         try:
             await order_flip(self.client, flip, await self.token(subject.wanted))
         except OrderFailedError as error:
-            # The next look shows that it serves as before, and decides anew.
+            # The next poll shows that it serves as before, and decides again.
             logger.warning(
                 "role flip failed for %s: pod %s to %s: %s", subject.service.key, flip.pod.name, flip.role, error
             )
@@ -205,7 +203,7 @@ class ExternalLooks:
         try:
             spec = spec_of(service)
         except ValueError:
-            # Its status says so.
+            # Its status contains it.
             return None
         if service.deleting or spec.autoscaling.mode != "external":
             return None
@@ -231,7 +229,7 @@ TICK_S = 0.5
 RETRY_S = 5.0
 
 STARTING_S = 1.0
-"""Until the next turn while workers start: no watch tells when one stands by."""
+"""Until the next poll while workers start: no watch reports when one is on standby."""
 
 PAUSE_S = 1.0
 """Between two turns, however often pods change."""
@@ -239,7 +237,7 @@ PAUSE_S = 1.0
 
 @dataclass(slots=True)
 class _Post:
-    """A lookout at its post."""
+    """A lookout and its schedule."""
 
     due: float
     ended: float = 0.0
@@ -341,7 +339,7 @@ class Lookouts:
         try:
             spec = spec_of(service)
         except ValueError:
-            # Its reconcile says so in the status; there is nothing to ask anybody.
+            # Its reconcile reports it in the status; there is nothing to poll.
             self._found(service.key, Findings())
             return RETRY_S
         if post.lookout is None:

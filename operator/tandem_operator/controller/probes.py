@@ -23,7 +23,7 @@ Scaling = Callable[[str, str, str], tuple[int, dict[str, float | str]]]
 
 
 def probe_app(registry: CollectorRegistry, live: Health, ready: Health, scaling: Scaling) -> web.Application:
-    """`live`: whether a restart would help; `ready`: whether it knows the cluster, leader or not."""
+    """`live`: whether a restart would help; `ready`: whether it has listed the cluster, leader or not."""
 
     async def livez(_: web.Request) -> web.Response:
         return _answer(live())

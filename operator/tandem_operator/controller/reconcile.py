@@ -1,14 +1,13 @@
-"""One look at one service: what is there, what is planned of it, and the plan carried out.
+"""One reconciliation of one service: observe, plan, apply.
 
-    gone? ─▶ bound what it has left, forget it            deleted in the foreground? ─▶ say so
-    spec ─▶ Observed ─▶ make_plan ─▶ Executor ─▶ events of what has changed
+    deleted? ─▶ bound the time of what remains, forget it       deleted in the foreground? ─▶ report it
+    spec ─▶ Observed ─▶ make_plan ─▶ Executor ─▶ events for changes
 
-Level-triggered: it does not matter which event it was, or how many, or whether one was missed.
+Level-triggered: it does not matter which event arrived, how often, or whether one was missed.
 
-Which pods go when a plan leaves fewer: the emptiest, whoever made the number smaller. Pure.
-
-Kubernetes takes the pods of a Deployment with the least pod-deletion-cost first, so their costs are noted before the
-number is written: for the autoscaler's scalings, a rollout's, an HPA's and those of `kubectl scale` alike.
+`costs_before` sets which pods go when a plan removes some: the pods with the least to migrate, whatever caused the
+scale-down. Kubernetes deletes the pods of a Deployment with the lowest pod-deletion-cost first, so costs are written
+before the number of replicas: for scalings of the autoscaler, a rollout, an HPA and `kubectl scale` alike.
 """
 
 import logging
@@ -107,7 +106,7 @@ def _grace_s(pod: Seen) -> float:
 
 
 def costs_before(plan: Plan, observed: Observed, pods: Iterable[PodSeen], seen: SeenPods) -> dict[str, int]:
-    """New pod-deletion-costs by pod name, of Deployments that shrink and go on with some of their pods."""
+    """New pod-deletion-costs by pod name, of Deployments that shrink and keep some of their pods."""
     wanted = _replicas(plan)
     shrinking = [one for one in observed.workers() if 0 < wanted.get(one.name, one.replicas) < one.replicas]
     costs: dict[str, int] = {}
@@ -119,7 +118,7 @@ def costs_before(plan: Plan, observed: Observed, pods: Iterable[PodSeen], seen: 
 
 
 def _replicas(plan: Plan) -> dict[str, int]:
-    """What it wants of Deployments of workers, by name."""
+    """Desired replicas of Deployments of workers, by name."""
     wanted = {scaling.ref.name: scaling.replicas for scaling in plan.scale if scaling.ref.kind == DEPLOYMENT.name}
     for manifest in plan.apply:
         if manifest["kind"] == DEPLOYMENT.name and ROLE_LABEL in manifest["metadata"]["labels"]:
@@ -138,12 +137,12 @@ def _of(deployment: DeploymentSeen, pods: Iterable[PodSeen]) -> list[PodSeen]:
 logger = logging.getLogger(__name__)
 
 PATIENCE = 3
-"""Looks in a row that fail for a reason that may pass, such as a conflict, before the status says so. They are about
+"""Failures in a row, for a reason that may pass such as a conflict, before the status reports them. They are about
 two seconds apart.
 """
 
 WAITING_S = 5.0
-"""Until the next look at a service that waits for something that no watch tells of: a Secret, a name that is taken."""
+"""Until the next check of a service that waits for something without a watch: a Secret, a name that is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,7 @@ def rfc3339(moment: datetime) -> str:
 
 
 class Reconciler:
-    """Looks at services, one call per service at a time."""
+    """Reconciles services, one call per service at a time."""
 
     def __init__(
         self,
@@ -258,7 +257,7 @@ class Reconciler:
     async def _follow(
         self, service: Seen, parts: Parts, spec: ModelServiceSpec, before: ModelServiceStatus
     ) -> tuple[Looked, bool]:
-        """Bring about what the spec says; and whether it waits for something that nothing tells of."""
+        """Apply the spec; returns whether it waits for something that no watch reports."""
         generation = generation_of(service)
         wanted = served(service.ref.name, service.namespace, spec, self._settings)
         observed = await self._observe(wanted, service.key, parts)
@@ -324,7 +323,7 @@ class Reconciler:
         try:
             await self._executor.set_finalizers(service, [one for one in finalizers if one != FORMER_FINALIZER])
         except ApiError as error:
-            # Gone meanwhile.
+            # Deleted in the meantime.
             if not error.absent:
                 raise
         return self._store.service(service.key) or service

@@ -1,10 +1,10 @@
-"""One operator, put together and run.
+"""Builds and runs one operator.
 
-    HTTP port ─▶ API server and CRDs are there ─▶ kopf watches ─┬─▶ full list ─▶ workers look at services
-                                                                └─▶ lease ─▶ leading or standing by
-    SIGTERM ─▶ running looks end, the lease is given up, kopf ends
+    HTTP port ─▶ API server and CRDs available ─▶ kopf watches ─┬─▶ full list ─▶ workers reconcile services
+                                                                └─▶ lease ─▶ leader or candidate
+    SIGTERM ─▶ running reconciliations finish, the lease is released, kopf ends
 
-A part that fails unexpectedly ends the process: it is started again, with nothing half-alive in between.
+A part that fails unexpectedly ends the process, which is then restarted, so that no half of an operator keeps running.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from tandem_operator.telemetry.worker_control import run_canary
 logger = logging.getLogger(__name__)
 
 FINISH_S = 10.0
-"""Looks that run when the operator is told to end may take so long."""
+"""Running reconciliations may take so long when the operator is terminated."""
 
 SILENT_S = 60.0
 """An event loop or an election that has not moved for so long is beyond help."""
@@ -52,7 +52,7 @@ SILENT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeOptions:
-    """What the command line says."""
+    """The settings of the command line."""
 
     settings: OperatorSettings = field(default_factory=OperatorSettings)
     namespaces: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class RuntimeOptions:
 
 
 def fresh_identity() -> str:
-    """Who leads, for people; unlike every other process, also one of the same pod before."""
+    """Identity in the leader election, which no other process has, not even an earlier one of the same pod."""
     return f"{os.uname().nodename}_{uuid.uuid4().hex[:8]}"
 
 
@@ -94,7 +94,7 @@ async def run(options: RuntimeOptions) -> None:
 
 
 def _end_by_signal() -> None:
-    """Until kopf takes SIGTERM: the first process of a container does not hear signals that it does not handle."""
+    """Until kopf takes SIGTERM: the first process of a container gets no signals that it does not handle."""
     task = asyncio.current_task()
     assert task is not None, "run() is run as a task"
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -154,7 +154,7 @@ class Operator:
         self._resync = Resync(cluster, self._store, self._kinds, options.namespaces, self._dispatcher.changed)
 
     async def run(self) -> None:
-        """Until told to stop. Raises what a part of it failed with."""
+        """Until terminated. Raises the failure of a part."""
         registry = registry_for(self._kinds, self._heard, self._start, self._finish)
         namespaces = self._options.namespaces
         await kopf.operator(
@@ -169,7 +169,7 @@ class Operator:
         return f"no progress for {silent:.0f} s" if silent > SILENT_S else ""
 
     def unready(self) -> str:
-        """What it still waits for; empty when it knows the cluster, leader or not."""
+        """What it still waits for; empty when it has listed the cluster, leader or not."""
         return "" if self._resync.synced.is_set() else "objects have not been listed yet"
 
     def _canary(self) -> SendCanary | None:

@@ -1,18 +1,16 @@
-"""What is known of the cluster: the newest version of each object that concerns us, by the service it belongs to.
+"""The newest known version of each relevant object of the cluster, by the service it belongs to.
 
-    events of kopf's watches ─┐
-    answers to our own writes ├─▶ Store ─▶ view of one service ─▶ Observed
-    full lists (`resync`)    ─┘
+    events of kopf's watches ─────┐
+    responses to our own writes ──┼─▶ Store ─▶ view of one service ─▶ Observed
+    full lists (`Resync`) ────────┘
 
-Older versions never replace newer ones, so the three may arrive in any order, and a reconcile sees what the one before
-it has written. What a watch has missed (it was interrupted, the object went meanwhile) the next full list puts right.
+Older versions never replace newer ones, so the three may arrive in any order, and a reconcile sees what the previous
+one wrote. The next full list corrects what an interrupted watch has missed.
 
-Objects of the cluster as the operator keeps them: the parts that it reads, and a fingerprint of what others change.
-
-fingerprint   of what a manifest of ours can say: labels, owners, annotations and spec. Equal fingerprints and an
-              equal manifest mean that applying again would change nothing. It is compared with what the API server
-              answered when it was applied, defaults filled in and amounts in its own writing; so nothing here has
-              to know either.
+`Seen` is one object: the parts that the operator reads, and a fingerprint of what a manifest of ours can set (labels,
+owners, annotations and spec). If fingerprint and manifest are unchanged, applying the manifest again would change
+nothing. The fingerprint is compared with the API server's response to the apply, which has defaults filled in and
+quantities in its own notation, so this module needs no rules for either.
 """
 
 import hashlib
@@ -135,7 +133,7 @@ _METADATA = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """One object as last heard of."""
+    """One object as last received."""
 
     ref: Ref
     namespace: str
@@ -200,7 +198,7 @@ def _pod(body: Mapping[str, Any]) -> Manifest:
 def _fingerprint(body: Manifest) -> bytes:
     metadata, spec = body["metadata"], dict(body.get("spec", {}))
     if body["kind"] == WORKER_POOL.name:
-        # Whoever owns the pool writes this; manifests never do.
+        # The owner of the pool writes this; manifests never do.
         spec.pop("replicas", None)
     # Controllers of the cluster keep notes on objects under their own names.
     notes = {key: text for key, text in metadata.get("annotations", {}).items() if "kubernetes.io/" not in key}
@@ -248,7 +246,7 @@ class Store:
         return True
 
     def drop(self, seen: Seen) -> None:
-        """It is gone as of its version. Another object that has its name meanwhile stays."""
+        """It is deleted as of its version. Another object that has its name in the meantime stays."""
         self._bury(seen, seen.version)
 
     def _bury(self, seen: Seen, version: int) -> None:
@@ -276,7 +274,7 @@ class Store:
         return list(self._services.values())
 
     def parts(self, key: ServiceKey) -> list[Seen]:
-        """Objects that name this service in their labels, whoever owns them."""
+        """Objects that name this service in their labels, whatever their owner."""
         return list(self._parts.get(key, {}).values())
 
     def _take_out(self, seen: Seen) -> None:
@@ -297,7 +295,7 @@ logger = logging.getLogger(__name__)
 
 
 def spec_of(service: Seen) -> ModelServiceSpec:
-    """Raises `ValueError` with one sentence when it is not what this operator's schema says: an older CRD let it
+    """Raises `ValueError` with one sentence when it does not match this operator's schema: an older CRD let it
     pass, or a newer one [definitions-skew]."""
     try:
         return msgspec.convert(service.body.get("spec"), ModelServiceSpec)
@@ -306,7 +304,7 @@ def spec_of(service: Seen) -> ModelServiceSpec:
 
 
 def status_of(service: Seen) -> ModelServiceStatus:
-    """As last written; an empty one when it cannot be read, for it is written anew anyway."""
+    """As last written; an empty one when it cannot be read, because it is written again anyway."""
     try:
         return msgspec.convert(service.body.get("status", {}), ModelServiceStatus)
     except msgspec.ValidationError as error:

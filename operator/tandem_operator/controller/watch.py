@@ -1,21 +1,18 @@
-"""kopf's part: it watches, reconnects, logs in and ends; what its handlers do is to note what they heard.
+"""kopf watches the cluster: it reconnects, logs in and shuts down; its handlers only record events.
 
-There are no creating, updating or deleting handlers and no timers: those of kopf keep their progress in annotations
-of the objects that they handle, which are writes, and know nothing of the other objects of a service. One look at the
-whole service follows from any event of any of its objects (docs/adr/0025-kopf-watches.md).
+There are no creating, updating or deleting handlers and no timers. kopf would store their progress in annotations of
+the handled objects, which are writes, and they do not see the other objects of a service. Any event of any object of a
+service leads to one reconciliation of the whole service (docs/adr/0025-kopf-watches.md).
 
-Full lists of everything that is watched: at the start, after gaps of a watch, and every few minutes.
+`Resync` lists everything that is watched: at the start, after gaps of a watch, and every few minutes. A watch reports
+changes only while it is connected; an object deleted in a gap is found here. Afterwards every service is reconciled,
+for changes that no watch reports, such as a deleted Secret. A namespace without permissions, because it was deleted or
+they are not granted yet, is skipped and retried. The others are served; its own services only after all of its objects
+were listed.
 
-Watches tell what changes while they are connected. An object that goes while one is not is never told of; it is found
-here. Then every service is looked at, for what no watch tells of, such as a Secret that is gone.
-
-A namespace whose rights are gone, because it was deleted or is not granted yet, is left out and tried again: the others
-are served meanwhile, and its own services only after all of its objects were listed.
-
-kopf without a memory of its own: what handlers of changes would need is neither kept on objects nor worked out.
-
-By default kopf copies each object that it hears of several times, to tell what has changed since handlers last
-succeeded. Ours are told of events alone, and those copies were half of the operator's CPU time.
+`NoDifferences` and `NoProgress` disable kopf's own memory. By default kopf copies each object several times to compute
+changes since the last successful handler. Event handlers do not use them, and the copies took half of the operator's
+CPU time.
 """
 
 import asyncio
@@ -76,7 +73,7 @@ class Resync:
         return not self._listed.isdisjoint((None, key.namespace))
 
     def soon(self) -> None:
-        """A watch has begun anew: something may have been missed."""
+        """A watch was restarted: something may have been missed."""
         self._wanted.set()
 
     async def run(self) -> None:
@@ -163,7 +160,7 @@ class NoProgress(kopf.ProgressStorage):
         """Nothing was."""
 
     def touch(self, **_: Any) -> None:
-        """Nobody waits."""
+        """No daemon waits for it."""
 
     def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
         return essence
@@ -185,7 +182,7 @@ class EndlessBackoff:
 def registry_for(
     kinds: Sequence[Kind], heard: Heard, start: Callable[[], Awaitable[None]], stop: Callable[[], Awaitable[None]]
 ) -> kopf.OperatorRegistry:
-    """Handlers of one operator. `start` and `stop`: what runs beside the watches."""
+    """Handlers of one operator. `start` and `stop`: what runs in parallel to the watches."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)

@@ -1,16 +1,16 @@
-"""Which services are to be looked at, and when: each once at a time, bursts of events as one look.
+"""Which services to reconcile, and when: each service once at a time, a burst of events as one reconciliation.
 
     add ─▶ due now ─┐                    ┌─ done ─▶ forgotten until the next event
-    later ─▶ due at ┴─▶ take ─▶ working ─┼─ done, but added meanwhile ─▶ due now
-                                         └─ failed ─▶ due after a pause that grows, with jitter
+    later ─▶ due at ┴─▶ take ─▶ working ─┼─ done, but added in the meantime ─▶ due now
+                                         └─ failed ─▶ due after a growing pause with jitter
 
-An event that comes while its service is being looked at is not lost: the service is looked at again afterwards.
+An event during the reconciliation of its service is not lost: the service is reconciled again afterwards.
 
-From what is heard to looks: notes events, queues the services they concern, and has workers look at them.
+`Dispatcher` records events, queues the affected services, and runs the workers that reconcile them:
 
-    heard ─▶ Store ─▶ queue (while leading) ─▶ workers ─▶ Reconciler.look
+    event ─▶ Store ─▶ queue (while leading) ─▶ workers ─▶ Reconciler.look
 
-Nobody looks before everything has been listed once: a plan made from half of what there is would undo the other half.
+No service is reconciled before everything was listed once: a plan from half of the state would undo the other half.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ def back_off(failures: int, jitter: Callable[[float, float], float] = random.uni
 
 
 class Schedule(Generic[Key]):
-    """The order of things, without waiting: every method is told what time it is, in seconds."""
+    """The schedule, without waiting: every method gets the time, in seconds."""
 
     def __init__(self) -> None:
         self._due: dict[Key, float] = {}
@@ -86,11 +86,11 @@ class Schedule(Generic[Key]):
         self._release(key)
 
     def failed(self, key: Key, now: float) -> float:
-        """It did not; the pause until the next attempt, unless an event asks for one earlier."""
+        """It failed; returns the pause until the next attempt, unless an event requires one earlier."""
         failures = self._failures.get(key, 0) + 1
         self._failures[key] = failures
         pause = back_off(failures)
-        # Events that came meanwhile do not shorten it: they are often of our own half-done writes.
+        # Events in the meantime do not shorten it: they are often of our own half-done writes.
         self._again.pop(key, None)
         self._release(key)
         self.add(key, now + pause)
@@ -110,7 +110,7 @@ class Schedule(Generic[Key]):
             self.add(key, again)
 
     def _drop_stale(self) -> None:
-        """Heap entries that an earlier wish has replaced."""
+        """Heap entries that an earlier due time has replaced."""
         while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
 
@@ -163,14 +163,14 @@ class WorkQueue(Generic[Key]):
 logger = logging.getLogger(__name__)
 
 _TRANSIENT = (0, 404, 409, 429, 502, 503, 504)
-"""Answers after which another attempt is likely to succeed: no reason to alarm anybody yet."""
+"""Errors after which another attempt is likely to succeed: no reason for an alert yet."""
 
 AFTER_WRITES_S = 1.0
 """Until the look that follows one which wrote something: by then its own events are here."""
 
 
 class Dispatcher:
-    """Workers and what they work on. `leading` is asked before each look, and `known`, whether all of the service's
+    """Workers and what they work on. Each reconcile first checks `leading`, and `known`: whether all of the service's
     namespace has been listed.
     """
 
@@ -242,7 +242,7 @@ class Dispatcher:
                     self._idle.set()
 
     async def settled(self) -> None:
-        """Waits until nobody looks at anything."""
+        """Waits until no reconcile runs."""
         await self._idle.wait()
 
     async def _look(self, key: ServiceKey) -> None:
@@ -275,7 +275,7 @@ class Dispatcher:
     def _succeeded(self, key: ServiceKey, looked: Looked) -> str:
         self._queue.done(key)
         if looked.wrote:
-            # What somebody else wrote a moment before is in the API server's answers to our writes, and in the store
+            # Another writer's change a moment before is in the API server's answers to our writes, and in the store
             # by them: its event is old news when it comes.
             self._queue.add(key, AFTER_WRITES_S)
         if looked.again_s is not None:

@@ -1,12 +1,12 @@
-"""How a ModelService goes: its clients' requests finish first, then workers and Redis are taken away.
+"""Deletion of a ModelService: its clients' requests finish first, then workers and Redis are deleted.
 
     deleted ─▶ garbage collection deletes the gateways' Deployment, whose pods drain until their requests have finished
-            ─▶ workers, Redis and what they need stay as long as a WorkerPool of the service, and each pool stays as
-               long as a gateway pod: both are owners beside the service
-            ─▶ the last gateway pod is gone ─▶ the pools go, and everything that they held
+            ─▶ workers, Redis and their dependencies stay while a WorkerPool of the service exists, and each pool stays
+               while a gateway pod exists: both are owners in addition to the service
+            ─▶ the last gateway pod is deleted ─▶ then the pools, and everything that they own
 
-Owner references alone bring this about, without a finalizer and without an operator: a namespace or a service that is
-deleted waits for no process of ours. The operator adds one thing, a bound: pods of a node that is lost are never gone.
+Owner references alone achieve this, without a finalizer and without an operator: deleting a service or a namespace
+never waits for a process of ours. The operator only adds a bound, because pods of a lost node are never deleted.
 """
 
 import msgspec

@@ -1,4 +1,4 @@
-"""What is there: the facts of the cluster that a plan is made from. Read by `controller`, never by the planner."""
+"""The observed state of the cluster, from which a plan is made. `controller` reads it; the planner only uses it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class DeploymentSeen:
     api_version: str = "apps/v1"
     kind: str = "Deployment"
     replicas: int
-    """As its spec says."""
+    """From its spec."""
     ready: int = 0
     pods: int = 0
     """Those that are there, terminating ones left out."""
@@ -36,7 +36,7 @@ class DeploymentSeen:
     exchanging: bool = False
     """Its pods are being exchanged for those of its newest template."""
     paused: bool = False
-    """Its pods are not exchanged, whatever its template says."""
+    """Its pods are not replaced, whatever its template is."""
     trouble: str = ""
     """Why pods do not come up, in the words of the scheduler or the kubelet."""
 
@@ -55,7 +55,7 @@ class Canary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """All that a plan depends on, beside the spec."""
+    """All that a plan depends on, in addition to the spec."""
 
     now: str
     """RFC 3339."""
@@ -67,7 +67,7 @@ class Observed:
     owned: frozenset[Ref] = frozenset()
     """Objects that carry the service's owner reference and that a plan may take away."""
     foreign: frozenset[Ref] = frozenset()
-    """Objects that have a name which a plan wants to give, and belong to somebody else."""
+    """Objects with a name that a plan needs, and with another owner."""
     canaries: Mapping[str, Canary] = field(default_factory=dict)
     """Of each revision with a pair that answered or failed; under "" that through the gateway."""
     links: Mapping[str, str] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Observed:
     decisions: tuple[Decision, ...] | None = None
     """The autoscaler's last ones, newest first; None: as the status has them."""
     holding: str = ""
-    """Why the autoscaler decides nothing; empty while it does."""
+    """Why the autoscaler holds; empty while it does not."""
 
     def workers(self) -> list[DeploymentSeen]:
         """Those of workers, oldest first."""

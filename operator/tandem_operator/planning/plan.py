@@ -1,27 +1,24 @@
-"""Spec and observed state → what to write and what to say of it. Pure: no clock, no network, no order of events.
-
-Life cycle of a reconcile:
+"""Plans from spec and observed state what to write and report. Pure: no clock, no network, no order of events.
 
     served(spec) ─▶ problems? ─ yes ─▶ status alone: running pods stay as they are
                         │ no
                         ▼
-    revision, wanted workers ─▶ rollout.next_step ─▶ manifests, scalings, deletions ─▶ conditions
+    revision, desired workers ─▶ rollout.next_step ─▶ manifests, scalings, deletions ─▶ conditions
 
-A plan made again from the state that it brought about changes nothing.
+A plan made from the state that it produced changes nothing.
 
-`spec.rollout.paused` within a revision: Deployments are paused, as `kubectl rollout pause` does it. Pure.
+`revision_of` hashes what KV and weights depend on, including what computes them. Workers of different revisions are
+never paired: a change of one of these creates new workers in addition to the old ones (`planning.rollout`). A
+Deployment changes everything else within the revision, pod by pod.
 
-    changed template, paused       its pods stay as they are; more are made like them, fewer are taken from them
-    paused no longer               the Deployment exchanges its pods for the newest template
+`held` implements `spec.rollout.paused` within a revision: Deployments are paused, as by `kubectl rollout pause`.
 
-A Deployment makes its first pods from a template that it has taken up, and a paused one takes none up: it is paused
-once it has pods, and stays so as long as the spec says, whatever becomes of them. A LeaderWorkerSet has no such field:
-it exchanges no group below its partition, which is all of them then.
+    template changed, paused       existing pods stay; a scale-up creates pods like them, a scale-down removes some
+    no longer paused               the Deployment replaces its pods by those of the newest template
 
-Which revision a spec is: a hash of what KV and weights depend on, what computes them included.
-
-Workers of different revisions are never paired: a change of one of these makes new workers beside the old ones
-(`planning.rollout`). Everything else is changed within the revision, pod by pod, by its Deployment.
+A Deployment creates its first pods only from a template that it has accepted, and a paused one accepts none. It is
+therefore paused once it has pods, and stays paused while the spec requires it, whatever happens to the pods. A
+LeaderWorkerSet has no such field, but replaces no group below its partition, which then covers all groups.
 """
 
 import hashlib
@@ -57,7 +54,7 @@ from tandem_operator.settings import OperatorSettings
 
 
 def held(manifests: Iterable[Manifest], service: Served, observed: Observed) -> tuple[Manifest, ...]:
-    """`manifests`, Deployments among them paused where the spec says so."""
+    """`manifests`, Deployments among them paused where the spec requires it."""
     if not service.spec.rollout.paused:
         return tuple(manifests)
     running = {one.name for one in observed.deployments if one.paused or one.pods}
@@ -157,12 +154,12 @@ def make_plan(
 
 
 def refused(problems: list[str], observed: Observed, before: ModelServiceStatus, generation: int) -> Plan:
-    """Of a spec that cannot be served: nothing is touched, and the status says why."""
+    """Of a spec that cannot be served: nothing is changed, and the status reports why."""
     return Plan(status=_status(before, [invalid(problems)], observed, generation))
 
 
 def wanted_workers(service: Served, observed: Observed) -> Counts:
-    """Workers of each role: the spec's figure, or what the owner of the pool says."""
+    """Workers of each role: the spec's number, or that of the owner of the pool."""
     scaling = service.spec.autoscaling
     wanted: Counts = {}
     for role in ROLES:

@@ -1,12 +1,12 @@
-"""Why a pod does not come up, in one sentence: the scheduler's, the kubelet's, or what its container said at its end.
+"""Why a pod does not become ready, in one sentence: from the scheduler, the kubelet, or the container's exit message.
 
     scheduled? ─ no ─▶ the scheduler's sentence
     each container, init containers first:
-        it failed, and is not up again   ─▶ status or signal, and its own last words
-        it cannot be made                ─▶ the kubelet's reason and sentence
+        it failed, and is not running again   ─▶ status or signal, and its exit message
+        it cannot be created                  ─▶ the kubelet's reason and sentence
 
 A container that keeps failing is in turn terminated, waiting and running. All three give the same sentence, so that a
-status says it once and not at every restart. Its last words are there because our containers have
+status has it once and not at every restart. Exit messages exist because our containers set
 `terminationMessagePolicy: FallbackToLogsOnError`.
 """
 
@@ -39,9 +39,9 @@ _SIGNALLED = 128
 
 
 def pod_trouble(status: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a pod of this status, the most telling first; nothing while all goes its way.
+    """What is wrong with a pod of this status, the most specific first; nothing without an error.
 
-    Each on one line, without control characters, whoever wrote it.
+    Each on one line, without control characters, whatever its source.
     """
     for one in status.get("conditions", ()):
         if one["type"] == "PodScheduled" and one["status"] == "False" and one.get("message"):
@@ -59,7 +59,7 @@ def _container_trouble(container: Mapping[str, Any]) -> str:
         return _how_it_ended(failure)
     if reason in _BAD_WAITING:
         return f"{reason}: {waiting.get('message', '')}".rstrip(": ")
-    # It runs, or is being made: that is no trouble.
+    # It runs, or is being created: that is no error.
     return ""
 
 
@@ -115,7 +115,7 @@ def _record(line: str) -> dict[str, Any] | None:
 
 
 def _message(record: Mapping[str, Any]) -> str:
-    """With the last line of a traceback, which says what was raised."""
+    """With the last line of a traceback, which has the exception."""
     message, raised = str(record.get("message") or ""), str(record.get("exception") or "").strip()
     # A process's own name differs from start to start: "worker NAME@NUMBER ends: why".
     _, ends, why = message.partition(" ends: ")

@@ -1,14 +1,14 @@
-"""How many workers each revision has while one replaces another: a pure law, one step at a time.
+"""How many workers each revision has while one replaces another. Pure; computes one step at a time.
 
-    counts of each revision and role as they are  +  what is wanted  →  counts as they should be next
+    counts of each revision and role  +  desired counts  →  counts of the next step
 
-1. The new revision gets one worker of each role. Nothing else moves until a canary has passed through that pair.
-2. Then it grows as far as `max_surge` allows, and old workers go as far as `max_unavailable` allows, those first that
-   are not ready. New requests follow the workers: a revision gets them by the capacity that it has.
-3. A pair stays a pair: the last old worker of a role goes when the other role's last one can go too.
+1. The new revision gets one worker of each role. Nothing else changes until a canary has passed through that pair.
+2. It then grows as `max_surge` allows, and old workers are removed as `max_unavailable` allows, unready ones first. New
+   requests follow capacity: each revision gets its share.
+3. A pair stays complete: the last old worker of a role is removed only when that of the other role can be, too.
 
-Called again with what has become of it, it converges: `tests/property/test_rollout.py` walks it through failing pods,
-scaling, reverts and new revisions in the middle.
+Repeated steps converge: `tests/property/test_rollout.py` covers failing pods, scaling, reverts and new revisions during
+a rollout.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ class Step:
 
 
 def next_step(target: str, wanted: Mapping[RoleName, int], revisions: Iterable[RevisionSeen], rollout: Rollout) -> Step:
-    """`revisions`: all with workers or a wish for some, oldest first; `target` may be among them."""
+    """`revisions`: all with existing or desired workers, oldest first; `target` may be among them."""
     seen = {revision.name: revision for revision in revisions}
     new = seen.pop(target, RevisionSeen(name=target, desired={}, ready={}))
     old = [revision for revision in seen.values() if any(revision.desired.values())]

@@ -1,12 +1,10 @@
-"""What the observed state means for the conditions of a ModelService.
-
-The condition tree: what `Ready` follows from, each with a reason for programs and a sentence for people.
+"""The conditions of a ModelService, from its observed state. Each has a CamelCase reason and a message.
 
     Valid ─ ModelAvailable ─ RedisReady ─ PrefillWorkersReady ─ DecodeWorkersReady ─ RouterReady
                                       all of them  →  Ready
-    TransportReady, Progressing, AutoscalingActive, Degraded   tell more and do not count
+    TransportReady, Progressing, AutoscalingActive, Degraded   informational; not part of Ready
 
-`lastTransitionTime` moves only when the status does, so that an unchanged service is not written again and again.
+`lastTransitionTime` changes only with the status of its condition, so that an unchanged service is not written again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -93,7 +91,7 @@ GATEWAY_CANARY = ""
 
 
 def invalid(problems: list[str]) -> Condition:
-    """The spec cannot be served; what runs goes on as it was."""
+    """The spec cannot be served; what runs continues as it was."""
     return condition(VALID, False, "InvalidSpec", "; ".join(problems))
 
 

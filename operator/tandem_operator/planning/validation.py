@@ -1,6 +1,6 @@
-"""What is wrong with a spec that its schema lets pass. Found before anything is made; running pods stay untouched.
+"""Errors of a spec that its schema cannot find. Checked before anything is created; running pods are not affected.
 
-Each problem names the field, its value and what to do [specs-refused].
+Each error names the field, its value and the fix [specs-refused].
 """
 
 from collections.abc import Iterator, Set
@@ -18,7 +18,7 @@ LONGEST_GROUPED_NAME = 32
 
 
 class _Optional(NamedTuple):
-    """An object of an API that a cluster may lack, as a field of the spec asks for it."""
+    """An object of an API that a cluster may lack, required by a field of the spec."""
 
     field: str
     privilege: ObjectPrivilege
@@ -75,7 +75,7 @@ def _privileges(service: Served, allow: Set[Privilege]) -> Iterator[str]:
 
 
 def _objects(service: Served, apis: ClusterApis, allow: Set[Privilege]) -> Iterator[str]:
-    """What is asked for and not allowed, or not served by the cluster."""
+    """What is requested and not allowed, or not served by the cluster."""
     gateway = service.spec.gateway
     asked = (
         (ROUTE, gateway.http_route is not None, apis.http_routes),
@@ -127,7 +127,7 @@ def _ways_back(service: Served) -> Iterator[str]:
 
 
 def _pods(service: Served) -> dict[str, PodOverrides]:
-    """What is said of the pods of each part, by its place below `spec`."""
+    """The pod settings of each part, by its place below `spec`."""
     spec = service.spec
     pods = {"prefill": spec.prefill.pod, "decode": spec.decode.pod, "gateway": spec.gateway.pod}
     if spec.gateway.inference_pool is not None:

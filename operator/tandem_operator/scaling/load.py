@@ -1,14 +1,14 @@
-"""What the autoscaler knows of a service at one moment, in units that do not depend on the model's size.
+"""The load of a service as the autoscaler sees it, and the number of workers that it needs. Pure.
 
-How many workers a load needs: the law of the autoscaler, without memory and without limits.
+Units do not depend on the size of the model. The need has neither memory nor limits (`scaling.policy` adds both):
 
-    prefill   (tokens that come per second + backlog / clear time) / tokens per second of a worker
-    decode    the greater of   (sequences at once + what clears those that wait) / places of a worker
-              and              KV pages in use / (pages of a worker x target use)
+    prefill   (arriving tokens per second + backlog / clear time) / tokens per second of a worker
+    decode    the greater of   (concurrent sequences + what clears the waiting ones) / sequence slots of a worker
+              and              KV pages in use / (pages of a worker x target usage)
 
-Sequences at once are those that come per second times how long one decodes (Little's law), or those that run, if that
-is more. Backlog is what waits beyond the target time. It is to be gone within the clear time, about as long as a pod
-takes to start: cleared faster it would be gone before the pods it asked for are there, and those would be for nothing.
+Concurrent sequences are the arrivals per second times the duration of a decode (Little's law), or the running sequences
+if these are more. Backlog is what waits longer than the target time. It should be cleared within the clear time, which
+is about the start time of a pod: cleared faster, the backlog would be gone before the pods requested for it start.
 """
 
 import math
@@ -80,7 +80,7 @@ class Load:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs and nobody waits."""
+        """Nothing runs and no request waits."""
         return (
             self.held == 0
             and self.prefill.queued_tokens == 0
@@ -111,7 +111,7 @@ class Targets:
 
 
 def prefill_need(load: PrefillLoad, targets: Targets) -> Need:
-    """0 workers when nothing comes and nothing waits. One when nobody has measured a rate yet and something waits."""
+    """0 workers when nothing comes and nothing waits. One when no rate was measured yet and something waits."""
     if load.worker_tokens_per_s <= 0:
         waits = load.queued_tokens > 0
         return Need(workers=float(waits), reason="no rate measured yet" if waits else "idle")
@@ -137,7 +137,7 @@ def decode_need(load: DecodeLoad, targets: Targets) -> Need:
     by_places = (at_once + clearing) / load.worker_places
     by_pages = load.used_pages / (load.worker_pages * targets.kv_usage)
     if load.running:
-        # Who is to run will hold as many pages as those that do.
+        # Waiting requests will hold as many pages as running ones.
         by_pages *= (at_once + clearing) / load.running
     if by_pages > by_places:
         share = load.used_pages / load.worker_pages

@@ -1,26 +1,27 @@
-"""The autoscaler of both roles: a pure step from a load, a memory and what there is to what there should be.
+"""The autoscaler of both roles: a pure step from load, memory and current workers to the desired workers.
 
-    load not to be trusted?  ─▶ hold, and say so
-    nobody asks for long?    ─▶ zero, both roles together; somebody waits at zero? ─▶ a pair
-    need of each role ─▶ windows ─▶ tolerance ─▶ lessons ─▶ bounds, steps, cooldown ─▶ GPU budget ─▶ flips before pods
+    load not reliable?            ─▶ hold, and report why
+    no requests for long?         ─▶ zero, both roles together; requests waiting at zero? ─▶ one pair
+    need of each role ─▶ windows ─▶ tolerance ─▶ refuted counts ─▶ bounds, steps, cooldown ─▶ GPU budget
+                                                                                     ─▶ role flips before pods
 
-Workers that are pending or warming up are counted as there: they were asked for already. The same code runs in the
-operator and in `tandem simulate --autoscale`.
+Pending and warming workers count as present, because they were already requested. The operator and `tandem simulate
+--autoscale` run the same code.
 
-What scaling down has taught: a number of workers that proved too few is not gone back to at the same need. Pure.
+`Lesson` prevents oscillation: a number of workers that proved too low is not used again at the same need.
 
-The need is measured with the workers that are there, and it is another with fewer: batches are larger and each sequence
-takes longer, what finds no place becomes backlog, roles compete for what they share, and clients that wait for their
-answers ask less while they wait. A steady load can so need 1.7 workers as three see it and 2.2 as two do; going by the
-need alone would take the third away and bring it back for ever.
+The need is measured with the current workers and differs with fewer. Batches are then larger, each sequence takes
+longer, excess requests become backlog, roles compete for shared resources, and waiting clients send less. A steady load
+can need 1.7 workers as measured with three and 2.2 as measured with two. Scaling by the need alone would remove the
+third worker and add it again forever.
 
-    went down to m at need y ─▶ up again from m within the trial, though no more comes than before it
-                             ─▶ m was too few at y: refuted
-    refuted                  ─▶ down to m only for a need that is smaller than y by more than the tolerance
-    that one holds           ─▶ forgotten
+    scale-down to m at need y, then scale-up from m within the trial without a higher load than before
+                             ─▶ m was too low at y: refuted
+    refuted                  ─▶ scale-down to m only for a need below y by more than the tolerance
+    a later scale-down outlasts its trial  ─▶ forgotten
 
-The trial lasts as long as a backlog may take to be cleared, and more to be wanted: by then the effect has shown itself.
-A load that has grown meanwhile, by what comes per second, says nothing against m.
+The trial lasts as long as clearing a backlog may take, plus the time for a higher need to appear. If arrivals per
+second have grown during the trial, a scale-up does not refute m.
 """
 
 import math
@@ -61,7 +62,7 @@ class Reduction:
     workers: int
     """That were left."""
     need: float
-    """The most that was needed throughout the window before, as those who were there then saw it."""
+    """The greatest need throughout the window before, as measured with the workers of that time."""
     arrivals: float
     """The most that came per second throughout that window."""
 
@@ -74,7 +75,7 @@ class Lesson:
     refuted: Reduction | None = None
 
     def went_down(self, reduction: Reduction) -> "Lesson":
-        """From now on it is on trial."""
+        """From now on the trial runs."""
         return replace(self, on_trial=reduction)
 
     def went_up(self, at: float, before: int, arrivals: float, trial_s: float) -> "Lesson":
@@ -110,7 +111,7 @@ class Window:
     samples: tuple[Sample, ...] = ()
 
     def add(self, at: float, workers: int, reach_s: float, need: float = 0.0, arrivals: float = 0.0) -> "Window":
-        """With a new sample, and of those older than `reach_s` only the last, which says how it was at that time."""
+        """With a new sample, and of those older than `reach_s` only the last, which has the state at that time."""
         recent = [one for one in self.samples if one.at > at - reach_s]
         older = [one for one in self.samples if one.at <= at - reach_s][-1:]
         return Window((*older, *recent, Sample(at, workers, need, arrivals)))
@@ -144,7 +145,7 @@ Action = Literal["scale", "flip", "hold"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleBounds:
-    """What the spec says of one role."""
+    """The settings of one role."""
 
     least: int
     most: int
@@ -155,7 +156,7 @@ class RoleBounds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingConfig:
-    """What the spec says of both."""
+    """The settings of both roles."""
 
     prefill: RoleBounds
     decode: RoleBounds
@@ -183,14 +184,14 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """What one step leaves for the next. Lost with its process: scaling down then begins its window anew."""
+    """State that one step leaves for the next. Lost with its process: scaling down then begins its window again."""
 
     windows: Mapping[RoleName, Window] = field(default_factory=dict)
     changes: Mapping[RoleName, Change] = field(default_factory=dict)
     lessons: Mapping[RoleName, Lesson] = field(default_factory=dict)
     """Of scaling down."""
     busy_at: float | None = None
-    """When somebody last asked for something."""
+    """Time of the last request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

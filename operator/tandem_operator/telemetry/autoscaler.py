@@ -1,33 +1,22 @@
-"""The autoscaler of one ModelService: what was seen → how many pods each WorkerPool should have, and who changes roles.
+"""The autoscaler of one ModelService: from observed pods to the replicas of each WorkerPool, and role flips.
 
-    seen ─▶ workers of each role: all that are wanted, pending and warming ones included, flipped ones where they serve
-         ─▶ scaling.law.decide ─▶ flips: the emptiest that can, before any pod comes or goes
-         ─▶ pods of each pool; of a pool that shrinks, what each pod would cost
+    observed ─▶ workers of each role: all desired ones, including pending and warming; flipped ones where they serve
+             ─▶ scaling.policy.decide ─▶ flips: the least loaded candidates, before pods are created or deleted
+             ─▶ replicas of each pool; for a shrinking pool, the deletion cost of each pod
 
-Pure: the caller brings pods and figures, and carries the outcome out, costs first, then flips, then pools. What is lost
-with its process are the windows alone: a new leader holds until it has looked twice, and waits the whole window before
-anything shrinks [figures-or-hold].
+Pure: the caller provides pods and metrics, and applies the outcome: costs first, then flips, then pools. Only the
+windows are lost with the process: a new leader holds until it has polled twice, and waits the whole window before any
+scale-down [figures-or-hold].
 
-Which pods of a shrinking pool go first: the ReplicaSet controller takes the cheapest.
-
-Emptiest first, for what runs on a pod that goes has to move. Pods that serve in the role of which there are too many
-go before those that were lent to the other one.
-
-Workers that change their role without a restart: who has, who should, and the order to do so.
-
-An order is safe to repeat: a worker that serves in that role already goes on. What a worker serves as is in its own
-metrics, so nothing is remembered here: a worker that restarts comes back in the role of its Deployment, and the next
-look shows it.
-
-Pods of pools and workers of roles: two ways of counting the same workers.
-
-A WorkerPool counts the pods of its Deployments, whatever they serve as: a worker that has flipped goes on counting
-there, and there it comes back after a restart. The law of scaling counts who serves in which role.
-
-The last decisions as status and events tell them.
-
-A hold that lasts is told once: its sentence has figures in it that change each period, and a status that changed with
-them would be written for ever.
+    costs     The ReplicaSet controller deletes the pods with the lowest cost first: the least loaded ones, because
+              their requests must migrate, and before them pods that serve in the role with too many workers
+    flips     Changes of role without a restart. A flip is safe to repeat: a worker already in that role continues.
+              Workers export their role as a metric, so nothing is stored here: a restarted worker has the role of its
+              Deployment again, and the next poll shows it
+    counts    A WorkerPool counts the pods of its Deployments, whatever role they serve in. The scaling policy counts
+              workers by the role they serve in. `PoolCounts` converts between both
+    status    Recent decisions for status and events. A hold is reported once while it lasts: its message has numbers
+              that change each period, and would cause a status write each time
 """
 
 import re
@@ -50,7 +39,7 @@ KEPT = 1_000_000
 """Above whatever can be outstanding on one worker."""
 
 UNKNOWN = KEPT // 2
-"""Of a pod that says nothing: it may be full. Those that are not ready go before all others anyway."""
+"""Of a pod without metrics: it may be full. Those that are not ready go before all others anyway."""
 
 
 def changed_costs(
@@ -92,9 +81,9 @@ def flips_of(workers: Iterable[PodSeen], seen: Seen) -> dict[RoleName, int]:
 
 
 def candidates(count: int, workers: Iterable[PodSeen], seen: Seen) -> tuple[Flip, ...]:
-    """Who flips: `count` from decode to prefill, negative the other way; fewer where fewer can.
+    """The workers to flip: `count` from decode to prefill, negative the other way; fewer where fewer can.
 
-    Those that come home go first, then the emptiest. A worker that says nothing, or drains, is left alone.
+    Workers that return to their pool's role go first, then the least loaded. One without metrics, or draining, stays.
     """
     giver: RoleName = "decode" if count > 0 else "prefill"
     taker: RoleName = "prefill" if count > 0 else "decode"
@@ -106,7 +95,7 @@ def candidates(count: int, workers: Iterable[PodSeen], seen: Seen) -> tuple[Flip
         and not seen.workers[pod.name].draining
         and seen.workers[pod.name].serves == giver
     ]
-    # The last worker of a role stays: without it nothing is served, whatever figures said.
+    # The last worker of a role stays: without it nothing is served, whatever the metrics are.
     able = sorted(able, key=lambda pod: _price(pod, taker, seen))[: max(0, len(able) - 1)]
     return tuple(Flip(pod, taker) for pod in able[: abs(count)])
 
@@ -116,7 +105,7 @@ def _price(pod: PodSeen, taker: RoleName, seen: Seen) -> tuple[bool, float, str]
 
 
 async def order_flip(client: httpx.AsyncClient, flip: Flip, token: str) -> None:
-    """Have it done. Raises `OrderFailedError` with what the worker, or the network, said."""
+    """Send the command. Raises `OrderFailedError` with the error of the worker, or of the network."""
     await post_order(client, flip.pod, HEALTH_PORT, "/role", {"role": flip.role}, token=token, within_s=ORDER_S)
 
 
@@ -134,14 +123,14 @@ class PoolCounts:
 
     @staticmethod
     def of(pools: Mapping[RoleName, int], lent: Mapping[RoleName, int]) -> "PoolCounts":
-        """A pool that has been made smaller than the pods it has lent lends no more than it has."""
+        """A pool smaller than the number of its flipped pods counts only the pods that it has."""
         return PoolCounts(
             {role: pools[role] for role in ROLES}, {role: min(lent[role], pools[OTHER[role]]) for role in ROLES}
         )
 
     @property
     def serving(self) -> Counts:
-        """Workers of each role. Pods that are wanted and not there yet will serve as their pool says."""
+        """Workers of each role. Pods that are desired and not there yet will serve as their pool specifies."""
         return {role: self.pools[role] + self.lent[role] - self.lent[OTHER[role]] for role in ROLES}
 
     def after(self, flips: Iterable[Flip]) -> "PoolCounts":
@@ -154,7 +143,7 @@ class PoolCounts:
         return PoolCounts.of(self.pools, {role: max(0, lent[role]) for role in ROLES})
 
     def pools_for(self, wanted: Mapping[RoleName, int], config: ScalingConfig) -> Counts:
-        """Pods of each pool so that `wanted` workers serve in each role. Of a role that shrinks, lent ones go first.
+        """Pods of each pool so that `wanted` workers serve in each role. Of a role that shrinks, flipped ones go first.
 
         No pool leaves its bounds for that: more than `maxReplicas` pods are never made, wherever they would serve.
         """
@@ -198,7 +187,7 @@ class Autoscaler:
         revision: str,
         rolling_out: bool = False,
     ) -> Scaled:
-        """`pools`: `spec.replicas` of each. `revision`: the one that is served. While it `rolling_out`, nobody changes
+        """`pools`: `spec.replicas` of each. `revision`: the one that is served. While `rolling_out`, no worker changes
         roles: those that would are about to go."""
         now = {role: pools[role] for role in ROLES}
         if seen.load is None:
@@ -278,7 +267,7 @@ def remembered(before: Sequence[Told], new: Iterable[Decision], now: str) -> lis
 
 
 def worth_telling(before: Sequence[Told], new: Iterable[Decision]) -> list[Decision]:
-    """Those of `new` that say something else than the last one that was told: these become events."""
+    """Those of `new` that differ from the last one that was reported: these become events."""
     told: list[Decision] = []
     last = _kind(before[0].action, before[0].reason) if before else None
     for decision in new:

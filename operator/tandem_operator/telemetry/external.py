@@ -1,13 +1,13 @@
-"""What others scale by where `spec.autoscaling.mode` is external: per role the workers that the law would have.
+"""Metrics for external autoscalers (`spec.autoscaling.mode: external`): the workers that each role needs.
 
-    tandem_scaling_workers_needed     not rounded: with target 1 per worker an HPA, or KEDA's, rounds it up itself
-    tandem_scaling_queue_tokens …     what it comes from, for those who want a law of their own
+    tandem_scaling_workers_needed     not rounded: with target 1 per worker an HPA, or KEDA's, rounds it up
+    tandem_scaling_queue_tokens …     its inputs, for autoscalers with a policy of their own
 
-Prometheus scrapes them, for prometheus-adapter; KEDA's metrics-api scaler asks for one role's as JSON. Figures that
-cannot be trusted are not there: a series ends, and the JSON is refused with the reason, which both kinds of scalers
-answer by changing nothing [figures-or-hold].
+Prometheus scrapes them for prometheus-adapter; KEDA's metrics-api scaler reads one role as JSON. Unreliable metrics are
+omitted: the series ends, and the JSON request is rejected with the reason. Both kinds of autoscalers then change
+nothing [figures-or-hold].
 
-While anybody is served neither role needs less than `LEAST`: both come from zero, and go, together.
+While requests are served, neither role needs less than `LEAST`: both scale from and to zero together.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ _GAUGES = {
 PREFIX = "tandem_scaling_"
 
 LABELS = ("service_namespace", "model_service", "role")
-"""Not `namespace`: that is the operator's own, by whoever scrapes it."""
+"""Not `namespace`: that is the operator's own, set by the scraper."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ class ScalingFigures(Collector):
         self._figures[service] = role_figures(seen.load, config)
 
     def forget(self, service: ServiceName) -> None:
-        """It is gone, or nobody looks at it any more."""
+        """It was deleted, or is not polled any more."""
         self._figures.pop(service, None)
         self._troubles.pop(service, None)
 

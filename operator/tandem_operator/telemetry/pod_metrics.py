@@ -1,8 +1,7 @@
-"""What one pod says of itself, in numbers, from its `/metrics`. Figures that lack something are not made at all.
+"""Parses the `/metrics` of one pod into the numbers that the operator uses; incomplete metrics are rejected.
 
-What a pod's `/metrics` says, by name. Other pods' words: bounded by who fetched them, and checked here.
-
-`NAMES` is every series that the operator reads; a test compares it with what gateways and workers export.
+A pod's metrics are untrusted: the caller bounds their size, and this module checks the values. `NAMES` lists every
+series that the operator reads; a test compares it with the metrics that gateways and workers export.
 """
 
 import math
@@ -85,7 +84,7 @@ class Exposition:
         """Raises `UnusableFiguresError`."""
         samples: dict[str, list[Sample]] = {}
         try:
-            # Most of an exposition is buckets of histograms that nobody reads here; parsing them costs most.
+            # Most of an exposition is buckets of histograms that are not read here; parsing them costs most.
             for metric in text_string_to_metric_families("\n".join(filter(_is_read, text.splitlines()))):
                 for sample in metric.samples:
                     samples.setdefault(sample.name, []).append(Sample(sample.labels, sample.value))
@@ -119,7 +118,7 @@ class WorkerFigures:
     """A worker whose engine has reported."""
 
     serves: RoleName | None
-    """As what; None: as both, which the operator never asks for."""
+    """The role; None: both, which the operator never sets."""
     draining: bool
     age_s: float
     """Of the engine's report when it was read."""
@@ -130,7 +129,7 @@ class WorkerFigures:
     inflight: float
     """Sequences whose KV is being sent."""
     leaving: float
-    """Of those that run, the ones that are to go on elsewhere."""
+    """Of those that run, the ones that are to migrate."""
     waiting_tokens: float
     oldest_wait_s: float
     places: float
@@ -185,7 +184,7 @@ class GatewayTotals:
     finished: float = 0.0
 
     def since(self, before: "GatewayTotals") -> "GatewayTotals":
-        """What was added; all there is when any of them has become less: it has started anew meanwhile."""
+        """The increase; the whole value when any of them has become less: the pod has restarted in the meantime."""
         names = [one.name for one in fields(self)]
         if any(getattr(self, name) < getattr(before, name) for name in names):
             return self

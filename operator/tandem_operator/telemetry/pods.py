@@ -1,9 +1,8 @@
-"""A pod of a ModelService as the operator sees it: enough to talk to it, and to choose among its like.
+"""Pods of a ModelService as the autoscaler sees them, and reading their metrics over HTTP.
 
-Asking pods over HTTP: all at once, and bounded in time, in bytes and in number.
-
-A pod is not trusted to answer, nor to end: what it says is cut off at `MAX_BYTES`, and redirects are not followed, so
-that it cannot send the operator elsewhere.
+All pods are read concurrently, bounded in time, bytes and number. A pod is not trusted to answer or to end its answer:
+responses are cut off at `MAX_BYTES`, and redirects are not followed, so that a pod cannot direct the operator to
+another host.
 """
 
 import asyncio
@@ -84,7 +83,7 @@ class PodSeen:
         return None if self.role == "gateway" else self.role
 
     def url(self, port: str, path: str) -> str | None:
-        """http:// address of `path` at the port of that name; None while it cannot be asked."""
+        """http:// address of `path` at the port of that name; None while it cannot be polled."""
         number = self.ports.get(port)
         if not self.ip or number is None:
             return None
@@ -115,7 +114,7 @@ def _deletion_cost(annotations: Mapping[str, str]) -> int:
     try:
         return int(annotations.get(DELETION_COST, "0"))
     except ValueError:
-        # Somebody else's; the ReplicaSet controller takes it for 0 as well.
+        # Set by another writer; the ReplicaSet controller takes it for 0 as well.
         return 0
 
 
@@ -135,7 +134,7 @@ def pod_client() -> httpx.AsyncClient:
 
 
 async def fetch_figures(client: httpx.AsyncClient, pods: Sequence[PodSeen]) -> dict[str, Figures | str]:
-    """By uid: what each pod says, or in one sentence why it says nothing. Pods without an address are left out."""
+    """By uid: the metrics of each pod, or in one sentence why there are none. Pods without an address are left out."""
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def ask(pod: PodSeen, url: str) -> Figures | str:

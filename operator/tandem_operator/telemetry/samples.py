@@ -1,22 +1,19 @@
-"""Looks at the pods, one after the other → what the autoscaler may rely on. Pure: whoever looks brings the time.
+"""Collects the metrics of a service's pods over time, and combines them into one `Load`.
 
-    figures of each pod ─▶ remembered by uid, with what a gateway's counters have gained since its last look
-    a pod that is gone  ─▶ forgotten          a ready pod that says nothing ─▶ its last figures, getting older
-    all of them         ─▶ one `Load`, as old as the oldest figure in it, or the reason why there is none
+    metrics of each pod ─▶ kept by uid, with the increase of a gateway's counters since its last poll
+    deleted pod         ─▶ forgotten          ready pod without metrics ─▶ its last metrics, with their age
+    all of them         ─▶ one `Load`, as old as its oldest metric, or the reason why there is none
 
-Whether figures are too old is not judged here: `Load.trouble` does [figures-or-hold].
+`Looks` is pure: the caller provides the time. `LoadReader` polls the pods once per period. Prometheus is not used: it
+may not exist, and its values are as old as its last scrape. `Load.trouble` checks the age of metrics, not this module
+[figures-or-hold].
 
-All pods' figures as one `Load`.
+`load_of` combines the pods. A sequence on a decode worker has a slot, or waits for its KV and will have one. A request
+that is about to migrate counts toward its destination: it runs, and its worker is not a decode worker. Requests in the
+queues of gateways wait for both roles.
 
-A sequence on a decode worker has a place, or waits for its KV and will have one. One that a worker is to give away
-counts where it will be: it runs, and its worker is none of decode's. What gateways hold back waits for both roles.
-
-While no gateway answers anybody, workers have nothing to do that counts: a canary that has just run is in their last
-reports, and would keep a service from ever being idle.
-
-Reading the load of one ModelService from its own pods, a look each period.
-
-Prometheus is not asked: it need not be there, and what it has is as old as its last scrape.
+While no gateway serves requests, the load of workers is ignored: a recent canary is in their last reports, and would
+keep a service from ever being idle.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,7 +31,7 @@ SMOOTHING = 0.3
 """Weight of the newest look in means over looks."""
 
 FIRST_SECONDS_EACH = 10.0
-"""How long a sequence decodes, before anybody has ended. It does not matter for long."""
+"""How long a sequence decodes, before any has ended. It does not matter for long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +93,7 @@ class Demand:
 
 @dataclass(kw_only=True, slots=True)
 class Sizes:
-    """What one worker can do, as last known: that is asked for while there is none, too."""
+    """What one worker can do, as last known: that is needed while there is none, too."""
 
     tokens_per_s: float = 0.0
     places: float = 0.0
@@ -164,10 +161,10 @@ class Seen:
     reason: str = ""
     """Why there is no load."""
     workers: Mapping[str, WorkerFigures] = field(default_factory=dict)
-    """By pod name: those that are there and have told something, lately or as long as they are ready."""
+    """By pod name: those that exist and have reported, lately or as long as they are ready."""
 
     def serves(self, pod: PodSeen) -> RoleName | None:
-        """What a worker does: as it says itself, else as its Deployment has it. None for gateways."""
+        """The role of a worker: as it reports itself, else as its Deployment has it. None for gateways."""
         figures = self.workers.get(pod.name)
         return pod.worker_role if figures is None or figures.serves is None else figures.serves
 
@@ -239,7 +236,7 @@ class Looks:
         return look
 
     def _silent(self, pods: Sequence[PodSeen], answers: Mapping[str, Figures | str]) -> str:
-        """About a pod that takes requests and has never told anything."""
+        """About a pod that takes requests and has never reported anything."""
         for pod in pods:
             answer = answers.get(pod.uid)
             if _counts(pod) and pod.uid not in self._looks:
@@ -279,6 +276,6 @@ class LoadReader:
     looks: Looks = field(default_factory=Looks)
 
     async def read(self, pods: Sequence[PodSeen]) -> Seen:
-        """Ask all pods. Ends in time whatever they do; a pod that says nothing is no error but a reason."""
+        """Poll all pods. Bounded in time; a pod without metrics is no error but a reason."""
         answers = await fetch_figures(self.client, pods)
         return self.looks.take(self.now(), pods, answers)

@@ -1,19 +1,16 @@
-"""Orders to Tandem's own pods: HTTP with the token that only the service's key file gives (`order_token`).
+"""Commands from the operator to its pods, authorized by the order token of the service's key file (`order_token`).
 
-Canary requests: proof that a prefill and a decode worker serve together, and that a gateway reaches them.
+Canary requests prove that a prefill and a decode worker serve together, and that a gateway reaches them. A gateway runs
+them on its administrators' port (`POST /canary`): greedy, a few tokens, bounded by a deadline, charged to no tenant. It
+returns `passed` only when every token arrived and KV was transferred from prefill to decode. A revision's canary names
+two of its pods; the service's canary uses the router's choice.
 
-A gateway runs them on its administrators' port (`POST /canary`): greedy, a few tokens, bounded by a deadline, charged
-to nobody. It answers `passed` only when every token came and KV moved from prefill to decode. A revision's canary names
-two of its pods; the service's leaves the choice to the router.
+Standby: a worker created by the operator registers, tests its links and stays on standby. It serves requests that name
+it, but the router selects it for none. Its `/ready` reports this (503, status "standby"), so its pod is not Ready
+either. `POST /offer` ends the standby permanently after a canary has passed through the worker.
 
-Workers on standby: who they are, and the order that has them offered to the router.
-
-A worker that the operator has made registers, warms its links and then stands by: it serves a request that names it,
-and the router chooses it for none. Its `/ready` says so (503, status "standby"), so its pod is not Ready either. When
-a canary has passed through it the order `POST /offer` ends that, for good.
-
-Nothing of this is remembered here: who stands by says so himself, and what a canary says can be asked again, by any
-operator. Where none comes, workers help themselves (`tandem_services.worker.standby`).
+Nothing is stored here: workers report their standby, and any operator can repeat a canary. Without an operator, workers
+offer themselves (`tandem_services.worker.standby`).
 """
 
 import asyncio
@@ -39,7 +36,7 @@ class OrderFailedError(Exception):
 
 
 def order_token(key_file: bytes) -> str:
-    """What workers and gateways derive alike from key `keys.json` of the service's Secret.
+    """The order token that workers and gateways derive, too, from key `keys.json` of the service's Secret.
 
     Raises `ValueError` when that is no key file.
     """
@@ -126,7 +123,7 @@ async def run_canary(
     pair: tuple[PodSeen, PodSeen] | None = None,
     within_s: float = WITHIN_S,
 ) -> Canary:
-    """One canary through `gateway`: through this prefill and decode pod, or through whom the router chooses.
+    """One canary through `gateway`: through this prefill and decode pod, or through the router's choice.
 
     What goes wrong, the gateway's own silence included, is a canary that has not passed, with the reason. `token` is
     that of `orders.order_token`.
@@ -165,7 +162,7 @@ def starting(pods: Iterable[PodSeen]) -> list[PodSeen]:
 
 async def with_standby(client: httpx.AsyncClient, pods: Sequence[PodSeen]) -> tuple[PodSeen, ...]:
     """`pods`, those marked that say that they stand by, and as ready those that say so before the kubelet does. Ends in
-    time whatever they do; who is silent stays as it was.
+    time whatever they do; a silent one stays as it was.
     """
     slots = asyncio.Semaphore(AT_ONCE)
 
@@ -198,7 +195,7 @@ def _as_it_says(pod: PodSeen, status: str) -> PodSeen:
 
 
 async def _readiness(client: httpx.AsyncClient, pod: PodSeen) -> str:
-    """What its `/ready` says; "" when that is nothing one can read."""
+    """The status in its `/ready`; "" when that cannot be read."""
     url = pod.url(HEALTH_PORT, "/ready")
     if url is None:
         return ""

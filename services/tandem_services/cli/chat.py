@@ -105,7 +105,7 @@ class Conversation:
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": turn.text}]
 
     def explain(self, turn: Turn) -> dict[str, Any]:
-        """What the gateway remembers of the request; empty for a server that does not tell."""
+        """The gateway's record of the request; empty for a server without one."""
         response = self.client.get(f"/v1/requests/{turn.response_id}/explain")
         found: dict[str, Any] = response.json() if response.status_code == 200 else {}
         return found

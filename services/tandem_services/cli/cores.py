@@ -1,9 +1,9 @@
-"""Cores for the workers of one `tandem up`, which no other `tandem up` of this user gives to its own.
+"""Reserves CPU cores for the workers of one `tandem up`, so that no other `tandem up` of this user binds to them.
 
-    free → claimed by a file lock per core → held as long as the `Cores` live, at most until the process ends, however
+    free → claimed by one file lock per core → held while the `Cores` object lives, at most until the process exits
 
-Two systems that both bound their workers to the first cores would fight over them while others are idle; the second
-takes what the first has left, or binds nothing where that is too little.
+Without it two systems would bind their workers to the same first cores while others are idle. The second system takes
+the cores that the first left, or binds to none if these are too few.
 """
 
 import fcntl

@@ -1,4 +1,4 @@
-"""`tandem ctl`: an operator's orders to one running worker, over its health port."""
+"""`tandem ctl`: sends an operator's command to one running worker, over its health port."""
 
 import argparse
 import json

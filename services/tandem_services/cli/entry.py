@@ -1,8 +1,8 @@
-"""What `tandem` and `kubectl tandem` have in common: a parser that teaches, and errors as one sentence.
+"""What `tandem` and `kubectl tandem` share: the argument parser, and errors as one sentence.
 
-Errors made on purpose end as one sentence on stderr and an exit status:
+Expected errors end as one sentence on stderr and an exit status:
 
-    0 success    1 the command ran and the answer is no    2 wrong usage    3 cannot start or go on
+    0 success    1 the command ran and the result is negative    2 wrong usage    3 cannot start or continue
 """
 
 import argparse

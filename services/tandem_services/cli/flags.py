@@ -1,9 +1,8 @@
-"""Flags that several commands have in common, each defined once. The environment gives defaults; flags win.
+"""Flags that several commands share, each defined once. The environment provides defaults; flags win.
 
-The API key that commands send: from the environment, or from a flag that is taken off the process's title.
-
-`ps` shows everybody what is on a command line. So a key that came in on one is overwritten there as soon as it is read;
-it was visible until then, and a shell may remember it. Better ways are the two variables.
+The API key of a command comes from the environment or from a flag. `ps` shows command lines to every user, so a key
+from a flag is overwritten in the process's title as soon as it is read (`hide_argument`). It was visible until then,
+and the history of a shell may keep it: the two environment variables are safer.
 """
 
 import argparse
@@ -290,7 +289,7 @@ def tracing_argv(args: argparse.Namespace) -> list[str]:
 
 
 def add_api_keys(parser: argparse._ActionsContainer) -> None:
-    """Who may use a gateway."""
+    """Flags for the authentication of a gateway's users."""
     parser.add_argument(
         "--api-keys",
         type=Path,
@@ -332,7 +331,7 @@ def _router_policy(text: str) -> str:
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 
 _ARG_START, _ARG_END = 45, 46
-"""Of the fields of /proc/PID/stat behind the name: 48 and 49 of proc(5)."""
+"""Of the fields of /proc/PID/stat after the name: 48 and 49 of proc(5)."""
 
 
 def add_api_key(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`tandem keys`: API keys and the entries of a key file that let them in. Needs no server."""
+"""`tandem keys`: creates API keys and their entries in a key file. Needs no server."""
 
 import argparse
 import fcntl
@@ -165,7 +165,7 @@ def _sign_beside(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, content: bytes, former: os.stat_result | None) -> None:
-    """Nobody but its owner can read the new file before it is as the former was; 0600 where there was none."""
+    """Only its owner can read the new file before it has the former's permissions; 0600 where there was none."""
     with new_contents(path) as file:
         if former is not None:
             _give_to_owner_of(former, file.fileno(), path)

@@ -1,4 +1,4 @@
-"""What Linux shows of processes in /proc: CPU time of sessions, and whether a number still means the same process."""
+"""Reads /proc: CPU time of sessions, and whether a process id still belongs to the same process."""
 
 import hashlib
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 PROC = Path("/proc")
 
 _STATE, _SESSION, _UTIME, _STIME, _CUTIME, _CSTIME, _STARTED = 0, 3, 11, 12, 13, 14, 19
-"""Of the fields of /proc/PID/stat behind the name: 3, 6, 14 to 17 and 22 of proc(5)."""
+"""Of the fields of /proc/PID/stat after the name: 3, 6, 14 to 17 and 22 of proc(5)."""
 
 
 def session_cpu_seconds(sessions: Collection[int], proc: Path = PROC) -> Mapping[int, float]:

@@ -1,4 +1,4 @@
-"""`tandem ps` and `tandem stop`: every `tandem up` of this user that runs, as their `run.json` describe them."""
+"""`tandem ps` and `tandem stop`: all running `tandem up` of this user, found by their `run.json`."""
 
 import argparse
 import os

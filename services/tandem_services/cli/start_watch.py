@@ -1,10 +1,10 @@
-"""The wait of `tandem up` until its processes serve.
+"""Waits until the processes of `tandem up` serve.
 
-Only a stall ends it: a process that is not ready, while its phase and its log stay the same and its session uses less
-than a second of CPU time. A slow disk, a long compilation or a loaded machine delays a start and does not end it.
+Only a stall ends the wait: a process is not ready, its phase and its log do not change, and its session uses less than
+one second of CPU time. A slow disk, a long compilation or a loaded machine delays a start and does not end it.
 
-    each turn    what each process does: its progress file, the size of its log, once a second the CPU time
-                 the /ready endpoints, less and less often without news: an answer costs CPU time, too
+Polled are the progress file of each process, the size of its log, and once a second its CPU time. The /ready endpoints
+are polled less and less often while nothing changes, because an answer costs CPU time as well.
 """
 
 import json

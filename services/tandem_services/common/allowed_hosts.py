@@ -1,19 +1,19 @@
-"""Which Host headers a port answers, against DNS rebinding.
+"""The Host headers that a port accepts: protection against DNS rebinding.
 
-A page in a browser may reach any address that the browser reaches, once the page's own name resolves to that address.
-The browser then takes the answers for the page's own. The Host header still has the page's name, so a port that answers
-its own names alone is of no use to the page.
+A page in a browser can reach any address that the browser reaches, once the page's own name resolves to that address;
+the browser then treats the responses as the page's own. The Host header still contains the page's name, so a port that
+accepts only its own names is useless to the page.
 
-Always allowed are names that no stranger can register:
+Names that an outsider cannot register are always accepted:
 
     IP addresses                         probes of Kubernetes, Prometheus, clients within a network
     localhost, *.localhost               this machine and port-forwards
     names without a dot                  this machine's, those of /etc/hosts, Services of the same namespace
-    *.svc, *.svc.CLUSTER-DOMAIN          Services; the domain is cluster.local and what /etc/resolv.conf says
-    this machine's full name             where the port is not on loopback
-    --host, where it is a name
+    *.svc, *.svc.CLUSTER-DOMAIN          Services; the domain is cluster.local and those of /etc/resolv.conf
+    this machine's full name             if the port is not on loopback
+    --host, if it is a name
 
-Everything else has to be named: `--allowed-hosts llm.example.com *.corp.example`, or `*` for any.
+Any other name must be listed: `--allowed-hosts llm.example.com *.corp.example`, or `*` for all.
 """
 
 import re

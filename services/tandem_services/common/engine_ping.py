@@ -1,7 +1,7 @@
-"""Asks an engine over a connection of its own whether a certain incarnation lives there.
+"""Checks over a separate connection whether an engine of a given incarnation is alive.
 
-The connection is authenticated by the deployment's keys, so an answer proves two things: the engine belongs to the
-deployment, and its scheduler loop turns.
+The connection is authenticated by the keys of the deployment, so an answer proves two things: the engine belongs to the
+deployment, and its scheduler loop runs.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""Errors of the services, next to the engine's `EngineError` tree.
+"""Errors of the services, in addition to the engine's `EngineError` tree.
 
-`ServiceError` is for people who start and run things: one sentence that names the thing and the fix.
+`ServiceError` is for operators: one sentence that names the cause and the fix.
 `ApiError` is for clients of the HTTP API: a status and a fixed sentence, without paths, addresses or traces.
 """
 
@@ -26,7 +26,7 @@ class RemoteError(ServiceError):
 
 
 class ApiError(ServiceError):
-    """What an HTTP client is told, in the shape of OpenAI's errors.
+    """The error for an HTTP client, in OpenAI's format.
 
     `param` names the request field at fault; `retry_after` is in seconds and becomes a `Retry-After` header.
     """
@@ -64,7 +64,7 @@ def not_found(message: str, param: str | None = None, *, reason: str | None = No
 
 
 def conflict(message: str, param: str | None = None, *, reason: str | None = None) -> ApiError:
-    """409: something that the request builds on is not as it says."""
+    """409: something that the request builds on is not in the expected state."""
     return ApiError(409, message, kind="ConflictError", param=param, reason=reason)
 
 

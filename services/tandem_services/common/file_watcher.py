@@ -1,9 +1,9 @@
-"""What files say, followed while they change: keys, and models.
+"""Reloads the content of files when they change: keys and models.
 
-1. At the start it must be good, whoever starts the gateway sees to that.
-2. Once a second names and times are looked at; what has changed is read again, off the event loop, and taken over.
-3. A change that is no good, or that cannot be carried out, leaves everything as it was. That is told once, and tried
-   again every second until it is mended or taken back.
+1. The content must be valid at start; the component that starts the gateway checks that.
+2. Names and modification times are checked once per second. Changed files are read off the event loop, then applied.
+3. A change that is invalid or cannot be applied leaves everything as it was. It is reported once, and tried again every
+   second until it is corrected or undone.
 """
 
 import asyncio
@@ -36,20 +36,20 @@ class Follower(Generic[T]):
     """Of the files; () when they cannot be looked at."""
     read: Callable[[], T]
     take: Callable[[T], Awaitable[None]]
-    """Use another value from now on, or raise and go on with the former."""
+    """Use another value from now on, or raise and continue with the former."""
     refused: Callable[[str], None]
-    """Told once for each complaint."""
+    """Called once for each error."""
     mended: Callable[[], None]
     """The files say again what is used."""
     faults: tuple[type[Exception], ...]
-    """What `read` and `take` may raise; the message is the complaint."""
+    """What `read` and `take` may raise; the message is the error."""
     seen: Signature | None = None
     """None: nothing has been looked at."""
     _complaint: str = ""
 
     async def run(self, logger: logging.Logger, *, what: str) -> None:
-        """For ever. `what` is followed, in the words of a log line."""
-        # Who is never followed again keeps what was taken away.
+        """Runs until canceled. `what` is followed, in the words of a log line."""
+        # A file that is no longer followed would keep withdrawn content active.
         await for_ever(self.poll, every_s=POLL_S, logger=logger, complaint=f"cannot check for changed {what}")
 
     async def poll(self) -> None:

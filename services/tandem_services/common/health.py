@@ -1,7 +1,7 @@
 """Liveness and readiness of a process.
 
-/live    the process answers; never depends on anything else, or a broken dependency restarts the fleet
-/ready   every check passes and the process neither drains nor stands by; false takes it out of load balancing
+/live    the process answers; independent of everything else, or a broken dependency would restart the fleet
+/ready   every check passes, and the process is neither draining nor on standby; else load balancers remove it
 """
 
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from collections.abc import Callable
 import msgspec
 
 Check = Callable[[], str | None]
-"""Returns None when all is well, else one sentence that says what is missing. Must not block."""
+"""Returns None when all is well, else one sentence with what is missing. Must not block."""
 
 
 class HealthReport(msgspec.Struct, frozen=True, kw_only=True):
     """Body of `/ready` and `/health`."""
 
     status: str
-    """ok, draining, unavailable, or standby: all is well, but nobody is sent here yet."""
+    """ok, draining, unavailable, or standby: all is well, but no requests are sent here yet."""
     reasons: tuple[str, ...] = ()
 
     @property

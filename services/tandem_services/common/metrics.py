@@ -1,6 +1,6 @@
-"""What every service's metrics share: buckets, the exposition, and labels that cannot multiply.
+"""Parts that the metrics of all services share: buckets, the exposition, and labels of bounded cardinality.
 
-A registry is built by whoever builds the process and passed down; nothing registers itself globally.
+The code that builds a process creates its registry and passes it on; nothing registers itself globally.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ Family = TypeVar("Family", bound=MetricWrapperBase)
 
 @dataclass(frozen=True, slots=True)
 class MetricFamilies:
-    """Metric families of one registry, each made when it is first asked for: several may have series of one family."""
+    """Metric families of one registry, each created at its first use: several may have series of one family."""
 
     registry: CollectorRegistry
     _made: dict[str, MetricWrapperBase] = field(default_factory=dict)

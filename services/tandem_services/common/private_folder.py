@@ -15,7 +15,7 @@ from typing import BinaryIO
 def private_folder(*names: str) -> Path:
     """$TMPDIR/tandem-UID, or a folder below it; made with mode 0700 when it is not there.
 
-    Raises `OSError` when it cannot be made, or is somebody else's or open to others.
+    Raises `OSError` when it cannot be created, belongs to another user, or is open to others.
     """
     folder = Path(tempfile.gettempdir())
     for name in (f"tandem-{os.getuid()}", *names):

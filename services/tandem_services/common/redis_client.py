@@ -1,25 +1,25 @@
-"""One Redis connection with a deadline per command and a circuit breaker.
+"""A Redis client with one shared connection, a deadline per command and a circuit breaker.
 
     closed ──3 failures in a row──▶ open ──0.5 s──▶ half-open ──one command──▶ closed, or open again
 
-Redis holds hints only [redis-is-optional], so nothing here retries or waits: a command is answered within
-its deadline or fails with `RedisUnavailableError`, and the caller goes on without. Everything that keeps
-Redis from answering counts alike: refused, hung, LOADING, READONLY, OOM, NOPERM, MOVED, bytes that are no
-Redis protocol.
+Redis contains only hints [redis-is-optional], so the client neither retries nor waits: a command is answered within its
+deadline or fails with `RedisUnavailableError`, and the caller continues without it. All failures count the same:
+refused, hung, LOADING, READONLY, OOM, NOPERM, MOVED, or bytes that are no Redis protocol.
 
-One connection to Redis that all commands of a client share: sent as they come, answered in the order of the line.
+`RedisLine` is the connection. All commands share it; they are sent as they come and answered in that order:
 
-    command ─▶ sent ─▶ stands in line ─▶ its reply        the reader hands replies out: first come, first served
-                            └ given up: keeps its place, its reply is read and dropped
+    command ─▶ sent ─▶ queued ─▶ its reply            the reader assigns replies in the order of the commands
+                         └ timed out: keeps its place; its reply is read and dropped
 
-A line is opened by the first command, and by the first one after it has broken. It breaks for all who stand in it:
-what they sent may have been carried out or not, and nothing is sent twice. Once somebody has waited too long, the line
-is retired: who stands in it may still be answered, who comes later has another one, as a connection that says nothing
-may be one that nobody is at the other end of. Not so while it is being opened: looking up a name and connecting may
-take longer than a command waits, and whoever comes later finds the line open.
+The first command opens the connection, and so does the first one after it broke. When it breaks, all queued commands
+fail: they may have been executed or not, and nothing is sent twice.
 
-Redis carries out one command after the other anyway: a connection for each of many commands at once gains nothing, and
-to open, lend and check them costs a gateway more than the commands.
+After a timeout the connection is retired: queued commands may still be answered, later ones get a new connection,
+because a silent connection may have lost its peer. A connection that is still being opened is not retired, because
+name resolution and connecting may take longer than the deadline of a command.
+
+Redis executes commands one at a time, so a connection for each concurrent command gains nothing; opening, pooling and
+checking them costs a gateway more than the commands.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class Wire(Protocol):
 
 
 class Line:
-    """One connection, from its opening to its end. Raises whatever ended it, in all who stand in it."""
+    """One connection, from its opening to its end. Raises what ended it in all queued commands."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -104,7 +104,7 @@ class Line:
             self._opened.set()
             while True:
                 await self._hand_out()
-        except Exception as error:  # noqa: BLE001  # raised in everybody who waits
+        except Exception as error:  # noqa: BLE001  # raised in all queued commands
             self._break(error)
         finally:
             self._break(ConnectionError("the connection was closed"))
@@ -155,7 +155,7 @@ class RedisLine:
         except TimeoutError:
             if line is self._line and not awaits_opening:
                 self._line = None
-                # Until then those may be answered who came a moment ago.
+                # Until then earlier commands may still be answered.
                 asyncio.get_running_loop().call_later(within_s, line.reader.cancel)
             raise
 
@@ -183,7 +183,7 @@ async def _asked(line: Line, args: tuple[Any, ...], within_s: float) -> Any:
     except TimeoutError:
         if reply is None:
             raise
-        # A busy event loop looks at its clock before it reads what has long been there.
+        # A busy event loop checks its clock before it reads what has long arrived.
         for _ in range(READING_TURNS):
             await asyncio.sleep(0)
             if reply.done():
@@ -200,7 +200,7 @@ ROUTING_TIMEOUT_S = 0.02
 """The most that any request waits for Redis [redis-bounded-wait]."""
 
 BACKGROUND_TIMEOUT_S = 1.0
-"""For heartbeats and index updates, which nobody waits for."""
+"""For heartbeats and index updates, which no request waits for."""
 
 COMPLAIN_EVERY_S = 60.0
 """A broken Redis costs one log line a minute [redis-is-optional]."""
@@ -218,7 +218,7 @@ class FunctionMissingError(RedisUnavailableError):
 
 
 class UnreadableReplyError(RedisUnavailableError):
-    """Redis has done what it was asked, but its answer is not of the shape that this release expects."""
+    """Redis has executed the command, but its reply is not of the shape that this release expects."""
 
 
 class BreakerState(StrEnum):
@@ -229,7 +229,7 @@ class BreakerState(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class CircuitBreaker:
-    """Stops asking a server that does not answer, and asks again with one command at a time."""
+    """Stops sending commands to a server that does not answer, and probes it with one command at a time."""
 
     clock: Clock = field(default_factory=MonotonicClock)
     failures_to_open: int = 3
@@ -265,7 +265,7 @@ class CircuitBreaker:
 
 @dataclass(kw_only=True, slots=True)
 class RarelyLogged:
-    """Lets one message through per `every_s`, and says how many it held back."""
+    """Lets one message through per `every_s`, with the number of suppressed ones."""
 
     clock: Clock
     every_s: float = COMPLAIN_EVERY_S
@@ -430,9 +430,9 @@ class RedisClient:
             await asyncio.sleep(0.2)
 
     def unreadable(self, what: str, reason: object) -> UnreadableReplyError:
-        """Redis has answered, with what nobody can make sense of: an error to raise, which is logged once a minute.
+        """Redis has sent an invalid reply: an error to raise, which is logged once a minute.
 
-        `what`: the function that answered, or what was asked for; one of a few.
+        `what`: the function that answered, or what was requested; one of a few.
         """
         text = " ".join(str(reason).split())[:200]
         message = f"Redis at {self.address}: {what} cannot be read: {text}"
@@ -471,7 +471,7 @@ T = TypeVar("T")
 
 
 def decoded(reply: Reply, decode: Callable[[bytes], T]) -> T:
-    """What a reply says. Raises `ValueError` for one that is no bytes, or that `decode`, of msgspec, cannot read."""
+    """The content of a reply. Raises `ValueError` for one that is no bytes, or that `decode`, of msgspec, rejects."""
     if not isinstance(reply, bytes):
         raise ValueError(f"it is {type(reply).__name__} instead of bytes")
     try:

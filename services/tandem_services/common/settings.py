@@ -1,7 +1,7 @@
-"""The only place of the services that reads the process environment; read once at start.
+"""Environment variables of the services. Only this module reads the environment, once at start.
 
-A value here is the default of a flag where there is one: the flag wins. Secrets are best given as files, which
-show up neither in the environment nor on a command line [secrets-in-files].
+A value is the default of its flag, if there is one: the flag wins. Secrets are best passed as files, which appear
+neither in the environment nor on a command line [secrets-in-files].
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""Listening sockets of HTTP servers, bound before anything else is started."""
+"""Listening sockets of HTTP servers, bound before anything else starts."""
 
 import random
 import socket
@@ -58,7 +58,7 @@ _given: set[int] = set()
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port of `host` that nobody uses now, and that this process has not been given before: those that it starts
+    """A port of `host` that is free now, and that this process has not been given before: those that it starts
     may not listen yet. Raises `StartupError` when none is found.
     """
     for port in random.sample(PORTS, TRIES):

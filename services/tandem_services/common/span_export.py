@@ -1,10 +1,10 @@
-"""Spans on their way to the collector. Imported only where tracing is on.
+"""Exports spans to the OpenTelemetry collector. Imported only if tracing is enabled.
 
-1. ended     by whoever traces, on its event loop: a bounded queue takes it, or it is dropped and counted
-2. sent      in batches, by a thread of OpenTelemetry's `BatchSpanProcessor`, which retries for some seconds
-3. counted   exported, failed when the collector did not take its batch, dropped when the queue was full
+    1. ended     on an event loop: a bounded queue takes the span, or it is dropped and counted
+    2. sent      in batches, by a thread of OpenTelemetry's `BatchSpanProcessor`, which retries for some seconds
+    3. counted   exported; failed if the collector rejected its batch; dropped if the queue was full
 
-Nobody waits for the collector: not a request, and the end of the process no longer than `LAST_SPANS_S`.
+No request waits for the collector, and the exit of the process waits at most `LAST_SPANS_S`.
 """
 
 import logging
@@ -46,7 +46,7 @@ class SpanCounts:
 
 
 class CountedExporter(SpanExporter):
-    """Counts what becomes of batches. Never raises: the thread that calls it has nobody to tell."""
+    """Counts the results of batches. Never raises: the thread that calls it cannot report errors."""
 
     def __init__(self, exporter: SpanExporter, counts: SpanCounts) -> None:
         self._exporter = exporter

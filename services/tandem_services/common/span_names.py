@@ -1,7 +1,8 @@
-"""Names of spans and of their attributes, of gateways and workers alike.
+"""Names of spans and their attributes, for gateways and workers.
 
-`gen_ai.…` and `http.…` are of OpenTelemetry's semantic conventions. What those lack has vLLM's name where vLLM has one
-(`gen_ai.request.id`, `gen_ai.latency.…`), and `tandem.…` otherwise. Durations are seconds unless a name says `_ms`.
+`gen_ai.…` and `http.…` are from OpenTelemetry's semantic conventions. Other attributes have vLLM's name where vLLM has
+one (`gen_ai.request.id`, `gen_ai.latency.…`), and `tandem.…` otherwise. Durations are in seconds unless a name contains
+`_ms`.
 """
 
 from tandem_engine.messages.outputs import CacheHits

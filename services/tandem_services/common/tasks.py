@@ -1,4 +1,4 @@
-"""Work beside the requests of an event loop: what nobody waits for, and what is done again and again."""
+"""Background tasks of an event loop: work that no request waits for, periodic work, and signals that end a process."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class BackgroundTasks:
-    """Work that nobody waits for. asyncio alone would let go of a running task that nobody holds."""
+    """Work that no request waits for. asyncio alone would drop a running task without references."""
 
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -34,7 +34,7 @@ async def for_ever(
 ) -> None:
     """Do `step` every `every_s` seconds, `at_once` for the first time, or after so long.
 
-    A task boundary: one that raises is logged as `complaint` and done again, for whoever relies on it would not notice
+    A task boundary: a failing step is logged as `complaint` and repeated, for its users would not notice
     that it has stopped.
     """
     if not at_once:

@@ -1,28 +1,22 @@
-"""One token that opens a port: what services among themselves use, as opposed to the API keys of users.
+"""Tokens for ports that services use among themselves, and the checks of commands over HTTP.
 
-The file is read again whenever it changes, so that a rotated Secret needs no restart. While it cannot be read, or holds
-nothing, nobody is let in.
+`BearerToken` is one token in a file. The file is read again when it changes, so that a rotated Secret needs no restart.
+While it is missing, unreadable or empty, every request is rejected.
 
-The token that orders to a part of a deployment bring, from whichever machine they come.
-
-With a key file the token is derived from the key that all sockets of the deployment share, so there is no second secret
-to hand out and to rotate. The operator derives the same one (`tandem_operator.telemetry.worker_control.order_token`).
-Without keys, which is on loopback alone, each process draws its own.
-
-Either is in a file that only its user can read, for `tandem ctl` on the same machine (`TokenFile`):
+The order token authorizes commands to the workers and gateways of a deployment, from any machine. With a key file it is
+derived from the key that all sockets of the deployment share, so there is no second secret to distribute; the operator
+derives the same one (`tandem_operator.telemetry.worker_control.order_token`). Without a key file, on loopback only,
+each process draws its own. `TokenFile` stores it for `tandem ctl` on the same machine, readable for its user only:
 
     $TMPDIR/tandem-UID/orders/NAMESPACE-PLACE-PORT      PLACE is `local`, or the address that the port is bound to
 
-NAMESPACE is the number of the network namespace: in another one the same port is another process.
+NAMESPACE is the number of the network namespace: the same port in another namespace is another process.
 
-Who may give orders to a worker or a gateway: whoever runs it, and no page in somebody's browser.
+`OrderAccess` checks a command. Only the operator of a process may send one, no page in a browser. In this order:
 
-An order needs, in this sequence:
-
-    a Host that the port answers (`allowed_hosts`), and no Origin but the port's own    else 403
-    of a POST: Content-Type application/json, which a page cannot send elsewhere
-    without asking                                                                      else 415
-    the token, from this machine too (`order_token`)                                    else 401
+    a Host that the port accepts (`allowed_hosts`), and no foreign Origin                    else 403
+    of a POST: Content-Type application/json, which a page cannot send without a preflight   else 415
+    the token, also from the same machine (`order_token`)                                    else 401
 """
 
 import contextlib
@@ -119,7 +113,7 @@ class TokenFile:
     """Another host by which it is reached, such as --host of a port that is bound to all addresses."""
 
     def write(self) -> None:
-        """Where no folder can be written, `tandem ctl` needs --curve-keys: a warning says so."""
+        """Without a writable directory `tandem ctl` needs --curve-keys: a warning is logged."""
         try:
             for path in self._paths():
                 path.unlink(missing_ok=True)
@@ -207,7 +201,7 @@ class OrderAccess:
 
 
 def foreign_origin(request: HTTPConnection, hosts: AllowedHosts) -> str | None:
-    """Why a request may come from a page of somebody else; None when it does not."""
+    """Why a request may come from a page of another origin; None when it does not."""
     host = request.headers.get("host")
     if host is not None and not hosts.allow(host):
         return "this Host is not answered here: name it with --allowed-hosts, or use the address"
@@ -220,5 +214,5 @@ def foreign_origin(request: HTTPConnection, hosts: AllowedHosts) -> str | None:
 
 
 def is_json(content_type: str | None) -> bool:
-    """Whether a Content-Type header says JSON; None: there is none."""
+    """Whether a Content-Type header is JSON; None: there is none."""
     return content_type is not None and content_type.partition(";")[0].strip().lower() == JSON

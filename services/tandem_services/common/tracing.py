@@ -1,4 +1,4 @@
-"""Where traces go. Knows nothing of OpenTelemetry's packages, which `open_spans` alone asks for.
+"""Configuration of trace export. Only `open_spans` imports OpenTelemetry's packages.
 
 TracingConfig ─ open_spans ─▶ SpanExport: tracer ─▶ bounded queue ─▶ thread ─ OTLP/HTTP ─▶ collector
 """
@@ -30,7 +30,7 @@ class TracingConfig:
     """URL of the collector; without a path its standard one is meant."""
     protocol: str = PROTOCOL
     sample_ratio: float | None = None
-    """Of traces that begin here; None: as OTEL_TRACES_SAMPLER says, or all."""
+    """Of traces that begin here; None: the value of OTEL_TRACES_SAMPLER, or all."""
     max_waiting_spans: int = 2048
     """Further ones are dropped until some are sent."""
 

@@ -1,25 +1,24 @@
-"""Administrators' routes on a port of their own (`--admin-port`), away from whoever may reach the API.
+"""Administrators' routes on a separate port (`--admin-port`), and the canary request of the operator.
 
-/live /ready /health /metrics /version     for probes and Prometheus, without a key
-/requests/{id}/explain                     any tenant's request
-/drain                                     POST: as SIGTERM
-/canary                                    POST: a request of the operator's through a pair of workers (`canary`)
-/console                                   the console page, with its scripts and styles, without a key
-/console/data/…                            what it shows
-/v1/models and those that generate         as on the API's port, for the console's playground
+    /live /ready /health /metrics /version     probes and Prometheus, without a key
+    /requests/{id}/explain                     any tenant's request
+    /drain                                     POST: same effect as SIGTERM
+    /canary                                    POST: a test request through a pair of workers (`Canary`)
+    /console                                   the console page, with its scripts and styles, without a key
+    /console/data/…                            the console's data
+    /v1/models and the generation routes       same as on the API port, for the console's playground
 
-With a key file all but the first line, the page and /canary need a key whose entry says `"admin": true`. /canary, and
-/drain without a key file, need the order token (`common.tokens`), from this machine too.
+With a key file, every route except probes, the page and /canary needs a key whose entry has `"admin": true`. /canary,
+and /drain without a key file, need the order token (`common.tokens`), also from the same machine.
 
-A canary: one short greedy request through a prefill and a decode worker, asked for by the operator.
+A canary is one short greedy request through a prefill and a decode worker:
 
     POST /canary    {"prefill": "pod-a", "decode": "pod-b"} through exactly these two;
-                    {} through whom the router chooses, with a prefill worker where it would have done without one
+                    {} through the router's choice, with a prefill worker even if the router would have used none
 
-On the administrators' port, for whoever has the deployment's order token or is on this machine. It is nobody's
-request: no tenant is charged, it has no place in the queue, and nothing of it is found by others, for its cache salt is
-its own. It passes when every token that was asked for has come, from the decode worker, with KV that the prefill worker
-sent. An answer is 200 whatever became of it; 400, 401 and 403 are about the question.
+It passes when the decode worker has returned every requested token with KV that the prefill worker sent. It belongs to
+no tenant, bypasses the queue, and has its own cache salt, so that no other request finds its KV. The status is 200
+whether it passes or fails; 400, 401 and 403 report an invalid or unauthorized call.
 """
 
 import asyncio
@@ -62,7 +61,7 @@ logger = logging.getLogger(__name__)
 PROMPT = "The canary went down into the mine before the miners did, and sang as long as the air was good. " * 4
 
 PROMPT_TOKENS = 48
-"""Some pages, so that KV has to move, and so few that nobody notices."""
+"""Some pages, so that KV must be transferred, and few enough to cost almost nothing."""
 
 OUTPUT_TOKENS = 8
 """More than the first one, which the prefill worker computes."""
@@ -141,7 +140,7 @@ class Canary:
         raise CanaryFailedError(f"worker {name} is not registered")
 
     async def _chosen(self) -> tuple[WorkerView, WorkerView | None]:
-        """Whom the router takes for a request like this one. It need not be reserved for so little."""
+        """The router's choice for such a request. No reservation is needed for so small a load."""
         query = RouteQuery(
             request_id=attempt_id(f"canary-{uuid.uuid4().hex}", 0, 0),
             model=self.service.model.name,
@@ -246,7 +245,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
         return json_response(record)
 
     async def begin_drain(request: Request) -> Response:
-        # With a key file its administrators' keys have been asked for by now.
+        # With a key file, authentication has checked for an administrator's key by now.
         _require_order(request, gateway, by_key=gateway.access is not None)
         drain()
         return json_response({"status": "draining"}, 202)
@@ -263,7 +262,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
 
     access = gateway.access
     if access is not None:
-        # Who may come in is decided by the key alone: no path of this port is for users.
+        # The key alone authorizes a request: no path of this port is for users.
         access = replace(access, open_paths=OPEN_PATHS, admin_paths=None)
     routes = [
         *operations_routes(gateway.health, gateway.registry, metrics=True),
@@ -273,7 +272,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
     ]
     if console is not None:
         access = console.admit(access)
-        # What the playground asks, for the administrator who sits at it.
+        # What the playground requires, for the administrator who uses it.
         routes += [*console.routes(), Route("/v1/models", list_models), *generation_routes(gateway)]
     return Starlette(
         routes=routes,

@@ -1,15 +1,15 @@
-"""The gateway's routes, put before its parts (`composition`).
+"""Builds a gateway from its configuration, and the ASGI application with its routes.
 
-/v1/chat/completions /v1/completions       generation, plain ASGI: nothing between a token and its client
-/v1/responses                              the same as a chat, in the form of OpenAI's Responses API, stateless
-/v1/messages /v1/messages/count_tokens     the same in the form of Anthropic's Messages API
+/v1/chat/completions /v1/completions       generation, plain ASGI: no framework between a token and its client
+/v1/responses                              the same as chat, in OpenAI's Responses format, stateless
+/v1/messages /v1/messages/count_tokens     the same in Anthropic's Messages format
 /v1/embeddings                             vectors of prompts
 /v1/sessions /v1/sessions/{id}             conversations that a worker keeps (also /open_session, /close_session)
-/v1/models /v1/models/{id}                 what is served
+/v1/models /v1/models/{id}                 served models
 /tokenize /detokenize (also under /v1)     the tokenizer
 /v1/requests/{id}/explain                  where a request ran and why
-/live /ready /health /version              operations
-/openapi.json                              all of this, for programs
+/live /ready /health /version              monitoring
+/openapi.json                              description of all these routes
 /metrics /console                          unless there is a port for administrators (`admin`)
 """
 
@@ -81,13 +81,13 @@ class Gateway:
     metrics: HttpMetrics
     models: ModelCatalog
     shared: Shared
-    """What its model services are lent."""
+    """Parts that its model services share."""
     tokenizing: TokenizerThreads
     answering: Answering
     bodies: BodyBudget
     """Of all its ports."""
     access: Access | None
-    """None: everybody may do everything."""
+    """None: authentication is disabled."""
     order_access: OrderAccess
     """What orders on the administrators' port need."""
     hosts: AllowedHosts
@@ -96,14 +96,14 @@ class Gateway:
     clock: Clock
     traces: Traces
     strict_fields: bool
-    """Requests with fields that nobody knows are refused."""
+    """Requests with unknown fields are rejected."""
 
     def build_service(self, fleet: Fleet) -> ModelService:
-        """One more model service, of `fleet`. Whoever makes it known to `models` starts it before."""
+        """One more model service, of `fleet`. Its caller starts it before adding it to `models`."""
         return build_model_service(fleet if self.access is not None else _unshared(fleet), self.shared)
 
     def background(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """What runs as long as the gateway serves beside its model services, by name."""
+        """Background tasks of the gateway in addition to its model services, by name."""
         if self.access is None:
             return {}
         return {"api keys": self.access.keys.run(), "leases of requests": self.access.limits.run()}
@@ -188,7 +188,7 @@ def _traces(models: ModelCatalog, registry: CollectorRegistry, spans: "SpanExpor
 
 
 def _missing_workers(models: ModelCatalog) -> str | None:
-    """A gateway is of use as long as one of its models is served, or would be as soon as somebody asks."""
+    """A gateway is ready while one of its models is served, or would be at the first request."""
     of_use = any(service.model.context_length or service.model.from_zero for service in models)
     return None if of_use else "no worker is registered"
 
@@ -236,7 +236,7 @@ def create_app(
 def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) -> FastAPI:
     """The ASGI application of users; `metrics`: with /metrics; `console`: with that. Its life is the gateway's.
 
-    What the gateway was built with must be started, and outlives the application. Whoever ends it calls
+    What the gateway was built with must be started, and outlives the application. The component that ends it calls
     `health.drain()` some time before.
     """
 

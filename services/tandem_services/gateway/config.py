@@ -1,4 +1,4 @@
-"""Configuration of a gateway and of the model services behind it: frozen, from flags. Durations are seconds."""
+"""Configuration of a gateway and its model services: frozen, from flags. Durations are in seconds."""
 
 import logging
 import math
@@ -52,7 +52,7 @@ class ModelConfig:
     room_s: float = 60.0
     """A new choice waits this long for room while there are workers."""
     worker_wait_s: float = 1.0
-    """A worker has room for a prompt that waits no longer than this behind others."""
+    """A worker has capacity for a prompt that waits at most this long for others."""
     max_waiting: int = 1024
     """Choices that may wait; others are refused at once."""
     prefill_fallback: bool = True
@@ -87,12 +87,12 @@ class GatewayConfig:
     host: str = LOOPBACK
     port: int = 8000
     allowed_hosts: tuple[str, ...] = ()
-    """Names beside its own that requests may be for; see `common.allowed_hosts`."""
+    """Host names in addition to its own that requests may have; see `common.allowed_hosts`."""
     strict_fields: bool = False
-    """Refuse requests with fields that nobody knows, as OpenAI does; otherwise they are ignored."""
+    """Reject requests with unknown fields, as OpenAI does; otherwise they are ignored."""
     request_timeout_s: float = 600.0
     api_keys: Path | None = None
-    """File or folder that says who may use the gateway; None: everybody."""
+    """File or directory with the keys of all users of the gateway; None: authentication is disabled."""
     admin_host: str = LOOPBACK
     admin_port: int | None = None
     """Where administrators' routes are; None: /metrics is on the API's port, and there is no other."""
@@ -120,7 +120,7 @@ class GatewayConfig:
 
     @property
     def guarded(self) -> bool:
-        """Whether what is for administrators has a port of its own, needs a key, or is for this machine alone."""
+        """Whether administrators' routes have a separate port, need a key, or are reachable from this machine alone."""
         return self.admin_port is not None or self.api_keys is not None or is_loopback(self.host)
 
     @property

@@ -1,18 +1,16 @@
-"""Every bound on what a client may ask for, in one place. Checked before anything is allocated or sent.
+"""Every bound on client input, checked before anything is allocated or sent, and the memory budget of request bodies.
 
-Bounds on single sampling parameters live in `tandem_engine.messages.sampling`, where the engine checks
-them again.
+Bounds on single sampling parameters are in `tandem_engine.messages.sampling`; the engine checks them again.
 
-Bytes of request bodies that a gateway holds at once, for all clients and for each.
+`BodyBudget` bounds the bytes of request bodies that a gateway holds, in total and for each client (a tenant where there
+are keys, else an address):
 
-    1. announced  a body whose Content-Length does not fit now is refused before a byte of it is read
-    2. charged    each piece is charged as it arrives; the piece that does not fit ends the request, and is not kept
-    3. released   when the request has been read (parsed and turned into token ids), or has ended
+    1. announced  a body whose Content-Length does not fit is rejected before it is read
+    2. charged    each piece is charged on arrival; a piece that does not fit is dropped and ends the request
+    3. released   when the request has been parsed and turned into token ids, or has ended
 
-A body that would not fit if it were the only one is a 413, any other a 429. What is announced and not sent is not
-charged: a client that announces much and sends nothing takes nothing from others.
-
-A client is a tenant where there are keys, else an address.
+A body larger than the whole budget is a 413, any other a 429. Announced bytes are not charged, so a client that
+announces a large body and sends nothing takes no memory from others.
 """
 
 from collections.abc import Sequence

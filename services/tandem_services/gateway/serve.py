@@ -1,15 +1,15 @@
-"""Running a gateway: router, sockets, HTTP server, in this order; stopped in the reverse one.
+"""Runs a gateway: starts router, sockets and HTTP server in this order, and stops them in reverse.
 
-A SIGTERM, SIGINT or SIGHUP ends it:
+SIGTERM, SIGINT or SIGHUP shuts it down:
 
-    1. notice   /ready answers 503 and every answer closes its connection, but requests are still served: load
-                balancers learn from /ready, a moment later, to send no more [drain-loses-nothing]
-    2. closing  the port closes; requests that run may finish within the drain time
-    3. ended    what still runs then gets an error: a stream as its last event, any other answer as a 503
-    4. end      exit status 0
+    1. notice    /ready returns 503 and every response closes its connection, but requests are still served: load
+                 balancers stop sending a moment after they see /ready [drain-loses-nothing]
+    2. closing   the port closes; running requests may finish within the drain time
+    3. ended     remaining requests get an error: a stream as its last event, any other response as a 503
+    4. exit      status 0
 
-A second signal ends the notice; a SIGINT while closing ends what still runs. A SIGHUP does what a SIGTERM does, unless
-it is ignored, as under `nohup`.
+A second signal ends the notice; a SIGINT while closing ends the running requests. SIGHUP acts as SIGTERM, unless it is
+ignored, as under `nohup`.
 """
 
 import asyncio
@@ -133,7 +133,7 @@ class RoutedFleet:
 
 @dataclass(slots=True)
 class OpenFleets:
-    """All that are open. Who makes one closes it at the end, with `close_all`, or before."""
+    """All open fleets. The creator of a fleet closes it at the end, with `close_all`, or before."""
 
     _open: list[RoutedFleet] = field(default_factory=list)
 
@@ -311,7 +311,7 @@ def _uvicorn_config(app: Starlette, config: GatewayConfig) -> uvicorn.Config:
 
 
 class AdminServer(uvicorn.Server):
-    """The server of the administrators' port. It knows no signals: it ends after the API's."""
+    """The server of the administrators' port. It handles no signals: it ends after the API's."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -358,7 +358,7 @@ async def _serve(
     health = Health()
     async with _open_fleets() as door:
         fleets = door.add(config.models, tokenizers, keys)
-        # A key file that is no good is told at once, without waiting for Redis.
+        # An invalid key file is reported at once, without waiting for Redis.
         parts, usage = [fleet.parts for fleet in fleets], fleets[0].router.usage
         gateway = build_gateway(config, parts, clock=MonotonicClock(), health=health, usage=usage, spans=spans)
         await _start([fleet.router for fleet in fleets])
@@ -382,7 +382,7 @@ async def _serve(
 
 
 def _tell_who_may_use(config: GatewayConfig) -> None:
-    """Without keys: who can use this gateway, as loud as there are strangers among them."""
+    """Without keys: log which clients can use this gateway, as a warning if other machines can."""
     if config.api_keys is not None:
         return
     if is_loopback(config.host):

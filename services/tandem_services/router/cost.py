@@ -1,22 +1,22 @@
-"""The cost model: what a choice is predicted to cost, in seconds. Pure; `scripts/score.lua` is the same in Lua.
+"""The cost model of the router: the predicted cost of a candidate, in seconds. Pure.
 
-Redis decides with the Lua twin, the local fallback with this one, and a property test holds the two together.
+`scripts/score.lua` implements the same in Redis. Local routing uses this module; a property test keeps both equal.
 
-    prefix_fetch     what bringing a cached prefix from another worker to that one takes beyond its queue, where that
-                     pays: messages + turns of the other's loop + KV bytes that it lacks / rate of the link
-    host_load        prompt tokens that it has in host memory alone × seconds to copy one to the device
+    prefix_fetch     cost of a cached prefix from another worker beyond its queue, where a fetch is cheaper: messages +
+                     iterations of the other's loop + missing KV bytes / rate of the link
+    host_load        prompt tokens cached only in host memory × seconds to copy one to the device
     prefill_queue    tokens queued and reserved / prefill rate of the worker that computes the prompt
-    prefill_compute  prompt tokens that it has neither cached nor fetched, at least one / its prefill rate
-    prefill_stall    (prefill_compute + host_load) × the sequences that wait for them: those that decode on that worker,
-                     on a decode worker one that will come, and everywhere those that will come later (FOLLOWERS); for
-                     tokens that are fetched, only those whose blocks they push out of the cache (COPY_FOLLOWERS)
-    transfer         of a pair: handoff messages + KV bytes that the decode worker lacks / rate of the link between them
-    decode_load      (sequences there + reserved) × step time: what one more sequence costs its neighbours
-    decode_room      NO_ROOM_S when the sequence would have to wait for others to end
+    prefill_compute  prompt tokens neither cached nor fetched, at least one / prefill rate
+    prefill_stall    (prefill_compute + host_load) × the sequences that wait for them: those decoding on that worker; on
+                     a decode worker one that will arrive; everywhere those that arrive later (FOLLOWERS). For fetched
+                     tokens only those whose blocks they evict from the cache (COPY_FOLLOWERS)
+    transfer         for a pair: handoff messages + KV bytes that the decode worker lacks / rate of the link
+    decode_load      (sequences there + reserved) × step time: what one more sequence costs the others
+    decode_room      NO_ROOM_S if the sequence would have to wait for others to end
 
-A choice is a pair, with all terms, or a worker alone, which has no transfer. So to move a prefix or to compute it
-again, and to compute a prompt remotely or locally, is one question: which sum is lowest. Rates are of further tokens:
-what a step takes whatever it computes is paid wherever the prompt is computed.
+A candidate is a pair, with all terms, or a single worker, without a transfer. Fetching or recomputing a prefix, and
+computing a prompt remotely or locally, are therefore one comparison: the lowest sum. Rates describe additional tokens,
+because the fixed cost of a step is the same wherever the prompt is computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ FETCH_S = 0.004
 """Question, answer and proof of one prefix fetch, whatever its size."""
 
 FETCH_TURNS = 2
-"""Of the loop of the worker that has the prefix: it hears the question in one, of the end of its writes in another."""
+"""Iterations of the source's loop: one receives the request, another the completion of the writes."""
 
 TURN_TOKENS = 512
 """Prompt tokens that a worker computes in one turn at most: a chunk."""
@@ -85,7 +85,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What one request asks for."""
+    """The demand of one request."""
 
     prompt_tokens: int
     output_tokens: int
@@ -122,7 +122,7 @@ def host_load_s(load: Load, tokens: int) -> float:
 
 
 def copy_s(load: Load, tokens: int) -> float:
-    """What a second copy of `tokens` tokens pushes out of the worker's cache, and somebody computes again."""
+    """Cost of recomputing what a second copy of `tokens` tokens evicts from the worker's cache."""
     return tokens / load.prefill_rate * COPY_FOLLOWERS
 
 
@@ -145,7 +145,7 @@ def token_s(load: Load, bytes_per_s: float | None) -> float:
 
 
 def turn_s(load: Load) -> float:
-    """Until a worker looks at its messages again, at most."""
+    """Time until a worker polls its messages again, at most."""
     decode = load.step_s if load.sequences > 0 else 0.0
     return min(load.queue_tokens, TURN_TOKENS) / load.prefill_rate + decode
 

@@ -1,9 +1,8 @@
-"""What the gateway asks the router and what it gets. The router's public vocabulary.
+"""The router's public types: what a gateway sends to the router, and what it gets back.
 
-What a router asks of whoever can prove that a worker is a member: that it answers over an authenticated socket.
-
-A gateway has such sockets (`gateway.dispatch.dispatcher`); a stand-alone router has none, and goes by signed rows
-alone.
+`MemberProofs` is the router's interface to a component that can prove membership: it checks that a worker answers over
+an authenticated socket. A gateway has such sockets (`gateway.dispatch.dispatcher`). A stand-alone router has none and
+relies on signed rows alone.
 """
 
 from collections.abc import Iterable
@@ -17,10 +16,10 @@ from tandem_engine.config import Role
 
 
 class Source(StrEnum):
-    """Who decided."""
+    """Where the decision was made."""
 
     REDIS = "redis"
-    """With the shared index and everybody's reservations."""
+    """With the shared index and the reservations of all gateways."""
     LOCAL = "local"
     """From this gateway's last view, because Redis was away or slow."""
     SESSION = "session"
@@ -30,7 +29,7 @@ class Source(StrEnum):
 
 
 class Placement(StrEnum):
-    """Who computes the prompt, and why."""
+    """Where the prompt is computed, and why."""
 
     PAIR = "pair"
     """A prefill worker; its KV moves."""
@@ -176,14 +175,14 @@ class Choice:
     source: Source
     placement: Placement
     terms: tuple[ScoreTerm, ...]
-    """Predicted seconds; their sum is what was minimised."""
+    """Predicted seconds; their sum was minimized."""
     matched_tokens: int
     """Prompt tokens predicted to be cached on the worker that computes the prompt. A hint, never a promise."""
     fetch: PlannedFetch | None = None
     priced: PricedOptions | None = None
-    """What it was made from; None when nobody has asked, or nothing was priced."""
+    """The options it was chosen from; None when they were not requested, or nothing was scored."""
     decided_s: float = 0.0
-    """How long the decision took, as far as whoever asked for it has measured that."""
+    """How long the decision took, as measured by its caller."""
     reservation: Reservation
 
 

@@ -1,17 +1,17 @@
-"""What the processes of one deployment derive from its key file: a namespace in Redis, and proofs of what they write.
+"""What the processes of one deployment derive from its key file: a Redis namespace, and signatures of what they write.
 
-Redis is shared with others, so nothing that is read there is taken for true because it is there:
+Redis is shared, so its content is untrusted until a signature proves it:
 
-    namespace  part of every key's name: two deployments with one cluster name and different keys do not meet
-    row        a worker signs the whole description that it writes; a reader drops a row without its proof
+    namespace  part of every key's name: two deployments with the same cluster name and different keys never meet
+    row        a worker signs its whole description; readers drop rows without a valid signature
     claim      a worker signs its incarnation: "this incarnation exists", by which it holds its worker's name
-    verdict    why an incarnation is over: the claim of a newer incarnation of the same worker, or a sentence that a
-               process of the deployment has signed (a peer that found it dead, or the worker itself as it leaves)
+    verdict    why an incarnation has ended: the claim of a newer incarnation of the same worker, or a sentence signed
+               by a process of the deployment (a peer that found it dead, or the worker itself as it exits)
 
-A proof does not say when it was made. So an old row, written again, passes this check; it names an incarnation that no
-longer answers pings, and is not offered for that reason. An old claim or verdict stays true.
+A signature contains no time. An old row that is written again is therefore valid, but names an incarnation that answers
+no pings and is not offered for that reason. An old claim or verdict remains true.
 
-Without a key file (loopback alone) there is no secret: proofs only catch damage then, and there is no namespace.
+Without a key file (loopback only) there is no secret and no namespace: signatures then only detect damage.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Deployment:
 
     @property
     def namespace(self) -> str:
-        """16 hex digits; "" without a key file. Tells nothing about the secret."""
+        """16 hex digits; "" without a key file. Reveals nothing about the secret."""
         if not self.secret:
             return ""
         return blake2b(b"registry namespace", key=self.secret, digest_size=NAMESPACE_BYTES).hexdigest()
@@ -70,11 +70,11 @@ class Deployment:
         return incarnation if _equal(proof, self._proof("claim", incarnation)) else None
 
     def verdict(self, on: str, *, by: str) -> str:
-        """That the incarnation `on` is over, says `by`."""
+        """A signed statement by `by` that the incarnation `on` has ended."""
         return f"{by} {self._proof('verdict', on, by)}"
 
     def condemner(self, verdict: str, on: str) -> str | None:
-        """Who says that `on` is over; None when no process of this deployment has said so."""
+        """The signer of the verdict on `on`; None when no process of this deployment has signed it."""
         by, _, proof = verdict.partition(" ")
         if _equal(proof, self._proof("verdict", on, by)):
             return by

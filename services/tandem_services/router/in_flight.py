@@ -1,8 +1,8 @@
 """Prompts in flight: blocks that a worker will have cached soon, because a prompt with them was sent to it.
 
-The index learns of a block after it is computed. Until then these notes keep equal prompts that arrive together on one
-worker. `scripts/in_flight.lua` does the same in Redis for all gateways, with the reasons; this is what one gateway
-knows of its own choices while Redis is away.
+The index contains a block only after it is computed. Until then these records route equal prompts that arrive together
+to one worker. `scripts/in_flight.lua` does the same in Redis for all gateways and gives the reasons. This module covers
+the choices of this gateway while Redis is unavailable.
 """
 
 from collections import OrderedDict
@@ -69,7 +69,7 @@ class PromptsInFlight:
     _kept: int = 0
 
     def note(self, number: int, chain: Sequence[bytes], incarnation: str, seconds: float) -> None:
-        """The worker will have computed the prompt with these blocks in `seconds`. `take_back` knows it by `number`."""
+        """The worker will have computed the prompt with these blocks in `seconds`. `take_back` uses `number`."""
         self._drop_old()
         expires = self.clock.now() + EXPIRY_FACTOR * seconds + EXPIRY_SLACK_MS / 1000
         known = self.matches(chain).get(incarnation, 0)

@@ -1,7 +1,7 @@
-"""The prefix index in Redis: workers publish what they cache, gateways ask for the best choice.
+"""The prefix index in Redis: workers publish their cached blocks, gateways query the best choice.
 
-An update names the revision it builds on (see scripts/index.lua); `route` matches, prices, chooses and
-reserves in one round trip (see scripts/route.lua).
+An update names the revision that it builds on (scripts/index.lua). `route` matches, scores, chooses and reserves in one
+round trip (scripts/route.lua).
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class UpdateKind(StrEnum):
     HOST_ALONE = "H"
     """What is stored is in host memory, and not on the device."""
     ON_DEVICE = "D"
-    """What was in host memory alone no longer is: the device has it, or nobody."""
+    """Blocks that were in host memory alone no longer are: they are on the device, or dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class RoutedFetch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
-    """A choice by incarnations; who they are is the membership's business."""
+    """A choice by incarnations, which `Membership` resolves."""
 
     decode: str
     prefill: str | None
@@ -130,7 +130,7 @@ class Routed:
     fetch: RoutedFetch | None
     terms: tuple[ScoreTerm, ...]
     priced: PricedOptions | None
-    """What it was chosen from, if that was asked for."""
+    """The options it was chosen from, if they were requested."""
     reservation: Reservation
 
 
@@ -170,7 +170,7 @@ class BlockIndex:
     ) -> Routed | None:
         """Choose and reserve; None when no live worker qualifies.
 
-        `chain`: 16-byte digests of the prompt's pages. `told`: with what it was chosen from.
+        `chain`: 16-byte digests of the prompt's pages. `told`: also return the options it was chosen from.
         """
         reply = await self.library.ask(
             "route_and_reserve",

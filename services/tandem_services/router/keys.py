@@ -1,4 +1,4 @@
-"""Every Redis key and every time-to-live of the registry and the prefix index, with the reason beside each.
+"""Every Redis key and every time-to-live of the router's state in Redis, each with its reason.
 
 All keys start with `tandem:{cluster}:` and, where the deployment has a key file, the digest of its secret and another
 colon (`router.deployment`), so that deployments with one cluster name and different keys do not meet. The braces are a
@@ -14,12 +14,12 @@ hash tag, so on a Redis Cluster all keys of one cluster name share a slot and on
     host:<incarnation>   SET   those of them that are in host memory alone, not on the device
     cursor:<incarnation> STR   revision of the last index update that was applied to the two sets above
     links:<incarnation>  STR   lines of a receiver's incarnation, a space and the seconds to move one token's KV to it
-    quarantine           ZSET  digest of a request that kills workers → when it may be forgotten
+    quarantine           ZSET  digest of a request that crashes workers → when it may be forgotten
     usage:<tenant>       HASH  requests and tokens of one API key's last minute, by second (scripts/usage.lua)
     running:<tenant>     ZSET  request of it that runs → end of its lease
     fair                 HASH  tenant → virtual tokens it has had (scripts/fair.lua)
     backlog              ZSET  tenant that waits at some gateway → until when that counts
-    wishes               HASH  gateway → until when that counts, and whom its next place is for
+    wishes               HASH  gateway → until when that counts, the priority and tenant its next slot is for
     places               STR   until when that counts, and how many places gateways have left to others
     session:<digest>     STR   which worker keeps a conversation, how long it is and what it ends with; lives as long
                                as the session is kept, by the gateway's --session-ttl
@@ -58,7 +58,7 @@ FENCE_AFTER_MS = 10_000
 lives: one that does not answer them is fenced for good. Longer than the lease, because being fenced costs a restart."""
 
 FENCED_MEMORY_MS = 3_600_000
-"""A fenced incarnation is recognised for an hour: longer than any process stays suspended by accident."""
+"""A fenced incarnation is recognized for an hour: longer than any process stays suspended by accident."""
 
 INDEX_TTL_MS = 60_000
 """Blocks outlive the lease, so that a short loss of Redis costs no replay. Every heartbeat and every index
@@ -75,35 +75,35 @@ RESERVATION_BUCKET_MS = 250
 """Reservations of one worker are summed per quarter second: no key per request, nothing to sweep."""
 
 SWEEP_EVERY_MS = 1_000
-"""Dead rows are looked for once a second by whoever calls first, not in every heartbeat."""
+"""Dead rows are swept once a second by the first caller, not in every heartbeat."""
 
 SWEEP_STEP = 512
 """Incarnations retired in one sweep, so that no call blocks Redis for long."""
 
 MAX_WORKERS = 4_096
-"""One more is not let in. What makes the registry larger was not written by workers: it is taken out, and they stay."""
+"""One more is rejected. Rows beyond it were not written by workers: they are removed, and the workers stay."""
 
 MAX_ROW_FIELDS = 128
 """Of one worker's readable hash. One with more was not written by a worker."""
 
 MAX_GATEWAYS = 1_024
-"""More wishes than this are rubbish."""
+"""More wishes than this are malformed data."""
 
 MAX_PLACES = 65_536
-"""More places than this are rubbish."""
+"""More places than this are malformed data."""
 
 LEASE_OF_REQUEST_MS = 30_000
 """A running request of a gateway that died counts against its tenant's concurrency for at most this long."""
 
 WISH_MS = 1_000
-"""What a gateway wishes counts this long after it last said so: five of its reports."""
+"""A gateway's wish counts this long after its last report: five of its reports."""
 
 PLACE_MS = 1_000
 """Places that gateways have left to others are forgotten this long after the last one was left: by then workers have
-reported their room. One that nobody takes may therefore live for as long as others are left each second."""
+reported their capacity. An unused one may therefore live for as long as others are left each second."""
 
 BACKLOG_MS = 2_000
-"""A tenant counts as waiting this long after a gateway last said so: ten of its reports."""
+"""A tenant counts as waiting this long after a gateway's last report of it: ten of its reports."""
 
 MAX_CHAIN_BLOCKS = 65_536
 """Blocks of a prompt that are hashed for routing."""

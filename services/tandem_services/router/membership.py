@@ -1,23 +1,19 @@
-"""A gateway's view of the fleet: who can be proved to be a member, as Redis names them and as they answer themselves.
+"""A gateway's view of the fleet: workers proven to be members, from Redis and from their own answers.
 
-Redis is a hint. It tells where workers are and how they are doing; whether one is a member its own answers prove
-(`decision`).
+Redis is a hint: it contains addresses and loads, but a worker's own answer proves its membership (`MemberProofs`).
 
-1. Each heartbeat a snapshot from Redis brings rows. Only signed ones get here. A worker is offered once it has
-   answered.
-2. Missing from the snapshot: the worker does not reach Redis, Redis has lost it, or it is gone. It stays for as long as
-   it answers (`unlisted`), until a signed verdict says that it is over or a newer incarnation of it has a signed row.
-3. Redis away: the view stays as it is.
-4. A router without proofs goes by rows alone: after a wipe (new epoch), or with new rubbish in the registry, workers of
-   the old view stay for one lease, in which the living ones register again; then only the new registry counts.
-5. `mark_dead`: the gateway lost the connection. The worker is left out until `mark_alive`, because it has answered
-   since, until it is gone from the registry, or until it has been there for another `FORGIVE_S`.
-6. `note_refusal`: the worker answers, and sends requests away. It has that state until a view knows more (`refusals`).
+    1. snapshot      each heartbeat brings the rows of Redis, only signed ones; a worker is offered once it has answered
+    2. unlisted      missing in the snapshot: the worker cannot reach Redis, Redis lost it, or it has exited. It stays
+                     while it answers, until a signed verdict ends it or a newer incarnation has a signed row
+    3. Redis away    the view does not change
+    4. no proofs     a router without proofs relies on rows. After a wipe (new epoch), or with new malformed rows,
+                     workers of the old view stay for one lease, in which live ones register again
+    5. `mark_dead`   the gateway lost the connection: the worker is excluded until `mark_alive`, because it has answered
+                     since, until it leaves the registry, or until it was listed for another `FORGIVE_S`
+    6. `note_refusal`  the worker answers but rejects requests: its state is recorded until a newer view (`Refusals`)
 
-Workers that have sent a request away, because they drain or are paused, and what the last view did not know of it.
-
-Redis knows within milliseconds, for such a worker tells it at once. A gateway's own view is a heartbeat old, and while
-it decides, every request until the next heartbeat would find out for itself.
+`Refusals` tracks workers that rejected a request because they drain or are paused. Redis has the state of such a worker
+within milliseconds, but the local view is up to a heartbeat old; local routing would send it every request until then.
 """
 
 from collections import Counter
@@ -45,14 +41,14 @@ class FleetView:
 
     members: tuple[FleetMember, ...]
     age_s: float
-    """Since Redis last told who there is; longer than a few heartbeats: Redis is away, and the last view decides."""
+    """Since Redis last returned the members. Beyond a few heartbeats Redis counts as away and the last view decides."""
 
 
 TOLD_S = 0.25
-"""A view that was asked for sooner after a refusal may be from before the worker told Redis."""
+"""A view requested sooner after a rejection may be older than the worker's own report to Redis."""
 
 ASK_AGAIN_S = 2.0
-"""While Redis is away there is no view, and only the worker can say that it takes requests again: then it is asked."""
+"""While Redis is unavailable there is no view, and only the worker can report that it accepts requests: it is tried."""
 
 
 class _Refusal(NamedTuple):
@@ -79,7 +75,7 @@ class Refusals:
         return refusal.state
 
     def settle(self, *, asked_at: float) -> None:
-        """A view that was asked for at `asked_at` is here: it knows of what was refused well before."""
+        """Apply a view that was requested at `asked_at`: it contains the state behind rejections well before that."""
         self._latest = {who: each for who, each in self._latest.items() if each.at + TOLD_S > asked_at}
 
 
@@ -138,8 +134,8 @@ class Membership:
         return frozenset(self._marked_dead)
 
     def update(self, snapshot: FleetSnapshot, *, asked_at: float | None = None) -> None:
-        """Take over what the registry says; it was asked at `asked_at`, or just now."""
-        # A record that stays senseless must not keep the old view for ever.
+        """Apply a snapshot of the registry, requested at `asked_at`, or just now."""
+        # A record that stays malformed must not keep the old view forever.
         if snapshot.rubbish > self._rubbish or (self._epoch and snapshot.epoch != self._epoch):
             self._recovering_until = self.clock.now() + LEASE_MS / 1000
         self._epoch, self._rubbish = snapshot.epoch, snapshot.rubbish
@@ -156,7 +152,7 @@ class Membership:
         self._refusals.settle(asked_at=self.clock.now() if asked_at is None else asked_at)
 
     def rely_on(self, proofs: MemberProofs) -> None:
-        """From now on nobody is offered whom `proofs` does not know to answer."""
+        """From now on offer only workers that answer, according to `proofs`."""
         self.proofs = proofs
         self._watch()
 
@@ -174,7 +170,7 @@ class Membership:
         self._marked_dead.setdefault(incarnation, self.clock.now())
 
     def mark_alive(self, incarnation: str) -> None:
-        """This incarnation has answered the gateway since. What the registry says of it counts again."""
+        """This incarnation has answered the gateway since. Its state in the registry counts again."""
         self._marked_dead.pop(incarnation, None)
         self._watch()
 
@@ -187,11 +183,11 @@ class Membership:
         self._refusals.note(incarnation, state)
 
     def workers(self) -> tuple[WorkerView, ...]:
-        """Everybody that something may be sent to; draining and stalled workers included."""
+        """All workers that something may be sent to, draining and stalled ones included."""
         return tuple(record.view for incarnation, record in self._records.items() if self._usable(incarnation))
 
     def members(self) -> tuple[FleetMember, ...]:
-        """Everybody in the view, the dead included."""
+        """All workers in the view, dead ones included."""
         return tuple(
             FleetMember(record=self._as_known(record), suspect=not self._usable(incarnation))
             for incarnation, record in self._records.items()
@@ -253,7 +249,7 @@ class Membership:
         }
 
     def _may_answer(self, incarnation: str) -> bool:
-        """Whether it proves to be a member, or was lost a moment ago and is being asked whether it lives."""
+        """Whether it proves to be a member, or was lost a moment ago and is being probed."""
         if self.proofs is None:
             return False
         lost_at = self._marked_dead.get(incarnation)

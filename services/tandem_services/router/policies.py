@@ -1,20 +1,15 @@
-"""The policies of a router: by name, one for each role.
+"""Routing policies: which workers the cost model may choose from. One policy per role, selected by name.
 
-Workers that have just registered, and how much of their share they are offered yet.
+The router applies the policy of the decode role first, then that of the prefill role among workers that can hand off to
+those. Excluded workers are left out of the query, as are workers on which the request has failed. Everything else stays
+as it is: the cost model, pair or single worker, reservation and explain.
 
-A newcomer has an empty queue, so that it is the cheapest for every gateway at once; it has kernels still to compile and
-connections still to make, so that it is slower than its price says. Its share grows from nothing to all of it within
-`RAMP_S`. While a fleet starts, and to a gateway that has just started itself, everybody is new and so nobody is.
+`Session` sends requests of one user or conversation to one worker; a worker that leaves moves only its own keys. The
+key is the request's `user`. A request without one is placed by its id.
 
-Which workers the price may choose among. One policy for each role.
-
-The router asks the policy of the decode role first, then that of the prefill role among workers that can hand to
-those. What a policy passes over is left out of the query, as workers are that the request has failed on; everything
-else, the price of pair and alone, the reservation and explain, stays as it is.
-
-`session`: requests of one user or conversation go to one worker, and a worker that leaves moves only its own.
-
-The key is the request's `user`. A request without one goes anywhere, by its id.
+`Newcomers` implements slow start for `Ramping`. A worker that has just registered has an empty queue and is therefore
+the cheapest for every gateway at once, but it still compiles kernels and opens connections. Its share grows from zero
+to full within `RAMP_S`. It does not apply while all workers are new: at the start of a fleet or of this gateway.
 """
 
 import math
@@ -30,10 +25,10 @@ from tandem_engine.config import Role
 from tandem_services.router.decision import RouteQuery, WorkerView
 
 RAMP_S = 10.0
-"""Ten heartbeats: what a newcomer really does is in its reports by then."""
+"""Ten heartbeats: by then the actual load of a new worker is in its reports."""
 
 START_S = 30.0
-"""Workers of one fleet load their weights at different speed: whoever comes within this time belongs to its start."""
+"""Workers of one fleet load weights at different speed: those registered within this time belong to its start."""
 
 FORGET_S = 60.0
 
@@ -44,14 +39,14 @@ class Newcomers:
 
     clock: Clock
     _first: dict[str, float] = field(default_factory=dict)
-    """Incarnation → when it was first seen, or early enough for who belongs to the start."""
+    """Incarnation → when it was first seen, or early enough for one that belongs to the start."""
     _last: dict[str, float] = field(default_factory=dict)
     _began: float | None = None
     """When the first worker was seen."""
     _young_until: float = -math.inf
 
     def observe(self, incarnations: Collection[str]) -> None:
-        """The fleet as of now. Who is away for `FORGET_S` is forgotten, not at once: Redis may have lost it."""
+        """The current fleet. A worker is forgotten after `FORGET_S` of absence, not at once: Redis may have lost it."""
         now = self.clock.now()
         if self._began is None and incarnations:
             self._began = now
@@ -66,7 +61,7 @@ class Newcomers:
 
     @property
     def any(self) -> bool:
-        """Whether somebody has not all of its share yet."""
+        """Whether a worker does not have its full share yet."""
         return self.clock.now() < self._young_until
 
     def share(self, incarnation: str) -> float:
@@ -93,7 +88,7 @@ class Policy(Protocol):
 
 
 class Exploring:
-    """`policy`, but for a `share` of all queries anybody."""
+    """`policy`, but for a `share` of all queries any worker."""
 
     def __init__(self, policy: Policy, share: float, random: Random) -> None:
         self._policy = policy
@@ -229,7 +224,7 @@ class PoliciesByRole:
         newcomers: Newcomers,
         exploration: float = 0.0,
     ) -> None:
-        """`exploration`: share of queries that go to anybody."""
+        """`exploration`: share of queries that may go to any worker."""
 
         def composed(name: str) -> Policy:
             policy = POLICIES[name](random)
@@ -245,7 +240,7 @@ class PoliciesByRole:
 
     @property
     def narrows(self) -> bool:
-        """False: nobody would be passed over now."""
+        """False: no worker would be excluded now."""
         return self._always or self._newcomers.any
 
     def passed_over(self, workers: Iterable[WorkerView], query: RouteQuery) -> frozenset[str]:

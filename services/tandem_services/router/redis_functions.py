@@ -1,10 +1,10 @@
-"""The Redis Function library: one source built from `scripts/`, named after its own content.
+"""The Redis Function library: one source built from `scripts/`, named after a digest of its content.
 
-1. The source is the constants of `keys`, `cost` and `scoring`, then the scripts in the order of their dependence.
-2. Library and function names carry a digest of the source, so that gateways and workers of two releases
-   work side by side during a rollout, each with its own functions on the same keys.
-3. Whoever calls first loads it, and so does whoever finds it gone (Redis came back empty). A Redis user
-   without FUNCTION LOAD needs it loaded by an administrator: `library_source()` is what to load.
+1. The source consists of the constants of `keys`, `cost` and `scoring`, then the scripts in order of dependency.
+2. Library and function names contain the digest, so that gateways and workers of two releases work on the same keys
+   during a rollout, each with its own functions.
+3. The first caller loads the library, and any caller that finds it missing (after Redis lost its data) loads it again.
+   A Redis user without FUNCTION LOAD needs an administrator to load it: `library_source()` returns the source.
 """
 
 from collections.abc import Mapping

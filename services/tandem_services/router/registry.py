@@ -1,22 +1,17 @@
-"""The registry: who is there, with what lease, told to and by Redis.
+"""The registry in Redis: which workers exist, with which lease, load and statistics.
 
-    1. A worker sends its whole description and load with every heartbeat, so the first one registers and any
-       one re-registers after Redis lost everything. Nothing has to be remembered about what was sent.
-    2. The answer says whether the lease holds or this incarnation is over (fenced); which incarnations exist, when that
-       changed; and where the index of this worker stands.
-    3. Gateways read a snapshot once a heartbeat. An epoch number tells an empty registry (everybody left)
-       from a wiped one (everybody is about to come back).
+    1. A worker sends its whole description and load with every heartbeat. The first one registers it, and any later one
+       registers it again after Redis lost its data. A worker keeps no state about earlier heartbeats.
+    2. The reply contains whether the lease holds or this incarnation is fenced, which incarnations exist (if that
+       changed), and the revision of this worker's index.
+    3. Gateways read a snapshot once per heartbeat. An epoch number distinguishes an empty registry (all workers left)
+       from a wiped one (all workers are about to return).
 
-What is read back is untrusted: a record, a claim or a verdict that no process of the deployment has signed, or that
-does not make sense, is counted and left out.
+`Figures` are statistics for display only; routing does not use them. A worker writes them into its readable hash with
+every heartbeat, the view keeps the text, and they are parsed only when they are displayed.
 
-What a worker tells about itself for people to see. Nothing of it takes part in routing.
-
-    1. The worker writes the figures into its readable hash with every heartbeat.
-    2. A gateway's view of the fleet keeps them as the text that came.
-    3. They are parsed when somebody looks: a fleet that nobody watches costs nothing.
-
-What is read back is untrusted: figures that make no sense are no figures, and the worker is still a worker.
+All content of Redis is untrusted. A record, claim or verdict without a valid signature, or with malformed values, is
+counted and dropped. Malformed statistics are dropped without their worker.
 """
 
 import re
@@ -49,7 +44,7 @@ Label = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one worker. Totals count since its start. 0 where its release tells nothing."""
+    """Statistics of one worker. Totals count since its start. 0 where its release reports nothing."""
 
     running: Count = 0
     waiting: Count = 0
@@ -111,7 +106,7 @@ _Links = Annotated[tuple[LinkReport, ...], msgspec.Meta(max_length=MAX_LINKS)]
 
 
 class WorkerState(StrEnum):
-    """What a worker says about itself. Only `READY` is offered."""
+    """The state that a worker reports. Only `READY` is offered."""
 
     READY = "ready"
     DRAINING = "draining"
@@ -120,13 +115,13 @@ class WorkerState(StrEnum):
     PAUSED = "paused"
     """An operator has paused generation."""
     STANDBY = "standby"
-    """Its revision has not been tried yet: it serves who names it, such as a canary."""
+    """Its revision has not been tested yet: it serves requests that name it, such as a canary."""
 
 
 class LeaseStatus(StrEnum):
     RENEWED = "renewed"
     FENCED = "fenced"
-    """A process of the deployment says that this incarnation is over: a newer one has the name, or peers found it dead.
+    """A process of the deployment has signed its end: a newer one has the name, or peers found it dead.
     Final: the process must end."""
     FULL = "full"
     """The registry has as many workers as it takes (`MAX_WORKERS`)."""
@@ -170,7 +165,7 @@ class HeartbeatReply:
 
     status: LeaseStatus
     by: str = ""
-    """Who says that this incarnation is over, when it is fenced."""
+    """The signer of the verdict, when this incarnation is fenced."""
     forged: str = ""
     """A verdict that no process of this deployment has signed stands in the way of the lease: name it in the next
     heartbeat, which takes it away."""
@@ -201,7 +196,7 @@ class FleetSnapshot:
     rubbish: int
     """Values that made no sense, in Redis or on the way."""
     fenced: frozenset[str] = frozenset()
-    """Of the incarnations that were asked for, those that are over."""
+    """Of the incarnations in the query, those that have ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,7 +244,7 @@ class Registry:
     async def snapshot(self, missing: Iterable[str] = ()) -> FleetSnapshot:
         """All live workers, draining and stalled ones included.
 
-        `missing`: incarnations that the caller has and no snapshot named lately. It asks whether they are over.
+        `missing`: incarnations of the caller that recent snapshots lacked, to learn whether they have ended.
         """
         reply = await self.library.ask(
             "snapshot", self.keys.shared, self.keys.prefix, secrets.token_hex(8), *missing, shape=_SnapshotReply
@@ -391,7 +386,7 @@ def _incarnation(text: str) -> str:
 
 
 def _endpoint(text: str) -> str:
-    """`text`, which an engine says that it listens at. Anything else would reach ZMQ, which has more transports."""
+    """`text`, the endpoint that an engine reports. Anything else would reach ZMQ, which has more transports."""
     if not Address.of_endpoint(text).port:
         raise ValueError(f"{text[:200]!r} has no port")
     return text

@@ -1,17 +1,16 @@
-"""Chooses workers for requests. The one entry point for a gateway.
+"""Chooses workers for requests: the only entry point of the router for a gateway.
 
-1. `start` requires Redis once, loads the function library and takes the first view of the fleet.
+1. `start` requires Redis once, loads the function library and reads the first view of the fleet.
 2. A background task refreshes the view every heartbeat.
-3. `choose` hashes the prompt, asks Redis in one round trip, and looks the answer up in the view. Redis
-   away, slow or answering nonsense: the last view decides [redis-is-optional]. No request fails
-   because of Redis, and none waits for it longer than the routing deadline. Where Redis does not name some of the
-   members, the view decides for their share of the requests.
-4. `release` when an attempt has ended, however it ended.
+3. `choose` hashes the prompt, queries Redis in one round trip, and resolves the reply in the view. If Redis is
+   unavailable, slow or returns malformed data, the last view decides [redis-is-optional]. No request fails because of
+   Redis, and none waits for it longer than the routing deadline. If Redis does not list some of the members, the view
+   decides for their share of the requests.
+4. `release` frees the reservation when an attempt has ended, however it ended.
 
-Which decisions tell what they chose from: all, as long as there are not many.
-
-It takes Redis, router and journal some microseconds and bytes, which nobody notices at a hundred decisions a second and
-somebody may at five thousand. Those of a busy second are a sample: its first ones.
+`TellingBudget` limits how many decisions record the options they chose from. That costs Redis, router and journal some
+microseconds and bytes each, which matters at thousands of decisions per second. In a busy second only the first ones
+are recorded.
 """
 
 import asyncio
@@ -79,11 +78,11 @@ class RouterConfig:
     """A decode worker computes a prompt alone where that is predicted to be faster and it lacks no more tokens than
     this; 0: only when no prefill worker can."""
     policies: PolicyNames = field(default_factory=PolicyNames)
-    """Who is left for the price to choose among, by role."""
+    """Which workers the cost model may choose from, by role."""
     exploration: float = 0.0
     """Share of requests that go to workers at random, so that what is never chosen stays known."""
     told_per_second: int = 0
-    """Most decisions of a second that tell what they chose from (`Choice.priced`)."""
+    """Decisions per second that record the options they chose from (`Choice.priced`), at most."""
     routing_timeout_s: float = ROUTING_TIMEOUT_S
     start_timeout_s: float = 30.0
     """How long `start` waits for Redis."""
@@ -134,12 +133,12 @@ class TellingBudget:
 
     clock: Clock
     per_second: int
-    """0: none tells."""
+    """0: no decision does."""
     _second: int = -1
     _spent: int = 0
 
     def spend(self) -> bool:
-        """Whether this decision tells."""
+        """Whether this decision records its options."""
         second = int(self.clock.now())
         if second != self._second:
             self._second, self._spent = second, 0
@@ -267,7 +266,7 @@ class Router:
         return self._routing.failures
 
     def rely_on(self, proofs: MemberProofs) -> None:
-        """Nobody is chosen from now on who does not prove to be a member."""
+        """From now on only workers that prove to be members are chosen."""
         self._membership.rely_on(proofs)
 
     def mark_dead(self, incarnation: str) -> None:
@@ -283,7 +282,7 @@ class Router:
         self._membership.note_refusal(incarnation, state)
 
     async def choose(self, query: RouteQuery) -> Choice:
-        """Where to send one attempt. Raises `NoWorkersError` when nobody can take it now."""
+        """The workers for one attempt. Raises `NoWorkersError` when no worker can take it now."""
         choice = await self._find(query)
         if choice is not None and not _continues(choice, query):
             # It registered since the last view, and is known from now on.
@@ -321,12 +320,12 @@ class Router:
     async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
         """A worker that takes over what `leaving` generates, with its KV: the prefill end of the choice is `leaving`.
 
-        Raises `NoWorkersError` when nobody else has room now: who would have to wait is better off where it is.
+        Raises `NoWorkersError` when no other worker has capacity now: then the request stays where it is.
         """
         choice = await self.choose(
             replace(query, exclude=query.exclude | {leaving.incarnation}, compat_hash=leaving.compat_hash)
         )
-        # By a view that is a heartbeat old somebody may seem to have room who has just been withdrawn.
+        # In a view that is a heartbeat old, a worker that was just withdrawn may seem to have capacity.
         outdated = choice.source is Source.LOCAL and self._routing.available
         if outdated or has_to_wait(choice.terms):
             await self.release(choice)
@@ -342,7 +341,7 @@ class Router:
         await self._held.release(choice)
 
     async def issue_ticket(self, ticket_id: str, choice: Choice, query: RouteQuery) -> bool:
-        """Let whoever learns `ticket_id` carry out `choice`, which is still to be released here.
+        """Allow the holder of `ticket_id` to execute `choice`, which is still to be released here.
 
         False when that is not possible: without a shared reservation, or without Redis.
         """
@@ -357,7 +356,7 @@ class Router:
         return None if choice is None else self._noted(choice)
 
     async def release_unredeemed(self, ticket_id: str, choice: Choice) -> None:
-        """As `release`, of a choice that a ticket was issued for: what somebody redeemed is theirs to give back."""
+        """As `release`, of a choice with a ticket: after redemption the other process releases the reservation."""
         if await self._ticketed.was_redeemed(ticket_id, choice):
             self._held.drop(choice)
         await self.release(choice)
@@ -378,7 +377,7 @@ class Router:
         return self._own.sequences(worker.incarnation)
 
     async def _choose_in_redis(self, query: RouteQuery, *, told: bool) -> Choice | None:
-        """None when Redis cannot tell: the caller decides locally."""
+        """None when Redis is unavailable: the caller decides locally."""
         if not self._routing.available:
             return None
         try:
@@ -386,7 +385,7 @@ class Router:
         except RedisUnavailableError:
             return None
         if choice is not None and choice.placement is Placement.DEGRADED and self._membership.unlisted:
-            # Redis knows of no prefill worker; the view may.
+            # Redis has no prefill worker; the view may.
             paired = await self._local.choose(query, self._demand(query), told=told)
             if paired is not None and paired.prefill is not None:
                 await self._held.give_back(query.request_id, choice.reservation)
@@ -426,5 +425,5 @@ class Router:
 
 
 def _continues(choice: Choice, query: RouteQuery) -> bool:
-    """Whether the workers of `choice` are of the kind that the query asks for."""
+    """Whether the workers of `choice` are of the kind that the query requires."""
     return query.compat_hash in (None, choice.decode.compat_hash)

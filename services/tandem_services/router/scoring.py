@@ -1,13 +1,14 @@
-"""Which workers and pairs of workers may serve a request, and the cheapest of them by the cost model (`cost`).
+"""Selects the cheapest worker or pair for a request by the cost model (`cost`), and plans prefix fetches. Pure.
 
-`scripts/route.lua` does the same in Redis. A pair is priced with the link between its two ends, so the best pair is
-not simply the best end of each list. All pairs of the most promising ends are looked at: enough that a slow link is
-avoided, few enough that a decision costs the same in a large fleet.
+`scripts/route.lua` and `scripts/fetch.lua` implement the same in Redis.
 
-Which worker would better fetch a prefix than compute it, and from whom. `scripts/fetch.lua` does the same in Redis.
+A pair is scored with the link between its two ends, so the best pair is not simply the best end of each list. All pairs
+of the most promising ends are scored: enough to avoid a slow link, few enough that a decision costs the same in a large
+fleet.
 
-Any worker of the same compat hash may have the prefix, whatever its role: another prefill worker, or the decode worker
-that generated the conversation's last answer. The few with the longest matches are looked at.
+A prefix fetch is planned where it is cheaper than computing the prefix. Any worker with the same compat hash may be the
+source, whatever its role: another prefill worker, or the decode worker that generated the last answer of the
+conversation. Only the few with the longest matches are considered.
 """
 
 from collections import defaultdict
@@ -42,7 +43,7 @@ def with_fetches(members: Sequence[Candidate], demand: Demand, random: Random) -
 
 
 def planned_fetch(computing: Candidate, demand: Demand) -> PlannedFetch | None:
-    """What the chosen worker is told, if it had better fetch."""
+    """The prefix fetch for the chosen worker, if it should fetch."""
     fetch = computing.fetch
     if fetch is None:
         return None
@@ -103,7 +104,7 @@ class Option:
 
     @property
     def computing(self) -> Candidate:
-        """Who computes the prompt."""
+        """The worker that computes the prompt."""
         return self.decode if self.prefill is None else self.prefill
 
     @property
@@ -143,7 +144,7 @@ def cheapest(found: Sequence[Option], random: Random) -> Option | None:
 
 
 def priced_options(found: Sequence[Option], chosen: Option) -> PricedOptions:
-    """`found`, as explain tells them."""
+    """`found`, as explain shows them."""
     others = sorted((option for option in found if option is not chosen), key=lambda option: option.cost)
     told = (chosen, *others[: TOLD_OPTIONS - 1])
     return PricedOptions(options=tuple(_priced(option) for option in told), more=len(found) - len(told))
@@ -220,7 +221,7 @@ def _group(members: Iterable[Candidate]) -> _Group:
 
 
 def _may_serve_alone(decode: Candidate, group: _Group, demand: Demand, *, any_whole: bool) -> bool:
-    """A decode worker computes the prompt itself when no more than that is missing, or when nobody else could.
+    """A decode worker computes the prompt itself when no more than that is missing, or when no other worker could.
 
     One that no prefill worker can hand to, while others have prefill workers (`any_whole`), differs from the rest of
     the fleet: by its weights, perhaps. It waits for its kind instead of answering in its own way [same-kind-paired].

@@ -1,31 +1,23 @@
-"""Choices by what all gateways share: the index, everybody's reservations, one decision after the other in Redis.
+"""The ways to make a choice: in Redis for all gateways, locally without Redis, or by redeeming a ticket.
 
-1. hash      the prompt's chain of blocks, which is all that Redis learns of it
-2. ask       one call of `route_and_reserve`
-3. resolve   the incarnations that it names are looked up in the view; one that registered since needs a new view
+    SharedChoices    Redis: hashes the prompt, calls `route_and_reserve` once, and resolves the incarnations in the
+                     view; one that registered since needs a new view. Redis sees only the hashes of the prompt
+    LocalChoices     the view of this gateway (`LocalRouting`), while Redis is unavailable
+    TicketedChoices  choices of another process, redeemed by a ticket in Redis (`tickets`); none without Redis
+    HeldChoices      choices in progress: this gateway's own load, released when they end. A reservation in Redis counts
+                     for `RESERVATION_MS`; after that there is nothing to release
 
-The chain of block digests of a prompt, computed without holding up the event loop.
+`prompt_chain` computes the digests of a prompt's blocks. Each depends on the one before it, at 0.6 µs a block: a
+millisecond for 32k tokens. It yields to the event loop after each slice, and `LastChain` avoids hashing a prompt again
+that is waiting for capacity.
 
-A digest follows from the one before it, so nothing of it can be left out or done side by side: 0.6 µs a block, which is
-a millisecond for 32k tokens and tens of them for the longest prompts. Others have their turn after every slice of it.
-A prompt that is asked for again, while it waits for room, is not hashed again.
+`LocalRouting` chooses the least predicted wait:
 
-Routing without Redis: least predicted wait from this gateway's own choices, sticky by first block.
-
-1. Every choice, whoever made it, is noted: the prefill work it adds and the sequence it occupies.
-2. While Redis is away the same price formula decides, with those notes in place of reports and
-   reservations, and with one guess in place of the index: the prompt is cached where its first block
-   hashes to (rendezvous hashing, so that a worker that leaves moves only its own prompts). When that
-   worker's wait is longer than computing the prompt again, another one is cheaper and is chosen.
-3. What prompts that this gateway has just sent will leave on a worker counts as cached there (`in_flight`).
-
-Choices that are being carried out: counted as this gateway's own load, and given back when they end.
-
-What a choice has reserved in Redis counts there for `RESERVATION_MS`; only until then is there anything to give back.
-
-Choices that one process makes and another carries out, by way of a ticket in Redis; see `tickets`.
-
-Without Redis there are none: nothing is issued, and nothing is found.
+1. Every choice is recorded with the prefill work and the sequence that it adds, also those that Redis made.
+2. Without Redis the same cost model uses these records in place of reports and reservations. In place of the index it
+   assumes that a prompt is cached on the worker that its first block hashes to (rendezvous hashing, so that a worker
+   that leaves moves only its own prompts). If that worker's wait exceeds recomputing the prompt, another one is chosen.
+3. Blocks of prompts that this gateway has just sent to a worker count as cached there (`in_flight`).
 """
 
 import asyncio
@@ -108,7 +100,7 @@ class SharedChoices:
     chains: LastChain
 
     async def choose(self, query: RouteQuery, demand: Demand, *, told: bool) -> Choice | None:
-        """Reserved; None when Redis knows nobody. Raises `RedisUnavailableError`."""
+        """Reserved; None when Redis has no worker for it. Raises `RedisUnavailableError`."""
         page_size = self.membership.page_size(query.model)
         if page_size is None:
             return None
@@ -127,8 +119,8 @@ class SharedChoices:
     async def _resolve(self, query: RouteQuery, demand: Demand, routed: Routed) -> Choice | None:
         """Addresses of the chosen incarnations.
 
-        None when one of them was found dead while Redis was asked, has no record that makes sense, does not answer, or
-        is no such worker as it was chosen for: what Redis says of it is no reason to send it something.
+        None when one of them was found dead during the query, has no valid record, does not answer, or is not of the
+        required kind: the content of Redis alone is no reason to send it something.
         """
         chosen = {incarnation for incarnation in (routed.decode, routed.prefill) if incarnation is not None}
         if self.membership.unknown(chosen):
@@ -154,7 +146,7 @@ class SharedChoices:
         )
 
     def _fetch_of(self, routed: Routed, demand: Demand) -> PlannedFetch | None:
-        """None, too, when the source is not known here: without its address nothing can be asked of it."""
+        """None, too, when the source is not known here: without its address nothing can be fetched from it."""
         if routed.fetch is None:
             return None
         computing = self.membership.find(routed.prefill or routed.decode)
@@ -321,7 +313,7 @@ class HeldChoices:
             await self.give_back(choice.request_id, choice.reservation)
 
     def drop(self, choice: Choice) -> bool:
-        """As `release`, of what somebody else gives back in Redis, or nobody. False when it was not held any more."""
+        """As `release`, of a reservation that another process releases in Redis, or none. False if it was not held."""
         if self._chosen_at.pop(choice.reservation.serial, None) is None:
             return False
         self.own.remove(choice.reservation.claims)
@@ -353,7 +345,7 @@ class LocalChoices:
     next_serial: Callable[[], int]
 
     async def choose(self, query: RouteQuery, demand: Demand, *, told: bool) -> Choice | None:
-        """Nothing is reserved that others could see; None when nobody can take it."""
+        """Nothing is reserved that others could see; None when no worker can take it."""
         page_size = self.membership.page_size(query.model) or 1
         chain = await self.chains.of(query.token_ids, page_size, salt=query.cache_salt, most_blocks=MAX_CHAIN_BLOCKS)
         records = self.membership.candidates(query.model, prompt_tokens=demand.prompt_tokens, exclude=query.exclude)
@@ -391,7 +383,7 @@ class TicketedChoices:
     refresh: Callable[[], Awaitable[None]]
 
     async def issue(self, ticket_id: str, choice: Choice, query: RouteQuery) -> bool:
-        """Whether who learns `ticket_id` may carry out `choice`: not without a shared reservation."""
+        """Whether the holder of `ticket_id` may execute `choice`: not without a shared reservation."""
         if choice.reservation.bucket is None:
             return False
         try:
@@ -401,7 +393,7 @@ class TicketedChoices:
         return True
 
     async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
-        """The choice of a ticket, which nobody holds here yet; None when it is void."""
+        """The choice of a ticket, which is not held here yet; None when it is void."""
         try:
             ticket = await self.board.take(ticket_id)
         except RedisUnavailableError:
@@ -416,8 +408,8 @@ class TicketedChoices:
         return choice
 
     async def was_redeemed(self, ticket_id: str, choice: Choice) -> bool:
-        """Whether somebody else gives back what `choice` has reserved. Its ticket is void from now on."""
+        """Whether another process releases what `choice` has reserved. Its ticket is void from now on."""
         try:
             return self.held.reserves(choice) and await self.board.take(ticket_id) is None
         except RedisUnavailableError:
-            return True  # Nobody can tell. The reservation expires by itself.
+            return True  # Unknown. The reservation expires by itself.

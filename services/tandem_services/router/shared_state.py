@@ -1,23 +1,21 @@
-"""What gateways of a deployment tell each other about fairness: virtual token counters, who waits where, and places
-that one leaves to another. One atomic function in Redis (scripts/fair.lua).
+"""State that the gateways of a deployment share through Redis. Each board is a view of it with its own keys.
 
-Digests of requests that no worker should see again, for all gateways of a deployment.
+    FairBoard         virtual token counters, waiting tenants, and slots that a gateway leaves to others: one atomic
+                      function (scripts/fair.lua)
+    QuarantineBoard   digests of requests that no worker should run again. One bounded sorted set by expiry, in the time
+                      of Redis, so that clocks of gateways do not matter; it expires when nothing is added
+    SessionBindings   which worker keeps which session
+    UsageBoard        usage of tenants: one atomic function (scripts/usage.lua). A running request holds a lease that
+                      its gateway renews, so requests of a dead gateway expire
 
-One sorted set holds them, by the time at which they may be forgotten. The time is Redis's own, so that clocks of
-gateways do not matter. It is bounded, and goes by itself when nothing is added.
+States of a session:
 
-Which worker keeps which conversation, for all gateways of a deployment to see.
+    opened     its id is taken; no worker keeps anything yet
+    bound      a worker computes the first turn, or has kept it since
+    forgotten  closed, or unused for its time to live
 
-    opened     an id is taken; no worker keeps anything yet
-    bound      a worker computes its first turn, or keeps it since
-    forgotten  closed, or not used for its time to live
-
-A binding is a hint: the worker alone knows whether it still keeps the session, and says so when a turn arrives.
-Keys hold a digest of cache salt and id, so that clients can neither guess nor shape them.
-
-What tenants use, for all gateways of a deployment: one atomic function in Redis (scripts/usage.lua).
-
-A running request holds a lease that its gateway renews. Those of a gateway that died end by themselves.
+A binding is a hint: only the worker can confirm that it still keeps the session, and it does so when a turn arrives.
+Keys contain a digest of cache salt and id, so that clients can neither predict nor choose them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,7 +52,7 @@ class Charge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """Whom the next place of a gateway is for."""
+    """The request that the next slot of a gateway is for."""
 
     priority: int
     tenant: str
@@ -62,7 +60,7 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one gateway tells the others."""
+    """The report of one gateway to the others."""
 
     gateway: str
     charges: Sequence[Charge]
@@ -230,7 +228,7 @@ class SessionBindings:
     keys: Keys
 
     async def find(self, name: SessionName) -> SessionBinding | None:
-        """None for one that nobody opened, or that is forgotten; or whose binding cannot be read, which is logged."""
+        """None for one that was not opened, or that is forgotten; or whose binding cannot be read, which is logged."""
         key = self._key(name)
         value = await self.client.command("GET", key)
         if value is None:
@@ -238,7 +236,7 @@ class SessionBindings:
         try:
             return decoded(value, _BINDING.decode)
         except ValueError as error:
-            # Whoever wrote it, the session cannot be found by it, at the next try either.
+            # Whatever its origin, the session cannot be found by it, at the next try either.
             self.client.unreadable("the binding of a session", f"{error}, at {key}")
             return None
 
@@ -252,7 +250,7 @@ class SessionBindings:
         await self.client.command("SET", self._key(name), _encoded(binding), "PX", _ms(ttl_s))
 
     async def update(self, name: SessionName, binding: SessionBinding, *, ttl_s: float) -> None:
-        """Replace a binding; one that was closed meanwhile stays closed."""
+        """Replace a binding; one that was closed in the meantime stays closed."""
         await self.client.command("SET", self._key(name), _encoded(binding), "XX", "PX", _ms(ttl_s))
 
     async def forget(self, name: SessionName) -> SessionBinding | None:
@@ -320,5 +318,5 @@ class UsageBoard:
         await self.library.call("usage_settle", self.keys.usage_of(tenant), second, tokens, lease)
 
     async def renew(self, tenant: str, leases: Iterable[str]) -> None:
-        """Requests that still run. One that has ended meanwhile stays ended."""
+        """Requests that still run. One that has ended in the meantime stays ended."""
         await self.library.call("usage_renew", self.keys.usage_of(tenant), LEASE_OF_REQUEST_MS, *leases)

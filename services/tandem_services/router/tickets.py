@@ -1,16 +1,14 @@
-"""Choices that another process may carry out: a stand-alone router makes them, a gateway redeems them.
+"""Tickets: choices that a stand-alone router makes and a gateway redeems.
 
-    issued    the choice lies in Redis under an id that nobody can guess, for as long as its reservation counts
-    redeemed  once, by the gateway that got the id with a request, if the prompt is the one that was chosen for; from
-              then on the gateway gives the reservation back
-    void      not redeemed in time, or for another prompt: the gateway chooses as if there had been none
+    issued    Redis stores the choice under an unpredictable id for as long as its reservation counts
+    redeemed  once, by the gateway that got the id with a request, if the prompt is the one of the choice; from then on
+              the gateway releases the reservation
+    void      expired, or for another prompt: the gateway makes a choice as if there were no ticket
 
-A ticket names incarnations, never addresses: who redeems it finds them in its own view of the fleet.
+A ticket names incarnations, never addresses: the gateway resolves them in its own view of the fleet.
 
-The ticket that came with a request: workers that a stand-alone router has chosen for it, and reserved.
-
-It is for the first attempt at the request's one prompt. Whoever asks first gets its id; what is no id, expired, or was
-issued for another prompt changes nothing: the gateway then chooses by itself (`Router.redeem`).
+`RouteTicket` is the ticket of one request. It applies to the first attempt of the request's only prompt, and its id is
+returned once. An invalid, expired or foreign ticket has no effect: the gateway then chooses itself (`Router.redeem`).
 """
 
 import re
@@ -48,7 +46,7 @@ def new_ticket_id() -> str:
 
 
 def is_ticket_id(text: str) -> bool:
-    """Whether `text` may be the id of a ticket: what is none is not asked for in Redis."""
+    """Whether `text` may be the id of a ticket: an invalid one is not looked up in Redis."""
     return _ID.fullmatch(text) is not None
 
 
@@ -148,7 +146,7 @@ class TicketBoard:
         )
 
     async def take(self, ticket_id: str) -> Ticket | None:
-        """The ticket, which nobody can take again; None when there is none.
+        """The ticket, which cannot be taken again; None when there is none.
 
         Raises `UnreadableReplyError` when what lay there is none, too.
         """

@@ -1,21 +1,20 @@
-"""What one tenant uses: requests and tokens of the last minute, and requests that run. Pure.
+"""Counters of the usage of tenants: windows for limits, and virtual tokens for fairness. Pure.
 
-A second counts until it has been over for a minute, so in no minute is more taken than the limit. `scripts/usage.lua`
-is the same for all gateways together; this is what one gateway has seen, and decides by while Redis is away.
+Redis holds the same for all gateways (`scripts/usage.lua`, `scripts/fair.lua`). These are the values of one gateway,
+which it uses between reports and while Redis is unavailable.
 
-Virtual token counters: who has had how much of the fleet (VTC; Sheng et al., "Fairness in Serving Large Language
-Models", OSDI'24). Pure.
+`UsageWindows` counts requests and tokens of the last minute, and running requests. A second counts until it has been
+over for a minute, so no minute exceeds the limit.
 
-Each tenant has a counter of the work done for it, divided by its weight. Of those that wait, the one with the least
-goes first, so none that waits gets less than another by more than what a few requests cost. A tenant that comes back
-starts where the others are: what it left unused while it was away is not saved up.
+`VirtualCounters` count the work done for each tenant, divided by its weight (VTC; Sheng et al., "Fairness in Serving
+Large Language Models", OSDI'24). Of the waiting tenants the one with the least is served first, so none gets less than
+another by more than the cost of a few requests. Unused share is not saved up:
 
-    arrives   it had nothing waiting: raised to the least of those that wait, or to where the last one left
-    charged   prompt tokens when they are computed, output tokens as they come
-    leaves    nothing of it waits any more
+    arrives   a tenant without waiting requests is raised to the least of those that wait, or to where the last one left
+    charged   prompt tokens when they are computed, output tokens as they arrive
+    leaves    none of its requests waits any more
 
-`scripts/fair.lua` is the same for all gateways together; this is what one gateway decides by between two reports, and
-while Redis is away. A counter that a tenant would be raised above on its return is forgotten, which bounds the memory.
+A counter below the value to which its tenant would be raised is deleted, which bounds the memory.
 """
 
 from collections import OrderedDict
@@ -47,7 +46,7 @@ class UsageLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """What one request wants to take, all or nothing."""
+    """What one request requires, all or nothing."""
 
     requests: int = 0
     tokens: int = 0
@@ -138,7 +137,7 @@ class UsageWindows:
         )
 
     def note(self, ask: Ask, now: float) -> None:
-        """Take, whatever the limits: somebody else has granted it."""
+        """Take, whatever the limits: it was granted elsewhere."""
         if ask.requests:
             self._requests.add(int(now), ask.requests)
         if ask.tokens:
@@ -172,12 +171,12 @@ class UsageWindows:
 
 
 MAX_TENANTS = 4_096
-"""More counters than this are rubbish, or of a deployment that has more keys than fit into a key file."""
+"""More counters than this are malformed, or of a deployment that has more keys than fit into a key file."""
 
 UNCACHED_WEIGHT = 1.0
 
 OUTPUT_WEIGHT = 2.0
-"""An output token takes a step of its own; the paper's weights."""
+"""An output token takes a step by itself; the weights are those of the paper."""
 
 CACHED_WEIGHT = 0.1
 """A prompt token found in a prefix cache costs memory, not computation."""

@@ -1,22 +1,24 @@
-"""What an Inference Gateway is told about one request: which gateways may have it, and with which reservation.
+"""Picks a gateway for each request of an Inference Gateway, and tracks the gateways that it may pick.
 
-    who       the tenant of its key, where gateways have a key file: 401 for one that is none
-    what      its body, read as the gateway will read it: 400 as the gateway would
-    where     workers with room, reserved under a ticket for the gateway to redeem. Without room the request goes
-              without a ticket and waits in the gateway's queue; below priority 0 it is refused: 429. No worker: 503
-    gateway   the ready one with least to do, within the subset that the data plane allows: 503 without any
+`EndpointPicker` handles one request:
 
-A request that generates nothing, belongs to a session, has several prompts, or is of a model without a tokenizer here
-goes without a ticket as well. A pick is followed until its response has ended.
+    tenant    of its key, where gateways have a key file: 401 for an invalid key
+    body      read as the gateway will read it: 400 as from the gateway
+    workers   with capacity, reserved under a ticket that the gateway redeems. Without capacity the request gets no
+              ticket and waits in the gateway's queue; below priority 0 it is rejected: 429. Without any worker: 503
+    gateway   the ready one with the least requests, in the subset that the data plane allows: 503 without any
 
-The gateways that an Inference Gateway may be sent to: which there are, which are ready, which has least to do.
+A request also gets no ticket if it generates nothing, belongs to a session, has several prompts, or is for a model
+without a tokenizer here. A pick is tracked until its response has ended.
+
+`GatewayEndpoints` tracks the gateways:
 
     named      by --gateway HOST:PORT; a name, such as that of a headless Service, stands for all of its addresses
-    resolved   every `RESOLVE_EVERY_S`; what a name stood for last holds while it cannot be resolved
-    ready      those that answered /ready with 200 when they were last asked, every second
-    chosen     the one with fewest requests of this router; the data plane may have its own idea of who is eligible
+    resolved   every `RESOLVE_EVERY_S`; the last addresses remain valid while a name cannot be resolved
+    ready      those whose last /ready probe, one per second, returned 200
+    chosen     the one with the fewest requests of this router, among those that the data plane allows
 
-Without --gateway everything that the data plane says is eligible counts as ready: it alone knows then.
+Without --gateway all endpoints that the data plane offers count as ready.
 """
 
 import asyncio
@@ -52,7 +54,7 @@ RESOLVE_EVERY_S = 5.0
 MAX_ENDPOINTS = 1024
 
 NAMED_AT_ONCE = 3
-"""The one that is meant, and who comes next if it does not answer."""
+"""The chosen one, and the next ones if it does not answer."""
 
 NO_GATEWAY_RETRY_S = 2.0
 
@@ -85,7 +87,7 @@ async def addresses_of(place: Address) -> set[str]:
 
 @dataclass(kw_only=True, slots=True)
 class GatewayEndpoints:
-    """All that one router knows."""
+    """The gateways that one router tracks."""
 
     places: tuple[Address, ...]
     clock: Clock
@@ -127,7 +129,7 @@ class GatewayEndpoints:
         return "none of --gateway is ready" if self.places and not self.ready else None
 
     async def run(self) -> None:
-        """Follow the gateways, for ever."""
+        """Follow the gateways until canceled."""
         async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, limits=httpx.Limits(max_connections=64)) as client:
 
             async def look() -> None:
@@ -137,7 +139,7 @@ class GatewayEndpoints:
             await for_ever(look, every_s=PROBE_EVERY_S, logger=logger, complaint=complaint, at_once=True)
 
     async def refresh(self, client: httpx.AsyncClient) -> None:
-        """Resolve, if it is time, and ask everybody whether they are ready."""
+        """Resolve names, if it is time, and probe all gateways."""
         if self.clock.now() - self._resolved_at >= RESOLVE_EVERY_S:
             await self._resolve()
         known = sorted(set().union(*self._resolved.values()))[:MAX_ENDPOINTS]
@@ -199,7 +201,7 @@ class Pick:
         self.picker.endpoints.began(self._at)
 
     def served_by(self, endpoint: str) -> None:
-        """The data plane says who has answered."""
+        """The data plane reports which gateway has answered."""
         if endpoint != self._at and endpoint in self.endpoints and not self._ended:
             self.picker.metrics.elsewhere.inc()
             self.picker.endpoints.ended(self._at)
@@ -207,7 +209,7 @@ class Pick:
             self._at = endpoint
 
     def end(self) -> None:
-        """The response has ended, or nobody waits for it any more. Once is enough."""
+        """The response has ended, or no client waits for it any more. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -265,7 +267,7 @@ class EndpointPicker:
 
 
 def _query(head: RequestHead, model: str, plan: GenerationPlan) -> RouteQuery | None:
-    """As the gateway will ask; None for what it asks in other ways."""
+    """The query as the gateway will make it; None for requests that it routes in other ways."""
     if len(plan.choices) != plan.n or plan.turn is not None:
         return None
     first = plan.choices[0]

@@ -1,27 +1,24 @@
-"""The gRPC service that an Inference Gateway's data plane speaks to: `envoy.service.ext_proc.v3.ExternalProcessor`.
+"""Envoy's external processing service (`envoy.service.ext_proc.v3.ExternalProcessor`) for Inference Gateways.
 
-Messages of Envoy's external processing (`envoy.service.ext_proc.v3`) as the endpoint-picker protocol uses them.
+The protocol and its names are those of proposal 004 of kubernetes-sigs/gateway-api-inference-extension. The module has
+the message builders, `Exchange` for one HTTP request, and the gRPC service.
 
-The protocol is proposal 004 of kubernetes-sigs/gateway-api-inference-extension; names of headers and metadata are its.
+    message in          meaning                                    reply
+    request_headers     no body, or one that is not sent           destination in the headers' reply
+                        the body follows whole (BUFFERED)          continue; destination in the body's reply
+                        the body follows in pieces (FULL_DUPLEX)   none yet
+    request_body        the last piece, or the only one            destination, and the body sent back
+    request_trailers    what follows the last piece                the same, and continue
+    response_headers    which gateway has served                   continue
+    response_body       the response in pieces                     the same bytes sent back, or continue
+    response_trailers   the end                                    continue
 
-One HTTP request's life with an Inference Gateway: the endpoint picker's side of Envoy's external processing.
+A request that cannot be served gets an immediate response, which ends the exchange (`over`). In observability mode
+there are no replies. A message that the protocol does not allow raises `ProtocolError`.
 
-    message in          what it means                              answers
-    request_headers     head alone, or a body that is not sent     destination in the headers' answer
-                        a body follows in one piece (BUFFERED)     go on; the destination comes with the body's answer
-                        a body follows as it comes (FULL_DUPLEX)   none yet
-    request_body        the last piece, or the only one            destination, and the body on its way again
-    request_trailers    what follows the last piece                the same, and go on
-    response_headers    who has served                             go on
-    response_body       the answer on its way                      the same bytes again, or go on
-    response_trailers   the end                                    go on
-
-Anything that cannot be served is answered at once and ends the exchange (`over`). In observability mode nothing is
-answered. A message that the protocol has no place for raises `ProtocolError`.
-
-Where the data plane does not say how it sends bodies it sends them as they come: the endpoint-picker protocol asks for
-that. In the modes STREAMED, BUFFERED_PARTIAL, GRPC and NONE there is no body to read before the request has to go on:
-its workers are chosen by the gateway.
+A data plane that does not announce its body mode sends pieces, as the endpoint-picker protocol requires. In the modes
+STREAMED, BUFFERED_PARTIAL, GRPC and NONE the body cannot be read before the request continues; the gateway chooses the
+workers of such requests.
 """
 
 import logging
@@ -77,7 +74,7 @@ def served_endpoint(message: Any) -> str | None:
 
 
 def destination(pick: Pick) -> tuple[Any, Any]:
-    """Header mutation and dynamic metadata that send a request where `pick` says; both say the same."""
+    """Header mutation and dynamic metadata that send a request to `pick`; both contain the same."""
     endpoints = ",".join(pick.endpoints)
     headers = [(DESTINATION, endpoints)]
     if pick.reservation is not None:
@@ -93,7 +90,7 @@ def destination(pick: Pick) -> tuple[Any, Any]:
 
 
 def request_headers(pick: Pick | None) -> Any:
-    """Go on with the request; None: where to will be said with its body."""
+    """Continue with the request; None: the destination comes with its body."""
     if pick is None:
         return ext_proc.ProcessingResponse(request_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse()))
     mutation, metadata = destination(pick)
@@ -104,7 +101,7 @@ def request_headers(pick: Pick | None) -> Any:
 
 
 def request_body(pick: Pick | None) -> Any:
-    """Go on with a buffered body, or with a chunk of one that Envoy holds itself."""
+    """Continue with a buffered body, or with a chunk of one that Envoy holds itself."""
     if pick is None:
         return ext_proc.ProcessingResponse(request_body=ext_proc.BodyResponse(response=ext_proc.CommonResponse()))
     mutation, metadata = destination(pick)
@@ -229,7 +226,7 @@ class Exchange:
 
     @property
     def over(self) -> bool:
-        """Nothing more is to be said."""
+        """No further reply is due."""
         return self._stage is _Stage.OVER
 
     async def answer(self, message: Any) -> list[Any]:
@@ -290,7 +287,7 @@ class Exchange:
             return [request_body(None)]
         self._keep(chunk.body)
         if not self._duplex:
-            # All of it, whether its end is told here or with trailers.
+            # All of it, whether it ends here or with trailers.
             return [request_body(await self._choose(self._taken_body()))]
         return await self._sent_on(end=True) if chunk.end_of_stream else []
 
@@ -401,7 +398,7 @@ class ExternalProcessor:
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except Exception:
-            # The boundary of one request: its client gets an answer that says nothing, others go on.
+            # The boundary of one request: its client gets a generic error, others continue.
             logger.exception("stream failed unexpectedly")
             yield immediate(UNEXPECTED, NOTHING)
         finally:

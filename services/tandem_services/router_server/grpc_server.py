@@ -1,7 +1,7 @@
-"""The gRPC port: the router's own service, external processing, health and reflection.
+"""The gRPC port of a stand-alone router: its own service, external processing, health and reflection.
 
-Health is told by service, as the endpoint-picker protocol asks: `liveness` as long as the process answers, everything
-else as /ready.
+Health is reported per service, as the endpoint-picker protocol requires: `liveness` while the process answers, all
+others as /ready.
 """
 
 import logging
@@ -207,7 +207,7 @@ OPTIONS = (
 
 @dataclass(kw_only=True, slots=True)
 class GrpcServer:
-    """One per router. `start`, then `run` beside everything else, then `stop`."""
+    """One per router. `start`, then `run` with everything else, then `stop`."""
 
     api: RouterService
     processor: ExternalProcessor
@@ -242,7 +242,7 @@ class GrpcServer:
         self._server = server
 
     async def run(self) -> None:
-        """Tell health as it changes, for ever."""
+        """Report health as it changes, until canceled."""
         complaint = "cannot report the health of the gRPC services"
         await for_ever(self.report, every_s=HEALTH_EVERY_S, logger=logger, complaint=complaint)
 

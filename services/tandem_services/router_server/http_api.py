@@ -1,10 +1,10 @@
-"""The router's own API over HTTP.
+"""The HTTP API of a stand-alone router.
 
-POST /v1/choose              where one request should go; reserves it
-POST /v1/release             its request has ended
+POST /v1/choose              chooses workers for one request and reserves them
+POST /v1/release             the request has ended
 GET  /v1/workers[?model=M]   all live workers
-GET  /v1/choices[?limit=N]   recent choices, the newest first
-GET  /v1/choices/{id}        one of them, by reservation or by the front end's own id
+GET  /v1/choices[?limit=N]   recent choices, newest first
+GET  /v1/choices/{id}        one choice, by reservation or by the id of the front end
 GET  /live /ready /health /version /metrics
 """
 
@@ -68,7 +68,7 @@ class RouterApi:
     clock: Clock
     metrics: RouterMetrics
     token: BearerToken | None
-    """None: everybody who reaches the port may ask."""
+    """None: any client of the port may query."""
 
     async def choose(self, ask: ChooseAsk, *, interface: str) -> ChosenRoute:
         """Raises `ApiError`."""
@@ -117,7 +117,7 @@ class RouterApi:
 
 
 class TokenGate:
-    """ASGI middleware: who has not the token gets nothing but the answers of probes."""
+    """ASGI middleware: a client without the token gets only the responses of probes."""
 
     def __init__(self, app: ASGIApp, *, api: RouterApi) -> None:
         self._app = app

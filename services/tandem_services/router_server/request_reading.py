@@ -1,7 +1,7 @@
-"""Prompts in token ids, read exactly as a gateway reads them: with its code, so that its prefixes are found.
+"""Reads requests into token ids with the gateway's own code, so that their prefixes equal those of the gateway.
 
-A model whose tokenizer is here can be asked for by text and messages, and whole OpenAI requests of it can be read;
-token ids are taken for any model.
+For a model with a tokenizer here, text, messages and whole OpenAI requests can be read. Token ids are accepted for any
+model.
 """
 
 from collections.abc import Mapping
@@ -96,7 +96,7 @@ class RequestReading:
         return ids
 
     async def request(self, path: str, body: bytes, caller: Caller) -> ReadRequest | None:
-        """What a request for text asks for; None for what is not read here: other paths, and other models.
+        """The content of a request for text; None for what is not read here: other paths, and other models.
 
         Raises `ApiError` as the gateway would refuse it.
         """
@@ -107,7 +107,7 @@ class RequestReading:
         name = request.model or ""
         reader = self.models.get(name)
         if reader is None or name not in reader.model.names_for(caller):
-            # The gateway says so, or serves it.
+            # The gateway rejects it, or serves it.
             return None
         try:
             plan = await planner.plan(request, reader, caller)

@@ -1,15 +1,15 @@
-"""Making choices, whoever asks: over HTTP, gRPC or for an Inference Gateway.
+"""Makes choices for front ends, over HTTP, gRPC or for an Inference Gateway, and tracks the open ones.
 
-    prompt in token ids ─▶ router ─▶ room? ─▶ held, under an id with an expiry ─▶ released
+    prompt in token ids ─▶ router ─▶ capacity? ─▶ open, under an id that expires ─▶ released
 
-A choice without room is for the front end to decide about, unless its request would rather be refused (priority below
-0), or there is a gateway to wait in (`place` then has nothing to say).
+The front end handles a choice without capacity, with two exceptions: a request with priority below 0 is rejected, and
+where a gateway has a queue for it, `place` returns nothing.
 
-Choices that front ends have been given, from the choice to its release, and what is remembered of them.
+`Holds` tracks open choices and remembers recent ones:
 
-open       reserved; counts as this router's own load
-released   by the front end, when its request has ended; what a gateway has redeemed is the gateway's to give back
-expired    nobody released it in `ttl_s`, or newer ones needed its place
+    open       reserved; counts as this router's own load
+    released   by the front end when its request has ended; a redeemed ticket is released by its gateway
+    expired    not released within `ttl_s`, or displaced by newer choices
 """
 
 import asyncio
@@ -94,7 +94,7 @@ class Holds:
             await self.give_back(self._open.popitem(last=False)[1], "expired")
 
     async def run(self) -> None:
-        """Expire what is old, for ever."""
+        """Expire old choices until canceled."""
         await for_ever(self.expire, every_s=EXPIRY_EVERY_S, logger=logger, complaint="cannot expire reservations")
 
     async def close(self) -> None:
@@ -134,7 +134,7 @@ class Holds:
 
 
 CHOICE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
-"""Buckets from one round trip to Redis to a long prompt that is tokenised."""
+"""Buckets from one round trip to Redis to a long prompt that is tokenized."""
 
 
 class RouterMetrics:
@@ -273,7 +273,7 @@ class RoutingDesk:
         try:
             issued = for_gateway and await self.router.issue_ticket(reservation, choice, query)
         except asyncio.CancelledError:
-            # Who asked has left: nobody would ever release it.
+            # The caller has disconnected and would never release it.
             self.background.start(self.router.release(choice))
             raise
         route = ChosenRoute(

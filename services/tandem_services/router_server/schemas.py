@@ -1,4 +1,4 @@
-"""What the router's own API takes and gives, as JSON; `grpc_server` says the same in protobuf."""
+"""JSON bodies of the router's HTTP API; `grpc_server` has the same in protobuf."""
 
 from typing import Annotated
 

@@ -1,7 +1,7 @@
-"""Running a stand-alone router: `Router`, HTTP server, gRPC server; stopped in the reverse order.
+"""Runs a stand-alone router: `Router`, HTTP server and gRPC server, stopped in reverse order.
 
-A SIGTERM, SIGINT or SIGHUP ends it as it ends a gateway: /ready and gRPC health say so first, then the HTTP port
-closes, then the gRPC port; exchanges that run may finish within the drain time. What was reserved is given back.
+SIGTERM, SIGINT or SIGHUP shuts it down as a gateway: first /ready and gRPC health change, then the HTTP port closes,
+then the gRPC port. Running exchanges may finish within the drain time. Reservations are released at the end.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""What a worker is started with."""
+"""Configuration of a worker."""
 
 import secrets
 import sys
@@ -39,9 +39,9 @@ class WorkerConfig:
     health_port: int = 0
     """0 picks a free one."""
     remote_orders: bool = False
-    """The health port takes operators' orders without a token, from whoever reaches it."""
+    """The health port accepts commands without a token, from any client."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names beside the worker's own that orders may be sent to; see `common.allowed_hosts`."""
+    """Names in addition to the worker's own that commands may be sent to; see `common.allowed_hosts`."""
     tracing: TracingConfig | None = None
     engine_flags: tuple[str, ...] = ()
     """Passed to the engine verbatim."""
@@ -57,7 +57,7 @@ class WorkerConfig:
     """Loading a large model from slow storage takes a while."""
     redis_start_timeout_s: float = 30.0
     standby: bool = False
-    """Serve only who names this worker until its revision was tried (`worker.standby`)."""
+    """Serve only requests that name this worker until its revision was tested (`worker.standby`)."""
     await_links_s: float = 0.0
     """/ready waits so long for the links to the first peers to be tested."""
     drain_timeout_s: float = 25.0

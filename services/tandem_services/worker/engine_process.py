@@ -1,13 +1,13 @@
-"""The engine as a child process.
+"""The engine as a child process, and the control channel to it.
 
-1. Started with the flags of the worker; it dies with this process, however this process dies.
-2. Its exit is the worker's exit: `wait` returns the moment it happens [engine-ends-worker].
-3. Stopped by message first (`Shutdown`), then by SIGTERM, then by SIGKILL.
+`EngineChild` is the process:
 
-The control channel to the engine: its reports come up, orders go down.
+1. It starts with the flags of the worker, and exits with this process, however this process exits.
+2. Its exit is the exit of the worker: `wait` returns at once [engine-ends-worker].
+3. It is stopped by message first (`Shutdown`), then by SIGTERM, then by SIGKILL.
 
-Reports are handed to whoever they concern. Audits and operators' orders are questions with an answer, matched
-by a nonce.
+`EngineLink` is the channel: reports come from the engine, commands go to it. Reports are dispatched to their
+`Subscribers`. Audits and operator commands get a reply, matched by a nonce.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class EngineChild:
         return await self.process.wait()
 
     async def stop(self, *, grace_s: float) -> int:
-        """Wait `grace_s` for an exit that was asked for by message, then insist. Returns the exit status."""
+        """Wait `grace_s` for an exit that was requested by message, then force it. Returns the exit status."""
         for insist, patience in (
             (self.process.terminate, grace_s),
             (self.process.kill, TERMINATE_GRACE_S),
@@ -131,7 +131,7 @@ class OrderRefusedError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subscribers:
-    """Who gets which report. Called on the event loop, in order of arrival."""
+    """Receivers of each report. Called on the event loop, in order of arrival."""
 
     ready: Callable[[EngineReady], None]
     failed: Callable[[EngineFailed], None]
@@ -160,7 +160,7 @@ class EngineLink:
         return f"ipc://{self.folder}/control"
 
     async def run(self, subscribers: Subscribers) -> None:
-        """Receive for ever. A message that is not of this version is logged and dropped."""
+        """Receive until canceled. A message of another version is logged and dropped."""
         while True:
             try:
                 message = await self._channel.receive()

@@ -1,32 +1,29 @@
-"""The worker's own HTTP port, for probes, scraping and operators.
+"""The worker's HTTP port, for probes, metrics and operators.
 
-    GET  /live      200 while this process answers and the engine has shown life within `LIVE_S`
+    GET  /live      200 while this process answers and the engine has reported within `LIVE_S`
     GET  /ready     200 when the router may send requests here, else 503 with the reasons
     GET  /metrics   Prometheus exposition
-    GET  /audit     the engine counts its pages; 200 with the report, 504 when it does not answer
-    GET  /links     the links to peers, as the engine has measured them
-    POST /drain     202; the worker takes no new requests, moves running ones to others, and exits 0
-    POST /offer     200; a worker on standby is offered to the router from now on; 409 while the model is loaded
-    POST /hold      200; a worker on standby is being tried, and does not offer itself meanwhile
-    POST …          an operator's orders; see `operator_routes`
-
-The first three are for everybody who reaches the port. The rest needs the order token (`common.tokens`), from
-this machine too, unless `--allow-remote-orders` says that it needs none.
-
-An operator's orders over HTTP, on the worker's own port.
+    GET  /audit     page audit by the engine; 200 with the report, 504 without a reply
+    GET  /links     links to peers, as measured by the engine
+    POST /drain     202; stop accepting requests, migrate running ones, exit 0
+    POST /offer     200; offer a worker on standby to the router; 409 while the model loads
+    POST /hold      200; a canary is testing this worker on standby, which must not offer itself in the meantime
 
     POST /abort          {"rid": "…"} one request by its exact id, {"all": true} every one
     POST /flush_cache    empty the prefix cache; 409 while requests hold KV
-    POST /pause          {"mode": "in_place" | "retract" | "abort"}; in_place when the body is empty
+    POST /pause          {"mode": "in_place" | "retract" | "abort"}; in_place if the body is empty
     POST /resume
-    POST /reload         {"path": "…"} weights of the same architecture; the served folder again without a path
+    POST /reload         {"path": "…"} weights of the same architecture; the served directory again without a path
     POST /role           {"role": "prefill" | "decode" | "both"}; 409 while the worker drains
     POST /profile        {"steps": 20, "seconds": 10}; 409 while a trace is recorded
     POST /profile/stop
 
-Answers are 200 with what was done, 400 for an order that makes no sense or a checkpoint that cannot serve,
-409 for one that cannot be carried out now, and 504 when the engine does not answer. Bodies are JSON objects;
-an unknown field is an error, for a misspelt one would do something else than meant.
+The first three are open. All others need the order token (`common.tokens`), also from the same machine, unless
+`--allow-remote-orders` is set.
+
+Commands return 200 with the result, 400 for an invalid command or an unusable checkpoint, 409 if the command is not
+possible now, and 504 without a reply of the engine. Bodies are JSON objects; an unknown field is an error, because a
+misspelled one would have another effect than intended.
 """
 
 import contextlib
@@ -120,7 +117,7 @@ class EmptyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class BadOrderError(Exception):
-    """A body that says nothing an engine could do."""
+    """A body that contains no valid command."""
 
 
 def operator_routes(operate: Operate, set_role: SetRole) -> list[Route]:
@@ -138,7 +135,7 @@ def operator_routes(operate: Operate, set_role: SetRole) -> list[Route]:
         async def endpoint(request: Request) -> Response:
             async def carry_out() -> OrderDone:
                 body = await _read(request, body_type)
-                # The body is looked at before the engine is asked anything.
+                # The body is checked before anything is sent to the engine.
                 order(body, 0)
                 return await operate(lambda nonce: order(body, nonce), timeout_s=timeout_s)
 
@@ -209,7 +206,7 @@ CODES = {401: "unauthorized", 403: "forbidden", 415: "unsupported_media_type"}
 
 
 class OrderGuard:
-    """ASGI middleware: who may not give orders gets `open_paths`, and a refusal for all others."""
+    """ASGI middleware: a client without access gets `open_paths`, and an error for all others."""
 
     def __init__(self, app: ASGIApp, *, open_paths: Collection[str], access: OrderAccess) -> None:
         self._app = app
@@ -249,7 +246,7 @@ class WorkerProbes:
     offer: Callable[[], str | None]
     """End the standby; what is in its way, or None."""
     hold: Callable[[], None]
-    """Somebody tries it."""
+    """A canary is testing it."""
     order_access: OrderAccess
 
 
@@ -317,7 +314,7 @@ def build_app(probes: WorkerProbes) -> Starlette:
 
 
 class HealthServer(uvicorn.Server):
-    """Serves the probes on a port of its own. Signals are the worker's business."""
+    """Serves the probes on a separate port. The worker handles signals."""
 
     def __init__(self, app: Starlette, host: str, port: int, *, advertised: str = LOOPBACK, token: str = "") -> None:
         """Serves `app`. Binds at once. `advertised` is where others find it when `host` stands for all addresses.
@@ -333,7 +330,7 @@ class HealthServer(uvicorn.Server):
                 lifespan="off",
                 log_level="warning",
                 server_header=False,
-                # Who gives orders is known by the connection, not by a header.
+                # The client of a command is identified by its connection, not by a header.
                 proxy_headers=False,
                 ws="none",
             )

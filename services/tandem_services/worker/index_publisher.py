@@ -1,17 +1,17 @@
-"""Brings the engine's prefix cache into the index, in order and without gaps.
+"""Publishes the engine's prefix cache to the index, in order and without gaps.
 
-1. The engine numbers its batches. A missing number means a lost message: ask for a replay, and ignore
-   everything until it begins (with `AllCleared`).
-2. Events are queued and sent in bounded, paced updates, each naming the revision it builds on. A replay begins slowly:
-   when Redis was lost all workers begin theirs in the same moment, and decisions are to get through.
-3. Redis away: the queue waits, up to a bound; beyond it the queue is dropped and a replay is due, which the
-   engine is not bothered with before Redis answers again.
-4. Redis back, wiped or not: an update that does not fit (GAP), or a heartbeat that finds the index at an
-   older revision than the one acknowledged, makes a replay due.
-5. An update whose answer was lost is repeated under the same revision, so it counts once.
+1. The engine numbers its batches. A missing number is a lost message: request a replay, and ignore all batches until it
+   starts (with `AllCleared`).
+2. Events are queued and sent in bounded, paced updates. Each names the revision that it builds on. A replay starts
+   slowly: after a loss of Redis all workers replay at once, and routing decisions must still get through.
+3. Redis unavailable: the queue waits up to a bound. Beyond it the queue is dropped and a replay is due, which is
+   requested from the engine only after Redis answers again.
+4. Redis available again, wiped or not: an update that does not fit (GAP), or a heartbeat that reports an older revision
+   than the acknowledged one, makes a replay due.
+5. An update without a reply is repeated under the same revision, so it counts once.
 
-A block counts while device or host memory has it: it enters with the first of the two and leaves with the last
-(`elsewhere`). The index is also told which blocks are in host memory alone. Blocks in files alone do not count.
+A block counts while device or host memory has it: it is added with the first of the two and removed with the last. The
+index also records which blocks are only in host memory. Blocks that are only in files do not count.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
 logger = logging.getLogger(__name__)
 
 CHUNK_HASHES = 1_000
-"""Blocks per update: a third of a millisecond of Redis, during which nobody is routed."""
+"""Blocks per update: a third of a millisecond of Redis, during which no request is routed."""
 
 PACE_S = 0.05
 """Between two updates of one worker: at most 20,000 blocks a second, also in a replay (back in 30 s)."""
@@ -79,7 +79,7 @@ class IndexFeed:
     acknowledged: int = -1
     """Revision that the index is known to have reached; −1 for none."""
     replays: int = 0
-    """Asked for since start."""
+    """Requested since start."""
     _sequence: int = 0
     _pending: deque[IndexUpdate] = field(default_factory=deque)
     _pending_hashes: int = 0
@@ -110,7 +110,7 @@ class IndexFeed:
         self._wake.set()
 
     def check(self, cursor: int, acknowledged_before: int) -> None:
-        """Compare where the index stands with what had been acknowledged before it was asked."""
+        """Compare the index's revision with the one acknowledged before the query."""
         if cursor < acknowledged_before:
             self.lose(f"the index stands at revision {cursor} instead of {acknowledged_before}")
 
@@ -128,7 +128,7 @@ class IndexFeed:
         self._wake.set()
 
     async def run(self) -> None:
-        """Send what is queued, for ever."""
+        """Send queued updates until canceled."""
         while True:
             if self._awaiting_replay:
                 await self._ask_for_replay()
@@ -213,7 +213,7 @@ class IndexFeed:
         self._pending_hashes += len(hashes)
 
     def _clear(self) -> None:
-        """What is queued before a CLEARED is moot. It thereby always comes first in its update."""
+        """Updates queued before a CLEARED are obsolete. CLEARED is therefore always first in its update."""
         self._pending.clear()
         self._pending.append(IndexUpdate(UpdateKind.CLEARED))
         self._pending_hashes = 0

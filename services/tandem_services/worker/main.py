@@ -1,13 +1,13 @@
 """Entry point of a worker: signals, exit status, and the order of opening and closing.
 
-A machine that computes for the worker on another one: `tandem worker` with a `--node-rank` above 0.
+`run_worker` also starts the follower nodes of an engine on several machines (`tandem worker` with `--node-rank` above
+0). A `FollowerService` registers nowhere and serves no requests: for gateways and routers, the worker is node 0.
 
-Start    health port → `tandem-engine follow`, which joins node 0 and starts this machine's ranks
-Run      /ready while those ranks take part in the engine's steps, /live while their process answers and node 0 does
-Leave    SIGTERM: node 0 is asked to drain; it moves its requests, ends the engine, and this ends with it
-End      the ranks' process exits: with its status, so that whoever restarts pods restarts the group
-
-It registers nowhere and serves no requests: to gateways and routers the worker is node 0.
+    start    health port → `tandem-engine follow`, which joins node 0 and starts the ranks of this machine
+    run      /ready while those ranks take part in the engine's steps; /live while their process and node 0 answer
+    drain    SIGTERM: requests a drain from node 0, which migrates its requests and ends the engine; this node ends
+             with it
+    exit     with the status of the ranks' process, so that the pod controller restarts the group
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from tandem_services.worker.service import EXIT_FAILED, WorkerService
 logger = logging.getLogger(__name__)
 
 END_GRACE_S = 15.0
-"""From the end of the worker's drain until its engine has said that it is over."""
+"""From the end of the worker's drain until its engine has reported its own end."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class NodeState:
 
 
 def build_node_app(state: NodeState, registry: CollectorRegistry) -> Starlette:
-    """GET /live, /ready and /metrics, as a worker has them. There is nobody to give orders to."""
+    """GET /live, /ready and /metrics, as on a worker. There are no commands."""
 
     async def live(request: Request) -> Response:
         del request
@@ -142,7 +142,7 @@ class FollowerService:
                 logger.error("node %d failed (%s): %s", self._config.node_rank, message.code, message.message)
 
     async def _end(self, child: EngineChild) -> None:
-        """Once asked to leave: by message, and by signals when the engine takes longer than its drain may."""
+        """After a shutdown request: by message, and by signals when the engine takes longer than its drain may."""
         await self._leaving.wait()
         logger.info("node %d requests a drain from node 0", self._config.node_rank)
         await self._channel.send(Shutdown())
@@ -159,7 +159,7 @@ EXIT_USAGE = 2
 
 
 def run_worker(config: WorkerConfig) -> int:
-    """Run one worker, or a machine that computes for one, until it is drained or cannot go on; returns the exit status.
+    """Run one worker, or a follower node, until it is drained or cannot continue; returns the exit status.
 
     0 drained · 1 failed, restart it · 2 a flag cannot work · 3 the engine refused model or flags
     """
@@ -179,7 +179,7 @@ def run_worker(config: WorkerConfig) -> int:
 async def _run(config: WorkerConfig, keys: KeyPair | None) -> int:
     context = IpcContext(keys)
     try:
-        # Nobody else may speak on the control channel.
+        # No other process may send on the control channel.
         with own_folder("tandem-worker-") as folder:
             if config.node_rank > 0:
                 follower = FollowerService(config, context, folder, MonotonicClock())

@@ -1,8 +1,8 @@
-"""Prometheus metrics of a worker, computed from the engine's last statistics when they are scraped.
+"""Prometheus metrics of a worker, computed at each scrape from the last statistics of the engine.
 
-Names follow vLLM's where vLLM has one, with the prefix `tandem_worker_`. No labels, for one process is one
-engine, but for its role, the reason why requests wait, the tiers of the prefix cache, when kernels were compiled and
-the peers of links. A help text is read alone, so each says what it counts without its neighbours.
+Names follow vLLM's where vLLM has one, with the prefix `tandem_worker_`. One process is one engine, so there are few
+labels: role, reason of waiting, cache tier, time of kernel compilation, peer of a link. Each help text can be read
+without the others.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -109,7 +109,7 @@ _SPECULATION: tuple[tuple[str, str, Callable[[SpeculationStats], float]], ...] =
     ("spec_decode_num_accepted_tokens", "Proposed tokens accepted.", lambda s: s.accepted_total),
     ("spec_decode_propose_seconds", "Time spent on proposing.", lambda s: s.propose_s),
 )
-"""Exported by engines that speculate, beside their recent accept length."""
+"""Exported by engines with speculative decoding, in addition to their recent acceptance length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,7 @@ class ServiceNumbers:
     stats_age_s: float = 0.0
     """Of the engine's last report."""
     ready: EngineReady | None = None
-    """What the engine said when it was ready; None before."""
+    """The engine's report when it became ready; None before."""
 
 
 class WorkerCollector(Collector):

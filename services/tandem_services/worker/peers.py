@@ -1,53 +1,30 @@
-"""Which other incarnations are gone, from the claims that the registry has.
+"""Tracks the peers of this worker: which ones its engine may exchange KV with, and which have ended.
 
-    superseded  a newer incarnation of the same worker has signed its claim: the older one is gone, at once
-    missing     it is registered no longer, and nothing says why: it has left, it has died, it does not reach Redis, or
-                Redis has lost it. It is asked itself (`peers`), and is gone when it does not answer
+    PeerWatch       which incarnations ended, from the claims in the registry
+    Introductions   names to the engine the peers of complementary role and equal `compat_hash`. When the fleet or this
+                    worker's KV format changes, or after `REFRESH_S`, it reads the registry after a random delay, so
+                    that the workers of a rollout do not read at once
+    PeerChecks      pings peers that the registry lists no longer, and reports those that ended
+    Lifelines       whether the process of a fenced peer has exited
+    WarmLinks       whether the links to the first peers are measured; until then, at most for
+                    `patience_s`, the pod is not ready
 
-A wiped registry (new epoch) proves even less: its old members get one fencing period to come back before they are
-asked. So do incarnations that the engine waits for and no list names.
+A newer incarnation with a signed claim fences the older one of the same worker at once. An incarnation that is only
+missing in the registry may have left, died, lost Redis or been lost by Redis. `PeerChecks` looks for a signed verdict,
+then pings it over an authenticated socket. If it answers, it stays a peer. If not, the engine drops its agents,
+mappings and grants, and a signed verdict is written, which ends the incarnation when it reaches Redis again. After a
+wipe (new epoch) peers get one fencing period to return. Without Redis nothing is due; verdicts are written later.
 
-Tells the engine which peers it may exchange KV with, so that it gets to know and measures the links to them.
+A fenced process may be stopped in the middle of a KV write and continue it later, so silence never frees its granted
+pages. Only proof of its exit does. Nothing is sent to it:
 
-1. The fleet has changed, this worker's KV has another shape, or `REFRESH_S` have passed
-2. after a random while, so that a rollout's workers do not all ask at once, the registry is read
-3. the peers of complementary role and equal `compat_hash` are named to the engine, when they are others than before
+    fenced ──▶ connect ─┬─ refused: its kernel has no such process ──▶ exited
+                ▲       ├─ no answer for `UNREACHABLE_S` ────────────▶ exited: machine or network is lost
+                │       └─ connected ─▶ wait for the end of the connection ─┐
+                └───────────────────────────────────────────────────────────┘
+    a later incarnation is registered at its endpoint ──▶ exited: a socket has one owner
 
-Redis away: nothing is lost, the next round names them. What is gone is told elsewhere, at once (`registration`).
-
-Whether the process of a fenced peer has ended, which it is not asked: it may be stopped in the middle of a write.
-
-A process that is stopped says nothing for as long as it is, and then goes on where it was: with copying KV into pages
-that it was granted, if that is where it was. So silence, however long, does not free these pages. That its kernel
-refuses connections to its socket does, for then the process is gone.
-
-    fenced ──▶ knock ─┬─ refused ──────────────────────────────▶ ended
-                ▲     ├─ no answer, for `UNREACHABLE_S` ────────▶ ended: its machine is gone, or what led to it
-                │     └─ connected ─▶ wait for the end of the line ─┐
-                └───────────────────────────────────────────────────┘
-    a later incarnation is registered at its endpoint ─────────▶ ended: a socket has one owner
-
-Nothing is sent. A stopped process is waited for until it is killed, as Kubernetes does when its probes fail, or goes on
-and ends by itself, as the fenced do.
-
-Asks peers that the registry names no longer whether they live, and tells what is gone.
-
-    1. due        the registry has lost a peer (`peers`)
-    2. asked      the registry: whether a signed verdict says that it is over; then the peer itself, by a ping over an
-                  authenticated socket
-    3. answered   it stays a peer: it does not reach Redis, or Redis has lost it
-       or gone    the engine drops its agents, mappings and grants, and the verdict is signed and written, so that the
-                  incarnation ends when it reaches Redis again: its peers act on nothing that it says any more
-
-Without Redis nothing is due. A verdict that cannot be written is written after a later heartbeat.
-
-Whether the links to this worker's first peers have been tested: until then a pod is not said to be ready.
-
-    not introduced ─▶ introduced ─▶ each link has a figure, or a reason why it has none ─▶ warm, for good
-                        nobody is there to be introduced to ─▶ warm        `patience_s` are over ─▶ warm
-
-Peers that come later are measured while it serves. A link that fails its test does not keep the worker back either: it
-is slow or broken, which metrics, registry and router know; requests go another way.
+A link that fails its test does not delay readiness: it is reported as slow or broken, and requests avoid it.
 """
 
 import asyncio
@@ -74,7 +51,7 @@ from tandem_services.router.keys import FENCE_AFTER_MS, worker_id_of
 from tandem_services.router.registry import FleetSnapshot, Registry
 
 ASK_AGAIN_S = 5.0
-"""A peer that answers and is not registered is asked again after this long."""
+"""A peer that answers and is not registered is probed again after this long."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,7 +63,7 @@ class PeerWatch:
     _epoch: str = ""
     _known: frozenset[str] = frozenset()
     _missing: dict[str, float] = field(default_factory=dict)
-    """Incarnations that no list names any more, and suspects; and when they are to be asked."""
+    """Incarnations that are listed no longer, and suspects; and when they are to be probed."""
 
     def update(self, epoch: str, members: frozenset[str] | None) -> frozenset[str]:
         """Incarnations that a newer one has superseded. `members` is None when nothing has changed."""
@@ -104,16 +81,16 @@ class PeerWatch:
         return frozenset(superseded)
 
     def suspect(self, silent: Iterable[str]) -> None:
-        """The engine waits in vain for these incarnations."""
+        """The engine waits for these incarnations without an answer."""
         self._expect((each for each in silent if each not in self._known), within_s=FENCE_AFTER_MS / 1000)
 
     def due(self) -> frozenset[str]:
-        """Missing ones that are to be asked now."""
+        """Missing ones that are to be probed now."""
         now = self.clock.now()
         return frozenset(missing for missing, at in self._missing.items() if now >= at)
 
     def answered(self, incarnation: str) -> None:
-        """It lives, whatever the registry says."""
+        """It is alive, whatever the registry contains."""
         if incarnation in self._missing:
             self._missing[incarnation] = self.clock.now() + ASK_AGAIN_S
 
@@ -129,7 +106,7 @@ class PeerWatch:
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 30.0
-"""Changes that the registry's generation does not tell, such as a role, are noticed within this time."""
+"""Changes that the registry's generation does not cover, such as a role, are noticed within this time."""
 
 WITHIN_S = 1.0
 """Spread of the answers to one change."""
@@ -143,11 +120,11 @@ class Introductions:
     own: Callable[[], WorkerView]
     order: Callable[[MeetPeers], Awaitable[None]]
     observe: Callable[[list[WorkerView]], None] = lambda _: None
-    """Told who is registered, with each look."""
+    """Called with the registered members, at each check."""
     random: Random = field(default_factory=Random)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     named: tuple[Peer, ...] | None = None
-    """Whom the engine was told to meet last; None: the registry has not been read yet."""
+    """The peers that were last sent to the engine; None: the registry has not been read yet."""
 
     def fleet_changed(self) -> None:
         """Look again soon."""
@@ -206,13 +183,13 @@ def _affinity(own: str, other: str) -> bytes:
 KNOCK_S = 1.0
 
 UNREACHABLE_S = 3.0
-"""Connections that nobody answers or refuses for so long end at no machine."""
+"""A connection without answer or refusal for so long leads to no machine."""
 
 RECHECK_S = 5.0
-"""Between looks at the registry while a line is open."""
+"""Between checks of the registry while a connection is open."""
 
 PAUSE_S = 0.5
-"""Between knocks."""
+"""Between connection attempts."""
 
 
 class _Line(Enum):
@@ -223,7 +200,7 @@ class _Line(Enum):
 
 
 class Snapshots(Protocol):
-    """The registry, as far as it tells who listens where."""
+    """The registry, as far as it contains endpoints of incarnations."""
 
     async def snapshot(self) -> FleetSnapshot: ...
 
@@ -239,11 +216,11 @@ class Lifelines:
     _followed: set[str] = field(default_factory=set)
 
     def unfollowed(self, peers: Iterable[Peer]) -> list[Peer]:
-        """Those of `peers` whose end nobody waits for yet."""
+        """Those of `peers` whose exit is not tracked yet."""
         return [peer for peer in peers if peer.incarnation not in self._followed]
 
     async def follow(self, peer: Peer) -> None:
-        """Wait until its process has ended, and tell the engine."""
+        """Wait until its process has exited, and notify the engine."""
         self._followed.add(peer.incarnation)
         try:
             await self._until_ended(peer)
@@ -291,7 +268,7 @@ class Lifelines:
         return _Line.LIVED
 
     async def _stay(self, reader: asyncio.StreamReader, peer: Peer) -> None:
-        """Until the line ends, or another incarnation has the endpoint. What is said on it is nothing to us."""
+        """Until the connection ends, or another incarnation has the endpoint. Received bytes are ignored."""
         while not await self._replaced(peer):
             try:
                 async with asyncio.timeout(self.recheck_s):
@@ -310,11 +287,11 @@ def _later(incarnation: str, other: str) -> bool:
 
 
 ANSWER_S = 2.0
-"""As long as lines between processes may be silent (`channels.HEARTBEAT_TIMEOUT_MS`)."""
+"""As long as connections between processes may be silent (`HEARTBEAT_TIMEOUT_MS` of `tandem_engine.ipc.channels`)."""
 
 
 class Verdicts(Protocol):
-    """The registry, as far as it tells and takes who is over."""
+    """The registry, as far as it reads and stores verdicts."""
 
     async def snapshot(self, missing: Iterable[str] = ()) -> FleetSnapshot: ...
 
@@ -337,7 +314,7 @@ class PeerChecks:
     """Found dead, and Redis has not taken the verdict yet."""
 
     def observe(self, views: Iterable[WorkerView]) -> None:
-        """Where peers are, as a snapshot says."""
+        """Endpoints of peers, from a snapshot."""
         self._endpoints |= {view.incarnation: view.request_endpoint for view in views}
 
     @property
@@ -346,7 +323,7 @@ class PeerChecks:
         return bool(self._unwritten or self.watch.due() - self._asked)
 
     async def run_due(self) -> None:
-        """Ask whoever is due and not asked yet. Takes `answer_s` at most, and what Redis takes."""
+        """Probe all due peers that are not being probed. Takes at most `answer_s`, plus the time of Redis."""
         due = self.watch.due() - self._asked
         self._asked |= due
         try:
@@ -366,13 +343,13 @@ class PeerChecks:
         for incarnation, lives in zip(asked, await asyncio.gather(*map(self._lives, asked)), strict=True):
             if lives:
                 self.watch.answered(incarnation)
-            elif incarnation in self.watch.due():  # not registered again meanwhile
+            elif incarnation in self.watch.due():  # not registered again in the meantime
                 self._drop(incarnation)
                 self._unwritten.add(incarnation)
         await self._write()
 
     async def _lives(self, incarnation: str) -> bool:
-        """Not, where it never was in a row: it lived between two looks at the registry."""
+        """Not, where it never had a row: it lived between two checks of the registry."""
         endpoint = self._endpoints.get(incarnation)
         return endpoint is not None and await answers(self.context, endpoint, incarnation, within_s=self.answer_s)
 
@@ -395,7 +372,7 @@ class WarmLinks:
     patience_s: float
     """From the first question on; 0: nothing is waited for."""
     named: Callable[[], tuple[Peer, ...] | None]
-    """Whom the engine was told to meet; None: nobody has looked yet."""
+    """The peers that were sent to the engine; None: the registry was not read yet."""
     links: Callable[[], tuple[LinkReport, ...]]
     _asked_at: float | None = None
     _warm: bool = False

@@ -1,16 +1,15 @@
-"""Keeps this worker's lease: one heartbeat a second, and at once when its state changes.
+"""Keeps this worker's lease: one heartbeat per second, and one at once when its state changes.
 
-Each heartbeat carries the whole description, so the first registers and any one registers again after Redis
-lost its data. The answer is worth as much as the heartbeat: it may say that the lease is lost for good, that
-peers are gone, or that the index has to be published again.
+Each heartbeat carries the whole description, so the first one registers and any later one registers again after Redis
+lost its data. The reply may report that the lease is lost for good, that peers ended, or that the index must be
+published again.
 
-A worker ends for a verdict that a process of its deployment has signed, and for nothing else that Redis says. A forged
-one is named in the next heartbeat, which takes it away.
+A worker ends only for a verdict that a process of its deployment has signed. A forged verdict is named in the next
+heartbeat, which removes it.
 
-What the engine says about itself, turned into what the registry is told.
-
-The heartbeat comes from this process, so it alone would prove nothing about the engine: `loop_count` in the
-statistics proves that the scheduler loop turns [loop-progress].
+`LoadMonitor` and `describe` convert the engine's statistics into the registry's fields. The heartbeat comes from this
+process, so it alone proves nothing about the engine: `loop_count` in the statistics proves that the scheduler loop runs
+[loop-progress].
 """
 
 import asyncio
@@ -43,11 +42,11 @@ class Consequences:
 
     peer_gone: Callable[[str], None]
     fleet_changed: Callable[[], None]
-    """Somebody came or went."""
+    """A worker was added or removed."""
     peers_missing: Callable[[], None]
-    """Peers may be there that are to be asked whether they live."""
+    """There may be peers to probe."""
     lost: Callable[[str], None]
-    """The lease is lost for good; the sentence says why. The process has to end."""
+    """The lease is lost for good; the sentence gives the reason. The process has to end."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,7 +57,7 @@ class Registration:
     describe: Callable[[], WorkerRecord]
     report_age_s: Callable[[], float]
     silent_peers: Callable[[], tuple[str, ...]]
-    """Incarnations that the engine waits for in vain."""
+    """Incarnations for which the engine waits without an answer."""
     feed: IndexFeed
     peers: PeerWatch
     clock: Clock
@@ -66,7 +65,7 @@ class Registration:
     registered: bool = False
     """At least one heartbeat was accepted since start."""
     offered: bool = False
-    """The last heartbeat that was accepted said that new work is welcome."""
+    """The last accepted heartbeat reported that new work is accepted."""
     _generation: int = 0
     _forged: str = ""
     """A verdict in the last answer that no process of this deployment has signed."""
@@ -110,7 +109,7 @@ class Registration:
                 self._note_full()
 
     async def leave(self) -> None:
-        """Deregister, so that nobody waits for the lease to end."""
+        """Deregister, so that no process waits for the lease to end."""
         try:
             await self.registry.deregister(self.peers.own)
         except RedisUnavailableError:
@@ -159,7 +158,7 @@ STALL_S = 3.0
 """Without progress for this long while there is work, or without any report, the worker is not offered."""
 
 NO_TRANSPORT = "none"
-"""What an engine says that serves alone: nothing can be fetched from it, at whatever price."""
+"""Transport of an engine that serves alone: nothing can be fetched from it, at any cost."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -171,7 +170,7 @@ class LoadMonitor:
     """What the router may use it for. An operator can change it."""
     draining: bool = False
     standby: bool = False
-    """Nobody has tried it yet (`worker.standby`)."""
+    """Not tested by a canary yet (`worker.standby`)."""
     stats: EngineStats | None = None
     _stats_at: float = 0.0
     _progress_at: float = 0.0
@@ -181,8 +180,8 @@ class LoadMonitor:
         self._stats_at = self._progress_at = self.clock.now()
 
     def update(self, stats: EngineStats) -> bool:
-        """Take a report. Returns whether the state has changed by it: then the registry should hear at once, for
-        whoever is sent to a worker that has just been paused is sent away again."""
+        """Apply a report. Returns whether it has changed the state: then the registry should get it at once,
+        because requests sent to a worker that has just been paused are rejected."""
         now, before = self.clock.now(), self.state
         if self.stats is None or stats.loop_count != self.stats.loop_count or not _busy(stats):
             self._progress_at = now
@@ -215,7 +214,7 @@ class LoadMonitor:
 
 
 def describe(config: WorkerConfig, ready: EngineReady, monitor: LoadMonitor, *, health_endpoint: str) -> WorkerRecord:
-    """What the registry is told with each heartbeat."""
+    """The content of each heartbeat."""
     geometry, stats = ready.geometry, monitor.stats
     details: dict[str, str | int | float] = {
         "transport": ready.transport,
@@ -312,7 +311,7 @@ def _load(ready: EngineReady, stats: EngineStats | None) -> Load:
 
 
 def _conditions(links: Sequence[LinkReport]) -> str:
-    """What is wrong with how many links, for whoever watches the registry; "" when nothing is."""
+    """Number of links with errors and what they are, for display; "" without any."""
     counts = Counter(link.condition for link in links if link.condition)
     return "; ".join(f"{count} of {len(links)} links: {text}" for text, count in counts.most_common())
 

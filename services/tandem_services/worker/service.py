@@ -1,16 +1,15 @@
-"""One worker: an engine process, its lease, its index, its health port.
+"""One worker: an engine process, its lease, its index and its health port.
 
-Start    Redis answers → health port → engine process → `EngineReady` → heartbeats, index feed
-Serve    the engine talks to gateways and peers itself; this process only reports, and passes on orders
-Standby  with --standby the router sends nothing until the worker is offered (`worker.standby`)
-Role     POST /role: the engine changes first, then the registry, at once; same incarnation, same index
-Drain    SIGTERM or POST /drain: not ready, state `draining` in the registry at once, `Drain` to the engine, whose
-         running requests move to other workers; wait until it is idle or the bound is over, `Shutdown`,
-         deregister, exit 0
-End      the engine exits, or the lease is lost (fenced): deregister at once and exit non-zero, so that
-         whoever restarts pods restarts this one as a new incarnation
+    start    Redis answers → health port → engine process → `EngineReady` → heartbeats, index feed
+    serve    the engine talks to gateways and peers itself; this process reports and forwards commands
+    standby  with --standby the router sends no requests until the worker is offered (`worker.standby`)
+    role     POST /role: first the engine changes, then the registry, at once; same incarnation, same index
+    drain    SIGTERM or POST /drain: not ready, state `draining` in the registry at once, `Drain` to the engine, which
+             migrates its running requests; wait until it is idle or the bound is over, `Shutdown`, deregister, exit 0
+    exit     the engine exits, or the lease is lost (fenced): deregister at once and exit non-zero, so that the pod
+             controller restarts this worker as a new incarnation
 
-The parts share nothing but the event loop; this module wires them and decides when it is over.
+The parts share nothing but the event loop; this module connects them and determines when the worker ends.
 """
 
 import asyncio
@@ -63,7 +62,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 
 EXIT_ENGINE_REFUSED = 3
-"""The engine said why it cannot start: a checkpoint or a flag that cannot work."""
+"""The engine reported why it cannot start: an unusable checkpoint or flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +80,12 @@ class FirstEnding:
     _said: "asyncio.Future[Ending]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def say(self, status: int, reason: str) -> None:
-        """Whoever was first counts."""
+        """The first call counts."""
         if not self._said.done():
             self._said.set_result(Ending(status, reason))
 
     async def wait(self) -> Ending:
-        """Until somebody has said so."""
+        """Until the first call."""
         return await self._said
 
 
@@ -98,7 +97,7 @@ class NamedTasks:
     """Run until they return, or until `cancel`."""
 
     failed: Callable[[str], None]
-    """Told the name of a task that raised; the error is in the log."""
+    """Called with the name of a task that raised; the error is in the log."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def start(self, work: Coroutine[None, None, None], name: str) -> None:
@@ -302,7 +301,7 @@ class WorkerService:
     # Orders of an operator
 
     async def _set_role(self, role: Role, *, timeout_s: float) -> OrderDone:
-        """Serve as `role`, of which the registry hears as soon as the engine has changed. See `SetRole`."""
+        """Serve as `role`; the registry gets it as soon as the engine has changed. See `SetRole`."""
         if self._monitor.draining:
             raise _refusal(BUSY, f"{self.incarnation} is draining and takes no other role")
         if self._ready is not None and self._ready.transport == "none" and role is not Role.BOTH:
@@ -392,7 +391,7 @@ class WorkerService:
         return f"no progress for {self._monitor.stalled_s:.0f} s"
 
     def _check_links(self) -> str | None:
-        """Not asked before there are any: the wait for them is counted from then on."""
+        """Not called before there are any: the wait for them counts from then on."""
         return self._warm.check() if self._registration.registered else None
 
     # Endings
@@ -425,7 +424,7 @@ class WorkerService:
         self._ending.say(EXIT_FAILED, f"its {name} task failed")
 
     async def _stop(self, child: EngineChild) -> None:
-        """Off the registry first, so that nobody is sent here any more; then the engine."""
+        """Deregister first, so that no more requests are sent here; then the engine."""
         self._stopping = True
         await self._tasks.cancel(keep={"health", "engine"})
         if self._ready is not None:

@@ -1,13 +1,13 @@
-"""A worker on standby is registered and serves who names it, but the router sends it nothing (`WorkerState.STANDBY`).
+"""Standby: a registered worker serves requests that name it, but the router sends it none (`WorkerState.STANDBY`).
 
-    --standby ─▶ on standby ─┬─ POST /offer: a canary has passed through it ─▶ offered, for good
-                             ├─ others with its `compat_hash` are offered, and nobody has tried it for `UNTRIED_S`
-                             └─ nobody who decodes is offered, and somebody of its revision could, for `ALONE_S`
+    --standby ─▶ on standby ─┬─ POST /offer: a canary has passed through it ─▶ offered, permanently
+                             ├─ others with its `compat_hash` are offered, and it was not tested for `UNTRIED_S`
+                             └─ no decode worker is offered, and one of its revision could decode, for `ALONE_S`
 
-So no worker gets a client's request before it was tried, while there is an operator that tries them: it says so each
-time (POST /hold), and one whose canaries fail stands by for as long as they do. The second way is that of workers that
-come where no operator is, of a revision that was proved before; the third keeps a model from standing still: an untried
-revision is better than none. What is offered stays so: nothing here depends on who gives orders being alive.
+While an operator runs canaries, no worker gets client requests before its canary. The operator announces each canary
+(POST /hold), and a worker whose canaries fail stays on standby. The second path is for workers without an operator, of
+a revision that was proven before. The third keeps a model available: an untested revision is better than none. An
+offered worker stays offered, so serving never depends on a live operator.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class Standby:
     own: Callable[[], WorkerView]
     clock: Clock
     ended: Callable[[], None]
-    """The registry should hear at once."""
+    """The registry should get it at once."""
     _alone_since: float | None = None
     _untried_since: float | None = None
     """Since when others of its revision are offered."""
@@ -56,7 +56,7 @@ class Standby:
         return "on standby until a canary has passed through it" if self.on else None
 
     def hold(self) -> None:
-        """Somebody tries it, and will say whether to offer it."""
+        """A canary is testing it; its sender reports whether to offer it."""
         self._held_until = self.clock.now() + HOLD_S
 
     def offer(self, reason: str) -> None:
@@ -68,7 +68,7 @@ class Standby:
             self.ended()
 
     async def run(self) -> None:
-        """Until it is offered, by whichever way. Redis away: nobody knows who serves, so nothing is decided."""
+        """Until it is offered, by any path. Without Redis no serving workers are known, and nothing changes."""
         while self.on:
             try:
                 await self.look()
@@ -104,7 +104,7 @@ class Standby:
 
 
 def nobody_else_serves(own: WorkerView, others: Iterable[WorkerRecord]) -> bool:
-    """Whether the router has nobody who decodes, and would have somebody of this revision. `others`: of this model."""
+    """Whether no decode worker is offered, and one of this revision could decode. `others`: of this model."""
     known = list(others)
     if any(_offered(one) and _decodes(one.view) for one in known):
         return False

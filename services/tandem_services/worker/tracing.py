@@ -1,6 +1,6 @@
-"""A worker's part in traces: from the engine's reports to the collector, and what was lost on the way.
+"""Traces of a worker: exports spans from the engine's reports, and counts those lost.
 
-OpenTelemetry's packages are imported by `open`, so a worker without tracing never has them.
+`open` imports OpenTelemetry's packages, so a worker without tracing never loads them.
 """
 
 from collections.abc import Iterator

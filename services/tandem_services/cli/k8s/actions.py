@@ -1,4 +1,4 @@
-"""`flip`, `drain` and `scale`: what changes something."""
+"""`flip`, `drain` and `scale`: the commands that change a deployment."""
 
 import argparse
 import base64
@@ -97,7 +97,7 @@ def _who_drains(pod: Pod) -> str:
 
 
 def until_gone(cluster: Cluster, pod: Object, *, sleep: Callable[[float], None] = time.sleep) -> int:
-    """Tell what is left until the pod is gone; 1 when it is not within its grace period and some time."""
+    """Print what is left until the pod is gone; 1 when it is not within its grace period and some time."""
     name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
     looks = round((pod["spec"].get("terminationGracePeriodSeconds", 30) + PATIENCE_S) / LOOK_S)
     told = ""
@@ -125,7 +125,7 @@ def _is_gone(cluster: Cluster, name: str, uid: str) -> bool:
 
 
 def _worker_of(cluster: Cluster, pod: Object) -> Object | None:
-    """Who can be asked what is left: the leader of a follower, if it is there."""
+    """The pod to query for what is left: the leader of a follower, if it is there."""
     leader = Pod.of(pod).leader
     if not leader:
         return pod
@@ -138,7 +138,7 @@ def _worker_of(cluster: Cluster, pod: Object) -> Object | None:
 
 
 def _left(cluster: Cluster, worker: Object | None) -> str:
-    """What there is to do for it yet; "" when it cannot be asked."""
+    """What it still has to do; "" when it cannot be queried."""
     for figures in workers_among(ask(cluster.access, [] if worker is None else [worker])).values():
         return f"  {figures.running} running, {figures.waiting} waiting, {figures.moving} with KV on its way"
     return ""

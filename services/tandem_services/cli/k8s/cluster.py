@@ -1,18 +1,20 @@
-"""The API server, as kubectl would reach it: kubeconfig, context, namespace, credentials and their renewal.
+"""Access to the Kubernetes API server as kubectl has it, and connections to ports of pods through it.
 
-The official client reads all of that. Requests are plain JSON over httpx, since ModelServices have no classes in the
-client, and what goes wrong becomes one sentence that says what to do.
+`Access` comes from the official client: kubeconfig, context, namespace, credentials and their renewal. `Cluster` sends
+plain JSON over httpx, since the client has no classes for ModelServices, and turns each error into one sentence with
+the fix.
 
-Connections to ports of pods, through the API server: what `kubectl port-forward` does, without a port here.
+`PodStream` does what `kubectl port-forward` does, without a local port:
 
     httpx ─▶ PodStream ─▶ WebSocket to the API server ─▶ kubelet ─▶ 127.0.0.1:PORT within the pod
 
-One connection is one WebSocket (`v4.channel.k8s.io`). Each message begins with a channel: 0 carries bytes both ways,
-1 what the kubelet has to complain of; the first message of each is the port's number. There is no thread and no
-listening port, so that others on this machine cannot use the connection. It arrives from the pod's own loopback, from
-where workers take orders, and no NetworkPolicy is in its way.
+One connection is one WebSocket (`v4.channel.k8s.io`). The first byte of a message is its channel: 0 carries data both
+ways, 1 carries errors of the kubelet; the first message of each contains the number of the port. Without a listening
+port, no other user of this machine can use the connection. It arrives from the pod's own loopback, so no NetworkPolicy
+blocks it.
 
-The client library has a port-forward, too. It copies in a thread that waits without a bound and that no error ends.
+The client library's own port-forward is not used: it copies in a thread that waits without a bound and that no error
+ends.
 """
 
 import argparse
@@ -50,7 +52,7 @@ MAX_OBJECTS = 20_000
 
 
 class ClusterError(ServiceError):
-    """The API server does not do what was asked. The message says what to do."""
+    """The API server rejects a request. The message contains the fix."""
 
     code = "cluster_error"
 
@@ -71,7 +73,7 @@ class Access:
     """What its certificate is for, where that is not the host."""
     proxy: str | None
     credentials: Any
-    """The client's `Configuration`, which renews tokens when they are asked for."""
+    """The client's `Configuration`, which renews tokens when they are used."""
 
     def headers(self) -> dict[str, str]:
         """Of now."""
@@ -101,7 +103,7 @@ def access_of(kubeconfig: Path | None, context: str | None, namespace: str | Non
 
 
 def _load(config: Any, credentials: Any, kubeconfig: Path | None, context: str | None) -> str:
-    """Fills `credentials`; returns the namespace that is meant when none is said."""
+    """Fills `credentials`; returns the namespace to use when none is set."""
     file = None if kubeconfig is None else str(kubeconfig)
     if file is None and context is None and not _has_kubeconfig(config):
         if not SERVICE_ACCOUNT.exists():
@@ -258,7 +260,7 @@ def _teach(response: httpx.Response, path: str, about: str) -> str:
 
 
 def _is_status(response: httpx.Response) -> bool:
-    """Whether it tells of an object; of a kind that it does not know the API server says so in plain text."""
+    """Whether the response is about an object; for unknown kinds the API server sends plain text."""
     return bool(response.headers.get("content-type", "").startswith("application/json"))
 
 

@@ -1,7 +1,7 @@
-"""`tandem k8s …`, which is also `kubectl tandem …`: inspects and controls deployments on Kubernetes.
+"""`tandem k8s …`, also `kubectl tandem …`: inspects and controls deployments on Kubernetes.
 
-kubectl runs any program `kubectl-tandem` on PATH as `kubectl tandem`. Nothing but argparse is imported here, so that
-`--help` is instant.
+kubectl runs any program `kubectl-tandem` on PATH as `kubectl tandem`. Only argparse is imported here, so that `--help`
+is instant.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`explain` and `chat`: what gateways are asked, through a port-forward."""
+"""`explain` and `chat`: the commands that query gateways, through a port-forward."""
 
 import argparse
 import json

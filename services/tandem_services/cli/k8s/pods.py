@@ -1,4 +1,4 @@
-"""Pods of ModelServices: which there are, how they are, and what they say when they are asked."""
+"""Pods of ModelServices: their list, their state, and the metrics that they return."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ class WorkerFigures:
     waiting: int
     waiting_tokens: int
     oldest_wait_s: float | None
-    """None: it does not tell."""
+    """None: not reported."""
     moving: int
     """Sequences whose KV comes or goes."""
     kv_usage: float
@@ -53,7 +53,7 @@ class GatewayFigures:
     running: int
     waiting: int
     waiting_tokens: int | None
-    """None: it does not tell, as with the next."""
+    """None: not reported, as with the next."""
     oldest_wait_s: float | None
     ready: bool = True
 
@@ -134,12 +134,12 @@ MAX_BYTES = 4 << 20
 Figures = WorkerFigures | GatewayFigures
 
 Said = Figures | str
-"""Or in a few words why a pod says nothing."""
+"""Or in a few words why a pod returns nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pod:
-    """As the API server knows it."""
+    """A pod as in the API server."""
 
     name: str
     namespace: str
@@ -242,7 +242,7 @@ def _bounded(client: httpx.Client) -> str:
 
 
 def runs(pod: Object) -> bool:
-    """Containers are there to be asked."""
+    """Its containers can be queried."""
     return bool(pod.get("status", {}).get("phase") == "Running")
 
 

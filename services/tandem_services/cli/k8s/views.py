@@ -1,4 +1,4 @@
-"""`status`, `roles`, `queue` and `decisions`: what is there, as tables, trees and documents."""
+"""`status`, `roles`, `queue` and `decisions`: the state of services as tables, trees and documents."""
 
 import argparse
 import json
@@ -45,11 +45,11 @@ class ConditionSeen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PodSeen:
-    """A pod, and what it says."""
+    """A pod, and what it returned."""
 
     pod: Pod
     said: Said | None
-    """None: it was not asked."""
+    """None: it was not queried."""
     followers: tuple["PodSeen", ...] = ()
     """The other pods of a worker that has several."""
 

@@ -1,4 +1,4 @@
-"""Who sent one request, and what they may do. Made by `authentication`, kept for as long as the request lives."""
+"""The client of one request and its rights. `authentication` creates a `Caller`, which lives as long as the request."""
 
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -16,7 +16,7 @@ class Caller:
 
     tenant: Tenant = UNKNOWN
     cache_secret: bytes = b""
-    """Of the deployment, at most 64 bytes: nobody can make up the salt of another tenant."""
+    """Of the deployment, at most 64 bytes: a tenant cannot compute the salt of another one."""
     limits: TenantLimits | None = None
     """None: there are none."""
     request_id: str = ""
@@ -36,12 +36,12 @@ class Caller:
         return self.tenant is not UNKNOWN
 
     def may_use(self, name: str, *, model: str) -> bool:
-        """`name` is one of those of `model`. Whoever may use a model may use its aliases; not the other way round."""
+        """`name` is one of those of `model`. A key for a model is valid for its aliases; not the other way round."""
         allowed = self.tenant.models
         return allowed is None or name in allowed or model in allowed
 
     def priority(self, wanted: int) -> int:
-        """What a request that asks for `wanted` gets: no more than its tenant may."""
+        """The priority of a request with `wanted`: at most that of its tenant."""
         return min(wanted, self.tenant.priority) if self.known else wanted
 
     def cache_salt(self, wanted: str) -> str:

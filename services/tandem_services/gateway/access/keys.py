@@ -1,20 +1,18 @@
-"""The key file: JSON that says which keys are valid and what their holders may do (docs/limits.md).
+"""API keys: their creation, the key file that lists their digests, and its reload after changes (docs/limits.md).
 
     {"keys": [{"name": "search", "sha256": ["9f86…"], "requests_per_minute": 600, …}, …]}
 
-Several files, as in the folder of a Kubernetes Secret, count as one.
+A key has 256 random bits, so its SHA-256 cannot be inverted and needs no slow hash. Several files, as in a mounted
+Kubernetes Secret, are read as one.
 
-API keys: random text that clients hold, and digests of it that the key file holds.
+    KeyFile    one file as decoded JSON
+    KeyRing    all entries, by digest
+    KeyWatch   reloads them (`common.file_watcher`)
 
-A key has 256 random bits, so its SHA-256 cannot be turned back into it, and no slow hash is needed.
-
-Keys from a file or a mounted Secret, followed while they change.
-
-1. At start the keys must be good: a gateway that cannot tell who may use it does not start.
-2. They are followed (`common.file_watcher`). Kubernetes swaps a symbolic link (`..data`), so the files of one version
-are
-   read through the folder that it points to, never a mixture of two.
-3. A change that is no good leaves the keys as they were; log and metric say so until it is mended.
+1. The keys must be valid at start: a gateway that cannot authenticate clients does not start.
+2. Kubernetes replaces a symbolic link (`..data`) when a Secret changes. All files of one version are read through the
+   directory that it points to, never a mixture of two versions.
+3. An invalid change leaves the previous keys active. The log and a metric report it until it is corrected.
 """
 
 import logging
@@ -35,13 +33,13 @@ from tandem_services.common.file_watcher import Follower, Signature, signature_o
 from tandem_services.gateway.access.tenants import AccessMetrics, Tenant
 
 PREFIX = "tdm-"
-"""Tells scanners for leaked secrets, and people, what it is."""
+"""Identifies the text as a key for secret scanners and people."""
 
 MAX_KEY_CHARACTERS = 512
 
 
 def new_key() -> str:
-    """A key that nobody has."""
+    """A new random key."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
@@ -204,7 +202,7 @@ class KeyWatch:
         logger.info("API keys are required", extra={"fields": {"tenants": len(self.ring.tenants)}})
 
     async def run(self) -> None:
-        """Follow changes, for ever."""
+        """Follow changes until canceled."""
         await self._follower.run(logger, what="API keys")
 
     async def poll(self) -> None:

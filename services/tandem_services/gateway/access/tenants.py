@@ -1,9 +1,8 @@
-"""Tenants: who may use the gateway, and how much of it. One entry of the key file each (docs/limits.md).
+"""Tenants and their limits. Each entry of the key file is one tenant (docs/limits.md).
 
-Limits of tenants: exact over all gateways while Redis answers, of this gateway alone while it does not.
-
-What Redis grants is noted here too, so that the local decision starts from what this gateway knows. Without Redis a
-tenant gets at most its limit from each gateway, and no request fails or waits because Redis is away.
+`TenantLimits` enforces the limits over all gateways while Redis answers, and for this gateway alone while it does not.
+It also records what Redis grants, so that the local decision starts from the usage this gateway has seen. Without Redis
+a tenant gets at most its limit from each gateway; no request fails or waits because Redis is unavailable.
 """
 
 import logging
@@ -139,7 +138,7 @@ def rate_headers(tenant: Tenant, usage: Usage) -> list[tuple[bytes, bytes]]:
 
 
 def refusal(tenant: Tenant, usage: Usage, ask: Ask) -> ApiError:
-    """429 for what `usage.refused` says."""
+    """429 for the reason in `usage.refused`."""
     match usage.refused:
         case Refused.REQUESTS:
             return _over("requests per min (RPM)", tenant.requests_per_minute or 0, usage.requests, 1, usage.retry_s)
@@ -172,7 +171,7 @@ def _triple(what: str, limit: int, used: int, reset_s: float) -> Iterator[tuple[
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 250ms, 17s, 1m0s. Rounded up, so that who waits for it has waited enough."""
+    """As OpenAI writes it: 250ms, 17s, 1m0s. Rounded up, so that a client that waits for it has waited enough."""
     if seconds < 1:
         return f"{math.ceil(max(seconds, 0.0) * 1000)}ms"
     whole = math.ceil(seconds)
@@ -201,7 +200,7 @@ class Taken:
 
     usage: Usage
     local_second: int
-    """Of this gateway's clock; `usage.second` is of whoever decided."""
+    """Of this gateway's clock; `usage.second` is of the clock of the decision, which may be Redis's."""
     shared: bool
     """Redis decided."""
 
@@ -217,7 +216,7 @@ class TenantLimits:
     _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     async def take(self, tenant: Tenant, ask: Ask) -> Taken:
-        """Ask for one request. It is not granted where `usage.refused` says why."""
+        """Request usage for one request. `usage.refused` has the reason when it is not granted."""
         windows = self._windows.setdefault(tenant.name, UsageWindows())
         if self.board is not None:
             try:
@@ -242,7 +241,7 @@ class TenantLimits:
             self._background.start(self._settle_shared(tenant, taken.usage.second, tokens, lease))
 
     async def run(self) -> None:
-        """Renew leases of running requests, and forget who is idle, for ever."""
+        """Renew leases of running requests, and forget idle tenants, until canceled."""
         # Leases that are not renewed would let tenants run more than they may.
         complaint = "renewing leases of running requests failed"
         await for_ever(self.renew, every_s=RENEW_S, logger=logger, complaint=complaint)

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: its requests as plans."""
+"""Turns `POST /v1/chat/completions` requests into plans."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ def template_messages(messages: list[ChatMessage] | None, *, continues: bool = F
 def continues_final(
     messages: list[ChatMessage] | None, *, asked: bool | None, add_generation_prompt: bool | None
 ) -> bool:
-    """Whether the model goes on with the last message. Raises `ApiError` 400 for what excludes it."""
+    """Whether the model continues the last message. Raises `ApiError` 400 for what excludes it."""
     if not asked:
         return False
     field = "continue_final_message"
@@ -274,13 +274,13 @@ def _reading(
     tools: ToolUse | None,
     grammar: AskedGrammar | None,
 ) -> OutputReading:
-    # Tags stand behind free text, but not those that are there instead of a formatted answer.
+    # Tags follow free text, but not those that are there instead of a formatted answer.
     tags = grammar is not None and grammar.spec.kind is GrammarKind.STRUCTURAL_TAG
     at_once = grammar is not None and (not tags or (tools is not None and grammar.field == "response_format"))
     return served.model.dialect.reading(
         prompt,
         tools,
-        # Behind a budget it begins with the answer.
+        # After a budget it begins with the answer.
         constrained=at_once and request.thinking_token_budget is None,
         shows_reasoning=request.include_reasoning is not False,
     )
@@ -326,7 +326,7 @@ async def _encode(
 
 
 def _grammar(request: ChatRequest, tools: ToolUse | None) -> AskedGrammar | None:
-    """What the output must look like: as the tools demand, or as the client asked."""
+    """The form of the output: as the tools require, or as the client requested."""
     asked = asked_grammar(request, request.response_format)
     if tools is None:
         return asked

@@ -1,4 +1,4 @@
-"""`chat.completion` and `chat.completion.chunk` objects: what a chat's client is answered."""
+"""Writes `chat.completion` and `chat.completion.chunk` objects, the responses of chat completions."""
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: its requests as plans and its answers as JSON."""
+"""Turns `POST /v1/completions` requests into plans, and their results into JSON."""
 
 from collections.abc import Sequence
 
@@ -73,7 +73,7 @@ def check_suffix(request: CompletionRequest) -> None:
 
 
 def middle_sampling(request: CompletionRequest, sampling: SamplingParams, tokenizer: TextTokenizer) -> SamplingParams:
-    """Some models end a middle with a token of its own."""
+    """Some models end a middle with a special token."""
     marks = tokenizer.fim
     if not request.suffix or marks is None or marks.end is None or marks.end in sampling.stop_token_ids:
         return sampling

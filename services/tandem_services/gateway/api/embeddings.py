@@ -1,10 +1,9 @@
-"""`POST /v1/embeddings`: a vector for each input.
+"""`POST /v1/embeddings`: one vector for each input.
 
-    body ─▶ plan ─▶ one choice per input, a bounded number at a time ─▶ one answer, in the order of the inputs
+    body ─▶ plan ─▶ one choice per input, a bounded number at a time ─▶ one response, in the order of the inputs
 
-An input is a prompt whose hidden states are wanted instead of its continuation. It takes the ways of a prompt:
-chosen worker, retries, deadline, abort when the client leaves. One worker computes it alone, a prefill worker
-where there is one.
+An input is a prompt of which the hidden states are returned instead of a continuation. It is routed, retried and
+aborted as any prompt, under the same deadline. One worker computes it alone, a prefill worker where there is one.
 """
 
 import asyncio
@@ -163,7 +162,7 @@ async def _encode(
     request: EmbeddingRequest, served: ModelService, prompts: Sequence[Prompt], caller: Caller
 ) -> tuple[tuple[int, ...], ...]:
     encoder = served.prompts
-    # vLLM's side for models that it serves embeddings of: the beginning of a text says what it is about.
+    # vLLM's side for models that it serves embeddings of: the topic of a text is at its beginning.
     truncation = asked_truncation(request, encoder.context_length, side="right")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     special = request.add_special_tokens is not False

@@ -45,7 +45,7 @@ class WholeChoice:
 
 
 def share_prompt_logprobs(choices: Sequence[WholeChoice], n: int) -> None:
-    """The first of every `n` choices, those of one prompt, has asked for its logprobs on behalf of the others."""
+    """The first of every `n` choices, those of one prompt, has requested its logprobs for the others."""
     for choice in choices:
         choice.prompt_logprobs = choices[choice.index - choice.index % n].prompt_logprobs
 
@@ -58,7 +58,7 @@ class AnswerFormat(Protocol):
         ...
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
-        """The events of one piece of one choice; `usage` when the client wants it in every chunk."""
+        """The events of one piece of one choice; `usage` when the client requested it in every chunk."""
         ...
 
     def closing(self, usage: Usage) -> bytes:
@@ -66,7 +66,7 @@ class AnswerFormat(Protocol):
         ...
 
     def failure(self, refusal: ApiError) -> bytes:
-        """The events that end a stream that cannot go on."""
+        """The events that end a stream that cannot continue."""
         ...
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:

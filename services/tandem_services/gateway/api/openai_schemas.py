@@ -1,11 +1,9 @@
-"""OpenAI's request bodies, as far as they are served. Those of responses are in `openai_schemas`.
+"""OpenAI's request and response bodies, as far as they are served.
 
-Requests are decoded strictly: a wrong type is a 400 naming the field. Null means absent. Unknown fields of a body
-are ignored, those of objects within it refused (`known_fields`), and of two equal keys the last one wins.
+Requests are decoded strictly: a wrong type is a 400 that names the field, and null means absent. Unknown fields of a
+body are ignored; those of objects within it are rejected (`known_fields`). If a key occurs twice, the last one counts.
 
-OpenAI's response bodies, as far as they are served. Those of requests are in `openai_schemas`.
-
-They always carry the fields that OpenAI's specification requires, null included.
+Responses always contain the fields that OpenAI's specification requires, also when they are null.
 """
 
 from collections.abc import Mapping, Sequence

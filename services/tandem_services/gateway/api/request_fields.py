@@ -1,4 +1,4 @@
-"""OpenAI's request fields as Tandem's messages. Pure: decides and checks, allocates and sends nothing."""
+"""Converts OpenAI's request fields into Tandem's messages. Pure: checks and converts, allocates and sends nothing."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -48,15 +48,15 @@ class Truncating(Protocol):
 def asked_truncation(
     request: Truncating, context_length: Callable[[], int], *, max_tokens: int = 0, side: TruncationSide = "left"
 ) -> Truncation | None:
-    """None when prompts stay whole. `max_tokens`: of output, as the client asked; `side`: when it names none.
-    `context_length` is not asked when there is nothing to cut.
+    """None when prompts stay whole. `max_tokens`: of output, in the request; `side`: when the request has none.
+    `context_length` is not called when there is nothing to cut.
 
-    Raises `ApiError` 400 for a length that no prompt can have beside its output.
+    Raises `ApiError` 400 for a length that no prompt can have with its output.
     """
     wanted = request.truncate_prompt_tokens
     if wanted is None:
         return None
-    # Where the output alone is too long, the check of both says so.
+    # Where the output alone is too long, the check of both reports it.
     room = max(context_length() - max(max_tokens, 1), 1)
     if wanted != -1 and not 1 <= wanted <= room:
         raise bad_request(
@@ -72,7 +72,7 @@ _SEED_LOWEST = -(1 << 63)
 
 
 def check_common_fields(request: GenerationFields) -> None:
-    """What can be said about a request before its prompt is known."""
+    """Checks of a request that need no prompt."""
     if request.stream_options not in (None, StreamOptions()) and not request.stream:
         raise bad_request("stream_options is only allowed with stream=true", "stream_options")
     if request.stream_interval is not None and not 1 <= request.stream_interval <= MAX_OUTPUT_TOKENS:
@@ -255,7 +255,7 @@ def generation_plan(
 
 
 def chat_logprobs(request: ChatRequest) -> int | None:
-    """Number of alternatives per token; None when no logprobs were asked for."""
+    """Number of alternatives per token; None when no logprobs were requested."""
     top = request.top_logprobs
     if top is None:
         return 0 if request.logprobs else None
@@ -310,7 +310,7 @@ def _check_prompt_logprobs(prompts: Sequence[PlannedChoice], kept: int) -> None:
 
 
 def _nth_choice(prompt: PlannedChoice, index: int, nth: int, *, scores_prompt: bool) -> PlannedChoice:
-    """`scores_prompt`: it asks for the prompt's logprobs. In a stream each does, so that none waits for another."""
+    """`scores_prompt`: it requests the prompt's logprobs. In a stream each does, so that none waits for another."""
     seed = (prompt.sampling.seed + nth - _SEED_LOWEST) % _SEED_RANGE + _SEED_LOWEST
     sampling = msgspec.structs.replace(prompt.sampling, seed=seed)
     return PlannedChoice(

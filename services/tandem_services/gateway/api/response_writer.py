@@ -1,14 +1,14 @@
-"""Answering a generation request: plan it, run it, write it. `answering` accounts for it.
+"""Runs one generation request from its body to the response, and records the result.
 
-    body ─▶ deadline ─▶ plan ─▶ job ─▶ pieces ─▶ whole JSON or events
+    body ─▶ deadline ─▶ plan ─▶ tokens reserved ─▶ running ─▶ pieces ─▶ JSON document or events
+                                                      └─▶ record: explain, metrics, one log line, however it ends
 
-Until the first piece exists nothing has been written, so an error until then has an HTTP status. After it,
-an error is an event of the stream, which it ends.
+    Answering            life of an accepted request, shared by all endpoints that use workers
+    GenerationEndpoint   the endpoint of one API: plans requests and runs them
+    Answer               writes one response
 
-What endpoints that ask workers share: the life of an accepted request, from its limits to its last line in the log.
-
-deadline ─▶ plan ─▶ tokens reserved ─▶ running ─▶ answered, refused or left
-                                            └───── record: explain, metrics, one log line, whatever the end
+Nothing is written before the first piece exists, so an error before it has an HTTP status of its own. A later error
+is an event, which ends the stream.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class Answering:
     """Requests that are being answered, those that wait for a worker among them."""
 
     def deadline(self, identity: RequestIdentity, timeout_s: float | None) -> float:
-        """On `clock`. `timeout_s`: the longest that the client wants to wait. Raises `ApiError` 400 for no duration."""
+        """On `clock`. `timeout_s`: the longest wait that the client accepts. Raises `ApiError` 400 for no duration."""
         return deadline_of(identity, wanted_s=timeout_s, most_s=self.timeout_s)
 
     def remaining(self, deadline: float) -> float:
@@ -186,7 +186,7 @@ def new_record(
 
 
 def keep_best(choices: Sequence[WholeChoice], *, generated: int, kept: int) -> list[WholeChoice]:
-    """Of every `generated` choices in a row, those of one prompt, the `kept` best, best first and numbered anew."""
+    """Of every `generated` choices in a row, those of one prompt, the `kept` best, best first and renumbered."""
     if generated == kept:
         return list(choices)
     best: list[WholeChoice] = []
@@ -205,7 +205,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRequest(Protocol):
-    """A decoded body that says which model is to answer, and how soon."""
+    """A decoded body with the requested model and the deadline."""
 
     model: str | None
     """None for the one model there is; the endpoint then fills in its name."""
@@ -222,7 +222,7 @@ class ModelRequest(Protocol):
 
     @property
     def timeout(self) -> float | None:
-        """Seconds that the client wants to wait at most."""
+        """The longest wait in seconds that the client accepts."""
         ...
 
 

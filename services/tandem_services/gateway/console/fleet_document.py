@@ -1,7 +1,7 @@
-"""The fleet and this gateway as JSON, for the console: numbers and names, no addresses.
+"""The fleet and this gateway as a JSON document for the console: numbers and names, no addresses.
 
-Counters are totals since a worker's start; what is per second is for the viewer to work out from two documents.
-Bounded: of a fleet larger than a page can show the rest is a number.
+Counters are totals since the start of a worker; a viewer computes rates from two documents. The document is bounded: of
+a fleet larger than a page can show, the remaining workers are only counted.
 """
 
 import time
@@ -125,7 +125,7 @@ MAX_CHARACTERS = 200
 """Of any text: what stands in Redis is not to be trusted with more."""
 
 SUSPECT = "suspect"
-"""State of a worker that this gateway has lost its connection to, whatever the registry says."""
+"""State of a worker to which this gateway lost its connection, whatever the registry contains."""
 
 _ROLES = {role: place for place, role in enumerate(Role)}
 
@@ -148,7 +148,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float
     decode_step_s: float
     figures: Figures | None
-    """None when what it says of itself makes no sense."""
+    """None when its statistics are malformed."""
 
 
 class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,7 +166,7 @@ class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway that answers. Another one has requests of its own."""
+    """The gateway that answers. Other gateways have other requests."""
 
     version: str
     clusters: tuple[str, ...]
@@ -184,7 +184,7 @@ class FleetDocument(msgspec.Struct, frozen=True, kw_only=True):
     redis: str
     """answering or away; of several fleets the worst."""
     view_age_s: float
-    """Since Redis last told who there is; of several fleets the longest."""
+    """Since Redis last returned the members; the longest time of several fleets."""
     gateway: GatewayRow
     workers: tuple[WorkerRow, ...]
     workers_total: int

@@ -1,18 +1,15 @@
-"""The console's routes, on the port where /metrics is.
+"""The console: a page of static files, and the JSON that it polls. Served on the port that serves /metrics.
 
-/console                       the page                         without a key: it holds nothing of this deployment
-/console/assets/{name}         its scripts and styles           without a key
-/console/data/fleet            workers, links, this gateway     administrators
-/console/data/requests         the latest requests              administrators
-/console/data/requests/{id}    one of them, as explain has it   administrators
+    /console                       the page                        without a key: contains no data of the deployment
+    /console/assets/{name}         its scripts and styles          without a key
+    /console/data/fleet            workers, links, this gateway    administrators
+    /console/data/requests         the latest requests             administrators
+    /console/data/requests/{id}    one request, as in explain      administrators
 
-The page asks for a key where one is needed, and polls. A poll sends bytes that all viewers of that second share, so
-their number is bounded by connections alone.
+The files are read once. Their headers allow no script, style or connection from or to another host, no inline script,
+no frame around the page, and no text that becomes markup (Trusted Types, in browsers that support them).
 
-The page itself: a few files of the package, read once, sent with headers that allow nothing but themselves.
-
-No script, style or connection from or to any other place; no inline script; no text becomes markup (Trusted Types, in
-browsers that have them); no frame around the page.
+All viewers share the data of one second, so the cost of polling is bounded by the number of connections.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -65,7 +62,7 @@ PAGE_HEADERS = SAME_ORIGIN | {
     "cross-origin-opener-policy": "same-origin",
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
     "x-frame-options": "DENY",
-    # Asked for again each time, and answered 304: a new release of the gateway is a new page at once.
+    # Revalidated each time, and answered 304: a new release of the gateway shows a new page at once.
     "cache-control": "no-cache",
 }
 
@@ -100,7 +97,7 @@ KEPT_S = 1.0
 
 @dataclass(kw_only=True, slots=True)
 class SharedDocument:
-    """Nobody looking costs nothing; a further viewer costs the sending of bytes that are there."""
+    """Without viewers it costs nothing; each further viewer costs only the sending of existing bytes."""
 
     build: Callable[[], object]
     """Called on the event loop: about a millisecond for 64 workers (benchmarks/console_cost.py)."""

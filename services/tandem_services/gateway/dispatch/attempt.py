@@ -1,13 +1,13 @@
-"""One attempt at one choice: the same request on one decode worker, or on a prefill and a decode worker.
+"""One attempt of one choice: the same request on one decode worker, or on a prefill and a decode worker.
 
     prefill ── token 0 ──────────────▶ ┐
     decode  ── token 0 again, 1, 2, … ▶ ┴─ TokenSequence ─▶ next() ─▶ the choice
 
-Outputs are taken up by the connections' readers at once and handed on when the choice asks: a slow client
-delays nobody else, and what has gathered meanwhile goes out in one piece.
+The readers of the connections accept outputs at once and keep them until the choice takes them. A slow client therefore
+delays no other request, and outputs that have accumulated leave in one piece.
 
-An attempt ends with a finish, or fails: `AttemptFailedError` when another worker may do better. The prefill
-worker matters until the decode worker has spoken; what happens to it later is ignored.
+An attempt finishes, or fails with `AttemptFailedError` when another worker may succeed. A failure of the prefill worker
+counts only until the decode worker has sent its first output.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class FailureCause(StrEnum):
     OVERLOADED = "overloaded"
     OUTPUT_LOST = "output_lost"
     SILENCE = "silence"
-    """This worker and those before it said nothing for too long."""
+    """This worker and those before it sent nothing for too long."""
 
 
 class AttemptFailedError(Exception):
@@ -101,7 +101,7 @@ class Attempt:
         self.began = began
         """On the gateway's clock."""
         self.leaving: WorkerView | None = None
-        """The worker that generates, once it has asked that another one goes on."""
+        """The worker that generates, once it has requested a migration."""
         self._rid = rid
         self._record = record
         self._sequence = TokenSequence(start, awaits_prompt=awaits_prompt)
@@ -133,7 +133,7 @@ class Attempt:
 
     @property
     def quiet_since(self) -> float:
-        """Since when a worker that matters has said nothing, not even to a ping; the beginning at the earliest."""
+        """Since when a relevant worker has sent nothing, not even a pong; the start of the attempt at the earliest."""
         heard = (side.connection.heard_at for side in self._sides if not side.ended and not self._superseded(side))
         return max(self.began, min(heard, default=self.began))
 
@@ -149,7 +149,7 @@ class Attempt:
         self._sides.clear()
 
     def _arrival(self) -> Awaitable[None]:
-        """Until something has arrived. Raises `AttemptFailedError` for what is late behind a gap."""
+        """Until something has arrived. Raises `AttemptFailedError` for outputs that stay missing."""
         self._wake = asyncio.get_running_loop().create_future()
         return self._within_gap(self._wake) if self._sequence.has_gap else self._wake
 
@@ -212,7 +212,7 @@ def _finish_failure(finish: Finish, incarnation: str) -> Exception:
     if finish.code == DEADLINE_EXCEEDED:
         return timed_out("The request did not finish before its deadline.")
     if finish.reason is FinishReason.ABORT:
-        # Nobody listens to an attempt that the gateway aborted itself: this worker is shutting down.
+        # An attempt that the gateway aborted itself has no listener: this worker is shutting down.
         return AttemptFailedError(FailureCause.WORKER_ERROR, incarnation, code=finish.code, by_abort=True)
     if finish.code == "invalid_request":
         return bad_request(finish.error or "The model worker refused the request.", finish.param)

@@ -1,21 +1,21 @@
-"""The life of one choice: from a prompt to its last token, over as many workers as it takes.
+"""Runs one choice from its prompt to its last token, over as many attempts as it takes.
 
-    1. choose    the router names a decode worker and perhaps a prefill worker, and reserves the load (`Placing`)
-    2. send      to both at once, same room; ids carry the attempt, so late answers are recognised
+    1. choose    the router selects a decode worker and optionally a prefill worker, and reserves the load (`Placing`)
+    2. send      to both at once, with the same room; ids contain the attempt, so that late outputs are recognized
     3. receive   tokens in order, each once (`Attempt`, `TokenSequence`)
-    4. retry     on a lost worker or a retryable error: the attempt is aborted everywhere, the worker is
-                 excluded, and the tokens received so far are sent along as `resume_ids`. Sampling noise is a
-                 function of (seed, position), so the text goes on as if nothing had happened [resume-from-tokens]
-                 A retry that a living worker made necessary is paid from the gateway's `RetryBudget`
-    5. move      a worker that is to stop, or to do other work, asks for its request to go on elsewhere: as above, but
-                 it sends its KV to whoever takes over. With no place to go to, it goes on where it is
-    6. wait      for a worker when there is none: until the deadline once it has begun; before that for one with room,
-                 in the gateway's queue (`Admission`)
-    7. give up   after `max_attempts` that brought it no further, when two workers died of it (`Quarantine`), or when
-                 workers that say nothing at all have used up `silence_s`
+    4. retry     on a lost worker or a retryable error: abort the attempt everywhere, exclude the worker, and send
+                 the tokens received so far as `resume_ids`. Sampling noise is a function of (seed, position), so the
+                 text continues unchanged [resume-from-tokens]. A retry after an error of a live worker is charged to
+                 the `RetryBudget`
+    5. migrate   a worker that drains or changes its role requests the migration of a request: same as a retry, but it
+                 sends its KV to the new worker. Without another worker the request stays where it is
+    6. wait      while there is no worker: until the deadline for a request that has started; before that in the
+                 gateway's queue for a worker with capacity (`Admission`)
+    7. fail      after `max_attempts` without progress, when two workers died of the request (`Quarantine`), or when
+                 workers without any response have used up `silence_s`
     8. release   the reservation, on every path
 
-Whatever ends the iteration, a client that leaves included, runs the `finally` that aborts the attempt.
+However the iteration ends, also by a disconnected client, its `finally` aborts the attempt.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from tandem_services.router.decision import Choice, Placement, PlannedFetch, Wor
 def request_alone(
     request: ChoiceRequest, progress: Progress, trace: AttemptTrace, *, deadline_s: float
 ) -> GenerateRequest:
-    """What whoever generates is asked; `deadline_s` from now."""
+    """The request for the generating worker; `deadline_s` from now."""
     return GenerateRequest(
         rid=request.attempt_id(progress),
         input_ids=request.input_ids,
@@ -63,7 +63,7 @@ def request_alone(
 
 
 def with_fetch(alone: GenerateRequest, planned: PlannedFetch | None) -> GenerateRequest:
-    """For whoever computes the prompt: with the prefix that it had better bring from another worker."""
+    """The request for the worker that computes the prompt, with the prefix that it should fetch from another worker."""
     if planned is None:
         return alone
     fetch = PrefixFetch(peer=_address(planned.source), tokens=planned.tokens, within_s=planned.within_s)
@@ -75,7 +75,7 @@ def with_handoff(
 ) -> GenerateRequest:
     """One end of a handoff whose other end is `peer`."""
     handoff = Handoff(side=side, room=request.rid, generation=generation, peer=_address(peer), moving=moving)
-    # Who receives the KV of a session's first turn keeps the session.
+    # The worker that receives the KV of a session's first turn keeps the session.
     session = request.session if side is HandoffSide.RECEIVE else None
     return msgspec.structs.replace(request, handoff=handoff, session=session)
 
@@ -103,7 +103,7 @@ def _address(worker: WorkerView) -> Peer:
 logger = logging.getLogger(__name__)
 
 AWAY_S = 1.0
-"""Seconds for which a worker that drains or is paused is not asked again: the registry says so too by then."""
+"""Seconds for which a worker that drains or is paused is not tried again: by then the registry has its state."""
 
 MOVED = "moved"
 """Outcome of an attempt that another worker continues with its KV."""
@@ -211,7 +211,7 @@ class Dispatcher:
             attempt.began, progress.silent_since = self.clock.now(), None
 
     async def _next(self, attempt: Attempt, progress: Progress) -> Accepted:
-        """What `attempt` gives next, after lost workers: one that says nothing has only what they left of the time."""
+        """The next output of `attempt`, after lost workers: a silent one has only the time that they left."""
         assert progress.silent_since is not None, "no worker was lost"
         left = progress.silent_since + self.policy.silence_s - self.clock.now()
         try:

@@ -1,29 +1,27 @@
 """Connections to engines: one per worker incarnation, shared by all requests.
 
-Life of a connection
-    1. opened     when the router may choose the worker (`EnginePool.watch`), or on the first request that goes there
-    2. proven     the incarnation has answered a ping. The socket is authenticated, so it is a member of the deployment
-                  that runs, whatever Redis says; the router offers nobody else
-    3. in use     a reader hands every output to the listener of its rid; unknown rids are ignored [unknown-id-ignored]
-       watched    a ping goes out each interval
-    4. dead       the socket went away, pings stay unanswered, or the engine sends what is no message:
-                  the router and every listener are told at once, the socket is closed. An engine that answers
-                  after all is used again (`Revival`), unless it is one that sends what is no message
-       or reopened  it went away while nobody used it. Firewalls and restarted networks close what is idle, so this
-                  says nothing about the engine: one more connection is tried, and a dead engine refuses it
+    1. opened    when the router may choose the worker (`EnginePool.watch`), or with the first request for it
+    2. proven    the incarnation has answered a ping. The socket is authenticated, so the worker belongs to the
+                 deployment, whatever Redis contains; the router offers no other workers
+    3. in use    a reader passes each output to the listener of its rid; unknown rids are ignored
+                 [unknown-id-ignored]. One ping is sent per interval
+    4. dead      the socket closed, pings stayed unanswered, or a message could not be decoded. Router and listeners are
+                 notified at once, and the socket is closed. `Revival` then probes the worker, unless it sent such a
+                 message
+       reopened  the socket closed while idle. Firewalls and restarted networks close idle connections, so one new
+                 connection is tried; a dead engine refuses it
 
-Silence is judged in unanswered pings, not in seconds: an event loop that was itself blocked sends none in
-that time, and a long queue on the engine answers them, so neither looks like death.
+Silence is measured in unanswered pings, not in seconds. An event loop that was itself blocked sends none, and an engine
+with a long queue still answers them, so both count as alive.
 
-Asks workers whose connection was lost whether they live after all: a network may fail where no worker does.
+`Revival` probes workers whose connection was lost, because a network may fail while the worker runs:
 
-    1. lost       `ask`: over a connection of its own, which is opened again for as long as it is refused
-    2. asking     a ping every `ask_every_s`, for `ask_for_s`; a process that hangs may still wake up
-    3. answered   by the incarnation that was asked: it is told at once, and the worker may be chosen again
-       or not     then the registry decides (`router.membership`)
+    1. lost      a separate connection is opened, repeatedly while it is refused
+    2. probing   a ping every `ask_every_s`, for `ask_for_s`: a stopped process may continue
+    3. answered  by the same incarnation: it is reported at once and may be chosen again
+       silent    the registry decides (`router.membership`)
 
-A worker whose line breaks again soon after an answer is asked after a pause that doubles each time, so that requests
-are not sent again and again over a line that does not hold.
+The pause before the next probe doubles when a connection breaks again soon after an answer.
 """
 
 import asyncio
@@ -57,7 +55,7 @@ class _Answered:
 
     at: float
     pause_s: float
-    """How long it had not been asked before."""
+    """How long it had not been probed before."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,7 +65,7 @@ class Revival:
     context: IpcContext
     clock: Clock
     on_alive: Callable[[str], None]
-    """Told the incarnation of every worker that has answered."""
+    """Called with the incarnation of every worker that has answered."""
     ask_every_s: float = ASK_EVERY_S
     ask_for_s: float = 10.0
     _asking: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
@@ -79,21 +77,21 @@ class Revival:
         return frozenset(name for name, task in self._asking.items() if not task.done())
 
     def ask(self, worker: WorkerView) -> None:
-        """`worker` was lost: listen for a sign of life. Harmless when it is being asked already."""
+        """`worker` was lost: probe it. Does nothing while it is being probed already."""
         if worker.incarnation in self.asking:
             return
         self._asking = {name: task for name, task in self._asking.items() if not task.done()}
         self._asking[worker.incarnation] = asyncio.create_task(self._ask(worker))
 
     def pause_s(self, incarnation: str) -> float:
-        """How long to wait before this worker is asked; nothing, unless its line broke soon after an answer."""
+        """The pause before this worker is probed: none, unless its connection broke soon after an answer."""
         now = self.clock.now()
         self._answered = {name: answer for name, answer in self._answered.items() if now - answer.at < STEADY_S}
         answer = self._answered.get(incarnation)
         return 0.0 if answer is None else min(max(FIRST_PAUSE_S, 2 * answer.pause_s), STEADY_S)
 
     def close(self) -> None:
-        """Ask nobody any longer. Idempotent."""
+        """Stop all probes. Idempotent."""
         for task in self._asking.values():
             task.cancel()
 
@@ -161,7 +159,7 @@ class EngineConnection:
         self._trusted = trusted
         self._answered = asyncio.Event()
         self.heard_at = float("-inf")
-        """When the engine last said anything, on `clock`."""
+        """When the engine last sent anything, on `clock`."""
         self._clock = clock
         self._timing = timing
         self._on_dead = on_dead
@@ -194,19 +192,19 @@ class EngineConnection:
         return False
 
     def forget(self, rid: str, *, abort: bool) -> None:
-        """Listen to `rid` no longer; `abort` tells the engine to stop it. Harmless when it has ended."""
+        """Remove the listener of `rid`; `abort` also stops it in the engine. Does nothing after its end."""
         self._listeners.pop(rid, None)
         if abort and not self._closed:
             self._channel.send(AbortRequest(rid=rid))
 
     def close_session(self, message: CloseSession) -> None:
-        """Tell the engine. A message that gets lost costs it the session's time to live."""
+        """Send the command to the engine. If it gets lost, the session expires after its time to live."""
         if not self._closed:
             self._channel.send(message)
 
     @property
     def answered(self) -> bool:
-        """Whether the engine has ever said anything here."""
+        """Whether the engine has ever sent anything here."""
         return self.heard_at > float("-inf")
 
     @property
@@ -233,7 +231,7 @@ class EngineConnection:
         self._channel.send(Ping(nonce=0))
 
     def close(self) -> None:
-        """Close the socket without telling anybody. Idempotent."""
+        """Close the socket without notifying listeners. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -321,7 +319,7 @@ class EnginePool:
     context: IpcContext
     timing: LivenessTiming
     on_dead: Callable[[str], None]
-    """Told the incarnation of every worker that was found dead."""
+    """Called with the incarnation of every worker that was found dead."""
     revival: Revival
     clock: Clock
     _connections: dict[str, EngineConnection] = field(default_factory=dict)
@@ -354,7 +352,7 @@ class EnginePool:
         return connection is not None and await connection.prove(within_s=within_s)
 
     def revived(self, incarnation: str) -> None:
-        """It has answered over a connection of its own."""
+        """It has answered over a separate connection."""
         self._revived.add(incarnation)
 
     def connect(self, worker: WorkerView) -> EngineConnection:

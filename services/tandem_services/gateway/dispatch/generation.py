@@ -1,7 +1,7 @@
-"""All choices of one request at once: dispatched, turned to text, and merged as their tokens come.
+"""Runs all choices of one request concurrently, converts tokens to text, and merges the pieces as they arrive.
 
-Closing the iteration, or cancelling whoever iterates, aborts every choice on every worker. The first
-choice that fails fails the request.
+Closing the iterator, or cancelling its consumer, aborts every choice on every worker. The first choice that fails fails
+the request.
 """
 
 import asyncio
@@ -93,7 +93,7 @@ class Generator:
             async with aclosing(self._choice(job, choice, route)) as pieces:
                 async for (piece,) in pieces:
                     arrived.put_nowait(piece)
-        except Exception as error:  # noqa: BLE001  # raised again by whoever merges the choices
+        except Exception as error:  # noqa: BLE001  # raised again where the choices are merged
             arrived.put_nowait(error)
 
     async def _choice(
@@ -150,7 +150,7 @@ class Generator:
 
 
 async def _gathered(arrived: "asyncio.Queue[ChoicePiece | Exception]") -> list[ChoicePiece]:
-    """At least one piece, and all that have come meanwhile. Raises what a choice has raised."""
+    """At least one piece, and all that have arrived by now. Raises what a choice has raised."""
     batch: list[ChoicePiece] = []
     while not batch or not arrived.empty():
         item = await arrived.get()

@@ -1,16 +1,15 @@
-"""Where the attempts of choices go: asks the router, waits where it knows nobody, and gives reservations back.
+"""Places attempts: queries the router, waits while no worker is available, and releases reservations.
 
-first attempt    through the gateway's queue (`Admission`), beside the other choices of its prompt where it fits
-a session's      the worker that keeps it, or nobody
-further ones     paid from the `RetryBudget` where a living worker made them necessary; not where it failed before,
-                 unless nobody else is left
-a move           who takes over from a worker that leaves; with no place to go to, it goes on where it is
+    first attempt    through the gateway's queue (`Admission`), with the other choices of its prompt where it fits
+    session          only on the worker that keeps it
+    further ones     charged to the `RetryBudget` if a live worker failed them; on workers where the choice failed
+                     before only if no other is left
+    migration        to another worker; without one the request stays where it is
 
-How often a gateway asks again, so that workers in trouble are not asked ever more.
-
-A token bucket over all requests: each attempt that a living worker has failed costs one token before there is another.
-Tokens come with new choices (`share` each) and with time (`per_second`), up to `capacity`. A choice whose worker died,
-or lets go because it leaves, costs nothing: it asks for no more than what was accepted before.
+`RetryBudget` bounds retries, so that overloaded workers do not get more and more load. It is a token bucket over all
+requests: a retry of an attempt that a live worker failed costs one token. Tokens are added per new choice (`share`) and
+per second (`per_second`), up to `capacity`. A choice costs nothing if its worker died or migrated it, because its load
+was accepted before.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ class PairChooser(Protocol):
     """What the gateway needs of the router."""
 
     async def choose(self, query: RouteQuery) -> Choice:
-        """Reserve and return the best workers. Raises `NoWorkersError` when nobody can take it now."""
+        """Reserve and return the best workers. Raises `NoWorkersError` when no worker can take it now."""
         ...
 
     async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
@@ -51,9 +50,9 @@ class PairChooser(Protocol):
         ...
 
     async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
-        """Reserve and return who takes over from `leaving`, which is the choice's prefill worker.
+        """Reserve and return the worker that takes over from `leaving`, which is the choice's prefill worker.
 
-        Raises `NoWorkersError` when nobody has room.
+        Raises `NoWorkersError` when no worker has capacity.
         """
         ...
 
@@ -66,11 +65,11 @@ class PairChooser(Protocol):
         ...
 
     def rely_on(self, proofs: MemberProofs) -> None:
-        """Choose nobody from now on who does not prove to be a member."""
+        """From now on choose only workers that prove to be members."""
         ...
 
     def mark_dead(self, incarnation: str) -> None:
-        """The connection to this worker was lost: do not choose it for a while, whatever the registry says."""
+        """The connection to this worker was lost: do not choose it for a while, whatever the registry contains."""
         ...
 
     def mark_alive(self, incarnation: str) -> None:
@@ -78,7 +77,7 @@ class PairChooser(Protocol):
         ...
 
     def note_refusal(self, incarnation: str, state: WorkerState) -> None:
-        """It has sent a request away because it is in `state`: do not choose it again until the registry says more."""
+        """It has rejected a request because it is in `state`: do not choose it again before a newer view."""
         ...
 
 
@@ -112,7 +111,7 @@ class RetryBudget:
 
     @property
     def wait_s(self) -> float:
-        """Until there may be a token again, if nobody else takes it."""
+        """Until there may be a token again, if no other retry takes it."""
         return 1 / self.per_second
 
     def _add(self, tokens: float) -> None:
@@ -147,9 +146,9 @@ class Placing:
         return choice
 
     async def finds_place(self, attempt: Attempt, request: ChoiceRequest, progress: Progress) -> bool:
-        """Whether the worker of `attempt` has asked to be left and another one has room: then the next attempt is its.
+        """Whether the worker of `attempt` requests its migration and another has capacity: the next attempt runs there.
 
-        Without room the request stays where it is, until it is asked again.
+        Without capacity the request stays where it is, until the next request for its migration.
         """
         leaving, attempt.leaving = attempt.leaving, None
         if leaving is None or len(progress.received) >= request.sampling.max_tokens:
@@ -183,7 +182,7 @@ class Placing:
         progress.unpaid = False
 
     async def _await_worker(self, request: ChoiceRequest, progress: Progress, error: NoWorkersError) -> Choice:
-        # Nobody is there who could be silent.
+        # There is no worker that could be silent.
         progress.silent_since = None
         give_up_at = self.clock.now() + self.policy.recovery_s
         while self.clock.now() < give_up_at:
@@ -197,7 +196,7 @@ class Placing:
         raise nobody(error) from error
 
     async def _keeper(self, query: RouteQuery, incarnation: str) -> Choice:
-        """Of a session that is continued: nobody else can."""
+        """For a turn of an existing session, which no other worker can serve."""
         try:
             return await self._timed(self.chooser.stay(query, incarnation))
         except NoWorkersError as error:
@@ -221,7 +220,7 @@ class Placing:
         return await self._choose_suitable(replace(query, exclude=away))
 
     async def _admitted(self, request: ChoiceRequest, query: RouteQuery) -> Choice:
-        """For the first attempt; beside the other choices of its prompt, if there are any."""
+        """For the first attempt; with the other choices of its prompt, if there are any."""
         alone = partial(self._choose_suitable, query, request.ticket)
         route = request.route
         beside = None if route is None else partial(route.choose, self.chooser, query, self._choose_suitable, alone)
@@ -245,7 +244,7 @@ class Placing:
         )
 
     def _kind_wanted(self, progress: Progress) -> str | None:
-        """Weights that begin an output go on with it [same-kind-paired], unless their worker has been given others
+        """Weights that begin an output continue it [same-kind-paired], unless their worker has been given others
         since."""
         writer = progress.written_by
         if writer is None:

@@ -1,4 +1,4 @@
-"""A validated request: everything that was asked for, checked and in token ids. Nothing has been sent yet."""
+"""A validated request: all parameters checked, all prompts in token ids. Nothing has been sent yet."""
 
 import math
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class GenerationPlan:
     """One request of a client."""
 
     model: str
-    """What the client calls it: the answer says the same."""
+    """The model name that the client sent: the response repeats it."""
     choices: tuple[PlannedChoice, ...]
     """Ordered by index: prompt by prompt, `n` choices each."""
     shows_logprobs: bool
@@ -59,7 +59,7 @@ class GenerationPlan:
     skip_special_tokens: bool = True
     keep_stop: bool = False
     prompt_logprobs: int | None = None
-    """Alternatives that the client wants listed with each prompt token; None when it wants no such list."""
+    """Number of alternatives to list with each prompt token; None without such a list."""
     tells_ids: bool = False
     """The ids of prompts and outputs are part of the answer."""
     names_by_id: bool = False
@@ -67,7 +67,7 @@ class GenerationPlan:
     reading: OutputReading = PLAIN
     """How the text of the outputs is read."""
     grammar_field: str | None = None
-    """The request field that asked for a grammar: what errors about it name."""
+    """The request field of the grammar, named in errors about it."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request that its answer repeats, where the endpoint does so."""
     session_key: str = ""
@@ -112,7 +112,7 @@ class RetryPolicy:
     """Workers that say nothing at all, one after the other, have this long together [bounded-waits]."""
     poll_s: float = 0.1
     prefill_fallback: bool = True
-    """Without prefill workers decode workers compute prompts, instead of nobody [decode-computes-prompts]."""
+    """Without prefill workers decode workers compute prompts, instead of failing them [decode-computes-prompts]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

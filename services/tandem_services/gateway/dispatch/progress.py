@@ -1,4 +1,4 @@
-"""What one choice has achieved so far, over all its attempts, and what has become of them."""
+"""Progress of one choice over all its attempts, and how they ended."""
 
 from dataclasses import dataclass, field
 
@@ -14,11 +14,11 @@ from tandem_services.router.registry import WorkerState
 LOST = (FailureCause.WORKER_LOST, FailureCause.UNREACHABLE)
 
 LEAVING = {DrainingError.code: WorkerState.DRAINING, PausedError.code: WorkerState.PAUSED}
-"""What a worker says that is well and sends its requests away, and the state in which it does."""
+"""Errors with which a healthy worker rejects its requests, and the state in which it does."""
 
 MAX_UNREACHED = 12
 """Attempts in a row whose worker was lost before it is known to have taken the request in. Many workers may die at
-once; a request that kills them too quickly to tell must not have all of them."""
+once; a request that kills them before it can be identified must not reach all of them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Progress:
     failed: set[str] = field(default_factory=set)
     """Incarnations to avoid."""
     sent_away: dict[str, float] = field(default_factory=dict)
-    """Workers that are well and take no requests for now, and until when they are not asked again."""
+    """Healthy workers that accept no requests for now, and until when they are not tried again."""
     fruitless: int = 0
     """The last attempts that brought the output no further, on workers that had the request."""
     unreached: int = 0

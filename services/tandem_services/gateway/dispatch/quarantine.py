@@ -1,23 +1,25 @@
-"""Requests that kill workers are refused before they have killed all of them [poison-quarantined].
+"""Rejects requests that crash workers before they have crashed all of them [poison-quarantined].
 
-    convicted    workers were lost because of it (`suspicion`): it is answered by a 500
-    remembered   for `QUARANTINE_S`, by every gateway: requests that ask for the same are refused at once
-    forgotten    when the time is over, or when an operator clears it (`tandem quarantine`)
+`Suspects` finds the request at fault among all that a lost worker was running:
 
-What is remembered is a keyed digest of prompt and parameters. The seed is no part of it: gateways draw one when a
-client names none. Redis carries the digests from gateway to gateway; without it each remembers its own.
+    free         no worker was lost with it, or it has cleared itself since
+    suspected    a worker was lost before the request had cleared itself there: it is retried at once, as all others
+    isolated     a second one was lost, and others were on the first: it is retried when no other such retry runs
+    at fault     two workers were lost, and no other uncleared request was on the first of them; or three were lost
 
-Who of all that a lost worker had in hand is to blame for it.
+A crash affects many requests that did not cause it. A request that crashes workers does so again soon, while its prompt
+or its next tokens are computed. A request therefore clears itself on a worker with `PROOF_TOKENS` new tokens. A worker
+counts only if it is known to have received the request, so that of two simultaneous crashes the second is not
+attributed to a request that was just sent there.
 
-    free         a request that no worker was lost with, or that has proved itself since
-    suspected    a worker was lost before the request had proved itself there: it goes on at once, like all others
-    on trial     a second one was lost, and others were on the first: it goes on when no other trial is under way
-    convicted    two workers were lost, and no other unproven request was on the first of them; or three
+`Quarantine` keeps the result:
 
-A worker dies with many requests in hand, and most of them are innocent. What kills a worker does it again, and soon:
-while its prompt or its next tokens are computed. So a request proves itself on a worker by `PROOF_TOKENS` new tokens,
-and a loss after that clears it. A worker counts only when it is known to have taken the request in: when two die at
-once, nobody who was just sent to the second is blamed for it.
+    at fault      the request fails with a 500
+    remembered    for `QUARANTINE_S`, by every gateway: equal requests are rejected at once
+    forgotten     after that time, or when an operator clears it (`tandem quarantine`)
+
+It stores a keyed digest of prompt and parameters. The digest excludes the seed, since gateways draw one when a client
+sets none. Redis shares the digests; without it each gateway uses its own.
 """
 
 import asyncio
@@ -80,7 +82,7 @@ class Quarantine:
     clock: Clock
     metrics: GatewayMetrics
     salt: bytes
-    """At most 64 bytes, of the deployment: nobody can tell a prompt from its digest, and all gateways agree."""
+    """At most 64 bytes, of the deployment: the digest does not reveal the prompt, and all gateways compute the same."""
     board: Board | None = None
     _expires: OrderedDict[str, float] = field(default_factory=OrderedDict)
     """Digest → monotonic time, the oldest first."""
@@ -105,7 +107,7 @@ class Quarantine:
         logger.error("request quarantined: workers that ran it were lost", extra={"fields": fields})
 
     async def run(self) -> None:
-        """Keep in step with the other gateways, for ever."""
+        """Stay synchronized with the other gateways until canceled."""
         # What other gateways know would otherwise never be learned again.
         complaint = "cannot synchronize the quarantine"
         await for_ever(self.sync, every_s=HEARTBEAT_S, logger=logger, complaint=complaint, at_once=True)
@@ -166,13 +168,13 @@ PROOF_TOKENS = 4
 CONVICTING_LOSSES = 2
 
 CERTAIN_LOSSES = 3
-"""Whoever else was there."""
+"""Whatever other requests were on the lost workers."""
 
 TRIAL_S = 5.0
 """A trial that takes longer, because its worker is busy, holds up no other."""
 
 MAX_WORKERS = 256
-"""Workers of which suspects are remembered. One that is gone is never asked for again."""
+"""Workers of which suspects are remembered. A lost one is never used again."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -221,7 +223,7 @@ class Suspects:
     _court: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def enter(self, suspicion: Suspicion, rid: str, workers: Iterable[str]) -> "Trial":
-        """Before attempt `rid` is sent to `workers`. Who is on trial waits for its turn."""
+        """Before attempt `rid` is sent to `workers`. An isolated request waits for its turn."""
         trial = Trial(suspects=self, rid=rid, workers=tuple(workers))
         if suspicion.needs_trial:
             await self._court.acquire()
@@ -255,7 +257,7 @@ class Trial:
     _limit: asyncio.TimerHandle | None = None
 
     def in_court(self, court: asyncio.Lock) -> None:
-        """It has the court to itself, for a while."""
+        """It runs as the only isolated request, for a limited time."""
         self._court = court
         self._limit = asyncio.get_running_loop().call_later(TRIAL_S, self._rise)
 

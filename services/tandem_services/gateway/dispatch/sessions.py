@@ -1,14 +1,13 @@
-"""Conversations over HTTP: a request with `session_params` brings one turn, and goes to the worker that has the rest.
+"""Sessions over HTTP: a request with `session_params` brings one turn and runs on the worker that keeps the others.
 
-Life of a turn
-    1. taken   its session is looked up (`SessionDesk.take`). Without one only turn 0 may go on
-    2. bound   the first turn's worker is written down before anything is sent there: were that lost, the next turn
-               would begin a conversation without its beginning
-    3. ended   tokens and last token are noted before the client sees the end, so that its next turn finds them
-       failed  a first turn leaves the session as opened; any other leaves it as it was
+    1. taken   the session is looked up (`SessionDesk.take`); without one only turn 0 is accepted
+    2. bound   the worker of the first turn is recorded before anything is sent there. Without the record the next turn
+               would start a conversation without its beginning
+    3. ended   tokens and last token are recorded before the client receives the end, so that its next turn finds them
+       failed  a failed first turn leaves the session opened; any other leaves it unchanged
 
-Later turns have one attempt: nobody but the worker that keeps the session knows what came before. When that worker is
-gone the client is told with a 409, code `session_lost`, to send the whole conversation again.
+Later turns have one attempt, because only the worker that keeps the session has its context. If that worker is lost,
+the client gets a 409 with code `session_lost` and must send the whole conversation again.
 """
 
 import logging
@@ -53,7 +52,7 @@ class SessionParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     id: str
     turn: int | None = None
-    """Ours: turns before this one. 0 begins the session, or begins it anew; any other number must be right."""
+    """Our field: number of earlier turns. 0 starts or restarts the session; any other number must be correct."""
     rid: Refused = None
     offset: Refused = None
     replace: Refused = None
@@ -101,7 +100,7 @@ class SessionTurn:
 
     @property
     def ref(self) -> SessionRef:
-        """What the worker is told."""
+        """The session fields for the worker."""
         return SessionRef(id=self.name.id, turn=0 if self.begins else self.number, keeps_output=self.keeps_output)
 
     async def bind(self, incarnation: str, *, about: Mapping[str, Any]) -> None:
@@ -132,7 +131,7 @@ class SessionTurn:
         try:
             await self.directory.update(self.name, binding, ttl_s=self.ttl_s)
         except RedisUnavailableError:
-            # The worker is sure of its session in any case; only what is known here lags behind.
+            # The worker has the session in any case; only the local record is late.
             logger.warning("cannot update a session's binding", extra={"fields": {**self.about, "worker": self.worker}})
 
 
@@ -150,7 +149,7 @@ class SessionDesk:
         """The turn that a request is; None when it names no session.
 
         Raises:
-            ApiError: 400 for what no session can do, 409 when it is not kept, 503 when nobody can tell.
+            ApiError: 400 for what no session can do, 409 when it is not kept, 503 when that cannot be determined.
         """
         if params is None:
             return None
@@ -178,7 +177,7 @@ class SessionDesk:
         )
 
     async def open(self, name: SessionName) -> None:
-        """Raises `ApiError` 409 when the id is taken, 503 when nobody can tell."""
+        """Raises `ApiError` 409 when the id is taken, 503 when that cannot be determined."""
         try:
             if not await self.directory.open(name, ttl_s=self.ttl_s):
                 raise conflict(f"session {quoted(name.id)} is open already", "session_id", reason="session_exists")

@@ -1,13 +1,12 @@
-"""Who may come in: ASGI middleware inside `RequestBoundary`.
+"""Authenticates requests: ASGI middleware inside `RequestBoundary`.
 
-Every path needs a key but those of probes; a path that is not known needs one too, so that nobody without a key learns
-which there are. The path is the one of the request line, byte by byte: no header has a say in it (Starlette
-CVE-2026-48710).
+Every path except those of probes needs a key. Unknown paths need one too, so that clients without a key do not learn
+which exist. The path is taken byte by byte from the request line, never from a header (Starlette CVE-2026-48710).
 
-    1. who      the `Authorization` header, exactly one, `Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send;
-                both only with the same key. Anything else is a 401
-    2. what     administrators' paths need a tenant that is one: 403
-    3. how much requests that may cost something are counted, and take a place until they end: 429
+    1. identity   exactly one `Authorization: Bearer KEY` header, or `x-api-key: KEY` as Anthropic's clients send; both
+                  only with the same key. Anything else is a 401
+    2. rights     administrators' paths need an administrator's key: 403
+    3. limits     requests with a cost are counted, and occupy a slot until they end: 429
 """
 
 import re
@@ -29,7 +28,7 @@ _BEARER = re.compile(rb"[Bb][Ee][Aa][Rr][Ee][Rr] +([\x21-\x7e]{1,%d}) *" % MAX_K
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """What decides about requests. One per gateway."""
+    """Parts that authentication uses. One instance per gateway."""
 
     keys: KeyWatch
     limits: TenantLimits
@@ -46,7 +45,7 @@ class Access:
 
 
 class Authentication:
-    """The middleware. `access` None: everybody may do everything."""
+    """The middleware. `access` None: authentication is disabled."""
 
     def __init__(self, app: ASGIApp, *, access: Access | None) -> None:
         self._app = app

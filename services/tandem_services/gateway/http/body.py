@@ -1,13 +1,11 @@
-"""From HTTP bytes to a request struct, refusing everything else with a sentence that says why.
+"""Reads a request body, checks its shape, and decodes it to a struct. Every rejection names its reason.
 
-The body is charged to the gateway's `BodyBudget` while it arrives, so that one without a Content-Length cannot fill the
-memory either. A long one is parsed by a thread, one at a time.
-
-Bounds on the shape of a JSON body, checked on its bytes before anything is parsed.
-
-Parsers recurse, and what walks their result recurses again. The scan costs nothing on ordinary bodies: one with
-fewer brackets than levels allowed cannot be nested too deeply, whatever is in its strings, and one with few quotes
-cannot have many strings.
+1. Read: the bytes are charged to the `BodyBudget` of the gateway as they arrive, so that a body without Content-Length
+   cannot exhaust memory.
+2. Check (`check_json_shape`): depth and number of parts are bounded on the raw bytes, because parsers and the code that
+   walks their results recurse. The scan is free for ordinary bodies: one with fewer brackets than allowed levels
+   cannot be nested too deeply, and one with few quotes cannot contain many strings.
+3. Decode (`BodyDecoder`): a thread parses long bodies, one at a time.
 """
 
 import asyncio
@@ -96,7 +94,7 @@ _OPENING = b"[{"
 def check_json_shape(body: bytes) -> None:
     """Raise `ApiError` 400 for a body that is nested too deeply or made of too many parts or values.
 
-    Says nothing about bodies that are no JSON: the decoder names what is wrong with them.
+    Does not check that bodies are JSON: the decoder reports what is wrong with them.
     """
     many_values = body.count(b",") > MAX_JSON_VALUES
     many_strings = body.count(b'"') > 2 * MAX_JSON_PARTS
@@ -188,7 +186,7 @@ def _client_of(request: Request) -> str:
 
 
 def _announced(request: Request) -> int:
-    """Bytes that the head says the body has; 0 where it does not."""
+    """Content-Length of the head; 0 without one."""
     length = request.headers.get("content-length", "")
     return int(length[:20]) if length.isdecimal() else 0
 
@@ -200,7 +198,7 @@ class BodyDecoder(Generic[T]):
     """
 
     def __init__(self, shape: type[T], *, strict: bool, closed: bool = False) -> None:
-        """`closed`: fields that `request_fields` knows and `shape` does not have are refused."""
+        """`closed`: fields in `KNOWN_FIELDS` that `shape` lacks are rejected."""
         self._shape = shape
         self._refusals = Refusals(shape) if closed else None
         self._decoder = msgspec.json.Decoder(shape if self._refusals is None else self._refusals.decoded)
@@ -214,7 +212,7 @@ class BodyDecoder(Generic[T]):
         check_json_shape(body)
         try:
             if not body.isascii():
-                # The decoder looks at no bytes of fields that it skips.
+                # The decoder does not check the bytes of fields that it skips.
                 body.decode()
             request = self._decoder.decode(body)
         except msgspec.ValidationError as error:
@@ -262,7 +260,7 @@ def _unsupported_type(message: str) -> ApiError:
 
 
 def _no_json(detail: str, body: bytes) -> ApiError:
-    """msgspec's complaint; other languages' numbers that are none are told as what they are."""
+    """The error of msgspec; numbers that only other languages accept are named as such."""
     place = _AT_BYTE.search(detail)
     # A minus before it is what the decoder could still read.
     if place and (_NOT_FINITE.match(body, int(place[1])) or _NOT_FINITE.match(body, max(int(place[1]) - 1, 0))):

@@ -1,21 +1,21 @@
-"""One connection, from being accepted to its end: bounds on what it costs while there is no request to bound.
+"""One HTTP connection: bounds on its cost while no request handler can enforce them.
 
-1. accepted  at most MAX_CONNECTIONS: one more ends one on which nothing is answered, or is refused with a 503
-2. head      from the connection, or its own first byte, to the empty line: HEAD_TIMEOUT_S and MAX_HEAD_BYTES, or a
-             408, 414 or 431 and the end; what is no HTTP gets a 400
-3. request   is the application's: `boundary` bounds what is in the head, `request_body` the body. Here a body in very
-             many very small pieces is a 400: each costs as much as a large one
-4. answer    is written as fast as the client reads: whoever writes waits. A client that reads nothing for
-             SEND_STALL_S while something is kept for it has left: without that a request could outlive its deadline,
-             whose error nobody takes either, and hold a connection for ever
-5. idle      until the next one: uvicorn's keep-alive
+uvicorn alone waits forever for a request head, and keeps all of one that never ends. This class adds bounds:
 
-A client that closes its side has left, also when it would still read: nothing tells it from one that is gone, and what
-it asked for must not be computed for nobody.
+    1. accepted  at most MAX_CONNECTIONS. One more closes a connection without a response in progress, or gets a 503
+    2. head      complete within HEAD_TIMEOUT_S and MAX_HEAD_BYTES, counted from the connection or its own first byte;
+                 else 408, 414 or 431 and the end. Bytes that are no HTTP get a 400
+    3. request   handled by the application: `middleware` bounds the head, `http.body` the body. Here a body in too many
+                 tiny pieces is a 400, because each piece costs as much as a large one
+    4. response  written as fast as the client reads. A client that reads nothing for SEND_STALL_S while data is
+                 buffered counts as disconnected: its request could otherwise outlive its deadline
+    5. idle      until the next request: uvicorn's keep-alive
 
-uvicorn alone waits for a head for ever, and keeps all of one that never ends. What is wrong with one request is never
-written where another one's answer is expected: what comes before it is answered first. Where that cannot be told any
-more, as in the middle of an answer to a request whose body still comes, the connection ends without a word.
+A client that closes its sending side counts as disconnected, because it cannot be distinguished from one that is gone,
+and its request would be computed for no client.
+
+An error is never written where the response of another request is expected: earlier requests are answered first. If
+that is impossible, as during the response to a request whose body still arrives, the connection closes silently.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class GatewayConnection(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
     """Ends a head that does not arrive. None while a request is answered, and while the client owes nothing."""
     _stalled: asyncio.TimerHandle | None = None
-    """Ends a client that does not read. None while what is kept for it is less than whoever writes waits for."""
+    """Ends a client that does not read. None while less is buffered than the limit at which writers wait."""
     _unsent = 0
     """Bytes that were kept for it when that was looked at last."""
     _in_head = False
@@ -56,7 +56,7 @@ class GatewayConnection(HttpToolsProtocol):
     _body_pieces = 0
     _body_bytes = 0
     _last_word: ApiError | None = None
-    """What is wrong with what came behind the requests that are being answered."""
+    """What is wrong with the bytes after the requests that are being answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -153,7 +153,7 @@ class GatewayConnection(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._deadline = None
         if self.answering:
-            # The next request's head, behind an answer that takes its time: nothing is read on while it is written.
+            # The head of the next request, after a slow response: reading is paused while that is written.
             self._expect_head()
             return
         message = f"request headers did not arrive within {HEAD_TIMEOUT_S:g} s"

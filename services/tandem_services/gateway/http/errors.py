@@ -1,10 +1,10 @@
-"""Errors as OpenAI shapes them: `{"error": {message, type, param, code}}`, all four keys, fixed sentences.
+"""Error bodies in OpenAI's and in Anthropic's format, with fixed sentences.
 
-On Anthropic's routes they have its shape (`gateway.http.errors`).
+Errors of routes under Anthropic's API have its format, all others OpenAI's.
 
-Errors as Anthropic shapes them, on its own routes: `{"type": "error", "error": {type, message}, "request_id"}`.
-
-Their message names the field at fault, for which the shape has no place.
+    OpenAI       {"error": {message, type, param, code}}, always all four keys
+    Anthropic    {"type": "error", "error": {type, message}, "request_id"}, on Anthropic's routes; the message names the
+                 field at fault, because the format has no key for it
 """
 
 import math
@@ -69,7 +69,7 @@ UNEXPECTED = internal_error("The gateway failed while answering. Its log has the
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The client's view of an error made on purpose; None for one that nobody expected."""
+    """The client's view of an expected error; None for an unexpected one."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError):

@@ -1,22 +1,22 @@
-"""What each request field does on each route: the one table of all fields.
+"""The table of all request fields, and how each route treats them: served, without effect, or rejected.
+
+Fields of a body:
 
     served           the route's struct has the field
     without effect   the struct has it, and its value changes nothing here (`WITHOUT_EFFECT`)
-    refused          a route that does not have a field of `KNOWN_FIELDS` answers 400 with its name, unless its value
-                     asks for nothing (`neutral_values`)
+    rejected         `KNOWN_FIELDS` has it and the route does not: 400 with its name, unless its value requests nothing
+                     (`neutral_values`)
+    unknown          neither has it: ignored, or rejected with `--strict-fields`
 
-`KNOWN_FIELDS` are the fields of OpenAI's, Anthropic's, vLLM's and SGLang's requests and Tandem's own. A field that only
-one route serves is thereby refused by the others, and never ignored. Fields that are not in it are unknown: a gateway
-ignores them, or refuses them with `--strict-fields`. Fields of the objects within a body: `known_fields`.
+`KNOWN_FIELDS` contains the fields of OpenAI's, Anthropic's, vLLM's and SGLang's requests and Tandem's own. A field that
+one route serves is therefore never silently ignored by another.
 
-Fields of the objects within request bodies: a closed world, as `request_fields` is for the bodies themselves.
+Fields of objects within a body, which define what the object means:
 
     served           the object's struct has the field
     without effect   the struct has it, and its value changes nothing here (`NESTED_WITHOUT_EFFECT`)
-    refused          the struct has it with the type `Refused`: null is taken, any other value is a 400 with its path
-    unknown          a 400 with its path: structs within a body are declared with `forbid_unknown_fields`
-
-A field within an object says what the object means, so that one that is not read could change the answer.
+    rejected         its type is `Refused`: null is accepted, any other value is a 400 with the path of the field
+    unknown          a 400 with the path: these structs are declared with `forbid_unknown_fields`
 """
 
 import re
@@ -228,7 +228,7 @@ def refused_fields(shape: type[msgspec.Struct]) -> tuple[str, ...]:
 
 
 def neutral_values(field: str) -> tuple[Any, ...]:
-    """Values, beside null, that ask for nothing where `field` is refused."""
+    """Values, in addition to null, that request nothing where `field` is rejected."""
     return _NEUTRAL.get(field, _OFF)
 
 
@@ -245,7 +245,7 @@ class Refusals(Generic[T]):
         """`shape` with a place for each of them, so that a decoder sees whether a body has one."""
 
     def check(self, request: msgspec.Struct) -> None:
-        """Raises `ApiError` 400 naming the first field of a `decoded` that asks for something."""
+        """Raises `ApiError` 400 naming the first field of a `decoded` that requests something."""
         values = self._values(request)
         if values.count(None) == len(values):
             return
@@ -343,7 +343,7 @@ class NestedObject(NamedTuple):
     """An object that a body may hold."""
 
     path: str
-    """`messages[].content[]`; with the value of its tag where that decides: `tool_choice(function)`."""
+    """`messages[].content[]`; with the value of its tag where that determines the type: `tool_choice(function)`."""
     shape: type[msgspec.Struct]
 
 

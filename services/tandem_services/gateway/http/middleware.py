@@ -1,28 +1,22 @@
-"""The outermost layer of every HTTP request: its id, its bounds, its last word.
+"""The outermost layer of every HTTP request: identity, deadline, disconnects, errors and shutdown.
 
-1. bounds      too many or too large headers, too long a URL, and a Host that is none, are refused before routing
-2. identity    our own id, unique for the life of the fleet; the client's X-Request-Id is echoed when it
-               sent a sane one, otherwise ours is its value
-3. last word   whatever a handler raises becomes an error response, or a log line when the client is gone
-4. counting    one metric per answer; errors on the API's paths are noted for the console
-5. tracing     the trace that the client's headers name, or a new one, where tracing is on
-6. draining    answers close their connections, so that clients open the next one to another gateway
+`RequestBoundary` wraps the application:
 
-The end of what still runs when a gateway has waited long enough: each request gets its error.
+    1. bounds      reject too many or too large headers, too long URLs and invalid Hosts before routing
+    2. identity    an id of our own, unique in the fleet; a valid X-Request-Id of the client is echoed, else ours is
+    3. errors      an exception of a handler becomes an error response, or a log line after a disconnect
+    4. counting    one metric per response; errors on API paths are recorded for the console
+    5. tracing     the trace of the client's headers, or a new one, if tracing is enabled
+    6. draining    responses close their connections, so that clients connect to another gateway
 
-1. running  an answer registers its task for as long as it is being made
-2. ended    `end` cancels these tasks. The cancellation becomes an `ApiError` where the answer was registered, so a
-            stream writes the error as its last event, and an answer that has not begun is a 503
+`deadline_of` computes the deadline: the shortest of the gateway's limit, the header `X-Request-Timeout` and the body's
+`timeout`, in seconds. It goes with the request to the queue, the workers and every retry.
 
-Work that ends when its client goes away.
+`run_until_disconnect` cancels work when its client disconnects, which Starlette does not. The `finally` blocks of the
+work then abort the request on every worker.
 
-Starlette cancels nothing when a client disconnects, so every request is run beside a watcher of its
-connection. Cancelling the work runs its `finally` blocks, which abort the request on every worker.
-
-By when a request must be answered: the gateway's limit, or less where the client says so.
-
-A client says it with the header `X-Request-Timeout` or with the body's `timeout`, both in seconds; the shortest counts.
-The deadline goes with the request: to the queue, to the workers, to every retry.
+`Closing` ends the requests that still run at the end of a drain. It cancels their tasks and turns the cancellation into
+an `ApiError`: a stream gets it as its last event, a response that has not started becomes a 503.
 """
 
 import asyncio
@@ -103,7 +97,7 @@ T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection; there is no receiver of a response."""
 
 
 async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
@@ -147,7 +141,7 @@ PROBE_PATHS = frozenset({"/live", "/ready", "/health"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestIdentity:
-    """Who is being answered, since when (the gateway's clock)."""
+    """The client, and the time of arrival (the gateway's clock)."""
 
     request_id: str
     client_request_id: str | None
@@ -167,7 +161,7 @@ class RequestIdentity:
 
     @property
     def public_id(self) -> str:
-        """What the client knows the request by: its own id, if it sent one."""
+        """The request id for the client: its own, if it sent one."""
         return self.client_request_id or self.request_id
 
 
@@ -253,7 +247,7 @@ class RequestBoundary:
             answer.status = 503
             if not answer.started:
                 await self._refuse(answer, scope, shutting_down())
-        except Exception as error:  # noqa: BLE001  # the boundary of one request: others must go on
+        except Exception as error:  # noqa: BLE001  # the boundary of one request: others must continue
             await self._refuse(answer, scope, error)
         finally:
             identity.body.release()
@@ -294,7 +288,7 @@ class RequestBoundary:
 
 
 def _is_refusal(scope: Scope, endpoint: str, status: int) -> bool:
-    """Of a request for work: paths that are none of the API's are strangers' words, and polls would fill the list."""
+    """Of a request for work: unknown paths are text of outsiders, and polls would fill the list."""
     return scope["method"] == "POST" and endpoint == scope["path"] and status in _ERRORS
 
 
@@ -343,7 +337,7 @@ def _check_head(scope: Scope, allowed: AllowedHosts) -> None:
 
 
 def _check_host(scope: Scope, hosts: list[bytes], allowed: AllowedHosts) -> None:
-    """What is taken for the URL by whoever puts it together must not depend on a header (Starlette CVE-2026-48710)."""
+    """The URL that other code composes must not depend on a header (Starlette CVE-2026-48710)."""
     if scope["http_version"] not in ("1.0", "1.1"):
         raise ApiError(505, "only HTTP/1.0 and HTTP/1.1 are spoken here", kind="HttpVersionNotSupportedError")
     if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):

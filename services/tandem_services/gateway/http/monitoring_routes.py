@@ -1,4 +1,4 @@
-"""What probes and Prometheus ask, on whichever port, and how every route answers with JSON."""
+"""Routes for probes and Prometheus, on either port, and the JSON response that all routes share."""
 
 from typing import Literal
 
@@ -59,7 +59,7 @@ def operations_routes(health: Health, registry: CollectorRegistry, *, metrics: b
     answers = {"/live": live, "/ready": ready, "/health": ready, "/version": get_version}
     if metrics:
         answers[METRICS_PATH] = get_metrics
-    # SageMaker asks with GET, and vLLM answers both.
+    # SageMaker sends GET, and vLLM answers both.
     ping = Route("/ping", ready, methods=[*READ, "POST"])
     return [Route(path, answer, methods=READ) for path, answer in answers.items()] + [ping]
 

@@ -1,13 +1,13 @@
-"""Server-sent events over plain ASGI: a JSON document each, in OpenAI's two manners.
+"""Server-sent events over plain ASGI: one JSON document per event, in OpenAI's two formats.
 
     chat, completions    `data:` alone, and `[DONE]` at the end
-    responses            `event:` with the document's type as well, and no such end
+    responses            `event:` with the type of the document as well, and no end marker
 
-The status goes out with the first event, so that whatever fails before it still has a status of its own.
-Events that are ready together leave in one write.
+The status is sent with the first event, so that an earlier failure has a status of its own. Events that are ready at
+the same time leave in one write.
 
-A stream on which nothing was written for `WAITING_S`, as the request waits in the queue or for a worker, gets a
-comment, which clients skip: proxies end connections that are silent for long.
+A stream without a write for `WAITING_S`, while its request waits in the queue or for a worker, gets a comment, which
+clients skip: proxies close connections that are silent for long.
 """
 
 import asyncio
@@ -144,7 +144,7 @@ class TextEvents:
     __slots__ = ("_around", "_encode")
 
     def __init__(self, encode: Callable[[int, str], bytes]) -> None:
-        """`encode` makes the event of a choice's text. Behind the text nothing is in it that clients have chosen."""
+        """`encode` makes the event of a choice's text. After the text it contains nothing that clients have chosen."""
         self._encode = encode
         self._around: dict[int, _Around] = {}
 

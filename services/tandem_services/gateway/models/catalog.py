@@ -1,16 +1,15 @@
-"""The model services behind one gateway, by the names that clients use.
+"""The model services of one gateway, by the names that clients use, and their replacement when the models file changes.
 
-A name that is not there, and one that a key may not use, are the same to a client: nobody learns what others have.
+`ModelCatalog` resolves names. A client cannot distinguish an unknown model from one that its key may not use.
 
-The model services of a gateway while its models file changes.
+`LiveModels` applies a changed models file:
 
-1. What the file adds is opened first: tokenizer, keys, router, sockets. If that fails, nothing has changed.
-2. Then all names mean what the file says, in one step of the event loop.
-3. What the file no longer has, or has with other words, finishes: requests that have found it are answered by it, those
-   that wait in its queue included. After the last one it is closed.
+    1. open     everything new first: tokenizer, keys, router, sockets. A failure changes nothing
+    2. switch   all names at once, in one step of the event loop
+    3. close    services that are removed or changed finish their requests, queued ones included, and then close
 
-The fleet that was the first at the start stays: tenants' usage is counted in its Redis, and its key keeps their caches
-apart. The file's first entry may change in everything but that.
+The first fleet at start stays: its Redis counts the usage of tenants, and its key separates their caches. Everything
+else of the file's first entry may change.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ from tandem_services.gateway.models.model import ModelCard, ModelList
 from tandem_services.gateway.models.service import Fleet, ModelService
 
 MOST_NAMED = 8
-"""Models in the answer to a request for another one: the rest is told by /v1/models."""
+"""Models listed in the error for an unknown model; /v1/models lists all."""
 
 
 class ModelCatalog:
@@ -45,7 +44,7 @@ class ModelCatalog:
     def replace(self, services: Sequence[ModelService]) -> None:
         """From now on there are `services`: at least one, no two with a name in common.
 
-        Requests that have found one of the former are answered by it (`ModelService.visits`).
+        Requests that have found a former service finish on it (`ModelService.visits`).
         """
         self._services = tuple(services)
         self._by_name = {name: service for service in services for name in service.model.names}
@@ -110,7 +109,7 @@ class FleetDoor(Protocol[F]):
     """Opens and closes fleets."""
 
     async def open(self, model: ModelConfig) -> F:
-        """Raises what `ModelsWatch` knows as a fault of the file."""
+        """Raises what `ModelsWatch` treats as an error of the file."""
         ...
 
     async def close(self, fleet: F) -> None: ...

@@ -1,9 +1,9 @@
-"""The models file: which model services a gateway serves (docs/multi-model.md). JSON, or TOML by its name.
+"""The models file: the model services of a gateway (docs/multi-model.md). JSON, or TOML if the file is named so.
 
     {"models": [{"model": "/models/llama", "served_model_name": ["llama", "gpt-4o-mini"], "cluster": "llama"}, …]}
 
-An entry has the names of the gateway's flags, and what it leaves out is as on the command line. Paths are relative to
-the file.
+An entry uses the names of the gateway's flags; fields that it omits have the values of the command line. Paths are
+relative to the file.
 """
 
 import logging
@@ -30,7 +30,7 @@ from tandem_services.router.policies import PolicyNames
 MAX_FILE_BYTES = 1 << 20
 
 MAX_MODELS = 64
-"""Each has connections to Redis, a queue and a tokenizer of its own."""
+"""Each has its own connections to Redis, queue and tokenizer."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
@@ -44,7 +44,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: Text
     """Checkpoint folder."""
     served_model_name: Name | Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=32)] | None = None
-    """The model's own name, and aliases behind it."""
+    """The model's own name, followed by its aliases."""
     cluster: Text | None = None
     redis_url: Text | None = None
     redis_password_file: Text | None = None
@@ -68,7 +68,7 @@ class ModelsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read_models(path: Path, defaults: ModelConfig) -> tuple[ModelConfig, ...]:
-    """All model services of a file. `defaults` says what entries leave out; its path and names are not used.
+    """All model services of a file. `defaults` has values of omitted fields; its path and names are not used.
 
     Raises `ConfigError` naming the file, the entry and the fault.
     """
@@ -156,7 +156,7 @@ def _names(entry: ModelEntry, folder: Path) -> tuple[str, ...]:
 
 
 def _redis(entry: ModelEntry, default: RedisAddress, located: Callable[[str], Path]) -> RedisAddress:
-    """A Redis of its own has a password of its own."""
+    """A separate Redis has a separate password."""
     secret = None if entry.redis_password_file is None else located(entry.redis_password_file)
     if entry.redis_url is not None:
         return RedisAddress(url=entry.redis_url, password_file=secret)
@@ -200,14 +200,14 @@ class ModelsFileMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelsWatch:
-    """Makes `live` serve what `source` says."""
+    """Makes `live` match the file of `source`."""
 
     source: ModelsSource
     live: LiveModels[Any]
     metrics: ModelsFileMetrics
 
     def follower(self, served: Models) -> Follower[Models]:
-        """`served`: what the file said at the start."""
+        """`served`: content of the file at start."""
         return Follower(
             value=served,
             signature=self._signature,
@@ -219,7 +219,7 @@ class ModelsWatch:
         )
 
     async def run(self, served: Models) -> None:
-        """Follow changes, for ever."""
+        """Follow changes until canceled."""
         await self.follower(served).run(logger, what="models")
 
     def _signature(self) -> Signature:

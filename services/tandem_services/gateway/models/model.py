@@ -1,4 +1,4 @@
-"""The model that a model service serves: its names, its tokenizer, and how long its context is."""
+"""The model of one model service: its names, its tokenizer and its context length."""
 
 import time
 from collections.abc import Callable
@@ -40,8 +40,8 @@ class ServedModel:
     dialect: OutputDialect
     workers: Callable[[], tuple[WorkerView, ...]]
     checkpoint_length: int | None = None
-    """What the checkpoint says of the context, for a fleet that may be scaled to zero: clients are held to it until a
-    worker has said what is true. None: without a worker nobody is served."""
+    """The checkpoint's context length, for a fleet that may be scaled to zero: the limit for clients until a worker has
+    reported its own. None: without a worker no request is served."""
     created: int = field(default_factory=lambda: int(time.time()))
     _last_length: int | None = None
     longest_token: int = field(init=False)

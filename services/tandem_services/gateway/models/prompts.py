@@ -1,20 +1,18 @@
-"""Text and messages to token ids and back, in the tokenizer's threads, refused when they cannot fit.
+"""Converts text and messages to token ids and back in tokenizer threads; rejects prompts that cannot fit.
 
-Fields that name tokens to prefer or to avoid, as token ids. Pure, and bounded before anything is encoded.
+`logit_biases`, `allowed_ids` and `bad_word_ids` convert request fields that name tokens. They are pure, and bounded
+before anything is encoded. A bad word is encoded as at the beginning of a text and as after a space. vLLM drops the
+second form if its number of tokens differs from the first; here it is dropped only if it ends in the first, which then
+forbids both.
 
-Words are encoded as they would stand in a text: at its beginning, and after a space. vLLM drops the second when it
-has another number of tokens than the first; here it is dropped only when it ends in the first, which then forbids
-both.
+`TokenizerThreads` keeps this work off the event loop:
 
-Threads that turn text into ids and ids into text: the event loop never does.
+    call ─▶ queue of short or of long work ─▶ thread ─▶ all results so far, in one wake-up of the loop
 
-    asked for ─▶ line of short or of long work ─▶ thread ─▶ what it has done meanwhile, in one wake-up of the loop
-
-Waking a thread, and the loop by it, costs about as much as encoding a short text, so a thread that is awake takes
-whatever has come in the meantime and answers all of it at once: the busier the gateway, the cheaper each hop. Long work
-has threads of its own, so that no short text waits behind one that takes a second.
-
-What waits is bounded: beyond it `run` refuses. Work whose client has left, or whose deadline has passed, is skipped.
+Waking a thread and the loop costs about as much as encoding a short text. An awake thread therefore takes all queued
+work and returns its results together, so the cost per call falls with load. Long work has its own threads, so that no
+short text waits for it. The queue is bounded: `run` rejects work beyond it. Work is skipped if its client has
+disconnected or its deadline has passed.
 """
 
 import asyncio
@@ -70,7 +68,7 @@ def logit_biases(biases: Mapping[str, float] | None, vocab_size: int) -> tuple[t
 
 
 def allowed_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
-    """Raises `ApiError` 400 for an empty list: nothing could be said."""
+    """Raises `ApiError` 400 for an empty list: no token could be generated."""
     if ids is not None and not ids:
         raise bad_request("allowed_token_ids must have at least one token id", "allowed_token_ids")
     return tuple(ids or ())
@@ -138,7 +136,7 @@ class _Job:
             return
         try:
             self.value = self.work()
-        except Exception as error:  # noqa: BLE001  # raised where it was asked for
+        except Exception as error:  # noqa: BLE001  # raised where the result is awaited
             self.error = error
 
     def deliver(self) -> None:
@@ -184,7 +182,7 @@ class _Line:
         self._executor.submit(self._work)
 
     def _drop(self, job: _Job) -> None:
-        # What nobody waits for any more would keep its text alive until a thread comes to it.
+        # Canceled work would otherwise keep its text alive until a thread reaches it.
         with self._lock, suppress(ValueError):  # a thread has it already
             self._jobs.remove(job)
 
@@ -194,7 +192,7 @@ class _Line:
                 job.run()
             loop = jobs[0].answer.get_loop()
             if loop.is_closed():
-                continue  # nobody waits any more
+                continue  # canceled
             loop.call_soon_threadsafe(_deliver, jobs)
 
     def _take(self) -> list[_Job]:
@@ -226,7 +224,7 @@ class TokenizerThreads:
         Raises `ApiError` 503 when too much waits already and it is `refusable`: not the last step of what others have
         computed. Cancelled, it gives up its place.
         """
-        # Whatever its length, a single text is taken: who may send it is the caller's business.
+        # A single text is accepted whatever its length: the caller limits it.
         full = self.jobs >= self.most_jobs or self.characters + characters > self.most_characters
         if refusable and self.jobs and full:
             raise unavailable("Too many texts wait for the tokenizer. Try again later.", retry_after=RETRY_S)
@@ -240,7 +238,7 @@ class TokenizerThreads:
             self.characters -= characters
 
     def close(self) -> None:
-        """Nothing is run any more that has not begun; nobody waits for it."""
+        """Start no further work; no caller waits for it."""
         self._short.close()
         self._long.close()
 
@@ -268,16 +266,16 @@ class PromptEncoder:
         return self.model.tokenizer
 
     def context_length(self) -> int:
-        """Raises `ApiError` 503 as long as there has been no worker: nobody can tell."""
+        """Raises `ApiError` 503 until there has been a worker: the answer is unknown."""
         length = self.model.last_context_length
         if length is None:
             raise unavailable("No worker can take the request now. Try again later.", retry_after=NO_WORKERS_RETRY_S)
         return length
 
     def parses_special_tokens(self, asked: bool | None, caller: Caller) -> bool:
-        """Whether special tokens in the text prompts of a request become control tokens. `asked`: its field.
+        """Whether special tokens in the text prompts of a request become control tokens. `asked`: the request's field.
 
-        Raises `ApiError` 400 when it asks for what gateway or key forbid.
+        Raises `ApiError` 400 when it requests what gateway or key forbid.
         """
         allowed = self.parse_special_tokens and caller.tenant.parse_special_tokens
         if asked and not allowed:
@@ -308,7 +306,7 @@ class PromptEncoder:
     async def encode_middle(
         self, prefix: str, suffix: str, *, add_special_tokens: bool, parse_special_tokens: bool
     ) -> tuple[int, ...]:
-        """A prompt that asks for the text between both. Raises `InvalidRequestError` 400 for models that cannot."""
+        """A prompt that requests the text between both. Raises `InvalidRequestError` 400 for models that cannot."""
         characters = len(prefix) + len(suffix)
         check_text_length(characters, self.model.longest_token, self.context_length(), "prompt")
         work = partial(

@@ -1,7 +1,7 @@
-"""One model service as a gateway serves it: a model, and everything between a plan and the fleet's workers.
+"""One model service: a model and everything between a plan and the workers of its fleet (docs/multi-model.md).
 
-A gateway has one for each model (docs/multi-model.md). They have no worker, queue, quarantine or session in common;
-what they do have in common is the gateway's: keys and limits, the journal, and the tokenizers' threads.
+Services share no worker, queue, quarantine or session. They do share the gateway's keys and limits, the request journal
+and the tokenizer threads.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class Visits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
-    """What a model service is built on. Whoever made it closes it, after the gateway."""
+    """What a model service is built on. Its creator closes it, after the gateway."""
 
     config: ModelConfig
     chooser: PairChooser
@@ -70,7 +70,7 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """What a gateway lends to its model services."""
+    """Parts of a gateway that its model services share."""
 
     clock: Clock
     families: MetricFamilies

@@ -1,18 +1,17 @@
-"""What happened to recent requests, for `GET /v1/requests/{id}/explain` and for one log line each.
+"""Records of recent requests, for `GET /v1/requests/{id}/explain` and for one log line each.
 
-A record is made when a request is accepted and filled while it runs, so that a request can be explained
-before it ends. They hold no text and no addresses. Nothing in them leads back to them, so
-that garbage collections need not look at them (`gc=False`).
+A record is created when a request is accepted and filled while it runs, so that a running request can be explained.
+It contains no text and no addresses. No reference leads back to it, so the garbage collector skips it (`gc=False`).
 
-The records of recent requests (`explain`), by our id and by the client's own.
+`RequestJournal` finds records by our id and by the client's own:
 
-opened   the record is an object, which the running request fills
-closed   the journal keeps its MessagePack bytes instead: less than half the memory, and a size that is known
-dropped  the oldest record, when there are more than `capacity`; the oldest closed one, when all closed ones together
-         have more than `max_bytes`
+    open      an object, which the running request fills
+    closed    MessagePack bytes: less than half the memory, and a known size
+    dropped   the oldest record if there are more than `capacity`; the oldest closed one if all closed ones together
+              have more than `max_bytes`
 
-Requests that were refused before they were accepted have `REFUSED_RECORDS` places for themselves: however many there
-are, they drop no accepted one.
+Requests that were rejected before they were accepted have `REFUSED_RECORDS` places of their own, so that they never
+replace accepted ones.
 """
 
 import logging
@@ -45,9 +44,9 @@ class AttemptRecord(msgspec.Struct, kw_only=True, gc=False):
     prefill: str | None
     """None: the decode worker computed the prompt itself."""
     source: str
-    """redis, local or session: who decided."""
+    """Source of the decision: redis, local or session."""
     placement: str
-    """Who computes the prompt and why: pair, alone, local (predicted faster) or degraded (no prefill worker can)."""
+    """Placement of the prompt: pair, alone, local (predicted faster) or degraded (no prefill worker can)."""
     terms: tuple[ScoreTerm, ...]
     """Predicted seconds that made the choice."""
     candidates: PricedOptions | None = None
@@ -56,7 +55,7 @@ class AttemptRecord(msgspec.Struct, kw_only=True, gc=False):
     matched_tokens: int
     """Prompt tokens predicted to be cached."""
     fetch: PredictedFetch | None
-    """A prefix that the worker that computes the prompt was told to bring from another one."""
+    """A prefix that the worker that computes the prompt should fetch from another one."""
     resumed_tokens: int
     """Output tokens that earlier attempts had already produced."""
     began_s: float = 0.0
@@ -173,7 +172,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def used_tokens(self) -> int:
-        """What counts against its tenant's token limit: nothing, when no worker was asked."""
+        """What counts against its tenant's token limit: nothing, when no worker was used."""
         asked = any(choice.attempts for choice in self.choices)
         return self.prompt_tokens + self.output_tokens if asked else 0
 
@@ -263,7 +262,7 @@ REFUSED_RECORDS = 256
 """Kept of requests that were refused, the newest."""
 
 ENTRY_BYTES = 512
-"""What an entry takes beside its record: its ids, and its places in two dictionaries."""
+"""Memory of an entry in addition to its record: its ids, and its places in two dictionaries."""
 
 _ANSWER_PREFIX = re.compile(r"^(chatcmpl-|cmpl-|resp_|msg_)")
 _encode = msgspec.msgpack.Encoder().encode

@@ -1,7 +1,7 @@
-"""Metrics of a gateway. Names follow vLLM's, with our prefix; label values are bounded.
+"""Metrics of a gateway. Names follow vLLM's, with the prefix of Tandem; label values are bounded.
 
-`model_name` is the first name of a model service: those that are served are known at start, and neither aliases nor
-what clients make up become labels. It is "" where a request has named no model that is there.
+`model_name` is the first name of a model service, known at start. Aliases and names that clients invent never become
+labels: it is "" if a request names no served model.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ MODEL = "model_name"
 
 
 class HttpMetrics:
-    """What can be said of every HTTP request."""
+    """Properties of every HTTP request."""
 
     def __init__(self, families: MetricFamilies) -> None:
         self._requests = families.counter(

@@ -1,13 +1,13 @@
-"""A gateway's spans of one request, with explicit times. Imported only where tracing is on.
+"""OpenTelemetry spans of one request in the gateway, with explicit times. Imported only if tracing is enabled.
 
-    chat MODEL            the HTTP request, from its arrival to the last byte       SERVER
-      queue               of a choice, until the router was asked for good
+    chat MODEL            the HTTP request, from its arrival to the last byte          SERVER
+      queue               of a choice, until the router query that placed it
       route               the decision; its reasons are attributes
-      attempt             on its workers; linked to the attempt before, if any      CLIENT
-        llm_request       … the workers' own spans (`worker.engine_spans`)
+      attempt             on its workers; linked to the previous attempt, if any       CLIENT
+        llm_request       … the spans of the workers (`worker.engine_spans`)
 
-One reading of the wall clock per request places all of them: durations are those of the monotonic clock, whatever
-happens to the other one meanwhile. Nothing here is text of the client or of the model.
+The wall clock is read once per request and places all spans; durations use the monotonic clock, so a change of the wall
+clock does not distort them. Spans contain no text of the client or the model.
 """
 
 import time
@@ -119,7 +119,7 @@ class RequestSpans:
         if start.number == 0:
             self._add(names.QUEUE, start.asked_at, decided_at if asked_itself else now, {names.CHOICE: start.index})
         if asked_itself:
-            # Choices of one prompt share a decision: it is one span, of the choice that asked.
+            # Choices of one prompt share a decision: it is one span, of the choice that made the query.
             self._add(names.ROUTE, max(decided_at, start.asked_at), now, self._decision(start))
         span = self._begin_attempt(start, now)
         self._last[start.index] = _LastAttempt(span, start.note)

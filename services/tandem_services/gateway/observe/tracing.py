@@ -1,15 +1,12 @@
-"""What the rest of the gateway knows of tracing, and all there is of it where it is off.
+"""The gateway's interface to tracing, which is all of it if tracing is disabled. `spans` implements it otherwise.
 
     RequestBoundary ─ Traces ─▶ RequestTrace ─ attempt ─▶ AttemptTrace ─ context ─▶ GenerateRequest.trace
-          answered ◀───────────── finished (accounted for) ◀──── ended
+          response ◀───────────── finished (recorded) ◀──── ended
 
-`PassedOn` makes no spans: what a client sent is handed on to the engines as it came, as those who do not trace must.
-`request_spans` makes them.
+`PassedOn` creates no spans: it forwards the client's trace context unchanged to the engines.
 
-The trace that a client's request belongs to, by the headers of W3C Trace Context.
-
-A `traceparent` that is none, or that comes twice, is as good as none: the request is served, and its trace begins here
-(rules of the standard). `tracestate` counts only beside a good `traceparent`.
+`client_context` reads the headers of W3C Trace Context. An invalid or repeated `traceparent` is ignored, and a new
+trace starts here, as the standard requires. `tracestate` counts only with a valid `traceparent`.
 """
 
 import re
@@ -34,7 +31,7 @@ MAX_MEMBERS = 32
 
 
 def client_context(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """What the client says; None when it says nothing that counts. Names of headers are in lower case."""
+    """The client's trace context; None without a valid one. Names of headers are in lower case."""
     parents, states = [], []
     for name, value in headers:
         if name == b"traceparent":
@@ -112,7 +109,7 @@ class RequestTrace(Protocol):
         ...
 
     def answered(self, status: int) -> None:
-        """The last word to the client. Called once, after all else."""
+        """The response is complete. Called once, after all other calls."""
         ...
 
 

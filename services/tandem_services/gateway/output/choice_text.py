@@ -46,13 +46,13 @@ class ChoicePiece(msgspec.Struct, frozen=True):
     scored: list[ScoredToken]
     finish: ChoiceFinish | None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """With the first piece, when they were asked for."""
+    """With the first piece, when they were requested."""
     parts: tuple[Part, ...] = ()
     """What `text`, and text held back before it, is read as."""
     reasoning_tokens: int = 0
     """Of `tokens`, those up to the end of the reasoning."""
     token_ids: Sequence[int] = ()
-    """The tokens since the piece before, when the answer tells them."""
+    """The tokens since the previous piece, when the response contains them."""
 
 
 class ChoiceText:

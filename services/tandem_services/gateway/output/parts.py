@@ -1,7 +1,7 @@
-"""What the text of an output consists of: reasoning, content and tool calls, in the order in which they appear.
+"""Parts of an output: reasoning, content and tool calls, in the order in which the model wrote them.
 
-Readers and parsers cut parts as early as they can, so where one text part ends and the next begins means nothing;
-`joined` is the form in which two outputs can be compared.
+Readers and parsers emit parts as early as they can, so the boundary between two text parts has no meaning; `joined`
+normalizes outputs for comparison.
 """
 
 from collections.abc import Iterable

@@ -1,13 +1,11 @@
-"""From the text of one output to its parts: first the reasoning, then content and tool calls.
+"""Splits the text of one output into parts: first the reasoning, then content and tool calls.
 
-    text ──▶ reasoning parser ──▶ tool parser ──▶ parts
+text ──▶ reasoning parser ──▶ tool parser ──▶ parts
 
-`OutputReading` is decided with the request and makes one `OutputReader` for each choice.
-
-How the outputs of a served model are written: its reasoning and its tool calls.
-
-Decided once, when the gateway starts: by flag, or by what the chat template does with tools and reasoning, since a
-model is trained on what its template writes.
+OutputDialect   how a served model writes reasoning and tool calls. Chosen once when the gateway starts: by flag, or
+                from the chat template, since a model is trained on what its template writes
+OutputReading   the choice for one request
+OutputReader    the state of one choice
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +85,7 @@ class OutputReader:
         return self._reasoning is not None and self._reasoning.reasons
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that `text` decides."""
+        """The parts that `text` completes."""
         if self._reasoning is None:
             return self._shown(self._answer(text))
         reasoning, rest = self._reasoning.feed(text)
@@ -124,7 +122,7 @@ class OutputReader:
 AUTO = "auto"
 
 _PROMPT_END_TOKENS = 16
-"""Enough to hold a reasoning marker and the blanks behind it, whatever the tokenizer."""
+"""Enough for a reasoning marker and the blanks after it, with any tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +155,7 @@ class OutputDialect:
         )
 
     def budget(self, tokens: int | None) -> ReasoningBudget | None:
-        """At most so many tokens of reasoning, in an output that nobody has opened. None for no bound.
+        """At most so many tokens of reasoning, in an output that the prompt has not opened. None for no bound.
 
         Raises `ApiError` 400 when this model has no reasoning, or none that is known.
         """

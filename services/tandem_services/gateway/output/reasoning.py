@@ -1,7 +1,7 @@
-"""Reasoning: what a model writes to itself between two markers before it answers.
+"""Extracts reasoning: the text between two markers that a model writes before its answer.
 
-A chat template may have opened the reasoning at the end of the prompt, or closed it at once (`enable_thinking`
-false); otherwise the model writes the first marker itself, or, in families that always reason, leaves it out.
+The chat template may already open the reasoning at the end of the prompt, or close it at once (`enable_thinking`
+false). Otherwise the model writes the first marker itself, or omits it in families that always reason.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ class ReasoningStyle:
     begin: str
     end: str
     always: bool
-    """Outputs begin with reasoning even when nobody has opened it."""
+    """Outputs begin with reasoning even when the prompt has not opened it."""
 
     def opened(self, prompt_end: str) -> bool:
-        """Whether an output behind this prompt begins with reasoning."""
+        """Whether an output after this prompt begins with reasoning."""
         solid = prompt_end.rstrip()
         if solid.endswith(self.begin):
             return True
@@ -62,7 +62,7 @@ class MarkerIds(NamedTuple):
         return MarkerIds(begin, end)
 
     def budget(self, tokens: int) -> ReasoningBudget:
-        """Of an output that nobody has opened."""
+        """Of an output that the prompt has not opened."""
         return ReasoningBudget(tokens=tokens, begin=self.begin, end=self.end)
 
 
@@ -71,7 +71,7 @@ class Cut(NamedTuple):
 
     reasoning: list[Part]
     rest: str
-    """Text behind the reasoning."""
+    """Text after the reasoning."""
 
 
 class ReasoningParser:

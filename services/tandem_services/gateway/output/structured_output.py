@@ -1,12 +1,12 @@
-"""The ways in which clients ask for output of a certain form, as one `GrammarSpec`.
+"""Converts all request fields for structured output into one `GrammarSpec`.
 
-    response_format                                       OpenAI; with structural_tag as vLLM and SGLang have it
+    response_format                                       OpenAI; with structural_tag as in vLLM and SGLang
     structured_outputs {json, regex, choice, grammar, …}  vLLM
     guided_json, guided_regex, guided_choice, …           vLLM, older
     regex, ebnf, json_schema                              SGLang
 
-A request may use one of them. What needs no compiler is checked here: types, sizes, depth. What a grammar means, and
-what it costs, its engine finds out; its answer then names the field the client used.
+A request may use one of them. Checks that need no compiler happen here: types, sizes, depth. The engine checks meaning
+and cost of a grammar; its error then names the field that the client used.
 """
 
 import re
@@ -76,7 +76,7 @@ class GrammarFields(msgspec.Struct, kw_only=True):
 
 
 class AskedGrammar(NamedTuple):
-    """A grammar, and the request field that asked for it."""
+    """A grammar, and the request field it came from."""
 
     field: str
     spec: GrammarSpec
@@ -94,7 +94,7 @@ def asked_grammar(fields: GrammarFields, response_format: ResponseFormat | None)
 
 
 def name_grammar_field(error: ApiError, field: str | None) -> None:
-    """An engine's complaint about a grammar names `grammar`; the client asked for it in `field`."""
+    """An engine's error about a grammar names `grammar`; the client used `field`."""
     if error.param == "grammar" and field is not None:
         error.param = field
 

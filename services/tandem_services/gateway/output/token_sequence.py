@@ -1,11 +1,11 @@
-"""The output of one choice as a gap-free sequence, whatever order and how often its parts arrive.
+"""Orders the output of one choice into a sequence without gaps, in whatever order and however often parts arrive.
 
-Prefill and decode worker both send the first token, on two connections; a retried attempt starts where
-the last one ended. A position is accepted once, and only when all before it are there [position-once]: no token is
-missing or doubled.
+Prefill and decode worker both send the first token, on two connections, and a retry starts where the last attempt
+ended. A position is accepted once, and only after all positions before it [position-once]: no token is missing or
+duplicated.
 
-Prompt logprobs that were asked for come before the first token: the prefill worker alone sends them, so tokens
-of the decode worker that are here earlier wait for them as for a missing position.
+Requested prompt logprobs precede the first token. Only the prefill worker sends them, so earlier tokens of the decode
+worker wait for them as for a missing position.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ MAX_WAITING_OUTPUTS = 256
 
 
 class Accepted(NamedTuple):
-    """New tokens in order. `logprobs` is empty when the request asked for none."""
+    """New tokens in order. `logprobs` is empty when the request had none."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob]
@@ -29,7 +29,7 @@ class Accepted(NamedTuple):
 
 
 class SequenceGapError(Exception):
-    """An output was lost: later ones pile up behind a missing position."""
+    """An output was lost: later ones pile up after a missing position."""
 
 
 class TokenSequence:

@@ -1,18 +1,16 @@
 """The tools of a chat request: checked, shown to the model, enforced by a grammar, and read from its output.
 
     tool_choice  grammar                                                     how the output is read
-    none         -                                                           as text; the model is shown no tools
-    allowed      as its mode, among the tools it names                       as its mode; the model is shown these alone
-    auto         of each call of a `strict` tool, from its first token on    in the model family's own form
-    required     a JSON array of calls, from the first token on              as that array
+    none         -                                                           as text; the model gets no tools
+    allowed      by its mode, among the tools it names                       by its mode; the model gets only these
+    auto         of each call of a `strict` tool, from its first token       in the format of the model family
+    required     a JSON array of calls, from the first token                 as that array
     a name       as required, of one call of this tool                       as that array
 
-The array does not depend on the model, so calls that are required are valid whatever family it is of.
+The array does not depend on the model, so required calls are valid for every model family.
 
-JSON schemas of tools: what is wrong with one on its face, and grammars made of several.
-
-What a schema means, and what it costs, the engine finds out when a grammar needs it. Here a mistake is refused that
-would otherwise only confuse the model.
+`check_parameters` rejects mistakes in the JSON schema of a tool that would only confuse the model. The engine checks
+meaning and cost of a schema when a grammar needs it.
 """
 
 import re
@@ -115,7 +113,7 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def as_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments are an object, whether or not their schema says so."""
+    """Arguments are an object, whether or not their schema declares it."""
     return schema if "type" in schema else {"type": "object", **schema}
 
 
@@ -219,9 +217,9 @@ class ToolUse:
         return AskedGrammar("tools", spec)
 
     def grammar_or(self, answer: GrammarSpec) -> AskedGrammar:
-        """What holds the output to calls of the tools, or to the JSON that `answer` asks for.
+        """The grammar that restricts the output to calls of the tools, or to the JSON of `answer`.
 
-        Raises `ApiError` 400 when the family's calls are not JSON behind a fixed beginning.
+        Raises `ApiError` 400 when the family's calls are not JSON after a fixed beginning.
         """
         field = "response_format"
         if self.family.tag is None:

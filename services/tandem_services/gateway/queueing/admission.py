@@ -1,7 +1,7 @@
-"""New requests at a gateway: each waits, in real time, until `LateBinding` has workers for it or refuses it.
+"""Runs `LateBinding` in real time: each new request waits here until it has workers or is rejected.
 
-As long as somebody waits, one task takes turns: at once after each admission, else when a request has ended or a moment
-has passed.
+While requests wait, one task iterates: at once after each admission, otherwise when a request has ended or a short
+interval has passed.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ class Admission:
     """One per model service; belongs to its event loop."""
 
     binding: LateBinding
-    """What is charged is told to it; that something has ended is told here, for somebody may wait for it."""
+    """Receives charges. The end of a request is reported to `Admission` instead: a queued request may wait for it."""
     _pump: "asyncio.Task[None] | None" = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -43,7 +43,7 @@ class Admission:
             self._changed.set()
 
     async def close(self) -> None:
-        """At shutdown: nobody waits any more."""
+        """At shutdown: no request waits any more."""
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
@@ -63,7 +63,7 @@ class Admission:
             self.binding.leave(visitor)
 
     async def _run(self) -> None:
-        """As long as somebody waits."""
+        """While requests wait."""
         while self.binding.queue:
             if not await self.binding.turn():
                 await self._pause()
@@ -122,7 +122,7 @@ class QueueMetrics:
         self._shown: set[str] = set()
 
     def watch(self, figures: Callable[[], QueueFigures]) -> None:
-        """Ask for what is told at each scrape."""
+        """Collect what each scrape reports."""
         self._tokens.set_function(lambda: figures().prompt_tokens)
         self._oldest.set_function(lambda: figures().oldest_wait_s)
         self._held.set_function(lambda: figures().held)

@@ -1,37 +1,26 @@
-"""The order of those that wait at a gateway, and who gives way when there are too many. Pure.
+"""Fairness of the gateway's queue: the order of requests, overload, and fairness between gateways. Pure except reports.
 
-Order: greater priority first; then the tenant that has had least (`VirtualCounters`); then who came first. Priority is
-bounded by what a tenant may ask for, so only operators put one tenant before another.
+`FairQueue` orders by priority, then by the least virtual tokens of the tenant (`VirtualCounters`), then by arrival.
+The key file bounds the priority of each tenant. When the queue is full, a new request replaces the last request of the
+tenant that holds the most seats for its weight. A flood of one tenant therefore displaces only requests of that tenant.
 
-Full: a newcomer takes the seat of the tenant that holds most of them, over its weight; of that tenant, who would be
-served last gives way. A tenant that floods the queue therefore pushes out its own, and nobody else's.
+`SharedCounters` charges virtual tokens locally at once and reports them to Redis every `SYNC_S`; no request waits for
+a report. Redis adds up all reports, so that a tenant with requests at several gateways has one position at all of them.
+Without Redis, or with an unreadable reply, the local counters decide; unsent charges are reported later.
 
-Whether a gateway leaves its places to others, since at one of them somebody waits who has had less. Pure.
+`GivingWay` decides when a gateway leaves capacity to others. A slot that a request frees is reused first at the same
+gateway, so a tenant that waits alone there would keep it, whatever the queues of the others:
 
-Each gateway serves its own queue in the order of fairness. But a place that a request of a gateway has left is taken
-there first, so a tenant that waits alone at one would keep what it has, whoever waits at another.
+    wish      the head of line of a gateway has waited `WISH_AFTER_S`: it is reported with the counters
+    ahead     the head of line here has used more than the wish of another gateway, by more than the cost of its prompt,
+              or that wish has greater priority. Redis reports both values for one moment, so at least one gateway, that
+              of the tenant with the least usage, is not ahead: all gateways never yield to each other
+    yield     for `YIELD_S` the head of line is not tried, and freed slots are offered in Redis (`Report.left`)
+    take      then, for `TAKE_S` from its next time at the head, it competes as if no other gateway waited: unused slots
+              stay empty for at most `YIELD_S`, and no request waits forever
 
-    wish      who is next at a gateway and has waited for `WISH_AFTER_S` is told to the others, with the counters: where
-              requests get places all the time, they need none that are given away
-    ahead     who is next here has had more than a wish of another gateway, by more than its prompt costs; or that wish
-              is of greater priority. Both figures are Redis's of the same moment, so of all gateways one at least, that
-              whose tenant has had least, is not ahead: it never happens that all give way to each other
-    gives way for `YIELD_S` whoever is next here is not tried, and places that its requests leave are offered
-              in Redis (`Report.left`), where a gateway that does not give way finds them with its next report
-    takes     then, for `TAKE_S` from when it is next again, as if nobody else waited: what nobody wanted is not left
-              empty for longer than `YIELD_S`, and nobody is kept waiting for ever
-
-Somebody who has had less may be next here in between, and is tried. What the others have to wait for goes on meanwhile:
-they would start to give way anew after each of them, and never take.
-
-What was heard counts for `FRESH_S`. Redis away, or nothing heard: nobody gives way.
-
-Virtual token counters that all gateways share: charged here at once, reported to Redis a few times a second.
-
-Redis adds up what gateways report and says where tenants stand, so that a tenant that asks several gateways is behind
-at each of them where another waits. No request waits for a report. Redis away: the counters of this gateway decide,
-and what it has charged meanwhile is reported when Redis is back. They decide as well where Redis gives
-an answer that cannot be read, which the board logs.
+A request that has used less may be next in between and is tried. The periods of the others continue: restarted after
+each such request, they would never reach `take`. A report counts for `FRESH_S`; without one no gateway yields.
 """
 
 from bisect import insort
@@ -58,7 +47,7 @@ class Waiting:
     number: int = 0
     """Given by the queue, in order of arrival."""
     not_before: float = float("-inf")
-    """Nobody could take it when it was tried last: others are tried until then."""
+    """No worker could take it at the last try: others are tried until then."""
 
 
 def _order(waiting: Waiting) -> tuple[int, int]:
@@ -90,7 +79,7 @@ class FairQueue(Generic[W]):
         return {tenant: len(line) for tenant, line in self._by_tenant.items()}
 
     def add(self, newcomer: W) -> W | None:
-        """Take a seat. Returns who has none then: the newcomer, or another that it has pushed out."""
+        """Add a request. Returns the one without a seat then: the new one, or another that it displaced."""
         loser = self._loser(newcomer) if self._size >= self.seats else None
         if loser is newcomer:
             return newcomer
@@ -104,7 +93,7 @@ class FairQueue(Generic[W]):
         return loser
 
     def next(self, now: float) -> W | None:
-        """Who is to be tried; stays in the queue. None when nobody is to be tried now."""
+        """The request to try, which stays in the queue. None when no request is to be tried now."""
         heads = (self._head(line, now) for line in self._by_tenant.values())
         return min((head for head in heads if head is not None), key=self._rank, default=None)
 
@@ -132,7 +121,7 @@ class FairQueue(Generic[W]):
         largest = max(self._by_tenant.values(), key=_share, default=[])
         if largest and largest is not own and _share(largest) > held:
             return largest[-1]
-        # Its own tenant holds most. A more important newcomer takes the seat of a less important one.
+        # Its own tenant holds the most seats. A new request of greater priority displaces one of lower priority.
         return own[-1] if own and own[-1].priority < newcomer.priority else newcomer
 
 
@@ -146,7 +135,7 @@ YIELD_S = 0.8
 """Long enough for an offer to be found, and for what was charged for it to come back."""
 
 TAKE_S = 0.2
-"""One report, with which offers that nobody took come back."""
+"""One report, in which unused offers return."""
 
 FRESH_S = 1.0
 
@@ -166,17 +155,17 @@ class GivingWay:
     _standing: Standing | None = None
     _heard_at: float = 0.0
     _ahead_at: float = float("-inf")
-    """When somebody who is ahead was next here last."""
+    """When a request that is ahead was last at the head here."""
     _gives_until: float = 0.0
     _takes_until: float | None = None
-    """None until somebody who is ahead is next once `_gives_until` is over."""
+    """None until a request that is ahead is at the head after `_gives_until`."""
 
     def heard(self, standing: Standing) -> None:
         """What Redis answered to the last report."""
         self._standing, self._heard_at = standing, self.clock.now()
 
     def gives_way(self, head: Waiting, cost: float) -> bool:
-        """Whether `head`, who is next here, is not to be tried now. `cost`: of its prompt, over its weight."""
+        """Whether `head`, the head of line here, is not to be tried now. `cost`: of its prompt, over its weight."""
         now = self.clock.now()
         if not self._ahead(head, cost, now):
             return False
@@ -241,7 +230,7 @@ class SharedCounters:
         try:
             standing = await self.board.sync(report)
         except UnreadableReplyError:
-            # It has been added up: told again, it would count twice.
+            # Redis has applied this report; a retry would count it twice.
             self._told_waiting = waiting
             return None
         except RedisUnavailableError:
@@ -249,7 +238,7 @@ class SharedCounters:
                 self._pending[name] += cost
             return None
         self._told_waiting = waiting
-        # What was charged while Redis was asked is in none of its figures.
+        # Redis's values lack what was charged during the call.
         values = {name: value + self._pending.get(name, 0.0) for name, value in standing.values.items()}
         self.counters.adopt(values, standing.floor)
         return standing

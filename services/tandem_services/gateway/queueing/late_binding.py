@@ -1,29 +1,23 @@
-"""Late binding: a new request waits here, not at a worker, while no worker has room for it.
+"""Late binding: a new request waits at the gateway, not at a worker, until a worker has capacity for it.
 
-    1. asked      nobody waits: the router is asked at once. A worker with room takes the request
-    2. queued     else it takes one of a bounded number of seats (`FairQueue`)
-    3. tried      whose turn it is asks the router whenever something may have changed: a request has ended, or a moment
-                  has passed. One that no worker can take at all is passed over for a while; one that only has to wait
-                  for room is not, or long prompts would wait for ever
-    4. admitted   with a worker; what it costs is charged to its tenant
-       refused    pushed out by a tenant that holds fewer seats, or after `room_s` without room, or after `worker_s`
+    1. arrives    the queue is empty: the router is queried at once, and a worker with capacity gets the request
+    2. queued     otherwise it takes one of a bounded number of seats (`FairQueue`)
+    3. tried      the head of line queries the router whenever a request has ended or an interval has passed. A request
+                  that no worker can serve is skipped for `PASSED_OVER_S`. One that lacks capacity is not skipped, or
+                  long prompts would wait forever
+    4. admitted   with a worker, and charged to its tenant
+       rejected   replaced by a tenant with fewer seats, or after `room_s` without capacity, or after `worker_s`
                   without any worker: 429 or 503 with Retry-After
 
-A worker has room when the sequence need not wait for others to end and the prompt need not wait longer than
-`worker_wait_s` for prompts before it: enough for it to be busy until the next one arrives, too little for a queue.
+A worker has capacity when the sequence need not wait for others to end, and the prompt waits at most `worker_wait_s`
+for other prompts. That keeps the worker busy until the next prompt, without a queue of its own.
 
-While somebody waits, a place that a request of this gateway leaves is taken before any worker reports it (`Turnover`).
-Of several gateways, one whose next one has had more than others leaves such places to them for a while (`GivingWay`).
+`Turnover` counts slots that were freed but are not in a worker's report yet, which may be a second old. A slot that a
+request of this gateway freed, or that another gateway offered, counts at once: so many requests may go to workers that
+report no capacity. It expires after `UNREPORTED_S`: by then a report contains it, or another gateway has used it.
 
-Here is who is tried, admitted and refused, and nothing that waits: `arrive` and `turn` are called by whoever knows the
-time. `Admission` does so in a gateway, `tandem simulate` from one event to the next.
-
-Places that requests have left and that no worker has reported yet. Pure.
-
-What workers report is up to a second old. A place that a request of this gateway has left, or that another gateway has
-left to it, is free at once, whatever the last report says: so many requests may go to workers that say they are full.
-A place that nobody has taken for `UNREPORTED_S` is in a report by then, or has been taken by another gateway, and
-counts no more: counted for longer, it would be filled twice.
+`LateBinding` also applies fairness between gateways (`GivingWay`). Its admission never waits: the caller calls `arrive`
+and `turn` and provides the clock. That is `Admission` in a gateway, and the event loop of `tandem simulate`.
 """
 
 import logging
@@ -45,14 +39,14 @@ from tandem_services.router.shared_state import Wish
 from tandem_services.router.usage_counters import OUTPUT_WEIGHT, prompt_cost
 
 Ask = Callable[[], Awaitable[Choice]]
-"""Asks the router, and reserves what it names. Raises `NoWorkersError`."""
+"""Queries the router, and reserves what it returns. Raises `NoWorkersError`."""
 
 
 class Answer(Protocol):
-    """Who waits for the end of a visit. An `asyncio.Future` is one."""
+    """Receives the result of a queued request. An `asyncio.Future` is one."""
 
     def done(self) -> bool:
-        """Nobody waits any more."""
+        """No caller waits any more."""
 
     def set_result(self, result: Choice, /) -> None:
         """Admitted; to be called once."""
@@ -70,7 +64,7 @@ class Verdict(Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Visitor(Waiting):
-    """One request in the queue, and who waits for its end."""
+    """One request in the queue, and the receiver of its result."""
 
     prompt_tokens: int
     ask: Ask
@@ -96,11 +90,11 @@ class Pace:
     _admitted_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_SAMPLES))
 
     def admitted(self) -> None:
-        """Somebody who waited has workers."""
+        """A queued request got workers."""
         self._admitted_at.append(self.clock.now())
 
     def wait_s(self, waiting: int) -> float:
-        """Until so many have been admitted, at the present pace: 1 to `MOST_RETRY_S`."""
+        """Time until so many have been admitted, at the current rate: 1 to `MOST_RETRY_S`."""
         if len(self._admitted_at) < 2:
             return 1.0
         elapsed = max(self.clock.now() - self._admitted_at[0], 1e-3)
@@ -108,7 +102,7 @@ class Pace:
 
 
 def refusal(reason: str, *, no_workers: bool, wait_s: float) -> ApiError:
-    """503, or 429 for who was pushed out. `reason`: as `Observer.refused` has it. `wait_s`: until there may be room."""
+    """503, or 429 for a displaced request. `reason`: see `Observer.refused`. `wait_s`: until there may be capacity."""
     if reason == Verdict.NO_WORKER.value or no_workers:
         return unavailable("No worker can take the request now. Try again later.", retry_after=NO_WORKER_RETRY_S)
     if reason == "pushed_out":
@@ -162,7 +156,7 @@ class Turnover:
 logger = logging.getLogger(__name__)
 
 TRIES_PER_ROUND = 4
-"""Requests that nobody can take which are passed over before the next moment."""
+"""Requests that no worker can take which are skipped before the next iteration."""
 
 PASSED_OVER_S = 0.5
 
@@ -176,7 +170,7 @@ class Chooser(Protocol):
 
 
 class Observer(Protocol):
-    """Who is told what happens in the queue; see `QueueMetrics`."""
+    """Receives what happens in the queue; see `QueueMetrics`."""
 
     def asked(self, prompt_tokens: int) -> None:
         """A request has come."""
@@ -198,7 +192,7 @@ class QueueFigures:
     prompt_tokens: int
     oldest_wait_s: float
     held: int
-    """Those that no worker can take, as opposed to those for whom none has room."""
+    """Requests that no worker can serve, as opposed to those that wait for capacity."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +204,7 @@ class AdmissionPolicy:
     worker_s: float = 9.0
     """For a worker while none can take it."""
     worker_wait_s: float = 1.0
-    """Predicted wait behind other prompts at a worker that still counts as room."""
+    """Predicted wait for other prompts at a worker that still counts as having capacity."""
     poll_s: float = 0.1
 
 
@@ -246,7 +240,7 @@ class LateBinding:
         )
 
     def visitor(self, ask: Ask, choice: Answer, *, tenant: Tenant, priority: int, prompt_tokens: int) -> Visitor:
-        """Who has come now, and is to `arrive`."""
+        """A new request, which is to `arrive`."""
         return Visitor(
             tenant=tenant.name,
             weight=tenant.weight,
@@ -258,7 +252,7 @@ class LateBinding:
         )
 
     async def arrive(self, visitor: Visitor) -> Choice | None:
-        """Workers with room, reserved; or None: it has a seat, and its `choice` will be told when it has workers.
+        """Workers with capacity, reserved. None: the request has a seat, and its `choice` gets the result later.
 
         Raises:
             ApiError: 429 when its tenant's other requests fill the queue; 503 when it is full.
@@ -275,7 +269,7 @@ class LateBinding:
         return choice
 
     async def turn(self) -> bool:
-        """Admit who is next and refuse who is late. True when somebody was admitted: the next one may be tried at once.
+        """Admit the head of line and reject late requests. True after an admission: the next one may be tried at once.
 
         Otherwise there is a next turn when something has changed, and after `policy.poll_s` at the latest: other
         gateways' requests end as well.
@@ -283,7 +277,7 @@ class LateBinding:
         try:
             admitted = await self._round()
         except Exception:
-            # A task boundary: those who wait must not wait for ever.
+            # A task boundary: queued requests must not wait forever.
             logger.exception("queue iteration failed")
             admitted = False
         self._give_up_on_late()
@@ -295,13 +289,13 @@ class LateBinding:
             self._turnover.add(1)
 
     async def run(self) -> None:
-        """Report to other gateways, for ever."""
+        """Report to other gateways until canceled."""
         # Unreported, gateways would drift apart for good.
         complaint = "cannot report virtual token counters"
         await for_ever(self.sync, every_s=SYNC_S, logger=logger, complaint=complaint)
 
     async def sync(self) -> None:
-        """Tell other gateways what was charged and who waits here, and hear of theirs. Each `SYNC_S`."""
+        """Exchange charges and wishes with other gateways. Called every `SYNC_S`."""
         head = self.queue.next(self.clock.now())
         left, wanted = 0, self._lacking()
         if head is not None and self._gives_way(head):
@@ -347,7 +341,7 @@ class LateBinding:
         self.observer.waiting(self.queue.lengths)
 
     async def _round(self) -> bool:
-        """Try who is next. True when somebody was admitted."""
+        """Try the head of line. True after an admission."""
         if not self.chooser.workers():
             for waiting in self.queue:
                 waiting.verdict = Verdict.NO_WORKER
@@ -358,7 +352,7 @@ class LateBinding:
                 return False
             try:
                 choice = await self._try(visitor)
-            except Exception as error:  # noqa: BLE001  # its own surprise, raised where it is waited for; others go on
+            except Exception as error:  # noqa: BLE001  # unexpected, raised where it is awaited; others continue
                 self._end(visitor, error)
                 continue
             if choice is not None:
@@ -370,16 +364,16 @@ class LateBinding:
         return False
 
     def _gives_way(self, visitor: Visitor) -> bool:
-        """Whether `visitor`, who is next here, leaves its place to others for now."""
+        """Whether `visitor`, the head of line here, leaves its slot to others for now."""
         return self._way.gives_way(visitor, prompt_cost(visitor.prompt_tokens, 0) / visitor.weight)
 
     def _wish(self, head: Visitor | None) -> Wish | None:
-        """Whom the next place is for. Nobody's place helps one that no worker can take."""
+        """The request that the next free slot is for. A slot does not help a request that no worker can serve."""
         takes_a_place = head is not None and head.verdict is Verdict.NO_ROOM
         return wish_of(head, self.clock.now()) if takes_a_place else None
 
     def _lacking(self) -> int:
-        """Places that would be used here besides those that there are: none for who cannot be taken by any worker."""
+        """Slots that could be used here in addition to the free ones: none for requests that no worker can serve."""
         able = sum(visitor.verdict is not Verdict.NO_WORKER for visitor in self.queue)
         return max(0, able - len(self._turnover))
 
@@ -402,7 +396,7 @@ class LateBinding:
     def _hand_over(self, visitor: Visitor, choice: Choice) -> None:
         self.leave(visitor)
         if visitor.choice.done():
-            # Its client left while the router was asked.
+            # Its client disconnected during the query.
             self.give_back(choice)
             return
         self._note_admitted(visitor, choice)
@@ -424,7 +418,7 @@ class LateBinding:
         for visitor in [*self.queue]:
             since, patience_s = visitor.arrived, self.policy.room_s
             if visitor.verdict is Verdict.NO_WORKER:
-                # Who waited for room before the last worker left has the whole time for a new one.
+                # A request that waited for capacity before the last worker left gets the whole time for a new worker.
                 since = since if self._nobody_since is None else max(since, self._nobody_since)
                 patience_s = self.policy.worker_s
             if now - since >= patience_s:

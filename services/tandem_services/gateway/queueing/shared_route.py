@@ -1,10 +1,10 @@
-"""Where the choices of one prompt go: each is admitted, placed and released by itself, beside the others where it fits.
+"""Places the choices of one prompt: each is admitted and released separately, but on the same workers where it fits.
 
-Each choice takes a seat of the fair queue, is charged, and holds a reservation of its own, so that a worker never gets
-more sequences than it has room for. One choice after the other asks the router: first for the workers of the choice
-before it, which compute the prompt, and for any worker where those have no room.
+Each choice takes a seat of the fair queue, is charged, and holds its own reservation, so that no worker gets more
+sequences than its capacity. The choices query the router in sequence: first for the workers of the previous choice,
+which compute the prompt, then for any worker if those lack capacity.
 
-Only first attempts go by it. A choice that has failed asks the router on its own.
+Only first attempts use this route. A choice that has failed queries the router separately.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ class SharedRoute:
     """Of one prompt with several choices."""
 
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the choice that asks the router."""
+    """Held by the choice that queries the router."""
     workers: frozenset[str] = frozenset()
-    """Incarnations of the last choice's workers; none before the first has asked."""
+    """Incarnations of the last choice's workers; none before the first query."""
 
     async def choose(
         self,

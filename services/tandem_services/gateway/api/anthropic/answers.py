@@ -1,13 +1,12 @@
-"""Message objects and the events of a streamed one, in the order of Anthropic's own.
+"""Responses of `POST /v1/messages`: message objects, and the events of a stream in Anthropic's order.
 
-message_start ─▶ ping ─▶ events of blocks ─▶ message_delta ─▶ message_stop; error where it cannot go on
+    message_start ─▶ ping ─▶ events of blocks ─▶ message_delta ─▶ message_stop; `error` if the request fails
 
-The content of an answer: blocks in the order in which the model wrote them, and the events of their making.
+`MessagesFormat` writes both. `OutputBlocks` keeps the content blocks in the order in which the model wrote them:
 
-Life of a block
-    1. started   at its first part: `content_block_start`, with nothing in it
-    2. grows     a `content_block_delta` for each further part
-    3. stopped   another block begins, or the output has ended: `content_block_stop`
+    1. started   first part of a block: `content_block_start`, without content
+    2. grows     each further part: `content_block_delta`
+    3. stopped   another block begins or the output ends: `content_block_stop`
 """
 
 from collections.abc import Mapping, Sequence
@@ -143,7 +142,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessagesFormat:
-    """Implements `AnswerFormat`. Its plan wants usage with every piece, so that a stream can begin with it."""
+    """Implements `AnswerFormat`. Its plan requires usage with every piece, so that a stream can begin with it."""
 
     def __init__(self, request_id: str, plan: GenerationPlan) -> None:
         self._request_id = request_id

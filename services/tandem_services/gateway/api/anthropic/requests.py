@@ -1,10 +1,8 @@
-"""`POST /v1/messages`: planned as the chat that means the same, answered in Anthropic's form. Nothing is kept.
+"""Plans `POST /v1/messages` as the equivalent chat request, and counts tokens the same way. Nothing is stored.
 
-A messages request as the chat request that means the same.
-
-system                        the first message, of the role system
+system                        first message, role system
 blocks of an assistant        one message: its text, its reasoning, its calls
-tool_result blocks            messages of the role tool, before the text of the same user
+tool_result blocks            messages of the role tool, before the text of the same user message
 """
 
 import re
@@ -95,7 +93,7 @@ def _continues(messages: list[ChatMessage], last: int) -> bool | None:
 
 
 def _variables(request: MessagesRequest) -> TemplateVariables | None:
-    """What the client says itself about the template wins."""
+    """The client's own template variables take precedence."""
     thinking = request.thinking
     if request.chat_template_kwargs is not None or thinking is None or thinking.type == "adaptive":
         return request.chat_template_kwargs
@@ -178,7 +176,7 @@ def _of_assistant(message: InputMessage, param: str) -> list[ChatMessage]:
 
 
 def _result(block: Block, param: str) -> ChatMessage:
-    """Chats have no place for `is_error`, so the model is told in words."""
+    """Chats have no place for `is_error`, so the model gets it in words."""
     text = "" if block.content is None else _text(block.content, f"{param}.content")
     content = f"Error: {text}" if block.is_error else text
     return ChatMessage(role="tool", content=content, tool_call_id=_required(block.tool_use_id, f"{param}.tool_use_id"))
@@ -280,7 +278,7 @@ class MessagesPlanner:
             return len(await self._chats.encode(chat, served))
 
     def format(self, plan: GenerationPlan, served: ReadModel, request_id: str, created: int) -> AnswerFormat:
-        del served, created  # a message says nothing about single tokens, nor when it was written
+        del served, created  # a message has no data of single tokens, nor its time
         return MessagesFormat(request_id, plan)
 
 

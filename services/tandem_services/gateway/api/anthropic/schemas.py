@@ -1,9 +1,7 @@
-"""Answers of `POST /v1/messages`: message objects, the blocks of their content, errors.
+"""Bodies of `POST /v1/messages`, requests and responses: the stateless part of Anthropic's Messages API that is served.
 
-Bodies of `POST /v1/messages`, as far as they are served: Anthropic's Messages API, stateless as the original.
-
-What would change the answer and is not served is refused by name (`request_fields`, `known_fields`); unknown fields of
-the body are ignored.
+Fields that would change the answer and are not served are rejected by name (`known_fields`). Unknown fields of the body
+are ignored.
 """
 
 from typing import Any, Literal

@@ -1,7 +1,7 @@
-"""The OpenAPI document of a gateway, `GET /openapi.json`: made once, of the very shapes that it decodes and encodes.
+"""The OpenAPI document of a gateway, `GET /openapi.json`: built once, from the structs that it decodes and encodes.
 
-It says what this gateway does: with API keys or without, strict about unknown fields or not, with /metrics or without.
-There is no /docs: pages that show such documents load their scripts from elsewhere.
+The document describes this gateway: with or without API keys, /metrics and strict checks of unknown fields. There is no
+/docs page, because such pages load scripts from other hosts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -86,7 +86,7 @@ class Traits:
 
 
 def document_route(traits: Traits) -> Route:
-    """`GET /openapi.json`. The document is made when it is first asked for."""
+    """`GET /openapi.json`. The document is built at the first request."""
     made: list[bytes] = []
 
     async def document(_: Request) -> Response:

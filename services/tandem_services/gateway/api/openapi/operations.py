@@ -1,6 +1,6 @@
-"""Every operation of the API's port: what it takes, what it answers, and with which errors.
+"""Every operation of the API port with its request, its responses and its errors.
 
-A test holds this list to the routes of the application, and its requests to what the application makes decoders for.
+A test compares this list with the routes of the application, and its request bodies with the application's decoders.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Operation:
     answer: Any
     events: Events | None = None
     errors: tuple[int, ...] = ()
-    """Beside those that any request may meet."""
+    """In addition to those of any request."""
     parameters: tuple[Schema, ...] = ()
     unready: bool = False
     """Answers 503 with the same body while it is not ready."""

@@ -1,13 +1,12 @@
-"""Response objects and the events of a streamed one, in the order of OpenAI's own.
+"""Responses of `POST /v1/responses`: response objects, and the events of a stream in OpenAI's order.
 
-created ─▶ in_progress ─▶ events of items ─▶ completed, or incomplete; failed where it cannot go on
+    created ─▶ in_progress ─▶ events of items ─▶ completed or incomplete; failed if the request fails
 
-The output of a response: items in the order in which the model wrote them, and the events of their making.
+`ResponsesFormat` writes both. `OutputItems` keeps the output items in the order in which the model wrote them:
 
-Life of an item
-    1. added    at its first part: `response.output_item.added`; text items then get their one content part
-    2. grows    a delta for each further part
-    3. done     another item begins, or the output has ended: the whole text, the content part, the item
+    1. added    first part of an item: `response.output_item.added`; text items then get their one content part
+    2. grows    each further part: a delta
+    3. done     another item begins or the output ends: the whole text, the content part, the item
 """
 
 from collections.abc import Sequence

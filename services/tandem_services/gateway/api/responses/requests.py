@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: planned as the chat that means the same, answered in its own form. Nothing is kept."""
+"""Plans `POST /v1/responses` as the equivalent chat request, answered in its own format. Nothing is stored."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -89,7 +89,7 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
 
 
 class _Conversation:
-    """Items one after the other. What the model said, thought and called in one turn becomes one message."""
+    """Items in sequence. Text, reasoning and calls of the model in one turn become one message."""
 
     def __init__(self, messages: list[ChatMessage]) -> None:
         self.messages = messages
@@ -122,7 +122,7 @@ class _Conversation:
             self.messages.append(ChatMessage(role=role, content=text))
 
     def _turn(self, text: str | None) -> ChatMessage:
-        """The assistant's newest message, begun anew when it has said something already or somebody else spoke."""
+        """The assistant's newest message; a new one after text of its own or a message of another role."""
         last = self.messages[-1] if self.messages else None
         if last is None or last.role != "assistant" or (text is not None and (last.content or last.tool_calls)):
             last = ChatMessage(role="assistant")
@@ -211,7 +211,7 @@ class ResponsesPlanner:
         return replace(plan, grammar_field=_name(plan.grammar_field), repeated=_repeated(request))
 
     def format(self, plan: GenerationPlan, served: ReadModel, request_id: str, created: int) -> AnswerFormat:
-        del served  # a response says nothing about single tokens
+        del served  # a response has no data of single tokens
         return ResponsesFormat(f"resp_{request_id}", created, plan)
 
 
@@ -225,7 +225,7 @@ def _name(param: str | None) -> str | None:
 
 
 def _repeated(request: ResponsesRequest) -> Mapping[str, Any]:
-    """What a response says about its request."""
+    """What a response repeats of its request."""
     text_format = None if request.text is None else request.text.format
     return {
         "instructions": request.instructions,

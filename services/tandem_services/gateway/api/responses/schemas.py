@@ -1,7 +1,7 @@
-"""Bodies of `POST /v1/responses`, as far as they are served: a stateless subset of OpenAI's.
+"""Bodies of `POST /v1/responses`: the stateless subset of OpenAI's Responses API that is served.
 
-What would change the answer and is not served is refused by name (`request_fields`, `known_fields`); unknown fields of
-the body are ignored.
+Fields that would change the answer and are not served are rejected by name (`known_fields`). Unknown fields of the body
+are ignored.
 """
 
 from typing import Any, Literal

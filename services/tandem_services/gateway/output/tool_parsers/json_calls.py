@@ -1,20 +1,16 @@
-"""A tool call written as one JSON object: {"name": …, "arguments": {…}}.
+"""Incremental readers of tool calls in JSON, shared by the parsers of several model families.
 
-The name is reported as soon as it is complete, arguments as they arrive. Arguments in front of the name wait for it.
-Until there is a name the text may turn out to be something else; `raw` then returns it unchanged.
+    JsonSpan    finds the end of one JSON value as it arrives, in linear time, without decoding or copying it
+    JsonCall    one call as an object: {"name": …, "arguments": {…}}
+    CallArray   calls as an array of such objects: the form that a grammar enforces when a client requires a call, for
+                every family; also Mistral's own form
 
-The reader takes every spelling that JSON allows: any whitespace between tokens, keys with escapes, members in any
-order. Of members with the same key the first counts. Arguments of `{}` are reported only for an object that is
-complete and has no arguments, or whose arguments are null or an empty string; what was not read is never `{}`.
+`JsonCall` reports the name as soon as it is complete and arguments as they arrive; arguments before the name wait for
+it. Until there is a name the text may still be something else, and `raw` returns it unchanged. It accepts every
+spelling that JSON allows: whitespace between tokens, escapes in keys, members in any order. The first of two equal keys
+counts. Arguments are `{}` only for a complete object without arguments, or with null or an empty string.
 
-Where one JSON value ends, found while it arrives. Linear; nothing is decoded and nothing is kept.
-
-What is inside the value is not judged: a model that was not held to a grammar may write what is not JSON, and the
-client is given what it wrote.
-
-Calls as a JSON array of objects: [{"name": …, "arguments": {…}}, …].
-
-The form that a grammar enforces when the client requires a call, whatever the model's own form is; and Mistral's.
+Values are not validated: a model without a grammar may write invalid JSON, and the client gets what it wrote.
 """
 
 import re
@@ -79,7 +75,7 @@ class JsonSpan:
             self._depth -= 1
             self.done = self._depth == 0
         elif character == "<":
-            # Not JSON outside a string: the model has gone on to a marker without closing what it had opened.
+            # Not JSON outside a string: the model has continued to a marker without closing what it had opened.
             self.done = True
             return at
         else:
@@ -145,7 +141,7 @@ class JsonCall:
         return "".join(self._raw)
 
     def feed(self, text: str) -> tuple[list[Part], str]:
-        """The parts that `text` decides, and the text behind the object."""
+        """The parts that `text` completes, and the text after the object."""
         if not self.begun:
             self._raw.append(text)
         self._buffer += text
@@ -288,7 +284,7 @@ class CallArray:
         return []
 
     def rest(self) -> str:
-        """What stands behind the array, once it has `ended`. Asked once."""
+        """The text after the array, once it has `ended`. Called once."""
         rest, self._buffer = self._buffer, ""
         return rest
 

@@ -1,6 +1,6 @@
-"""Llama 3.1 to 3.3: the output is {"name": …, "parameters": {…}}, perhaps behind <|python_tag|>, several with "; ".
+"""Llama 3.1 to 3.3: {"name": …, "parameters": {…}}, optionally after <|python_tag|>, several separated by "; ".
 
-Nothing marks a call, so an object counts as one only if it names a tool of the request.
+No marker starts a call, so an object counts as one only if it names a tool of the request.
 """
 
 from tandem_services.gateway.output.parts import Part

@@ -1,8 +1,7 @@
-"""What every parser of tool calls is, and what they share.
+"""The base of all tool-call parsers, and the helpers that they share.
 
-A parser is a state machine over the text of one output: its parts depend on the text alone, never on how the text
-was cut, so an output that goes on at another worker reads as if nothing had happened. Text that may yet turn out to
-be the beginning of a call is held back.
+A parser is a state machine over the text of one output. Its parts depend on the text alone, never on how the text was
+split, so an output that resumes on another worker reads the same. Text that may be the beginning of a call is buffered.
 """
 
 import ast
@@ -18,10 +17,10 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class ToolParser(Protocol):
-    """Reads one output. Made anew for each."""
+    """Reads one output. A new instance for each."""
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that `text` decides."""
+        """The parts that `text` completes."""
         ...
 
     def finish(self) -> list[Part]:

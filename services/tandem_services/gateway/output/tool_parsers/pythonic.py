@@ -1,6 +1,6 @@
 """Llama 3.2 and 4, and others: the output is a list of Python calls, [name(key=value, …), …].
 
-Nothing marks a call, so a list counts as one only if it begins with a tool of the request. Values are read as
+No marker starts a call, so a list counts as one only if it begins with a tool of the request. Values are read as
 literals and never evaluated (CVE-2025-9141); the scan is linear (CVE-2025-48887).
 """
 
@@ -29,7 +29,7 @@ class PythonicParser(StepParser):
         super().__init__(schemas)
         self._at = "start"
         self._before = ""
-        """What stands in front of a head: content, if there is no call behind it."""
+        """The text before a head: content, if no call follows."""
         self._name = ""
         self._argument: list[str] = []
         self._depth = 0
@@ -86,7 +86,7 @@ class PythonicParser(StepParser):
         if head is None and _HALF_HEAD.fullmatch(solid):
             return False
         if self._calls and solid[:1] == "]":
-            # Python allows a comma behind the last call.
+            # Python allows a comma after the last call.
             self._before, solid = "", solid[1:]
         self._before, self._buffer, self._at = "", self._before + solid, "content"
         return True

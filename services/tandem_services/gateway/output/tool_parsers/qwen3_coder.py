@@ -1,7 +1,7 @@
 """Qwen3-Coder: <tool_call><function=NAME><parameter=KEY>value</parameter>…</function></tool_call>.
 
-Values are plain text between line ends; the tool's schema tells which of them are strings. Those are streamed, the
-others wait for their end and become JSON there.
+Values are plain text between line ends. The schema of the tool determines which of them are strings. Strings are
+streamed; other values are converted to JSON at their end.
 """
 
 from collections.abc import Callable, Mapping
@@ -132,7 +132,7 @@ class Qwen3CoderParser(StepParser):
         return True
 
     def _is_string(self, key: str) -> bool:
-        """Whether the schema says so, or says nothing."""
+        """Whether the schema allows it, or does not restrict it."""
         properties = self._schemas.get(self._name, {}).get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
         if not isinstance(schema, dict):

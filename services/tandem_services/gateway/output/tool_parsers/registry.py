@@ -1,4 +1,4 @@
-"""The tool-call parsers by the name of `--tool-call-parser`, and which one a model needs."""
+"""Tool-call parsers by their name in `--tool-call-parser`, and detection of the one that a model needs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class ToolFamily:
     id_characters: int | None = None
     """Templates that take ids of just this length; None: of any."""
     tag: tuple[str, str, str] | None = None
-    """(trigger, text before the arguments, text behind them), where a call is one text with JSON in it."""
+    """(trigger, text before the arguments, text after them), where a call is one text with JSON in it."""
     separator: str = "\n"
     """Between the calls of one output, in that form."""
 
@@ -70,5 +70,5 @@ TOOL_CALL_PARSERS = ("auto", "none", *sorted(FAMILIES))
 
 
 def detect_family(template: str) -> ToolFamily | None:
-    """The family of a model by its chat template; None when none of them is recognised."""
+    """The family of a model by its chat template; None when no family is recognized."""
     return next((family for family in FAMILIES.values() if family.hint in template), None)
