@@ -339,7 +339,7 @@ class Engine:
         COMPILED.serve()
 
     def forced_logits(self, tokens: Sequence[int], *, chunk: int) -> Iterator[torch.Tensor]:
-        """See `lone_runs.forced_logits`. Of one rank."""
+        """See the function of this name. Of one rank."""
         assert self._parallel.size == 1, "logits of a rank are those of its part of the vocabulary"
         return forced_logits(self._parts, tokens, chunk=chunk)
 

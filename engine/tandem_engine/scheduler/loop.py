@@ -13,7 +13,8 @@ that verified drafts, because the lengths of its sequences are unknown until it 
 
 A step with a grammar cannot sample before its masks are filled, which takes the tokens of the step before. It is
 launched anyway, and its masks follow right after settlement [masks-after-settling], or at once where no step was in
-flight. The forward waits for its masks even if filling them fails. In normal mode they are filled first.
+flight. They are released even if settlement or filling them fails, because the forward waits for them. In normal mode
+they are filled first.
 """
 
 import logging

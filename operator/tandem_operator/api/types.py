@@ -1,7 +1,7 @@
 """What a field or a type of the custom resources says beyond its type: rules that the API server checks.
 
 Field constraints are `msgspec.Meta` (minimum, pattern, length). What compares fields with each other is a CEL rule on
-the class. Both end in the CRD (`api.crd`), so a bad resource is refused at `kubectl apply`, before anything runs.
+the class. Both end in the CRD (`api.crds`), so a bad resource is refused at `kubectl apply`, before anything runs.
 """
 
 from typing import Annotated, Any, Literal

@@ -52,7 +52,7 @@ class Charge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """The request that the next slot of a gateway is for."""
+    """Priority and tenant of the request that the next free slot of a gateway is for."""
 
     priority: int
     tenant: str

@@ -27,7 +27,7 @@ class Int8Linear:
 
     @classmethod
     def of(cls, levels: Levels, bias: Tensor | None, dtype: torch.dtype) -> Self:
-        """For a matrix that `quantized.can_multiply` has accepted, and inputs of `dtype`."""
+        """For a matrix that `linear.can_multiply` has accepted, and inputs of `dtype`."""
         codes = (levels.codes.int() - INT8_MIDDLE).to(torch.int8)
         return cls(
             panels=pack_int8(codes, dtype),

@@ -49,7 +49,7 @@ class DeviceQuantizedLinear:
 
     @classmethod
     def of(cls, levels: Levels, bias: Tensor | None, dtype: torch.dtype) -> Self:
-        """For a matrix that `quantized.can_multiply` has accepted, and inputs of `dtype`. Kernels are compiled."""
+        """For a matrix that `linear.can_multiply` has accepted, and inputs of `dtype`. Kernels are compiled."""
         levels, order = in_order(levels)
         layer = cls(weight=packed_weight(levels).lean(), bias=bias, order=order)
         layer._warm_up(dtype)
@@ -67,7 +67,7 @@ class DeviceQuantizedLinear:
 
 
 def in_order(levels: Levels) -> tuple[Levels, Tensor | None]:
-    """A matrix that `quantized.can_multiply` has accepted with its inputs in the order of their groups.
+    """A matrix that `linear.can_multiply` has accepted with its inputs in the order of their groups.
 
     Behind it int64 [inputs], which input is where; None if they were in order.
     """
