@@ -12,7 +12,7 @@ cases.py         a kernel's work, and how others do it; what all cases are made 
 attention_cases.py, expert_cases.py, layer_cases.py, table_cases.py, quantized_cases.py
 engine.py        decode, prefill, idle time and mixed load of the whole engine, with random weights
 spans.py         when the device worked, from a trace
-transformers_peer.py   what transformers does with the mixed load, in a process of its own
+transformers_peer.py   what transformers does with the mixed load, in a separate process
 figures.py       a figure as a row of a table
 runs/            lines of runs on real devices
 """

@@ -1,4 +1,4 @@
-"""Attention over pages, as decodes and as prompts, beside torch's own over dense K and V."""
+"""Attention over pages, as decodes and as prompts, compared with torch's kernels over dense K and V."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ TARGET_BATCH, TARGET_CONTEXT = 16, 4096
 """Decodes of at least so many sequences and tokens have a target."""
 LARGE_PAGE = 64
 FLEX_DECODE, FLEX_PROMPT = (16, 4096), 8192
-"""Beside FlexAttention, which is compiled for each shape."""
+"""With FlexAttention, which is compiled for each shape."""
 POOL_SHARE = 0.75
 """Of the device's free memory, for the pool that fills it."""
 
@@ -181,7 +181,7 @@ def on_scrambled_pages(
     pages: int,
     device: torch.device,
 ) -> ForwardBatch:
-    """A step whose sequences have so many pages each, in no order, of a pool with `pages` beside the dummy page."""
+    """A step whose sequences have so many pages each, in no order, of a pool with `pages` and the dummy page."""
     order = torch.randperm(pages)[: sum(counts)] + 1
     table = torch.zeros((len(seq_lens), max(counts)), dtype=torch.int32)
     places = []

@@ -56,7 +56,7 @@ class Sizes:
         (256, 4096),
         (1, 512),
     )
-    """Sequences, and tokens that each of them has; the most telling first."""  # fmt: skip
+    """Sequences, and tokens that each of them has; the most important first."""  # fmt: skip
     float8: tuple[tuple[int, int], ...] = ((64, 4096), (16, 32768), (16, 4096))
     """The same, of pages of float8."""
     pool: tuple[int, int] = (64, 4096)

@@ -41,7 +41,7 @@ PEER_S = 90.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loads:
-    """Sizes of what is measured, the most telling first."""
+    """Sizes of what is measured, the most important first."""
 
     decode: tuple[tuple[int, int], ...] = ((1, 512), (64, 4096), (64, 512), (256, 512), (1, 4096), (1, 32768))
     """Sequences, and tokens that each of them has."""
@@ -105,7 +105,7 @@ class EngineRun:
         self._with_engine(self._float8_cases(), {"kv_cache_dtype": "fp8"})
         if self._mixed is not None and self.loads.peers:
             mixed = self._mixed
-            self._case("mixed load beside transformers", lambda: self._compare(mixed), needs_s=PEER_S)
+            self._case("mixed load by transformers", lambda: self._compare(mixed), needs_s=PEER_S)
 
     def _with_engine(self, cases: Sequence[EngineCase], options: dict[str, object]) -> None:
         """An engine is started if any of its cases is to be done; when it has ended, its memory is free."""

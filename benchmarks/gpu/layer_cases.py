@@ -1,4 +1,4 @@
-"""What a layer computes beside attention and plain products."""
+"""What a layer computes besides attention and plain products."""
 
 from collections.abc import Callable, Iterator
 

@@ -2,7 +2,7 @@
 
 A decode cannot do without reading codes, scales and zero points, and is measured against copy bandwidth; a prompt
 cannot do without its multiplications. The peer is torch's product by a matrix of that size in the dtype, which reads
-two to four times as much. Of experts a decode reads those that somebody chose.
+two to four times as much. Of experts a decode reads those that a token selected.
 """
 
 from collections.abc import Callable, Iterator

@@ -97,7 +97,7 @@ class TableCases(CaseMaker):
         )
 
     def _page_gather(self) -> Case:
-        """Over the bus, so beside it a copy of as many bytes that lie together."""
+        """Over the bus, compared with a copy of as many contiguous bytes."""
         count = -(-self.sizes.tokens // PAGE)
         pool = self.pool(count).bytes_view()
         pinned = self.device.type == "cuda"

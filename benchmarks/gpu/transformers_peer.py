@@ -1,4 +1,4 @@
-"""The mixed load by transformers, in a process of its own so that its memory is given back: `generate` on one padded
+"""The mixed load by transformers, in a separate process so that its memory is released: `generate` on one padded
 batch, with a static cache and torch.compile, and its continuous batching. Random weights of the same shape.
 
 Jobs go down and seconds come back as lines of JSON. What one way cannot do here costs that way alone.
@@ -25,7 +25,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the child is told."""
+    """Input of the child process."""
 
     config: dict[str, Any]
     jobs: list[Job]

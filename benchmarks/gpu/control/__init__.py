@@ -2,7 +2,7 @@
 
 parts.py     the parts, in the order of their worth
 needs.py     what a part cannot do without
-runner.py    each part in a process of its own with a limit; started again behind a case that ended it
+runner.py    each part in a separate process with a limit; restarted after the case that ended it
 child.py     … that process
 record.py    cases of a part: done once, each with its lines as soon as it ends
 lines.py     the lines: one file of JSON lines for the whole run

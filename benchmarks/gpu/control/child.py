@@ -1,6 +1,6 @@
 """The process of one part: `python -m gpu.control.child PART --out FOLDER --seconds S [--dry-run]`.
 
-Its exit status says how it ended: 0 all done, the others below, anything else a crash.
+Its exit status is the outcome: 0 all done, the others below, anything else a crash.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def run(part: Part, folder: Path, ends_at: float, *, tiny: bool) -> int:
         importlib.import_module(module).run(bench, *([argument] if argument else []))
         bench.close()
     except DeviceLostError as error:
-        sys.stderr.write(f"the device failed in {error}: the part is started again behind it\n")
+        sys.stderr.write(f"the device failed in {error}: the part is restarted after it\n")
         return LOST
     return LEFT if record.postponed else 0
 

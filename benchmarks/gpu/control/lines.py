@@ -97,7 +97,7 @@ class LineFile:
         self._path = folder / NAME
 
     def write(self, line: Line) -> None:
-        """Closed behind it, so that a killed process leaves it. A torn line before it is cut off."""
+        """Opened and closed for each line, so that a killed process loses none. A partial line before it is cut off."""
         whole = self._whole()
         with self._path.open("ab") as file:
             file.truncate(whole)
@@ -116,7 +116,7 @@ class LineFile:
             return file.read().rfind(b"\n") + 1
 
     def read(self) -> list[Line]:
-        """All whole lines. The last one may be torn: whoever wrote it was killed."""
+        """All complete lines. The last line may be partial, if its writer was killed."""
         return list(self._decoded())
 
     def _decoded(self) -> Iterator[Line]:

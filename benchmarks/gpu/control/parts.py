@@ -18,7 +18,7 @@ class Part:
     name: str
     seconds: float
     run: str
-    """A module with a function `run`, and an argument for it behind a colon."""
+    """A module with a function `run`, and an argument for it after a colon."""
     needs: tuple[Need, ...] = (ENGINE,)
     needs_device: tuple[Need, ...] = ()
     """What only a run on a device needs, not one that tries the programs."""

@@ -1,7 +1,7 @@
 """Cases of one part, in its process: each is done once, and what raises costs itself alone.
 
 An error of the device costs the process too, for nothing can be computed in it after it: the runner starts the part
-again behind the case. A case that does not end is ended with the process, which prints where it stood.
+again after the case. A case that does not end is ended with the process, which prints where it stood.
 """
 
 import faulthandler

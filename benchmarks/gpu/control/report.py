@@ -35,7 +35,7 @@ class Report:
 
     @property
     def missing(self) -> list[Missing]:
-        """The last word on each case: what had no time at first may be measured now."""
+        """The latest result of each case: a later call may have measured what the first had no time for."""
         measured = {name: ended(self.lines, name) for name in {line.part for line in self.lines}}
         last = {(line.part, line.case): line for line in self._of(Missing)}
         return [line for line in last.values() if line.failed or line.case not in measured[line.part]]

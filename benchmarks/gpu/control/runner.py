@@ -1,7 +1,7 @@
-"""Runs parts, each in a process of its own that is ended at a limit, with everything it has started.
+"""Runs parts, each in a separate process that is killed at a limit, with all processes that it has started.
 
-A process that dies in a case costs that case: the part is started again behind it. What is known is on disk at every
-moment, and a second call does what is left.
+A process that dies in a case costs that case: the part is restarted after it. Results are on disk at every moment,
+and a second call runs what is left.
 """
 
 import os

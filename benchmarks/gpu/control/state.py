@@ -43,7 +43,7 @@ class State(msgspec.Struct, kw_only=True):
         return msgspec.json.decode(path.read_bytes(), type=cls) if path.exists() else cls()
 
     def write(self, folder: Path) -> None:
-        """In one piece: whoever reads it has the one before or this one."""
+        """Atomically: a reader gets the former state or this one."""
         new = folder / f".{NAME}"
         new.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
         new.replace(folder / NAME)

@@ -63,7 +63,7 @@ def needed_by(library: Path) -> list[str]:
 
 
 def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Equal files give equal archives, whoever packs them and when."""
+    """Equal files give equal archives, independent of user and time."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = "root"
     entry.mtime = 0

@@ -8,7 +8,7 @@ CONSTRAINTS = ROOT / "docker" / "constraints.txt"
 PYTHON = "3.12"
 """Python of the GPU machine."""
 PACKAGES = ("llguidance", "msgspec", "nixl", "pyzmq", "xxhash")
-"""What an engine imports beside torch, transformers and what these install. Their own dependencies are among these."""
+"""What an engine imports besides torch, transformers and their dependencies. Their own dependencies are among these."""
 NIXL = "nixl-cu13"
 """NIXL's libraries for the CUDA version of torch's wheels. Most of them are for storage and network backends."""
 

@@ -1,7 +1,7 @@
 """KV of one prompt from a prefill to a decode engine on the same device, by NIXL.
 
     benchmarks/nixl_write.py         pages alone: against the device's copy bandwidth
-    benchmarks/exposed_transfer.py   two engines: what a handoff costs behind the prefill that it overlaps with
+    benchmarks/exposed_transfer.py   two engines: what a handoff costs after the prefill that it overlaps with
 
 Both run as programs of their own: an agent of NIXL and its memory end with their process.
 """

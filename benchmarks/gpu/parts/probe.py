@@ -40,7 +40,7 @@ def _said(bench: Bench) -> None:
 
 
 def _checked(bench: Bench, case: str, check: Callable[[], str]) -> None:
-    """A line that says whether it passed: `check` gives what is wrong, or raises."""
+    """Record whether it passed: `check` returns the fault, or raises."""
     began = time.monotonic()
     why = check()
     outcome = "failed" if why else "passed"

@@ -11,7 +11,7 @@ LONGEST_WHY = 2000
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every process of xdist has to find the same tests: what is done is in a file that does not change meanwhile."""
+    """Every process of xdist has to find the same tests: the list of done cases does not change during the run."""
     done = set(Path(os.environ["GPU_LINES_DONE"]).read_text("utf-8").splitlines())
     dropped = [item for item in items if item.nodeid in done]
     if dropped:

@@ -34,7 +34,7 @@ def run(bench: Bench, group: str) -> None:
 
 
 def _file(bench: Bench, file: Path, *, alone: bool) -> None:
-    """In a process of its own: after an illegal access a process can do nothing more with its device."""
+    """In a separate process: after an illegal access a process can do nothing more with its device."""
     record = bench.record
     name = f"{file.name}, {'alone' if alone else 'together'}"
     if not record.wants(name, needs_s=20):

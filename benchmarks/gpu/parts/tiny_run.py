@@ -1,4 +1,4 @@
-"""A small engine that does a bit of everything: what `sanitize` looks at, where all is ten to fifty times slower."""
+"""A small engine that uses a bit of everything: the program of `sanitize`, which runs it ten to fifty times slower."""
 
 import argparse
 import tempfile

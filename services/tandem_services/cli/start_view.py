@@ -21,7 +21,7 @@ BAR_WIDTH = 24
 def start_view(stream: TextIO | None = None) -> Iterator[View]:
     """The view for `stream`; standard error without one."""
     stream = stream or sys.stderr
-    # Not as rich decides it: variables make it write colors into pipes.
+    # rich itself would write colors into pipes if environment variables request them.
     if not stream.isatty():
         yield Lines(stream)
         return

@@ -29,7 +29,7 @@ def private_folder(*names: str) -> Path:
 
 @contextmanager
 def new_contents(path: Path) -> Iterator[BinaryIO]:
-    """An empty file of mode 0600 beside `path`, which replaces it at the end of the block. After an error it is gone.
+    """An empty file of mode 0600 that replaces `path` at the end of the block. After an error it is removed.
 
     A reader gets either the former contents or all of the new ones. Raises `OSError`.
     """
