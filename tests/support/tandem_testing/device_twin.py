@@ -27,6 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tandem_engine.executor.cuda.streams import StreamName
+from tandem_testing.torch_operators import resolve_operators
+
+resolve_operators()
 
 ATEN = torch.ops.aten
 RUBBISH = 0x5B

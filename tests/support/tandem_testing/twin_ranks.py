@@ -22,6 +22,7 @@ from tandem_engine.executor.platform import Platform
 from tandem_engine.parallel.group import TpGroup
 from tandem_engine.parallel.torch_group import join_ranks
 from tandem_lab.verify.engines import ThreadRanks
+from tandem_testing.torch_operators import resolve_operators
 from tandem_testing.twin_platform import without_fused_steps
 
 NAMESPACE = "tandem_testing"
@@ -46,6 +47,7 @@ def _in_place(name: str) -> Callable[[Tensor, int], None]:
 for _name in ("all_reduce", "least", "broadcast"):
     _library.impl(_name, _in_place(_name), "CPU")
 _library.impl("all_gather", lambda tensor, group: _groups[group].all_gather(tensor), "CPU")
+resolve_operators()
 _ops = torch.ops.tandem_testing
 
 
