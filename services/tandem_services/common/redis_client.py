@@ -18,6 +18,10 @@ After a timeout the connection is retired: queued commands may still be answered
 because a silent connection may have lost its peer. A connection that is still being opened is not retired, because
 name resolution and connecting may take longer than the deadline of a command.
 
+A connection is retired as well when its server refuses a command because it is not the primary (`NOT_PRIMARY`). After a
+failover the address leads to another server, while connections to the former primary stay open for as long as it runs.
+The next command resolves the name again. The circuit breaker bounds how often that happens.
+
 Redis executes commands one at a time, so a connection for each concurrent command gains nothing; opening, pooling and
 checking them costs a gateway more than the commands.
 """
@@ -38,13 +42,27 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
-from redis.exceptions import InvalidResponse, RedisError, ResponseError
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    InvalidResponse,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 
 from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.base.errors import ConfigError
 
 OPEN_S = 1.0
 """A connection that is not there by then is given up."""
+
+NOT_PRIMARY = (ReadOnlyError, ClusterDownError, AskError, TryAgainError)
+"""READONLY, CLUSTERDOWN, MASTERDOWN, ASK, MOVED, TRYAGAIN: the server is not, or not yet, the one that takes commands.
+
+LOADING ends the connection by itself, as redis-py counts it among the connection errors.
+"""
 
 READING_TURNS = 4
 """Turns of the event loop in which bytes that have arrived become a reply: read, parsed, handed out, one to spare."""
@@ -153,10 +171,11 @@ class RedisLine:
         try:
             return await _asked(line, args, within_s)
         except TimeoutError:
-            if line is self._line and not awaits_opening:
-                self._line = None
-                # Until then earlier commands may still be answered.
-                asyncio.get_running_loop().call_later(within_s, line.reader.cancel)
+            if not awaits_opening:
+                self._retire(line, within_s)
+            raise
+        except NOT_PRIMARY:
+            self._retire(line, within_s)
             raise
 
     async def close(self) -> None:
@@ -166,6 +185,12 @@ class RedisLine:
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
+
+    def _retire(self, line: Line, within_s: float) -> None:
+        """Later commands get a new connection; earlier ones may still be answered within `within_s` seconds."""
+        if line is self._line:
+            self._line = None
+            asyncio.get_running_loop().call_later(within_s, line.reader.cancel)
 
     def _open(self) -> Line:
         line = Line(self._make())

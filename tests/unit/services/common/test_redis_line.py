@@ -3,7 +3,16 @@
 import asyncio
 
 import pytest
-from redis.exceptions import ResponseError
+from redis.exceptions import (
+    AskError,
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    ReadOnlyError,
+    ResponseError,
+    TryAgainError,
+)
 
 from tandem_services.common.redis_client import RedisLine
 from tandem_testing.loop_time import set_forward
@@ -120,6 +129,42 @@ async def test_what_redis_refuses_is_one_commands_business(line, wires):
     assert (first, third) == (b"0", b"2")
     assert isinstance(second, ResponseError)
     assert len(wires.all) == 1
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        ReadOnlyError("You can't write against a read only replica."),
+        MasterDownError("Link with MASTER is down and replica-serve-stale-data is set to 'no'."),
+        ClusterDownError("The cluster is down"),
+        MovedError("3999 127.0.0.1:6381"),
+        AskError("3999 127.0.0.1:6381"),
+        TryAgainError("Multiple keys request during rehashing of slot"),
+    ],
+    ids=lambda refusal: type(refusal).__name__,
+)
+async def test_a_server_that_is_not_the_primary_is_left(line, wires, refusal):
+    former = wires.next
+    asked = [ask(line, "GET", number) for number in range(3)]
+    await former.has_sent(3)
+    former.replies.put_nowait(refusal)
+    with pytest.raises(type(refusal)):
+        await asked[0]
+    assert await answered(line, wires.next, "later") == "later"
+    for reply in (b"1", b"2"):
+        former.replies.put_nowait(reply)
+    assert await asyncio.gather(*asked[1:]) == [b"1", b"2"], "commands in flight are answered"
+    assert len(wires.all) == 2
+
+
+async def test_a_server_that_loads_its_data_is_left(line, wires):
+    loading = wires.next
+    asked = ask(line, "GET", 0)
+    await loading.has_sent(1)
+    loading.replies.put_nowait(BusyLoadingError("Redis is loading the dataset in memory"))
+    with pytest.raises(BusyLoadingError):
+        await asked
+    assert await answered(line, wires.next, "later") == "later"
 
 
 async def test_a_broken_connection_fails_all_who_wait_and_the_next_command_opens_another(line, wires):
