@@ -45,8 +45,11 @@ def redis():
     server.stop()
 
 
-def start(folder, port: int, redis_url: str, *, notice_s: float = 1.0) -> "subprocess.Popen[str]":
+def start(folder, port: int, redis_url: str, *, notice_s: float = 1.0, descriptors: int = 0) -> "subprocess.Popen[str]":
+    """`descriptors`: the limit of open files, if it is not this process's."""
     argv = [sys.executable, "-c", PROGRAM, str(folder), str(port), redis_url, str(notice_s)]
+    if descriptors:
+        argv = ["prlimit", f"--nofile={descriptors}:{descriptors}", *argv]
     return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
 
@@ -149,6 +152,31 @@ async def test_a_draining_gateway_is_not_ready_before_it_stops_listening_and_los
     finally:
         process.kill()
         process.communicate()
+
+
+async def test_streams_wait_when_descriptors_are_short(redis, tmp_path):
+    port, clients = free_port(), 300
+    process = start(write_tokenizer(tmp_path), port, redis.url, descriptors=128)
+    body = {"model": "m", "prompt": "hi", "max_tokens": 100, "stream": True, "ignore_eos": True}
+    limits = httpx.Limits(max_connections=clients)
+    try:
+        with EngineRack() as rack:
+            engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), step_s=0.01))
+            async with (
+                registered(redis, engine),
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, limits=limits) as client,
+            ):
+                await wait_until_ready(client)
+
+                async def stream() -> str:
+                    async with client.stream("POST", "/v1/completions", json=body) as response:
+                        return [line async for line in response.aiter_lines() if line][-1]
+
+                assert await asyncio.gather(*(stream() for _ in range(clients))) == ["data: [DONE]"] * clients
+    finally:
+        process.kill()
+        _, log = process.communicate()
+    assert "few file descriptors are left (limit 128)" in log
 
 
 async def test_the_console_shows_what_workers_have_told_redis_and_that_redis_is_away(redis, tmp_path):

@@ -1,4 +1,4 @@
-"""What the engine uses of Linux: CPU lists and binding, freed memory, huge pages, private files, death with the parent.
+"""What the engine uses of Linux: CPU lists, freed memory, huge pages, death with the parent, private files, limits.
 
 `parse_cpus`, `format_cpus` and `bind_thread` use lists such as `0-3,8`. Without binding, a thread is moved between
 cores while it computes, at times to one where another worker's thread computes: both then take twice as long for some
@@ -22,6 +22,7 @@ whose umask must not change, opens its files with `private_opener`.
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -214,3 +215,14 @@ def keep_files_private() -> None:
 def private_opener(path: str, flags: int) -> int:
     """For `open(..., opener=private_opener)`: a new file is its owner's alone, whatever the umask."""
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
+
+
+def allow_many_descriptors() -> int:
+    """Raise the soft limit of open files to the hard one, and return it. Shells start processes with 1,024.
+
+    Child processes inherit it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard

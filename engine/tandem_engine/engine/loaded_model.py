@@ -1,6 +1,7 @@
 """A checkpoint in memory: weights and what follows from it, for any number of engines of one process."""
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from tandem_engine.base.cgroups import describe_cpus, usable_cpus
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import give_back, movable, to_huge_pages
 from tandem_engine.base.progress import Phase
@@ -29,6 +31,8 @@ from tandem_engine.parallel.sharding import OUTPUTS
 from tandem_engine.sampling.grammar.guidance.translate import GuidanceVocabulary
 from tandem_engine.speculative.assembly import read_draft
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def weight_memory(model: object) -> list[tuple[int, int]]:
@@ -97,7 +101,8 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
     read_draft(config.speculative, target=facts, target_path=config.model_path)
     context_length = _context_length(config, facts)
     facts = replace(facts, fingerprint=fingerprint_of(facts, context_length))
-    threads = max(1, (config.threads or len(config.cpus) or torch.get_num_threads()) // config.parallel.local_size)
+    threads = max(1, _threads(config) // config.parallel.local_size)
+    logger.info("computing with %d threads a rank (%s)", threads, describe_cpus())
     # This thread only schedules; see `ForwardThread` for what a second compute team would cost.
     torch.set_num_threads(1)
     dtype = resolve_dtype(config.dtype, facts, device=config.device)
@@ -130,6 +135,11 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         parallel=parallel,
         weight_bytes=max(0, meter.used() - before),
     )
+
+
+def _threads(config: EngineConfig) -> int:
+    """CPU threads of one engine. More than the CPU quota of a container gives would be stopped in turns."""
+    return config.threads or min(len(config.cpus) or torch.get_num_threads(), usable_cpus())
 
 
 def _to_huge_pages(model: CausalLM, *, progress: bool) -> None:

@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from tandem_engine.base.cgroups import CGROUPS, PROC, own_groups, read_text
 from tandem_engine.base.names import PADDING_ROW
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.executor.forward_thread import Forward, ForwardThread
@@ -69,8 +70,8 @@ def meter_for(device: str | torch.device) -> MemoryMeter:
 class HostMeter:
     """Main memory, within the control groups of this process."""
 
-    proc: Path = Path("/proc")
-    cgroups: Path = Path("/sys/fs/cgroup")
+    proc: Path = PROC
+    cgroups: Path = CGROUPS
 
     def total(self) -> int:
         return min((_kib(self.proc / "meminfo", "MemTotal"), *(group.limit for group in self._groups())))
@@ -103,19 +104,8 @@ class HostMeter:
 
     def _groups(self) -> "Iterator[Group]":
         """Every control group that limits this process, from its own up to the root that it can see."""
-        for line in _read(self.proc / "self" / "cgroup").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                root = self.cgroups
-            elif "memory" in controllers.split(","):
-                root = self.cgroups / "memory"
-            else:
-                continue
-            own = root / path.lstrip("/")
-            for folder in (own, *own.parents):
-                yield from _group(folder)
-                if folder == root:
-                    break
+        for folder in own_groups("memory", proc=self.proc, cgroups=self.cgroups):
+            yield from _group(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +151,7 @@ class CudaMeter:
 def _group(folder: Path) -> Iterator[Group]:
     """The limit in `folder`, if there is one."""
     for limit_file, used_file in PAGE_COUNTERS.items():
-        limit, used = _read(folder / limit_file).strip(), _read(folder / used_file).strip()
+        limit, used = read_text(folder / limit_file).strip(), read_text(folder / used_file).strip()
         # Version 2 has "max" and version 1 a number beyond all memory for no limit.
         if limit.isdigit() and used.isdigit():
             yield Group(limit=int(limit), used=int(used) - _droppable(folder / "memory.stat"))
@@ -169,25 +159,17 @@ def _group(folder: Path) -> Iterator[Group]:
 
 def _droppable(stat: Path) -> int:
     """Bytes of cached files that no process has used for a while."""
-    fields = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)
+    fields = dict(line.split(" ", 1) for line in read_text(stat).splitlines() if " " in line)
     return int(fields.get("total_inactive_file", fields.get("inactive_file", "0")))
 
 
 def _kib(path: Path, name: str) -> int:
     """Bytes of a field that the kernel gives in KiB; 0 when it does not."""
-    for line in _read(path).splitlines():
+    for line in read_text(path).splitlines():
         key, _, rest = line.partition(":")
         if key == name:
             return int(rest.split()[0]) * 1024
     return 0
-
-
-def _read(path: Path) -> str:
-    """ "" for what is not there: which files exist depends on kernel and container."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def profile_pages(config: SchedulerConfig, page_size: int) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import ConfigError
-from tandem_engine.base.linux import keep_files_private
+from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
 from tandem_engine.config.flags import host_address, non_negative_int
 from tandem_services.cli.flags import (
     add_allowed_hosts,
@@ -148,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
     from tandem_services.gateway.serve import serve
 
     keep_files_private()
+    allow_many_descriptors()
     return serve(
         GatewayConfig(
             models=models_of(args),

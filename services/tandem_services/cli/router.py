@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import ConfigError
-from tandem_engine.base.linux import keep_files_private
+from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
 from tandem_engine.config.flags import host_address
 from tandem_services.cli.flags import (
     add_allowed_hosts,
@@ -134,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
     from tandem_services.router_server.serve import serve
 
     keep_files_private()
+    allow_many_descriptors()
     return serve(
         RouterServerConfig(
             models=_models(args.model or [""]),

@@ -16,9 +16,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from tandem_engine.base.addresses import LOOPBACK, Address, is_loopback, loopback_beside, reachable_here
+from tandem_engine.base.cgroups import usable_cpus
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.errors import ConfigError
-from tandem_engine.base.linux import allowed_cpus, keep_files_private
+from tandem_engine.base.linux import allow_many_descriptors, allowed_cpus, keep_files_private
 from tandem_engine.base.progress import new_name
 from tandem_engine.base.version import product_version
 from tandem_engine.config.flags import (
@@ -267,7 +268,7 @@ def plan(args: argparse.Namespace) -> Plan:
         ),
         workers=workers,
         # Two engines with as many threads as cores each fight over them: OpenMP spins.
-        threads=args.threads or max(1, len(allowed_cpus()) // len(workers)),
+        threads=args.threads or max(1, usable_cpus() // len(workers)),
         # They share one memory, a GPU's too; each measures for itself and knows nothing of the others.
         mem_fraction_static=round(share / len(workers), 4) if share else None,
     )
@@ -299,6 +300,7 @@ def claim_cores(args: argparse.Namespace, todo: Plan) -> Cores:
 
 def run(args: argparse.Namespace) -> int:
     keep_files_private()
+    allow_many_descriptors()
     todo = plan(args)
     cores = claim_cores(args, todo)
     supervisor = Supervisor()

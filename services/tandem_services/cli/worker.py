@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 
 from tandem_engine.base.addresses import LOOPBACK
-from tandem_engine.base.linux import keep_files_private
+from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
 from tandem_engine.config import Role
 from tandem_engine.config.flags import add_engine_flags, engine_argv, engine_config, host_address
 from tandem_services.cli.flags import (
@@ -128,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
     from tandem_services.worker.main import run_worker
 
     keep_files_private()
+    allow_many_descriptors()
     configure_logging(LogFormat(args.log_format), level=read_settings().log_level)
     folder = model_folder(args.model)
     args.model = str(folder)

@@ -20,6 +20,10 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from tandem_engine.base.cgroups import cpu_quota, throttling
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -36,12 +40,28 @@ OTHER = "other"
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with the process's own memory, CPU, file descriptors and garbage collections."""
+    """A registry with the process's own memory, CPU, file descriptors, garbage collections and CPU quota."""
     registry = CollectorRegistry(auto_describe=True)
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
+    registry.register(CpuQuotaCollector())
     return registry
+
+
+class CpuQuotaCollector(Collector):
+    """The CPU quota of the control group of this process, read at each scrape, as it may change."""
+
+    def collect(self) -> Iterator[Metric]:
+        quota, counts = cpu_quota(), throttling()
+        if quota is not None:
+            yield GaugeMetricFamily("tandem_cpu_quota_cpus", "CPU seconds per second that the quota gives", quota)
+        for name, text, value in (
+            ("tandem_cpu_periods", "Periods of the CPU quota in which the control group computed", counts.periods),
+            ("tandem_cpu_throttled_periods", "Periods in which the CPU quota was used up", counts.throttled),
+            ("tandem_cpu_throttled_seconds", "Time for which threads were stopped by the CPU quota", counts.seconds),
+        ):
+            yield CounterMetricFamily(name, text, value)
 
 
 Family = TypeVar("Family", bound=MetricWrapperBase)

@@ -23,6 +23,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,7 @@ from tandem_services.gateway.console.fleet_document import (
     traffic,
 )
 from tandem_services.gateway.console.routes import Console, SharedDocument
+from tandem_services.gateway.http.accepting import Acceptor, needs_acceptor
 from tandem_services.gateway.http.connection import GatewayConnection
 from tandem_services.gateway.http.middleware import Closing
 from tandem_services.gateway.models.catalog import LiveModels
@@ -181,6 +183,9 @@ SERVICE = "tandem-gateway"
 LAST_WORDS_S = 2.0
 """For the last events of what is ended: a client that does not read them by then is cut off."""
 
+IDLE_S = 1.0
+"""A connection that waited so long for its next request may be closed for others when file descriptors are short."""
+
 TURN_S = 0.0005
 """A thread that renders a long chat gives the interpreter back to the event loop within this time, instead of 5 ms."""
 
@@ -240,6 +245,35 @@ class GatewayServer(uvicorn.Server):
         self._notice_s = notice_s
         self._drain_s = drain_s
         self._closing = closing or Closing()
+        self._acceptor: Acceptor | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, with an `Acceptor` in place of the event loop's servers where descriptors may become short."""
+        if not needs_acceptor():
+            await super().startup(sockets)
+            return
+        await super().startup(sockets=[])
+        config = self.config
+        protocol = partial(
+            config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        self._acceptor = Acceptor(sockets or [], protocol, end_idle=self._end_an_idle_connection)
+        self._acceptor.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is not None:
+            self._acceptor.close()
+        await super().shutdown(sockets)
+
+    def _end_an_idle_connection(self) -> bool:
+        connections = self.server_state.connections
+        ours = (each for each in connections if isinstance(each, GatewayConnection))
+        idle = next((each for each in ours if each.has_rested(IDLE_S)), None)
+        if idle is None:
+            return False
+        connections.discard(idle)
+        idle.end()
+        return True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

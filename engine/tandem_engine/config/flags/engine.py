@@ -66,7 +66,7 @@ def add_compute_flags(parser: argparse.ArgumentParser) -> None:
         type=non_negative_int,
         default=0,
         metavar="N",
-        help="CPU threads of one engine, shared by its ranks; 0 uses torch's default",
+        help="CPU threads of one engine, shared by its ranks; 0: as many as the CPU quota and the allowed CPUs give",
     )
     group.add_argument(
         "--cpu-affinity",

@@ -55,6 +55,8 @@ class GatewayConnection(HttpToolsProtocol):
     _head_bytes = 0
     _body_pieces = 0
     _body_bytes = 0
+    _rests_since: float | None = None
+    """Event loop time at which the last request was answered; None before the first and during the next."""
     _last_word: ApiError | None = None
     """What is wrong with the bytes after the requests that are being answered."""
 
@@ -94,6 +96,7 @@ class GatewayConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
+        self._rests_since = None
         self._head_bytes = self._body_pieces = self._body_bytes = 0
         self._expect_head()
 
@@ -114,6 +117,8 @@ class GatewayConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if not self.answering:
+            self._rests_since = self.loop.time()
         if self._last_word is not None and not self.answering and not self.transport.is_closing():
             self.transport.write(_whole_response(self._last_word))
             self.end()
@@ -127,6 +132,10 @@ class GatewayConnection(HttpToolsProtocol):
         """Whether a request is being answered."""
         cycle: Any = self.cycle
         return cycle is not None and not cycle.response_complete
+
+    def has_rested(self, seconds: float) -> bool:
+        """Whether it has waited for its next request for so long. A new connection has not: its first is on its way."""
+        return self._rests_since is not None and self.loop.time() - self._rests_since >= seconds
 
     def end(self) -> None:
         """Close, without a word, once what was written before has been sent."""

@@ -1,0 +1,102 @@
+"""Limits of this process's control groups: how many CPUs its quota gives, and how often it was throttled.
+
+A container with `limits.cpu: 4` on a node of 64 cores may run on all 64, but computes for 4 seconds per second. With
+more threads than that, Linux stops all of them for the rest of each period (100 ms), and a step that waits for each of
+its threads takes several times as long.
+
+Both versions of control groups are read: version 2 (`cpu.max`, `cpu.stat`), and the cpu controller of version 1
+(`cpu.cfs_quota_us`, `cpu.cfs_period_us`). A limit of any group up to the visible root counts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_engine.base.linux import allowed_cpus
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Throttling:
+    """Of the group of this process since the group was made."""
+
+    periods: int = 0
+    """In which the group computed."""
+    throttled: int = 0
+    """Periods in which its quota was used up."""
+    seconds: float = 0.0
+    """For which its threads were stopped, added over the CPUs that they ran on."""
+
+
+def own_groups(controller: str, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Path]:
+    """Folders of the control groups of this process that `controller` may limit, from its own up to the root."""
+    for line in read_text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root = cgroups
+        elif controller in controllers.split(","):
+            root = cgroups / controller
+        else:
+            continue
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            yield folder
+            if folder == root:
+                break
+
+
+def cpu_quota(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
+    """Seconds of CPU time per second that this process may use; None without a quota."""
+    quotas = (_quota(folder) for folder in own_groups("cpu", proc=proc, cgroups=cgroups))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def usable_cpus() -> int:
+    """Threads that can compute at the same time: the allowed CPUs, within the quota rounded down, at least 1."""
+    quota = cpu_quota()
+    cpus = len(allowed_cpus())
+    return max(1, cpus if quota is None else min(cpus, int(quota)))
+
+
+def describe_cpus() -> str:
+    """What `usable_cpus` follows from, for a log line."""
+    quota = cpu_quota()
+    limit = "no CPU quota" if quota is None else f"a CPU quota of {quota:g}"
+    return f"{len(allowed_cpus())} allowed CPUs, {limit}"
+
+
+def throttling(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> Throttling:
+    """Of the innermost group that counts it; zeros where none does."""
+    for folder in own_groups("cpu", proc=proc, cgroups=cgroups):
+        counts = _numbers(folder / "cpu.stat")
+        if "nr_periods" in counts:
+            # Microseconds in version 2, nanoseconds in version 1.
+            seconds = counts.get("throttled_usec", 0) / 1e6 + counts.get("throttled_time", 0) / 1e9
+            return Throttling(counts["nr_periods"], counts.get("nr_throttled", 0), seconds)
+    return Throttling()
+
+
+def read_text(path: Path) -> str:
+    """What a file of the kernel holds; nothing where it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _quota(folder: Path) -> float | None:
+    quota, _, period = read_text(folder / "cpu.max").strip().partition(" ")
+    if not quota:
+        quota = read_text(folder / "cpu.cfs_quota_us").strip()
+        period = read_text(folder / "cpu.cfs_period_us").strip()
+    # Version 2 has "max" and version 1 -1 for no limit.
+    if not (quota.isdigit() and period.isdigit() and int(period)):
+        return None
+    return int(quota) / int(period)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    fields = (line.split() for line in read_text(path).splitlines())
+    return {field[0]: int(field[1]) for field in fields if len(field) == 2 and field[1].isdigit()}

@@ -1,0 +1,74 @@
+import os
+
+import pytest
+
+from tandem_engine.base import cgroups
+from tandem_engine.base.cgroups import Throttling, cpu_quota, throttling, usable_cpus
+
+
+@pytest.fixture
+def machine(tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    return {"proc": tmp_path / "proc", "cgroups": tmp_path / "cgroup"}
+
+
+def write(machine, groups: str, **files: str) -> None:
+    """Files by path below the root of the groups, with / as __."""
+    (machine["proc"] / "self/cgroup").write_text(groups)
+    for name, text in files.items():
+        path = machine["cgroups"] / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_a_process_without_groups_has_no_quota(machine):
+    assert cpu_quota(**machine) is None
+    assert throttling(**machine) == Throttling()
+
+
+@pytest.mark.parametrize(
+    ("text", "quota"),
+    [("max 100000", None), ("150000 100000", 1.5), ("20000 50000", 0.4), ("", None), ("garbage", None), ("1 0", None)],
+)
+def test_the_quota_of_version_2_is_read(machine, text, quota):
+    write(machine, "0::/pod\n", pod__cpu_dot_max=text)
+    assert cpu_quota(**machine) == quota
+
+
+@pytest.mark.parametrize(("text", "quota"), [("-1", None), ("400000", 4.0), ("40000", 0.4)])
+def test_the_quota_of_version_1_is_read(machine, text, quota):
+    files = {"cpu__pod__cpu_dot_cfs_quota_us": text, "cpu__pod__cpu_dot_cfs_period_us": "100000"}
+    write(machine, "3:cpu,cpuacct:/pod\n2:memory:/pod\n", **files)
+    assert cpu_quota(**machine) == quota
+
+
+def test_the_tightest_group_up_to_the_root_counts(machine):
+    write(
+        machine,
+        "0::/slice/pod\n",
+        slice__pod__cpu_dot_max="800000 100000",
+        slice__cpu_dot_max="200000 100000",
+        cpu_dot_max="max 100000",
+    )
+    assert cpu_quota(**machine) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("groups", "name", "stat"),
+    [
+        ("0::/pod\n", "pod__cpu_dot_stat", "usage_usec 9\nnr_periods 40\nnr_throttled 10\nthrottled_usec 2500000\n"),
+        ("3:cpu:/pod\n", "cpu__pod__cpu_dot_stat", "nr_periods 40\nnr_throttled 10\nthrottled_time 2500000000\n"),
+    ],
+)
+def test_throttled_periods_are_read(machine, groups, name, stat):
+    write(machine, groups, **{name: stat})
+    assert throttling(**machine) == Throttling(periods=40, throttled=10, seconds=2.5)
+
+
+@pytest.mark.parametrize(
+    ("quota", "allowed", "usable"), [(None, 64, 64), (4.0, 64, 4), (2.9, 64, 2), (0.4, 64, 1), (8.0, 2, 2)]
+)
+def test_usable_cpus_fit_the_quota(monkeypatch, quota, allowed, usable):
+    monkeypatch.setattr(cgroups, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(allowed))
+    assert usable_cpus() == usable
