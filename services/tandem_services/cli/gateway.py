@@ -8,6 +8,7 @@ from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import keep_files_private
 from tandem_engine.config.flags import host_address, non_negative_int
+from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
     add_allowed_hosts,
     add_api_keys,
@@ -33,6 +34,15 @@ from tandem_services.common.settings import read_settings
 if TYPE_CHECKING:
     from tandem_services.gateway.config import ModelConfig
 
+
+COMMON = (
+    *("--model", "--served-model-name", "--models", "--host", "--port", "--allowed-hosts", "--redis-url", "--cluster"),
+    *("--curve-keys", "--api-keys", "--admin-port", "--router-policy", "--config", "--print-config"),
+)
+"""Flags that `--help` shows."""
+
+OF_PODS = frozenset(("TANDEM_HOST",))
+"""The address that others reach this process at, which is not the one that it listens on."""
 
 EXAMPLES = """\
 examples:
@@ -139,7 +149,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="let decode workers compute prompts if no prefill worker is available (default); otherwise such requests "
         "wait, then get 503",
     )
+    teach(parser, common=COMMON, check=check, not_variables=OF_PODS)
     parser.set_defaults(run=run)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what the gateway would not start with. Raises `ConfigError`."""
+    models_of(args)
+    tracing_of(args)
 
 
 def run(args: argparse.Namespace) -> int:

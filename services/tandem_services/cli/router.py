@@ -8,6 +8,7 @@ from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import keep_files_private
 from tandem_engine.config.flags import host_address
+from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
     add_allowed_hosts,
     add_deployment,
@@ -24,6 +25,15 @@ from tandem_services.common.settings import read_settings
 if TYPE_CHECKING:
     from tandem_services.router_server.config import TokenizedModel
 
+
+COMMON = (
+    *("--model", "--host", "--port", "--grpc-port", "--redis-url", "--cluster", "--curve-keys", "--gateway"),
+    *("--api-keys", "--token-file", "--router-policy", "--config", "--print-config"),
+)
+"""Flags that `--help` shows."""
+
+OF_PODS = frozenset(("TANDEM_HOST",))
+"""The address that others reach this process at, which is not the one that it listens on."""
 
 EXAMPLES = """\
 examples:
@@ -123,7 +133,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_local_prefill(parser)
     add_router_policy(parser)
     add_special_tokens(parser)
+    teach(parser, common=COMMON, check=check, not_variables=OF_PODS)
     parser.set_defaults(run=run)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what the router would not start with. Raises `ConfigError`."""
+    _models(args.model or [""])
 
 
 def run(args: argparse.Namespace) -> int:

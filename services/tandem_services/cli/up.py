@@ -31,6 +31,7 @@ from tandem_engine.config.flags import (
     non_negative_int,
 )
 from tandem_services.cli.cores import Cores, claim
+from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
     add_allowed_hosts,
     add_api_keys,
@@ -187,6 +188,12 @@ KEYS_FILE = "keys.json"
 REDIS_LOGIN_FILE = "redis-password"
 PROGRESS_SUFFIX = ".progress"
 
+COMMON = (
+    *("--model", "--served-model-name", "--prefill", "--decode", "--both", "--host", "--port", "--api-keys"),
+    *("--dtype", "--device", "--context-length", "--kv-cache-gib", "--config", "--print-config"),
+)
+"""Flags that `--help` shows."""
+
 EXAMPLES = """\
 examples:
   tandem up                                   bundled model, 1 prefill and 1 decode worker
@@ -207,6 +214,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_up_flags(parser)
     add_engine_flags(parser)
+    teach(parser, common=COMMON, check=check)
     parser.set_defaults(run=run)
 
 
@@ -226,8 +234,8 @@ class Plan:
     """Of each worker."""
 
 
-def plan(args: argparse.Namespace) -> Plan:
-    """Check everything that can be checked without starting a process. Raises `ConfigError`, `StartupError`."""
+def check(args: argparse.Namespace) -> Path:
+    """Check what the settings alone say, and complete them; returns the model's folder. Raises `ConfigError`."""
     if args.prefill + args.decode + args.both == 0:
         raise ConfigError("nothing to start: ask for --prefill and --decode workers, or --both")
     if args.both == 0 and args.decode == 0:
@@ -247,9 +255,16 @@ def plan(args: argparse.Namespace) -> Plan:
         args.dtype = "float32"
     args.model = str(model)
     args.role = "both"
-    share = engine_config(args).cache.for_device(args.device).mem_fraction_static
+    engine_config(args)
     if tracing_of(args) is not None:
         require_opentelemetry()
+    return model
+
+
+def plan(args: argparse.Namespace) -> Plan:
+    """Check everything that can be checked without starting a process. Raises `ConfigError`, `StartupError`."""
+    model = check(args)
+    share = engine_config(args).cache.for_device(args.device).mem_fraction_static
     port = args.port or free_port(args.host)
     listen(args.host, port).close()
     names = [("prefill", args.prefill), ("decode", args.decode), ("both", args.both)]

@@ -9,6 +9,7 @@ from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.linux import keep_files_private
 from tandem_engine.config import Role
 from tandem_engine.config.flags import add_engine_flags, engine_argv, engine_config, host_address
+from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
     add_allowed_hosts,
     add_deployment,
@@ -22,6 +23,12 @@ from tandem_services.cli.flags import (
     tracing_of,
 )
 from tandem_services.common.settings import read_settings
+
+COMMON = (
+    *("--model", "--role", "--redis-url", "--cluster", "--curve-keys", "--worker-id", "--host", "--health-port"),
+    *("--dtype", "--device", "--context-length", "--kv-cache-gib", "--config", "--print-config"),
+)
+"""Flags that `--help` shows."""
 
 EXAMPLES = """\
 examples:
@@ -118,7 +125,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_deployment(parser)
     add_tracing(parser)
     add_engine_flags(parser)
+    teach(parser, common=COMMON, check=check)
     parser.set_defaults(run=run, peer_group=settings.peer_group)
+
+
+def check(args: argparse.Namespace) -> Path:
+    """Refuse impossible combinations before a process is started; returns the model's folder. Raises `ConfigError`."""
+    folder = model_folder(args.model)
+    args.model = str(folder)
+    engine_config(args)
+    tracing_of(args)
+    return folder
 
 
 def run(args: argparse.Namespace) -> int:
@@ -129,9 +146,7 @@ def run(args: argparse.Namespace) -> int:
 
     keep_files_private()
     configure_logging(LogFormat(args.log_format), level=read_settings().log_level)
-    folder = model_folder(args.model)
-    args.model = str(folder)
-    engine_config(args)  # refuses impossible combinations before a process is started
+    folder = check(args)
     return run_worker(
         WorkerConfig(
             model_path=args.model,

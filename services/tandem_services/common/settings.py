@@ -8,7 +8,7 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,7 @@ KNOWN = {
     "TANDEM_PEER_GROUP": "group of workers that this one exchanges KV with; the revision",
     "TANDEM_STANDBY": "1: a worker takes only requests that name it until it is offered",
     "TANDEM_LOG_LEVEL": "debug, info, warning or error",
+    "TANDEM_CONFIG": "file of settings, as --config",
     "TANDEM_TORCH": "read by set-up: cpu or cuda build of torch",
     "TANDEM_VENV": "read by set-up: folder of the virtual environment",
     "TANDEM_KUBE_HOME": "read by tests: where Kubernetes is built and kept",
@@ -46,10 +47,14 @@ KNOWN = {
     "TANDEM_BUILD_ARGS": "read by the image build: more arguments for that tool",
     "TANDEM_PIP_CONF": "read by the image build: pip's settings inside of it",
 }
-"""Every variable that means something to Tandem, with what it means."""
+"""Every variable that means something to Tandem beyond the flags' own, with what it means."""
 
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 """Kubernetes adds such variables for every Service of the namespace, ours (`tandem-…`) included."""
+
+
+_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
+"""`TANDEM_PORT` of a Service named tandem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +85,10 @@ class Settings:
     """One sentence per TANDEM_ variable that means nothing, for the log."""
 
 
-def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+def read_settings(environ: Mapping[str, str] | None = None, *, of_flags: frozenset[str] = frozenset()) -> Settings:
     """Settings of this process, or of the given variables. An empty value is the same as none.
+
+    `of_flags`: variables that set flags, so that there is no warning about them.
 
     Raises `ConfigError` for a log level or a switch that is none.
     """
@@ -105,8 +112,26 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         or "http/protobuf",
         otel_switched_off=_otel_switched_off(variables),
         otel_max_waiting_spans=_positive(variables, "OTEL_BSP_MAX_QUEUE_SIZE", default=2048),
-        warnings=tuple(_unknown(name) for name in sorted(values) if not _is_known(name)),
+        warnings=tuple(
+            _unknown(name, of_flags) for name in sorted(values) if name not in of_flags and not _is_known(name)
+        ),
     )
+
+
+def flag_variables() -> dict[str, str]:
+    """Variables of this process that may set flags: with a value, and no link to a Service of Kubernetes."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(PREFIX) and value and not _LINK_VALUE.match(value)
+    }
+
+
+def forget_variables(names: Iterable[str]) -> None:
+    """Take variables out of this process's environment: what they set reaches its children as flags."""
+    for name in names:
+        if name not in KNOWN or name == "TANDEM_CONFIG":
+            os.environ.pop(name, None)
 
 
 def _state_home(given: str) -> Path | None:
@@ -164,9 +189,9 @@ def _log_level(name: str) -> int:
     return logging.getLevelNamesMapping()[name.upper()]
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, of_flags: frozenset[str]) -> str:
     # Without the prefix, which would make everything look alike.
-    bare = {known.removeprefix(PREFIX): known for known in KNOWN}
+    bare = {known.removeprefix(PREFIX): known for known in (*KNOWN, *sorted(of_flags))}
     nearest = difflib.get_close_matches(name.removeprefix(PREFIX), bare, n=1)
     advice = f"did you mean {bare[nearest[0]]}?" if nearest else f"known are {', '.join(KNOWN)}"
     return f"environment variable {name} means nothing to Tandem; {advice}"

@@ -1,0 +1,50 @@
+"""The hint after an argument error: what the parser that failed has under a near name, or another engine's flag here.
+
+A hint is about the flags and words of that parser alone. Without a near one there is none.
+"""
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+
+from tandem_engine.config.flags.other_engines import about_other_engine
+
+_CUTOFF = 0.8
+
+_UNRECOGNIZED = "unrecognized arguments: "
+_INVALID_CHOICE = re.compile(r"argument (?P<name>.+?): invalid choice: '(?P<word>.*?)' ")
+
+
+def hint_for(parser: argparse.ArgumentParser, message: str) -> str:
+    """What follows argparse's `message`; "" without a hint."""
+    if message.startswith(_UNRECOGNIZED):
+        flags = [option for action in parser._actions for option in action.option_strings]
+        words = message.removeprefix(_UNRECOGNIZED).split()
+        hints = (about_flag(word.partition("=")[0], flags) for word in words if word.startswith("-"))
+        return next((hint for hint in hints if hint), "")
+    choice = _INVALID_CHOICE.match(message)
+    if choice is not None:
+        return did_you_mean(choice["word"], _choices(parser, choice["name"]))
+    return ""
+
+
+def about_flag(flag: str, flags: Sequence[str]) -> str:
+    """In brackets, for a flag that is none of `flags`."""
+    theirs = about_other_engine(flag, flags)
+    if theirs is not None:
+        return f" ({theirs})" if theirs else ""
+    return did_you_mean(flag, flags)
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """The nearest of `known`, in brackets; "" when none is near."""
+    near = difflib.get_close_matches(word[:80], known, n=1, cutoff=_CUTOFF)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _choices(parser: argparse.ArgumentParser, name: str) -> list[str]:
+    for action in parser._actions:
+        if argparse._get_action_name(action) == name:
+            return [choice for choice in (action.choices or ()) if isinstance(choice, str)]
+    return []
