@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from tandem_engine.base.errors import ConfigError, EngineError
 from tandem_engine.base.extras import lacking
 from tandem_services.cli.parsing.flag_table import (
-    CONFIG_VARIABLE,
     Resolved,
+    Sources,
     add_settings_flags,
     parse_with_settings,
     settings_of,
@@ -22,7 +22,7 @@ from tandem_services.cli.parsing.flag_table import (
 from tandem_services.cli.parsing.help_text import matching_help, one_usage_line, short_help
 from tandem_services.cli.parsing.hints import hint_for
 from tandem_services.common.errors import ServiceError
-from tandem_services.common.settings import forget_variables, read_settings
+from tandem_services.common.settings import CONFIG_VARIABLE, forget_variables, read_settings
 
 
 class HelpText(argparse.RawDescriptionHelpFormatter):
@@ -79,7 +79,8 @@ class TeachingParser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", HelpText)
         self.common: tuple[str, ...] = ()
-        self.not_variables: frozenset[str] | None = None
+        self.sources: Sources | None = None
+        self.serves = False
         super().__init__(*args, add_help=False, **kwargs)
         if add_help:
             self.add_argument("-h", "--help", action=_Help)
@@ -90,18 +91,19 @@ class TeachingParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse; settings that the command line does not give come from environment, file and default."""
-        if self.not_variables is None:
+        if self.sources is None:
             return super().parse_known_args(args, namespace)
         return parse_with_settings(
             self,
             lambda marked: super(TeachingParser, self).parse_known_args(args, marked),
             namespace or argparse.Namespace(),
-            not_variables=self.not_variables,
+            self.sources,
         )
 
     def error(self, message: str) -> NoReturn:
         """One line of usage, what is wrong, and a hint where there is one; status 2."""
-        self.exit(2, f"{one_usage_line(self)}{self.prog}: error: {message}{hint_for(self, message)}\n")
+        hint = hint_for(self, message, serves=self.serves)
+        self.exit(2, f"{one_usage_line(self)}{self.prog}: error: {message}{hint}\n")
 
 
 def teach(
@@ -109,26 +111,29 @@ def teach(
     *,
     common: Sequence[str],
     check: Callable[[argparse.Namespace], object],
-    not_variables: frozenset[str] = frozenset(),
+    plan: Callable[[argparse.Namespace], str] | None = None,
+    serves: bool = True,
+    sources: Sources = Sources(),  # noqa: B008  immutable
 ) -> None:
     """Call last: the flags of `parser` become settings, and its `--help` shows `common` alone.
 
     `check`: raises `ConfigError` for what the command would refuse, and starts nothing; for `--print-config`.
-    `not_variables`: variables that mean something else where this command runs.
+    `plan`: what the command would start, for `--dry-run`; None: it starts nothing but itself.
+    `serves`: flags of vLLM and SGLang may be meant where a flag does not exist.
     """
     if not isinstance(parser, TeachingParser):
         raise TypeError(f"{parser.prog} is no TeachingParser")
-    parser.common, parser.not_variables = tuple(common), not_variables
-    parser.set_defaults(check=check)
+    parser.common, parser.sources, parser.serves = tuple(common), sources, serves
+    parser.set_defaults(check=check, plan=plan, dry_run=False)
     parser.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
-    add_settings_flags(parser)
+    add_settings_flags(parser, plans=plan is not None)
 
 
 def variables_of(parser: argparse.ArgumentParser) -> frozenset[str]:
     """Environment variables that set flags of this command or of its subcommands."""
     found: set[str] = set()
-    if isinstance(parser, TeachingParser) and parser.not_variables is not None:
-        found |= {setting.variable for setting in settings_of(parser)} - parser.not_variables
+    if isinstance(parser, TeachingParser) and parser.sources is not None:
+        found |= {setting.variable for setting in settings_of(parser)} - parser.sources.not_variables
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for nested in dict.fromkeys(action.choices.values()):
@@ -136,17 +141,19 @@ def variables_of(parser: argparse.ArgumentParser) -> frozenset[str]:
     return frozenset(found)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, variables: frozenset[str]) -> int:
     settings: tuple[Resolved, ...] = getattr(args, "settings", ())
     if settings and args.print_config:
         from tandem_services.cli.parsing.print_config import print_config
 
         args.check(argparse.Namespace(**vars(args)))
-        print_config(args.parser, settings)
+        print_config(args.parser, settings, args.model_names)
         return 0
     if settings:
-        # Processes that this one starts get its settings as flags.
-        forget_variables({CONFIG_VARIABLE, *(one.setting.variable for one in settings)})
+        forget_variables({CONFIG_VARIABLE, *variables})
+    if settings and args.dry_run:
+        print(args.plan(args), end="")
+        return 0
     return int(args.run(args))
 
 
@@ -154,12 +161,13 @@ def run_command(build: Callable[[], argparse.ArgumentParser], argv: Sequence[str
     """Parse and run; returns the exit status."""
     try:
         parser = build()
-        for warning in read_settings(of_flags=variables_of(parser)).warnings:
+        variables = variables_of(parser)
+        for warning in read_settings(of_flags=variables).warnings:
             print(f"tandem: warning: {warning}", file=sys.stderr)
         args, unknown = parser.parse_known_args(argv)
         if unknown:
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return _run(args)
+        return _run(args, variables)
     except ConfigError as error:
         print(f"tandem: error: {error}", file=sys.stderr)
         return 2

@@ -29,6 +29,7 @@ from tandem_services.cli.flags import (
     served_names,
     tracing_of,
 )
+from tandem_services.cli.parsing.flag_table import Sources
 from tandem_services.common.settings import read_settings
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="let decode workers compute prompts if no prefill worker is available (default); otherwise such requests "
         "wait, then get 503",
     )
-    teach(parser, common=COMMON, check=check, not_variables=OF_PODS)
+    teach(parser, common=COMMON, check=check, sources=Sources(not_variables=OF_PODS))
     parser.set_defaults(run=run)
 
 

@@ -20,6 +20,7 @@ from tandem_services.cli.flags import (
     port_number,
     positive_float,
 )
+from tandem_services.cli.parsing.flag_table import Sources
 from tandem_services.common.settings import read_settings
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_local_prefill(parser)
     add_router_policy(parser)
     add_special_tokens(parser)
-    teach(parser, common=COMMON, check=check, not_variables=OF_PODS)
+    teach(parser, common=COMMON, check=check, serves=False, sources=Sources(not_variables=OF_PODS))
     parser.set_defaults(run=run)
 
 

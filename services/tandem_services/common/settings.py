@@ -15,9 +15,13 @@ from pathlib import Path
 from tandem_engine.base.errors import ConfigError
 
 PREFIX = "TANDEM_"
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 
 OPENAI_API_KEY = "OPENAI_API_KEY"
 """Where clients of OpenAI's API have their key."""
+
+SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
+"""Values of a variable that is on or off."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -51,7 +55,6 @@ KNOWN = {
 
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 """Kubernetes adds such variables for every Service of the namespace, ours (`tandem-…`) included."""
-
 
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
 """`TANDEM_PORT` of a Service named tandem."""
@@ -119,18 +122,21 @@ def read_settings(environ: Mapping[str, str] | None = None, *, of_flags: frozens
 
 
 def flag_variables() -> dict[str, str]:
-    """Variables of this process that may set flags: with a value, and no link to a Service of Kubernetes."""
+    """Variables of this process that may set flags: those with a value that are no link to a Service of Kubernetes."""
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(PREFIX) and value and not _LINK_VALUE.match(value)
+        if name.startswith(PREFIX) and value and not (_is_service_link(name) and _LINK_VALUE.match(value))
     }
 
 
 def forget_variables(names: Iterable[str]) -> None:
-    """Take variables out of this process's environment: what they set reaches its children as flags."""
+    """Remove variables of flags from the environment of this process: its children get flags and do not read them.
+
+    Those of `KNOWN` stay: they are the same for all processes of a deployment.
+    """
     for name in names:
-        if name not in KNOWN or name == "TANDEM_CONFIG":
+        if name not in KNOWN or name == CONFIG_VARIABLE:
             os.environ.pop(name, None)
 
 
@@ -169,7 +175,11 @@ def _positive(variables: Mapping[str, str], name: str, *, default: int) -> int:
 
 
 def _is_known(name: str) -> bool:
-    return name in KNOWN or any(match.end() == len(name) for match in _SERVICE_LINK.finditer(name))
+    return name in KNOWN or _is_service_link(name)
+
+
+def _is_service_link(name: str) -> bool:
+    return any(match.end() == len(name) for match in _SERVICE_LINK.finditer(name))
 
 
 def _path(values: Mapping[str, str], name: str) -> Path | None:
@@ -178,9 +188,9 @@ def _path(values: Mapping[str, str], name: str) -> Path | None:
 
 def _switch(values: Mapping[str, str], name: str) -> bool:
     text = values.get(name, "0")
-    if text not in ("0", "1"):
-        raise ConfigError(f"{name} must be 0 or 1, got {text[:50]!r}")
-    return text == "1"
+    if text not in SWITCH_WORDS:
+        raise ConfigError(f"{name} must be true or false, got {text[:50]!r}")
+    return SWITCH_WORDS[text]
 
 
 def _log_level(name: str) -> int:

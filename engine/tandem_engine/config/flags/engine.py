@@ -270,6 +270,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_grammar_flags(parser)
 
 
+def engine_flags() -> frozenset[str]:
+    """Every name of a flag of an engine."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_engine_flags(parser)
+    return frozenset(parser._option_string_actions)
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Build the configuration from parsed flags, `args.model` and `args.role` included.
 

@@ -1,132 +1,185 @@
-"""Flags of vLLM and SGLang that have another name here, need none, or name what is not supported.
+"""Flags of vLLM and SGLang that have another name here, are not needed, or have no equivalent.
 
-Flags that have the same name here are not listed. docs/from-vllm-and-sglang.md is the page about them.
+Names and meanings are those of vLLM 0.33 and SGLang 0.5.23, and some of older releases of vLLM, which are marked. Flags
+that have the same name here are not listed. docs/from-vllm-and-sglang.md is the page about them.
 """
 
+import re
 from collections.abc import Container
+from dataclasses import dataclass
 
-EQUIVALENT: dict[str, tuple[str, ...]] = {
-    "--model-path": ("--model",),
-    "--model-name": ("--served-model-name",),
-    "--api-key": ("--api-keys",),
-    "--admin-api-key": ("--api-keys",),
-    "--tensor-parallel": ("--tensor-parallel-size",),
-    "--max-seq-len": ("--context-length",),
-    "--max-model-length": ("--context-length",),
-    "--max-seq-len-to-capture": ("--cuda-graph-max-bs",),
-    "--cudagraph-capture-sizes": ("--cuda-graph-bs",),
-    "--cuda-graph-sizes": ("--cuda-graph-bs",),
-    "--max-cudagraph-capture-size": ("--cuda-graph-max-bs",),
-    "--enforce-eager": ("--disable-cuda-graph",),
-    "--no-enable-prefix-caching": ("--disable-radix-cache",),
-    "--no-enable-chunked-prefill": ("--chunked-prefill-size",),
-    "--max-num-partial-prefills": ("--max-prefill-tokens",),
-    "--max-total-tokens": ("--num-pages",),
-    "--num-gpu-blocks-override": ("--num-pages",),
-    "--kv-cache-memory-bytes": ("--kv-cache-gib",),
-    "--cpu-offload-gb": ("--hicache-size", "--swap-space"),
-    "--kv-offloading-size": ("--hicache-size", "--swap-space"),
-    "--guided-decoding-backend": ("--grammar-backend",),
-    "--structured-outputs-config": ("--grammar-backend",),
-    "--speculative-config": ("--speculative-algorithm",),
-    "--speculative-model": ("--speculative-draft-model-path",),
-    "--num-speculative-tokens": ("--speculative-num-draft-tokens",),
-    "--kv-transfer-config": ("--role", "--prefill"),
-    "--disaggregation-mode": ("--role", "--prefill"),
-    "--disaggregation-transfer-backend": ("--transport",),
-    "--distributed-init-method": ("--dist-init-addr",),
-    "--master-addr": ("--dist-init-addr",),
-    "--data-parallel-size": ("--both",),
-    "--dp-size": ("--both",),
-    "--dp": ("--both",),
-    "--allowed-host": ("--allowed-hosts",),
-    "--admin-api-port": ("--admin-port",),
-    "--collect-detailed-traces": ("--otlp-traces-endpoint",),
-    "--enable-trace": ("--otlp-traces-endpoint",),
-    "--oltp-traces-endpoint": ("--otlp-traces-endpoint",),
-    "--profiler-config": ("--torch-profiler-dir",),
-    "--crash-dump-folder-path": ("--crash-dump-folder",),
-    "--dist-timeout-seconds": ("--dist-timeout",),
-    "--load-balance-method": ("--router-policy",),
-    "--policy": ("--router-policy",),
-    "--max-queue-size": ("--max-waiting-requests",),
-    "--numa-bind": ("--cpu-affinity",),
-    "--numa-node": ("--cpu-affinity",),
+
+@dataclass(frozen=True, slots=True)
+class Equivalent:
+    """What to write in place of a flag, for the commands that have `flag`."""
+
+    flag: str
+    text: str = ""
+    """A clause that follows "is"; "": the flag alone."""
+
+    def __str__(self) -> str:
+        return self.text or f"{self.flag} here"
+
+
+_REPLICAS = Equivalent("--both", "a number of workers here: --prefill, --decode or --both")
+_ROLES = (
+    Equivalent("--role", "--role here"),
+    Equivalent("--prefill", "not needed here: --prefill and --decode are numbers of workers, with KV transfer"),
+)
+_TRANSPORT = "--transport here, nixl or none"
+
+EQUIVALENT: dict[str, tuple[Equivalent, ...]] = {
+    "--model-path": (Equivalent("--model"),),
+    "--api-key": (Equivalent("--api-keys", "--api-keys FILE here, with the entries that `tandem keys create` prints"),),
+    "--admin-api-key": (Equivalent("--api-keys", "an entry with admin in the file of --api-keys here"),),
+    "--cudagraph-capture-sizes": (Equivalent("--cuda-graph-bs"),),
+    "--cuda-graph-bs-decode": (Equivalent("--cuda-graph-bs"),),
+    "--max-cudagraph-capture-size": (Equivalent("--cuda-graph-max-bs"),),
+    "--cuda-graph-max-bs-decode": (Equivalent("--cuda-graph-max-bs"),),
+    "--enforce-eager": (Equivalent("--disable-cuda-graph"),),
+    "--disable-decode-cuda-graph": (Equivalent("--disable-cuda-graph"),),
+    "--no-enable-prefix-caching": (Equivalent("--disable-radix-cache"),),
+    "--no-async-scheduling": (Equivalent("--disable-overlap-schedule"),),
+    "--max-total-tokens": (Equivalent("--num-pages", "--num-pages here, in pages of --page-size tokens"),),
+    "--num-gpu-blocks-override": (Equivalent("--num-pages"),),
+    "--device-memory-utilization": (Equivalent("--mem-fraction-static"),),
+    "--kv-cache-memory-bytes": (Equivalent("--kv-cache-gib", "--kv-cache-gib here, in GiB or as in 4GiB"),),
+    "--kv-offloading-size": (Equivalent("--hicache-size", "--enable-hierarchical-cache with --hicache-size here"),),
+    "--enable-hicache": (Equivalent("--enable-hierarchical-cache"),),
+    "--hicache-storage-backend": (Equivalent("--hicache-storage-dir", "--hicache-storage-dir DIR here, for files"),),
+    "--guided-decoding-backend": (Equivalent("--grammar-backend"),),  # older
+    "--structured-outputs-config": (Equivalent("--grammar-backend"),),
+    "--speculative-config": (Equivalent("--speculative-algorithm", "--speculative-algorithm and related flags here"),),
+    "--spec-method": (Equivalent("--speculative-algorithm"),),
+    "--spec-model": (Equivalent("--speculative-draft-model-path"),),
+    "--speculative-model": (Equivalent("--speculative-draft-model-path"),),  # older
+    "--spec-tokens": (Equivalent("--speculative-num-draft-tokens"),),
+    "--num-speculative-tokens": (Equivalent("--speculative-num-draft-tokens"),),  # older
+    "--enable-priority-scheduling": (Equivalent("--schedule-policy", "--schedule-policy priority here"),),
+    "--base-gpu-id": (Equivalent("--device", "--device cuda:N here"),),
+    "--distributed-timeout-seconds": (Equivalent("--dist-timeout"),),
+    "--master-addr": (Equivalent("--role", "--dist-init-addr HOST:PORT here"),),
+    "--master-port": (Equivalent("--role", "--dist-init-addr HOST:PORT here"),),
+    "--shutdown-timeout": (Equivalent("--drain-timeout"),),
+    "--load-balance-method": (Equivalent("--router-policy"),),
+    "--profiler-config": (Equivalent("--torch-profiler-dir"),),
+    "--data-parallel-size": (_REPLICAS,),
+    "--dp-size": (_REPLICAS,),
+    "--kv-transfer-config": _ROLES,
+    "--disaggregation-mode": _ROLES,
+    "--disaggregation-transfer-backend": (Equivalent("--role", _TRANSPORT), Equivalent("--prefill", _TRANSPORT)),
+    "--enable-trace": (Equivalent("--otlp-traces-endpoint", "not needed here: --otlp-traces-endpoint enables traces"),),
+    "--no-enable-chunked-prefill": (
+        Equivalent("--chunked-prefill-size", "not possible here: --chunked-prefill-size is the size of a chunk"),
+    ),
+    "--enable-auto-tool-choice": (
+        Equivalent("--tool-call-parser", "not needed here: --tool-call-parser is auto by default"),
+    ),
+    "--enable-prefix-caching": (
+        Equivalent("--disable-radix-cache", "not needed here: it is on without --disable-radix-cache"),
+    ),
+    "--enable-chunked-prefill": (
+        Equivalent("--chunked-prefill-size", "not needed here: it is on, and --chunked-prefill-size is its size"),
+    ),
+    "--enable-mixed-chunk": (
+        Equivalent("--disable-mixed-chunk", "not needed here: it is on without --disable-mixed-chunk"),
+    ),
+    "--speculative-adaptive": (
+        Equivalent(
+            "--speculative-disable-adaptive", "not needed here: it is on without --speculative-disable-adaptive"
+        ),
+    ),
+    "--async-scheduling": (
+        Equivalent("--disable-overlap-schedule", "not needed here: it is on without --disable-overlap-schedule"),
+    ),
 }
-"""Their flag → flags here with the same meaning; a parser has the first, or another command has it."""
-
-_DETECTED = "is not needed: it is on"
+"""Their flag → what to write here; the first counts whose flag the command has."""
 
 NOT_NEEDED: dict[str, str] = {
-    "--enable-auto-tool-choice": "is not needed: the format of tool calls is detected; --tool-call-parser overrides it",
-    "--enable-reasoning": "is not needed: the format of reasoning is detected; --reasoning-parser overrides it",
-    "--enable-prefix-caching": f"{_DETECTED}; --disable-radix-cache turns it off",
-    "--enable-chunked-prefill": f"{_DETECTED}; --chunked-prefill-size is its size",
-    "--enable-mixed-chunk": f"{_DETECTED}; --disable-mixed-chunk turns it off",
-    "--enable-metrics": f"{_DETECTED}: /metrics",
-    "--enable-cache-report": f"{_DETECTED}: usage has cached_tokens",
-    "--enable-prompt-tokens-details": f"{_DETECTED}: usage has cached_tokens",
-    "--async-scheduling": f"{_DETECTED}; --disable-overlap-schedule turns it off",
-    "--tokenizer": "is not needed: a checkpoint's folder has its tokenizer",
-    "--tokenizer-path": "is not needed: a checkpoint's folder has its tokenizer",
-    "--chat-template": "is not needed: a checkpoint's folder has its chat template",
-    "--worker-use-ray": "is not needed: there is no Ray; see --nnodes",
-    "--distributed-executor-backend": "is not needed: ranks are processes; see --nnodes",
-    "--uvicorn-log-level": "is not needed: TANDEM_LOG_LEVEL sets the level",
-    "--log-level": "is not needed: TANDEM_LOG_LEVEL sets the level",
+    "--enable-metrics": "/metrics is always there",
+    "--enable-cache-report": "usage has cached_tokens",
+    "--enable-prompt-tokens-details": "usage has cached_tokens",
+    "--tokenizer": "the checkpoint's folder has its tokenizer",
+    "--tokenizer-path": "the checkpoint's folder has its tokenizer",
+    "--chat-template": "the checkpoint's folder has its chat template, in chat_template.jinja",
+    "--use-ray": "ranks are processes",
+    "--distributed-executor-backend": "ranks are processes",
+    "--uvicorn-log-level": "TANDEM_LOG_LEVEL is the level of all logs",
+    "--log-level": "TANDEM_LOG_LEVEL is the level of all logs",
 }
+
+_REMOTE_CODE = "Python code of checkpoints and clients"
+_CONFIG_CHANGES = "changes of config.json by a flag (edit the file)"
+_TLS = "TLS of the API (put a proxy or an Ingress before it)"
+_PREFIX = "a path prefix of the API (a proxy can remove it)"
 
 NOT_SUPPORTED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "--enable-lora",
-            "--lora-modules",
-            "--lora-paths",
-            "--max-loras",
-            "--max-lora-rank",
-            "--max-cpu-loras",
-            "--max-loras-per-batch",
-            "--fully-sharded-loras",
-            "--lora-dtype",
-            "--lora-backend",
-        ),
-        "LoRA adapters",
-    ),
-    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), "pipeline parallelism"),
-    **dict.fromkeys(
-        ("--enable-expert-parallel", "--ep-size", "--ep", "--expert-parallel-size", "--enable-eplb", "--eplb-config"),
-        "expert parallelism",
-    ),
-    **dict.fromkeys(
-        ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--enable-multimodal", "--allowed-local-media-path"),
-        "images and audio",
-    ),
-    **dict.fromkeys(("--trust-remote-code", "--logits-processors"), "code of checkpoints and clients"),
-    "--enable-custom-logit-processor": "code of checkpoints and clients",
-    "--is-embedding": "a server of embeddings alone: every model has /v1/embeddings",
-    "--hf-overrides": "changes of config.json by a flag: edit the file",
-    "--json-model-override-args": "changes of config.json by a flag: edit the file",
-    "--rope-scaling": "changes of config.json by a flag: edit the file",
+    "--cpu-offload-gb": "weights in host memory",
+    "--pipeline-parallel-size": "pipeline parallelism",
+    "--pp-size": "pipeline parallelism",
+    "--trust-remote-code": _REMOTE_CODE,
+    "--logits-processors": _REMOTE_CODE,
+    "--enable-custom-logit-processor": _REMOTE_CODE,
+    "--hf-overrides": _CONFIG_CHANGES,
+    "--json-model-override-args": _CONFIG_CHANGES,
+    "--rope-scaling": _CONFIG_CHANGES,  # older
     "--enable-sleep-mode": "sleep",
     "--enable-memory-saver": "sleep",
-    "--ssl-keyfile": "TLS of the API: put a proxy or an Ingress before it",
-    "--ssl-certfile": "TLS of the API: put a proxy or an Ingress before it",
-    "--root-path": "a path before the API's: a proxy can add it",
+    "--root-path": _PREFIX,
+    "--fastapi-root-path": _PREFIX,
+    "--seed": "a seed of the server (a request has its own)",
+    "--random-seed": "a seed of the server (a request has its own)",
+    "--is-embedding": "a server of embeddings alone (every model has /v1/embeddings)",
 }
 
-LISTED = frozenset((*EQUIVALENT, *NOT_NEEDED, *NOT_SUPPORTED))
+NO_EQUIVALENT = frozenset(
+    (
+        *("--allowed-methods", "--c128-page-size", "--config-format", "--cuda-graph-max-bs-prefill", "--dcp-size"),
+        *(
+            "--dbo-prefill-token-threshold",
+            "--device-ids",
+            "--disable-cuda-graph-padding",
+            "--disable-prefill-cuda-graph",
+        ),
+        *("--dwdp-size", "--hicache-storage-prefetch-policy", "--long-prefill-token-threshold-adaptive"),
+        *(
+            "--mamba-backend",
+            "--mamba-block-size",
+            "--mamba-cache-dtype",
+            "--max-num-active-seqs",
+            "--max-num-queued-reqs",
+        ),
+        *(
+            "--max-num-queued-tokens",
+            "--max-num-scheduled-tokens",
+            "--quantization-config",
+            "--reasoning-parser-plugin",
+        ),
+        *("--soft-watchdog-timeout", "--speculative-draft-model-quantization", "--speculative-draft-model-revision"),
+    )
+)
+"""Their flags that resemble flags here and mean something else: no hint is right for them."""
+
+_FAMILIES = (
+    (re.compile(r"\blora|-loras?\b"), "LoRA adapters"),
+    (re.compile(r"^--(mm-|limit-mm-|enable-mm-|enable-multimodal$|allowed-local-media-path$)"), "images and audio"),
+    (re.compile(r"^--(ep|ep-.+|(enable-)?expert-parallel(-size)?|(enable-)?eplb(-.+)?)$"), "expert parallelism"),
+    (re.compile(r"^--(ssl-.+|enable-ssl-refresh)$"), _TLS),
+)
 
 
 def about_other_engine(flag: str, known: Container[str]) -> str | None:
-    """What to write instead of a flag of vLLM or SGLang; "" where these flags have no equivalent; None: not theirs.
+    """What to write instead of a flag of vLLM or SGLang; "" where this command has no equivalent; None: not theirs.
 
-    `known`: the flags that the parser in question has.
+    `known`: the flags of the command.
     """
+    if flag in NO_EQUIVALENT:
+        return ""
+    flag = flag.partition(".")[0]  # vLLM takes --structured-outputs-config.backend, too
+    if flag in EQUIVALENT:
+        ours = next((str(each) for each in EQUIVALENT[flag] if each.flag in known), None)
+        return "" if ours is None else f"{flag} of vLLM and SGLang is {ours}"
     if flag in NOT_NEEDED:
-        return f"{flag} of vLLM and SGLang {NOT_NEEDED[flag]}"
-    if flag in NOT_SUPPORTED:
-        return f"{flag} of vLLM and SGLang: not supported here: {NOT_SUPPORTED[flag]}"
-    if flag not in EQUIVALENT:
-        return None
-    ours = next((name for name in EQUIVALENT[flag] if name in known), None)
-    return "" if ours is None else f"{flag} of vLLM and SGLang is {ours} here"
+        return f"{flag} of vLLM and SGLang is not needed here: {NOT_NEEDED[flag]}"
+    what = NOT_SUPPORTED.get(flag) or next((what for names, what in _FAMILIES if names.search(flag)), None)
+    return None if what is None else f"{flag} of vLLM and SGLang is not supported here: {what}"

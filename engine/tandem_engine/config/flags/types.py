@@ -2,13 +2,22 @@
 
 import argparse
 import math
+import re
 from collections.abc import Callable
+from fractions import Fraction
 
 from tandem_engine.base.addresses import AddressError, bare_host
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import DEVICES, KvCacheDtype, ModelImpl
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
+
+_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 1 << 10, "Mi": MIB, "Gi": GIB, "Ti": 1 << 40}
+"""Prefixes of SI and of IEC. There is no K, which is 1,000 to some programs and 1,024 to others."""
+
+_SIZE = re.compile(
+    rf"(?P<number>[0-9]{{1,15}}(\.[0-9]{{1,6}})?)(?P<unit>{'|'.join(sorted(_UNITS, reverse=True))})(?P<byte>B?)"
+)
 
 
 def positive_int(text: str) -> int:
@@ -22,8 +31,67 @@ def positive_int(text: str) -> int:
 def non_negative_int(text: str) -> int:
     """argparse type: decimal digits only; Python's own int() would take ' 5 ' and '1_000'."""
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+        hint = ": write 1k for 1,000 or 1Ki for 1,024" if re.fullmatch("[0-9]+K", text) else ""
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}{hint}")
     return int(text)
+
+
+def count(text: str) -> int:
+    """argparse type: a whole number, or one with a suffix: 32k is 32,000 and 32Ki 32,768."""
+    sized = _SIZE.fullmatch(text)
+    if sized is None:
+        return non_negative_int(text)
+    value = Fraction(sized["number"]) * _UNITS[sized["unit"]]
+    if sized["byte"] or value.denominator != 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+    return int(value)
+
+
+def positive_count(text: str) -> int:
+    """argparse type: as `count`, and at least 1."""
+    value = count(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be at least 1, got 0")
+    return value
+
+
+def gib(text: str) -> float:
+    """argparse type: a number of GiB, or a size with its unit such as 512MiB or 4GiB."""
+    sized = _SIZE.fullmatch(text)
+    return float(text) if sized is None else float(_bytes(sized, text) / GIB)
+
+
+def positive_gib(text: str) -> float:
+    """argparse type: as `gib`, finite and above 0."""
+    sized = _SIZE.fullmatch(text)
+    return positive_float(text if sized is None else str(gib(text)))
+
+
+def mib(text: str) -> int:
+    """argparse type: a whole number of MiB, or a size with its unit such as 1GiB."""
+    sized = _SIZE.fullmatch(text)
+    if sized is None:
+        return non_negative_int(text)
+    value = _bytes(sized, text) / MIB
+    if value.denominator != 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of MiB, got {text!r}")
+    return int(value)
+
+
+def positive_mib(text: str) -> int:
+    """argparse type: as `mib`, and at least 1."""
+    value = mib(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be at least 1, got 0")
+    return value
+
+
+def _bytes(sized: re.Match[str], text: str) -> Fraction:
+    if not sized["byte"]:
+        raise argparse.ArgumentTypeError(
+            f"must have a unit of bytes such as {sized['number']}{sized['unit']}B, got {text!r}"
+        )
+    return Fraction(sized["number"]) * _UNITS[sized["unit"]]
 
 
 def host_address(text: str) -> str:

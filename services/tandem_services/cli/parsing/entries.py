@@ -10,8 +10,8 @@ class Entry:
     """What a file gives for one key."""
 
     key: str
-    value: bool | tuple[str, ...] | None
-    """true or false; null; or words, one unless it is a list."""
+    value: bool | tuple[str, ...] | dict[str, str] | None
+    """true or false; null; words, one unless it is a list; or text by name."""
     listed: bool
     place: str
     """file:line"""

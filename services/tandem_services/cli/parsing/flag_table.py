@@ -2,14 +2,16 @@
 
     flag  >  TANDEM_<DEST>  >  file of --config or TANDEM_CONFIG  >  default
 
-The flags are parsed first, with a mark in place of each default, so that what was given is known. What was not comes
-from the environment and the file, through the flag's own type. Hidden flags and positional arguments are no settings.
+The command line is parsed first, with a mark in place of each default, so that what was given is known. What was not
+comes from the environment and the file, through the flag's own type. Hidden flags are no settings. A positional
+argument is one where the command line may leave it out.
 """
 
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,9 @@ from typing import Any
 from tandem_engine.base.errors import ConfigError
 from tandem_services.cli.parsing.entries import Entry, require_plain_text
 from tandem_services.cli.parsing.hints import did_you_mean
-from tandem_services.common.settings import PREFIX, flag_variables
+from tandem_services.common.settings import CONFIG_VARIABLE, PREFIX, SWITCH_WORDS, flag_variables
 
-CONFIG, PRINT_CONFIG = "config", "print_config"
-CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+CONFIG, PRINT_CONFIG, DRY_RUN = "config", "print_config", "dry_run"
 
 MASK = "***"
 """What `--print-config` shows of a secret."""
@@ -77,6 +78,16 @@ class Resolved:
     """flag, environment NAME, FILE:LINE or default"""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """What besides the command line sets the flags of one command."""
+
+    not_variables: frozenset[str] = frozenset()
+    """Variables that mean something else where this command runs."""
+    names_models: bool = False
+    """A file may have `models`: names of models, in `args.model_names`."""
+
+
 def settings_of(parser: argparse.ArgumentParser) -> tuple[Setting, ...]:
     """The table of one command."""
     return tuple(_setting(action) for action in parser._actions if _is_setting(action))
@@ -84,22 +95,22 @@ def settings_of(parser: argparse.ArgumentParser) -> tuple[Setting, ...]:
 
 def _is_setting(action: argparse.Action) -> bool:
     return (
-        bool(action.option_strings)
+        bool(action.option_strings or action.nargs == argparse.OPTIONAL)
         and action.help != argparse.SUPPRESS
-        and action.dest not in (CONFIG, PRINT_CONFIG)
-        and not isinstance(action, argparse._HelpAction | argparse._VersionAction)
+        and action.dest not in (CONFIG, PRINT_CONFIG, DRY_RUN)
+        and not isinstance(action, argparse._HelpAction | argparse._VersionAction | argparse._SubParsersAction)
     )
 
 
 def _setting(action: argparse.Action) -> Setting:
-    names = [option[2:] for option in action.option_strings if option.startswith("--")]
+    names = [option[2:] for option in action.option_strings if option.startswith("--")] or [action.dest]
     if isinstance(action, argparse.BooleanOptionalAction):
         names = [name for name in names if not name.startswith("no-")]
     return Setting(action=action, key=names[0], aliases=tuple(names[1:]), variable=f"{PREFIX}{action.dest.upper()}")
 
 
-def add_settings_flags(parser: argparse.ArgumentParser) -> None:
-    """--config and --print-config."""
+def add_settings_flags(parser: argparse.ArgumentParser, *, plans: bool) -> None:
+    """--config and --print-config; --dry-run for a command that `plans`."""
     group = parser.add_argument_group("settings")
     group.add_argument(
         "--config",
@@ -113,34 +124,36 @@ def add_settings_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check and print all settings as such a file, each with its origin, and start nothing",
     )
+    if plans:
+        group.add_argument(
+            "--dry-run", action="store_true", help="check everything, print what would be started, and start nothing"
+        )
 
 
 def parse_with_settings(
     parser: argparse.ArgumentParser,
     parse: Callable[[argparse.Namespace], Known],
     namespace: argparse.Namespace,
-    *,
-    not_variables: frozenset[str],
+    sources: Sources,
 ) -> Known:
     """What `parse` makes of the command line, completed by environment, file and defaults; `args.settings` has origins.
 
     Raises `ConfigError` with the name of the variable, or file and line, for a value that the flag would not take.
     """
     table = settings_of(parser)
-    for setting in table:
-        setattr(namespace, setting.action.dest, NOT_GIVEN)
     required = [setting.action for setting in table if setting.action.required]
-    for action in required:
-        action.required = False  # the command line need not have it
-    try:
+    with _marked(table):
+        for setting in table:
+            setattr(namespace, setting.action.dest, NOT_GIVEN)
         args, unknown = parse(namespace)
-    finally:
-        for action in required:
-            action.required = True
     environment = flag_variables()
-    given = {name: text for name, text in environment.items() if name not in not_variables}
+    given = {name: text for name, text in environment.items() if name not in sources.not_variables}
     path = args.config or (Path(environment[CONFIG_VARIABLE]) if CONFIG_VARIABLE in environment else None)
-    entries = {} if path is None else _by_setting(table, _read(path))
+    read = [] if path is None else _read(path.expanduser())
+    args.model_names = {}
+    if sources.names_models:
+        args.model_names, read = _model_names(read)
+    entries = _by_setting(table, read)
     args.settings = tuple(_resolve(parser, setting, args, given, entries.get(setting.key)) for setting in table)
     for one in args.settings:
         setattr(args, one.setting.action.dest, one.value)
@@ -150,6 +163,28 @@ def parse_with_settings(
     if not args.print_config:
         _refuse_masks(args.settings)
     return args, unknown
+
+
+@contextmanager
+def _marked(table: Sequence[Setting]) -> Iterator[None]:
+    """Within it the command line may leave out each setting, and argparse puts no default in its place."""
+    saved = [(setting.action, setting.action.required, setting.action.default) for setting in table]
+    for action, _, _ in saved:
+        if action.option_strings:
+            action.required = False
+        else:
+            action.default = NOT_GIVEN
+    try:
+        yield
+    finally:
+        for action, required, default in saved:
+            action.required, action.default = required, default
+
+
+def _model_names(entries: Sequence[Entry]) -> tuple[dict[str, str], list[Entry]]:
+    """The file's models by name, and its other entries."""
+    names = next((entry.value for entry in entries if isinstance(entry.value, dict)), {})
+    return names, [entry for entry in entries if not isinstance(entry.value, dict)]
 
 
 def _read(path: Path) -> list[Entry]:
@@ -210,6 +245,8 @@ def _entry_value(parser: argparse.ArgumentParser, setting: Setting, entry: Entry
         if not isinstance(value, bool):
             raise ConfigError(f"{place}: must be true or false, got {' '.join(value)[:80]!r}")
         return value
+    if isinstance(value, dict):
+        raise ConfigError(f"{place}: settings are flat: a value or a list of values, no mapping")
     if isinstance(value, bool):
         word = str(value).lower()
         raise ConfigError(f'{place}: takes a value, got {word}; write "{word}" if it is text')
@@ -224,9 +261,9 @@ def _variable_value(parser: argparse.ArgumentParser, setting: Setting, text: str
     place = setting.variable
     require_plain_text(text, place)
     if setting.switch:
-        if text not in ("1", "0", "true", "false"):
+        if text not in SWITCH_WORDS:
             raise ConfigError(f"{place}: must be true or false, got {text[:80]!r}")
-        return text in ("1", "true")
+        return SWITCH_WORDS[text]
     words = [text]
     if setting.many:
         try:
@@ -239,7 +276,7 @@ def _variable_value(parser: argparse.ArgumentParser, setting: Setting, text: str
 def _converted(parser: argparse.ArgumentParser, setting: Setting, words: Sequence[str], place: str) -> Any:
     """As the flag reads them. Raises `ConfigError`."""
     default = setting.action.default
-    if default is not None and list(words) == [str(default)]:
+    if not isinstance(default, list | None) and list(words) == [str(default)]:
         return default  # also where a flag's type refuses it: 0 for a limit that is off
     try:
         values = [parser._get_value(setting.action, word) for word in words]
@@ -256,6 +293,11 @@ def masked(setting: Setting, text: str) -> str:
     """`text` without passwords: of URLs, in their parameters, or all of it where the setting is a secret."""
     if setting.action.dest.endswith(_SECRET_NAMES):
         return MASK
+    return without_login(text)
+
+
+def without_login(text: str) -> str:
+    """`text` without passwords of URLs."""
     text = _LOGIN.sub(lambda m: f"{m['before']}{m['user'] or ''}{m['colon'] or ''}{MASK}@", text)
     return _SECRET_PARAMETER.sub(rf"\g<1>{MASK}", text)
 

@@ -1,6 +1,7 @@
 """The hint after an argument error: what the parser that failed has under a near name, or another engine's flag here.
 
-A hint is about the flags and words of that parser alone. Without a near one there is none.
+A hint names only flags and words of that parser. There is none where no name is near, and where the flag means
+something elsewhere: in another engine, or in an engine's own flags that this command does not have.
 """
 
 import argparse
@@ -8,7 +9,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from tandem_engine.config.flags.other_engines import about_other_engine
+from tandem_engine.config.flags import about_other_engine, engine_flags
 
 _CUTOFF = 0.8
 
@@ -16,12 +17,12 @@ _UNRECOGNIZED = "unrecognized arguments: "
 _INVALID_CHOICE = re.compile(r"argument (?P<name>.+?): invalid choice: '(?P<word>.*?)' ")
 
 
-def hint_for(parser: argparse.ArgumentParser, message: str) -> str:
-    """What follows argparse's `message`; "" without a hint."""
+def hint_for(parser: argparse.ArgumentParser, message: str, *, serves: bool) -> str:
+    """What follows argparse's `message`; "" without a hint. `serves`: see `about_flag`."""
     if message.startswith(_UNRECOGNIZED):
-        flags = [option for action in parser._actions for option in action.option_strings]
+        flags = [*parser._option_string_actions]
         words = message.removeprefix(_UNRECOGNIZED).split()
-        hints = (about_flag(word.partition("=")[0], flags) for word in words if word.startswith("-"))
+        hints = (about_flag(word.partition("=")[0], flags, serves=serves) for word in words if word.startswith("-"))
         return next((hint for hint in hints if hint), "")
     choice = _INVALID_CHOICE.match(message)
     if choice is not None:
@@ -29,12 +30,15 @@ def hint_for(parser: argparse.ArgumentParser, message: str) -> str:
     return ""
 
 
-def about_flag(flag: str, flags: Sequence[str]) -> str:
-    """In brackets, for a flag that is none of `flags`."""
-    theirs = about_other_engine(flag, flags)
+def about_flag(flag: str, flags: Sequence[str], *, serves: bool) -> str:
+    """In brackets, for a flag that is none of `flags`.
+
+    `serves`: the command does what a server of vLLM or SGLang does, so that their flags may be meant.
+    """
+    theirs = about_other_engine(flag, flags) if serves else None
     if theirs is not None:
         return f" ({theirs})" if theirs else ""
-    return did_you_mean(flag, flags)
+    return "" if flag in engine_flags() else did_you_mean(flag, flags)
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

@@ -2,12 +2,13 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from tandem_services.cli.parsing.flag_table import Resolved, Setting, masked
+from tandem_services.cli.parsing.flag_table import Resolved, Setting, masked, without_login
+from tandem_services.cli.parsing.settings_file import MODELS
 
 _PLAIN = re.compile(r"(?!(true|false|null)$)[A-Za-z_./][\w./+-]*|\d+(\.\d+)?", re.ASCII)
 """Text that is itself in every YAML reader; other text gets quotes."""
@@ -15,9 +16,12 @@ _PLAIN = re.compile(r"(?!(true|false|null)$)[A-Za-z_./][\w./+-]*|\d+(\.\d+)?", r
 _AMBIGUOUS = frozenset(("y", "n", "yes", "no", "on", "off"))
 
 
-def config_text(prog: str, settings: Sequence[Resolved]) -> str:
-    """One line per setting."""
+def config_text(prog: str, settings: Sequence[Resolved], model_names: Mapping[str, str]) -> str:
+    """One line per setting, and the file's names of models."""
     rows = [(f"{one.setting.key}: {_shown(one.setting, one.value)}", one.origin) for one in settings]
+    if model_names:
+        names = (f"{_scalar(name)}: {_scalar(without_login(model))}" for name, model in model_names.items())
+        rows.append((f"{MODELS}: {{{', '.join(names)}}}", "file"))
     width = min(max((len(line) for line, _ in rows), default=0), 60)
     lines = (f"{line:<{width}}  # {_one_line(origin)}" for line, origin in rows)
     return "\n".join((f"# settings of `{prog}`, and where each comes from", *lines, ""))
@@ -45,5 +49,5 @@ def _one_line(origin: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in origin)
 
 
-def print_config(parser: argparse.ArgumentParser, settings: Sequence[Resolved]) -> None:
-    print(config_text(parser.prog, settings), end="")
+def print_config(parser: argparse.ArgumentParser, settings: Sequence[Resolved], model_names: Mapping[str, str]) -> None:
+    print(config_text(parser.prog, settings, model_names), end="")

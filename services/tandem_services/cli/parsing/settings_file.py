@@ -1,5 +1,7 @@
 """A file of settings: one flat YAML mapping, whose values are text until a flag's own type reads them.
 
+Only `models` may be a mapping of its own, of names to models.
+
 YAML decides nothing about types: `08:00`, `0x10`, `1e3` and `no` arrive as they are written. Only `true`, `false` and
 `null` without quotes mean something. The file is read event by event, so that no depth of nesting is a recursion.
 """
@@ -13,6 +15,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_services.cli.parsing.entries import Entry, require_plain_text
 
 MAX_BYTES = 1 << 20
+MODELS = "models"
 
 
 def read_entries(path: Path) -> list[Entry]:
@@ -80,6 +83,8 @@ def _entry(key: str, event: yaml.Event, events: Iterator[yaml.Event], path: str)
     if isinstance(event, yaml.ScalarEvent):
         value = _scalar(event, f"{place}: {key}")
         return Entry(key=key, value=value, listed=False, place=place)
+    if isinstance(event, yaml.MappingStartEvent) and key == MODELS:
+        return Entry(key=key, value=_names(events, path), listed=False, place=place)
     if not isinstance(event, yaml.SequenceStartEvent):
         raise ConfigError(f"{place}: {key}: settings are flat: a value or a list of values, no mapping")
     words: list[str] = []
@@ -91,6 +96,21 @@ def _entry(key: str, event: yaml.Event, events: Iterator[yaml.Event], path: str)
             raise ConfigError(f"{here}: a list has only text and numbers")
         words += word
     return Entry(key=key, value=tuple(words), listed=True, place=place)
+
+
+def _names(events: Iterator[yaml.Event], path: str) -> dict[str, str]:
+    """A mapping of names to text, up to its end."""
+    names: dict[str, str] = {}
+    while not isinstance(event := next(events), yaml.MappingEndEvent):
+        place, value = f"{_place(path, event)}: {MODELS}", next(events)
+        for each in (event, value):
+            _require_bare(each, path)
+            if not isinstance(each, yaml.ScalarEvent) or not isinstance(_scalar(each, place), tuple):
+                raise ConfigError(f"{place}: must be lines of a name and a model, such as `small: org/name`")
+        if event.value in names:
+            raise ConfigError(f"{place}: {event.value}: given twice")
+        names[event.value] = value.value
+    return names
 
 
 def _scalar(event: yaml.ScalarEvent, place: str) -> bool | tuple[str, ...] | None:
