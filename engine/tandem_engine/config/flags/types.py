@@ -15,9 +15,7 @@ GIB, MIB = 1 << 30, 1 << 20
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 1 << 10, "Mi": MIB, "Gi": GIB, "Ti": 1 << 40}
 """Prefixes of SI and of IEC. There is no K, which is 1,000 to some programs and 1,024 to others."""
 
-_SIZE = re.compile(
-    rf"(?P<number>[0-9]{{1,15}}(\.[0-9]{{1,6}})?)(?P<unit>{'|'.join(sorted(_UNITS, reverse=True))})(?P<byte>B?)"
-)
+_SIZE = re.compile(r"(?P<number>[0-9]{1,15}(\.[0-9]{1,6})?)(?P<unit>[kMGT]|[KMGT]i)(?P<byte>B?)")
 
 
 def positive_int(text: str) -> int:
@@ -58,7 +56,12 @@ def positive_count(text: str) -> int:
 def gib(text: str) -> float:
     """argparse type: a number of GiB, or a size with its unit such as 512MiB or 4GiB."""
     sized = _SIZE.fullmatch(text)
-    return float(text) if sized is None else float(_bytes(sized, text) / GIB)
+    if sized is not None:
+        return float(_bytes(sized, text) / GIB)
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of GiB or a size such as 4GiB, got {text!r}") from None
 
 
 def positive_gib(text: str) -> float:
@@ -88,9 +91,7 @@ def positive_mib(text: str) -> int:
 
 def _bytes(sized: re.Match[str], text: str) -> Fraction:
     if not sized["byte"]:
-        raise argparse.ArgumentTypeError(
-            f"must have a unit of bytes such as {sized['number']}{sized['unit']}B, got {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"must have a unit of bytes, as in {text}B, got {text!r}")
     return Fraction(sized["number"]) * _UNITS[sized["unit"]]
 
 
