@@ -29,14 +29,15 @@ def positive_int(text: str) -> int:
 def non_negative_int(text: str) -> int:
     """argparse type: decimal digits only; Python's own int() would take ' 5 ' and '1_000'."""
     if not (text.isascii() and text.isdigit()):
-        hint = ": write 1k for 1,000 or 1Ki for 1,024" if re.fullmatch("[0-9]+K", text) else ""
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}{hint}")
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(text)
 
 
 def count(text: str) -> int:
     """argparse type: a whole number, or one with a suffix: 32k is 32,000 and 32Ki 32,768."""
     sized = _SIZE.fullmatch(text)
+    if text.endswith("K"):
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}: k is 1,000, Ki is 1,024")
     if sized is None:
         return non_negative_int(text)
     value = Fraction(sized["number"]) * _UNITS[sized["unit"]]

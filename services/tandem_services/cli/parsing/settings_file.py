@@ -1,11 +1,12 @@
 """A file of settings: one flat YAML mapping, whose values are text until a flag's own type reads them.
 
-Only `models` may be a mapping of its own, of names to models.
-
 YAML decides nothing about types: `08:00`, `0x10`, `1e3` and `no` arrive as they are written. Only `true`, `false` and
-`null` without quotes mean something. The file is read event by event, so that no depth of nesting is a recursion.
+`null` without quotes mean something. `010`, which is 8 to some readers of YAML and 10 to others, is refused. Only
+`models` may be a mapping of its own, of names to models. The file is read event by event, so that no depth of nesting
+is a recursion.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tandem_services.cli.parsing.entries import Entry, require_plain_text
 
 MAX_BYTES = 1 << 20
 MODELS = "models"
+
+_OCTAL = re.compile(r"[-+]?0[0-9_]+")
 
 
 def read_entries(path: Path) -> list[Entry]:
@@ -71,14 +74,13 @@ def _entries(events: Iterator[yaml.Event], path: str) -> Iterator[Entry]:
         if key in seen:
             raise ConfigError(f"{place}: {key}: given twice, first in line {seen[key]}")
         seen[key] = event.start_mark.line + 1
-        yield _entry(key, next(events), events, path)
+        yield _entry(key, place, next(events), events, path)
     next(events)  # DocumentEnd
     if not isinstance(after := next(events), yaml.StreamEndEvent):
         raise ConfigError(f"{_place(path, after)}: a second document: one file has one mapping")
 
 
-def _entry(key: str, event: yaml.Event, events: Iterator[yaml.Event], path: str) -> Entry:
-    place = _place(path, event)
+def _entry(key: str, place: str, event: yaml.Event, events: Iterator[yaml.Event], path: str) -> Entry:
     _require_bare(event, path)
     if isinstance(event, yaml.ScalarEvent):
         value = _scalar(event, f"{place}: {key}")
@@ -121,6 +123,10 @@ def _scalar(event: yaml.ScalarEvent, place: str) -> bool | tuple[str, ...] | Non
             return None
         if event.value == "":
             raise ConfigError(f'{place}: no value; write null for none, or "" for empty text')
+        if _OCTAL.fullmatch(event.value):
+            raise ConfigError(
+                f"{place}: {event.value[:80]} may be octal: write a number without 0 before it, or quote it"
+            )
     require_plain_text(event.value, place)
     return (event.value,)
 
