@@ -59,7 +59,7 @@ def _help_about(parser: argparse.ArgumentParser, word: str) -> str:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction) and word in action.choices:
             return _help_of(action.choices[word])
-    found = matching_help(parser, word)
+    found = matching_help(parser, word, serves=isinstance(parser, TeachingParser) and parser.serves)
     if found is None:
         parser.error(f"--help={word}: no flag or group of flags is about this")
     return found

@@ -99,10 +99,10 @@ def add_output_parsers(parser: argparse._ActionsContainer) -> None:
 
 def add_deployment(parser: argparse.ArgumentParser) -> None:
     """What the processes of one deployment must agree on."""
-    add_redis(parser, required=True)
-    add_cluster(parser)
-    add_curve_keys(parser, "without it only loopback is served")
-    add_log_format(parser)
+    group = parser.add_argument_group("deployment")
+    add_redis(group, required=True)
+    add_cluster(group)
+    add_curve_keys(group, "without it only loopback is served")
 
 
 def add_curve_keys(parser: argparse._ActionsContainer, without: str) -> None:

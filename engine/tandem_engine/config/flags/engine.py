@@ -1,6 +1,7 @@
 """The whole table of an engine's flags: each group of them makes one part of `EngineConfig`."""
 
 import argparse
+from functools import cache
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import allowed_cpus, can_bind, format_cpus, parse_cpus
@@ -270,6 +271,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_grammar_flags(parser)
 
 
+@cache
 def engine_flags() -> frozenset[str]:
     """Every name of a flag of an engine."""
     parser = argparse.ArgumentParser(add_help=False)

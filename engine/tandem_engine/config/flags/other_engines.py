@@ -133,30 +133,17 @@ NOT_SUPPORTED: dict[str, str] = {
 }
 
 NO_EQUIVALENT = frozenset(
-    (
-        *("--allowed-methods", "--c128-page-size", "--config-format", "--cuda-graph-max-bs-prefill", "--dcp-size"),
-        *(
-            "--dbo-prefill-token-threshold",
-            "--device-ids",
-            "--disable-cuda-graph-padding",
-            "--disable-prefill-cuda-graph",
-        ),
-        *("--dwdp-size", "--hicache-storage-prefetch-policy", "--long-prefill-token-threshold-adaptive"),
-        *(
-            "--mamba-backend",
-            "--mamba-block-size",
-            "--mamba-cache-dtype",
-            "--max-num-active-seqs",
-            "--max-num-queued-reqs",
-        ),
-        *(
-            "--max-num-queued-tokens",
-            "--max-num-scheduled-tokens",
-            "--quantization-config",
-            "--reasoning-parser-plugin",
-        ),
-        *("--soft-watchdog-timeout", "--speculative-draft-model-quantization", "--speculative-draft-model-revision"),
-    )
+    """
+    --allowed-methods --attention-data-parallel-size --c128-page-size --config-format --cuda-graph-bs-prefill
+    --cuda-graph-max-bs-prefill --dbo-prefill-token-threshold --dcp-size --debug-cuda-graph --device-ids
+    --disable-cuda-graph-padding --disable-prefill-cuda-graph --dwdp-size --enable-cudagraph-gc
+    --hicache-storage-prefetch-policy --hicache-storage-prefetch-retry-max-attempts
+    --long-prefill-token-threshold-adaptive --mamba-backend --mamba-block-size --mamba-cache-dtype --max-log-len
+    --max-num-active-seqs --max-num-queued-reqs --max-num-queued-tokens --max-num-scheduled-tokens
+    --quantization-config --reasoning-parser-plugin --soft-watchdog-timeout --speculative-attention-mode
+    --speculative-draft-model-quantization --speculative-draft-model-revision --speculative-draft-sink-size
+    --speculative-draft-window-size --speculative-num-steps
+    """.split()
 )
 """Their flags that resemble flags here and mean something else: no hint is right for them."""
 
@@ -178,8 +165,8 @@ def about_other_engine(flag: str, known: Container[str]) -> str | None:
     flag = flag.partition(".")[0]  # vLLM takes --structured-outputs-config.backend, too
     if flag in EQUIVALENT:
         ours = next((str(each) for each in EQUIVALENT[flag] if each.flag in known), None)
-        return "" if ours is None else f"{flag} of vLLM and SGLang is {ours}"
+        return "" if ours is None else f"{flag} of vLLM or SGLang is {ours}"
     if flag in NOT_NEEDED:
-        return f"{flag} of vLLM and SGLang is not needed here: {NOT_NEEDED[flag]}"
+        return f"{flag} of vLLM or SGLang is not needed here: {NOT_NEEDED[flag]}"
     what = NOT_SUPPORTED.get(flag) or next((what for names, what in _FAMILIES if names.search(flag)), None)
-    return None if what is None else f"{flag} of vLLM and SGLang is not supported here: {what}"
+    return None if what is None else f"{flag} of vLLM or SGLang is not supported here: {what}"

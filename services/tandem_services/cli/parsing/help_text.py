@@ -39,20 +39,23 @@ def short_help(parser: argparse.ArgumentParser, common: Sequence[str]) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
-def matching_help(parser: argparse.ArgumentParser, word: str) -> str | None:
-    """A group of that title, a flag of that name, or every flag that mentions it; None when nothing does."""
+def matching_help(parser: argparse.ArgumentParser, word: str, *, serves: bool) -> str | None:
+    """A group of that title, a flag of that name, or every flag that mentions it; None when nothing does.
+
+    `serves`: see `about_flag`.
+    """
     groups = [group for group in parser._action_groups if group.title and group.title.lower() == word.lower()]
     if groups:
         return _full(parser, groups[0].title or "", groups[0]._group_actions)
     flag = f"--{word.lstrip('-').replace('_', '-')}"
     named = parser._option_string_actions.get(flag) or parser._option_string_actions.get(word)
-    if named is not None:
+    if named is not None and named.help != argparse.SUPPRESS:
         return _full(parser, "", [named]) + _names(parser, named)
     found = [action for action in _flags(parser) if _mentions(action, word.lower().lstrip("-"))]
     if found:
         return _full(parser, f"flags about {word!r}", found)
-    theirs = about_flag(flag, [*parser._option_string_actions])
-    return f"{theirs.strip(' ()')}\n" if theirs else None
+    hint = about_flag(flag, [*parser._option_string_actions], serves=serves)
+    return f"{hint.removeprefix(' (').removesuffix(')')}\n" if hint else None
 
 
 def one_usage_line(parser: argparse.ArgumentParser) -> str:

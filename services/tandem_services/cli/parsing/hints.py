@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tandem_engine.config.flags import about_other_engine, engine_flags
 
-_CUTOFF = 0.8
+_CUTOFF = 0.75
 
 _UNRECOGNIZED = "unrecognized arguments: "
 _INVALID_CHOICE = re.compile(r"argument (?P<name>.+?): invalid choice: '(?P<word>.*?)' ")
@@ -35,16 +35,18 @@ def about_flag(flag: str, flags: Sequence[str], *, serves: bool) -> str:
 
     `serves`: the command does what a server of vLLM or SGLang does, so that their flags may be meant.
     """
-    theirs = about_other_engine(flag, flags) if serves else None
+    theirs = about_other_engine(flag, flags)
     if theirs is not None:
-        return f" ({theirs})" if theirs else ""
+        return f" ({theirs})" if theirs and serves else ""
     return "" if flag in engine_flags() else did_you_mean(flag, flags)
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """The nearest of `known`, in brackets; "" when none is near."""
-    near = difflib.get_close_matches(word[:80], known, n=1, cutoff=_CUTOFF)
-    return f" (did you mean {near[0]}?)" if near else ""
+    # Without the dashes, which would make short names alike.
+    bare = {name.lstrip("-"): name for name in known}
+    near = difflib.get_close_matches(word[:80].lstrip("-"), bare, n=1, cutoff=_CUTOFF)
+    return f" (did you mean {bare[near[0]]}?)" if near else ""
 
 
 def _choices(parser: argparse.ArgumentParser, name: str) -> list[str]:

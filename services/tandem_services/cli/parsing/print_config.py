@@ -10,7 +10,7 @@ import yaml
 from tandem_services.cli.parsing.flag_table import Resolved, Setting, masked, without_login
 from tandem_services.cli.parsing.settings_file import MODELS
 
-_PLAIN = re.compile(r"(?!(true|false|null)$)[A-Za-z_./][\w./+-]*|\d+(\.\d+)?", re.ASCII)
+_PLAIN = re.compile(r"(?!(true|false|null)$)[A-Za-z_./][\w./+-]*|(0|[1-9]\d*)(\.\d+)?", re.ASCII)
 """Text that is itself in every YAML reader; other text gets quotes."""
 
 _AMBIGUOUS = frozenset(("y", "n", "yes", "no", "on", "off"))
