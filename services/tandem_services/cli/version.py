@@ -47,7 +47,7 @@ def versions() -> dict[str, str | None]:
         installed = _distribution(name)
         found[name] = None if installed is None else installed.version
         if name == "torch":
-            found["torch_build"] = None if installed is None else _build(installed)
+            found["torch_build"] = None if installed is None else torch_build(installed)
     return found
 
 
@@ -58,7 +58,7 @@ def _distribution(name: str) -> Distribution | None:
         return None
 
 
-def _build(torch: Distribution) -> str:
+def torch_build(torch: Distribution) -> str:
     """From `torch/version.py`, which is written when torch is built."""
     text = torch.read_text("../torch/version.py") or ""
     cuda = _CUDA.search(text)
