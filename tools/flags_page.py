@@ -11,12 +11,15 @@ from collections.abc import Iterator
 
 from tandem_engine.cli import build_parser as engine_parser
 from tandem_operator.cli import parser as operator_parser
+from tandem_services.cli.entry import TeachingParser
 from tandem_services.cli.k8s.command import build_plugin_parser
 from tandem_services.cli.main import build_parser
+from tandem_services.cli.parsing.flag_table import settings_of
 
 HEAD = """# Commands and flags
 
-Every command with its flags. `tools/flags_page.py` writes this page from the argument parsers.
+Every command with its flags. `tools/flags_page.py` writes this page from the argument parsers. The columns environment
+and file have the names of a flag in the environment and in a [file of settings](settings.md).
 """
 
 
@@ -32,8 +35,9 @@ def command(parser: argparse.ArgumentParser) -> Iterator[str]:
     if parser.description:
         yield first_paragraph(parser.description)
         yield ""
+    names = setting_names(parser)
     for group in parser._action_groups:
-        yield from flags(group)
+        yield from flags(group, names)
     for nested in subcommands(parser):
         yield from command(nested)
 
@@ -49,7 +53,18 @@ def subcommands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser
     return []
 
 
-def flags(group: argparse._ArgumentGroup) -> Iterator[str]:
+def setting_names(parser: argparse.ArgumentParser) -> dict[str, tuple[str, str]]:
+    """Variable and key of a file by the name of the value; empty for a command that has no settings."""
+    if not isinstance(parser, TeachingParser) or parser.sources is None:
+        return {}
+    not_variables = parser.sources.not_variables
+    return {
+        setting.action.dest: ("" if setting.variable in not_variables else f"`{setting.variable}`", f"`{setting.key}`")
+        for setting in settings_of(parser)
+    }
+
+
+def flags(group: argparse._ArgumentGroup, settings: dict[str, tuple[str, str]]) -> Iterator[str]:
     shown = [
         action
         for action in group._group_actions
@@ -61,11 +76,17 @@ def flags(group: argparse._ArgumentGroup) -> Iterator[str]:
     if group.title not in ("options", "positional arguments"):
         yield f"**{group.title}**"
         yield ""
-    yield "| flag | default | meaning |"
-    yield "|---|---|---|"
+    more = ["environment", "file"] if settings else []
+    yield row("flag", *more, "default", "meaning")
+    yield row(*["---"] * (3 + len(more)), pad="")
     for action in shown:
-        yield f"| {names(action)} | {default(action)} | {meaning(action)} |"
+        columns = settings.get(action.dest, ("", "")) if settings else ()
+        yield row(names(action), *columns, default(action), meaning(action))
     yield ""
+
+
+def row(*cells: str, pad: str = " ") -> str:
+    return f"|{'|'.join(f'{pad}{each}{pad}' for each in cells)}|"
 
 
 def names(action: argparse.Action) -> str:

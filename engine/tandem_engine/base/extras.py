@@ -9,7 +9,7 @@ from tandem_engine.base.version import install_hint
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "engine": ("torch", "numpy", "numba", "llvmlite", "safetensors", "nixl", "llguidance", "xxhash", "tqdm"),
-    "operator": ("kopf", "kubernetes", "aiohttp", "pythonjsonlogger", "yaml", "websocket"),
+    "operator": ("kopf", "kubernetes", "aiohttp", "pythonjsonlogger", "websocket"),
     "router": ("grpc", "grpc_health", "grpc_reflection", "google", "envoy"),
     "lab": ("transformers",),
     "otel": ("opentelemetry",),

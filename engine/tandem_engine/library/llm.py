@@ -16,6 +16,7 @@ Engine options are keywords with the names of the command-line flags (`config_fr
 import argparse
 import difflib
 import itertools
+import re
 import secrets
 import sys
 from collections import deque
@@ -31,7 +32,7 @@ from tqdm import tqdm
 
 from tandem_engine.base.errors import ConfigError, InvalidRequestError, RankLostError, SessionError
 from tandem_engine.config import EngineConfig, Role
-from tandem_engine.config.flags import add_engine_flags, engine_config
+from tandem_engine.config.flags import about_other_engine, add_engine_flags, engine_config
 from tandem_engine.engine.launch import launched_engine
 from tandem_engine.executor.profiler import MAX_SECONDS, MAX_STEPS, StepProfiler
 from tandem_engine.library.answer import Pending, Serving, make_answer, make_embedding_answer
@@ -74,7 +75,7 @@ def config_from_options(model: str | Path, options: dict[str, object]) -> Engine
     argv: list[str] = []
     for name, value in options.items():
         if name not in actions:
-            raise ConfigError(f"there is no engine option {name!r}{_nearest(name, [*actions])}")
+            raise ConfigError(f"there is no engine option {name!r}{_about(name, [*actions])}")
         argv += _arguments(actions[name], value)
     args = parser.parse_args(argv)
     # It has no peers: nothing that a transfer could not do stands in its way.
@@ -96,6 +97,21 @@ def _arguments(action: argparse.Action, value: object) -> list[str]:
         return [flag, *map(str, value)]
     # One word, so that a value may begin with a dash.
     return [f"{flag}={value}"]
+
+
+_FLAG = re.compile(r"--[a-z0-9-]+")
+
+
+def _about(name: str, known: list[str]) -> str:
+    """What another engine's option is here, else the nearest of `known`."""
+    theirs = about_other_engine(_flag(name), {_flag(option) for option in known})
+    if theirs:
+        return f": {_FLAG.sub(lambda flag: flag[0][2:].replace('-', '_'), theirs)}"
+    return _nearest(name, known) if theirs is None else f"; there are {', '.join(sorted(known))}"
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -6,15 +6,23 @@ Expected errors end as one sentence on stderr and an exit status:
 """
 
 import argparse
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from tandem_engine.base.errors import ConfigError, EngineError
 from tandem_engine.base.extras import lacking
+from tandem_services.cli.parsing.flag_table import (
+    Resolved,
+    Sources,
+    add_settings_flags,
+    parse_with_settings,
+    settings_of,
+)
+from tandem_services.cli.parsing.help_text import matching_help, one_usage_line, short_help
+from tandem_services.cli.parsing.hints import hint_for
 from tandem_services.common.errors import ServiceError
-from tandem_services.common.settings import read_settings
+from tandem_services.common.settings import CONFIG_VARIABLE, forget_variables, read_settings
 
 
 class HelpText(argparse.RawDescriptionHelpFormatter):
@@ -26,45 +34,140 @@ class HelpText(argparse.RawDescriptionHelpFormatter):
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
 
 
-class TeachingParser(argparse.ArgumentParser):
-    """argparse without abbreviations, naming the nearest flag or command when one is misspelt."""
+class _Help(argparse._HelpAction):
+    """`--help`, and `--help=WORD` for a command, a group of flags, a flag, or flags about a word."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        del dest, kwargs
+        super().__init__(option_strings, help="show this help; with WORD what there is about it, and exit")
+        self.nargs, self.metavar = "?", "WORD"
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        del namespace, option
+        print(_help_about(parser, values) if values else _help_of(parser), end="")
+        parser.exit(0)
+
+
+def _help_of(parser: argparse.ArgumentParser) -> str:
+    common = parser.common if isinstance(parser, TeachingParser) else ()
+    return short_help(parser, common) if common else parser.format_help()
+
+
+def _help_about(parser: argparse.ArgumentParser, word: str) -> str:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and word in action.choices:
+            return _help_of(action.choices[word])
+    found = matching_help(parser, word, serves=isinstance(parser, TeachingParser) and parser.serves)
+    if found is None:
+        parser.error(f"--help={word}: no flag or group of flags is about this")
+    return found
+
+
+class _HelpAll(argparse._HelpAction):
+    """`--help-all`, where `--help` shows the common flags alone."""
+
+
+class TeachingParser(argparse.ArgumentParser):
+    """argparse without abbreviations, naming the nearest flag or command when one is misspelt.
+
+    `teach` makes the flags of one settings, with other sources than the command line.
+    """
+
+    def __init__(self, *args: Any, add_help: bool = True, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", HelpText)
-        super().__init__(*args, **kwargs)
+        self.common: tuple[str, ...] = ()
+        self.sources: Sources | None = None
+        self.serves = False
+        super().__init__(*args, add_help=False, **kwargs)
+        if add_help:
+            self.add_argument("-h", "--help", action=_Help)
         # Of nested commands the innermost counts: what is wrong is told by the parser that knows its flags.
         self.set_defaults(parser=self)
 
-    def error(self, message: str) -> NoReturn:
-        hint = self._nearest(message)
-        self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: error: {message}{hint}\n")
+    def parse_known_args(  # type: ignore[override]  # argparse's has overloads for a namespace of another class
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse; settings that the command line does not give come from environment, file and default."""
+        if self.sources is None:
+            return super().parse_known_args(args, namespace)
+        return parse_with_settings(
+            self,
+            lambda marked: super(TeachingParser, self).parse_known_args(args, marked),
+            namespace or argparse.Namespace(),
+            self.sources,
+        )
 
-    def _nearest(self, message: str) -> str:
-        if message.startswith("argument ") and "invalid choice" not in message:
-            return ""  # The flag is right, and its value is no misspelt word.
-        words = [word.strip("',:") for word in message.split()]
-        known = [option for action in self._actions for option in action.option_strings]
-        known += [name for action in self._actions for name in (action.choices or ()) if isinstance(name, str)]
-        for word in words:
-            if word in known or not word.strip("-"):
-                continue
-            close = difflib.get_close_matches(word.split("=")[0], known, n=1, cutoff=0.75)
-            if close:
-                return f" (did you mean {close[0]}?)"
-        return ""
+    def error(self, message: str) -> NoReturn:
+        """One line of usage, what is wrong, and a hint where there is one; status 2."""
+        hint = hint_for(self, message, serves=self.serves)
+        self.exit(2, f"{one_usage_line(self)}{self.prog}: error: {message}{hint}\n")
+
+
+def teach(
+    parser: argparse.ArgumentParser,
+    *,
+    common: Sequence[str],
+    check: Callable[[argparse.Namespace], object],
+    plan: Callable[[argparse.Namespace], str] | None = None,
+    serves: bool = True,
+    sources: Sources = Sources(),  # noqa: B008  immutable
+) -> None:
+    """Call last: the flags of `parser` become settings, and its `--help` shows `common` alone.
+
+    `check`: raises `ConfigError` for what the command would refuse, and starts nothing; for `--print-config`.
+    `plan`: what the command would start, for `--dry-run`; None: it starts nothing but itself.
+    `serves`: flags of vLLM and SGLang may be meant where a flag does not exist.
+    """
+    if not isinstance(parser, TeachingParser):
+        raise TypeError(f"{parser.prog} is no TeachingParser")
+    parser.common, parser.sources, parser.serves = tuple(common), sources, serves
+    parser.set_defaults(check=check, plan=plan, dry_run=False)
+    parser.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
+    add_settings_flags(parser, plans=plan is not None)
+
+
+def variables_of(parser: argparse.ArgumentParser) -> frozenset[str]:
+    """Environment variables that set flags of this command or of its subcommands."""
+    found: set[str] = set()
+    if isinstance(parser, TeachingParser) and parser.sources is not None:
+        found |= {setting.variable for setting in settings_of(parser)} - parser.sources.not_variables
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for nested in dict.fromkeys(action.choices.values()):
+                found |= variables_of(nested)
+    return frozenset(found)
+
+
+def _run(args: argparse.Namespace, variables: frozenset[str]) -> int:
+    settings: tuple[Resolved, ...] = getattr(args, "settings", ())
+    if settings and args.print_config:
+        from tandem_services.cli.parsing.print_config import print_config
+
+        args.check(argparse.Namespace(**vars(args)))
+        print_config(args.parser, settings, args.model_names)
+        return 0
+    if settings:
+        forget_variables({CONFIG_VARIABLE, *variables})
+    if settings and args.dry_run:
+        print(args.plan(args), end="")
+        return 0
+    return int(args.run(args))
 
 
 def run_command(build: Callable[[], argparse.ArgumentParser], argv: Sequence[str] | None) -> int:
     """Parse and run; returns the exit status."""
     try:
-        for warning in read_settings().warnings:
+        parser = build()
+        variables = variables_of(parser)
+        for warning in read_settings(of_flags=variables).warnings:
             print(f"tandem: warning: {warning}", file=sys.stderr)
-        args, unknown = build().parse_known_args(argv)
+        args, unknown = parser.parse_known_args(argv)
         if unknown:
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return int(args.run(args))
+        return _run(args, variables)
     except ConfigError as error:
         print(f"tandem: error: {error}", file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem_engine.base.errors import ConfigError
-from tandem_engine.config.flags import non_negative_int, positive_int
+from tandem_engine.config.flags import count, non_negative_int, positive_mib
 from tandem_services.common.settings import read_settings
 from tandem_services.gateway.output.reasoning import REASONING_PARSERS
 from tandem_services.gateway.output.tool_parsers.registry import TOOL_CALL_PARSERS
@@ -99,10 +99,10 @@ def add_output_parsers(parser: argparse._ActionsContainer) -> None:
 
 def add_deployment(parser: argparse.ArgumentParser) -> None:
     """What the processes of one deployment must agree on."""
-    add_redis(parser, required=True)
-    add_cluster(parser)
-    add_curve_keys(parser, "without it only loopback is served")
-    add_log_format(parser)
+    group = parser.add_argument_group("deployment")
+    add_redis(group, required=True)
+    add_cluster(group)
+    add_curve_keys(group, "without it only loopback is served")
 
 
 def add_curve_keys(parser: argparse._ActionsContainer, without: str) -> None:
@@ -158,7 +158,7 @@ def add_cluster(parser: argparse._ActionsContainer) -> None:
 def add_local_prefill(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--local-prefill-tokens",
-        type=non_negative_int,
+        type=count,
         default=2048,
         metavar="N",
         help="maximum number of prompt tokens for a decode worker to compute itself, if that is predicted to be "
@@ -170,7 +170,7 @@ def add_queue(parser: argparse._ActionsContainer) -> None:
     """Bounds of a gateway's queue."""
     parser.add_argument(
         "--max-waiting-requests",
-        type=non_negative_int,
+        type=count,
         default=1024,
         metavar="N",
         help="maximum number of new choices that wait for a worker with capacity; more are rejected with 429 or 503 "
@@ -190,14 +190,14 @@ def add_body_memory(parser: argparse._ActionsContainer) -> None:
     """Bounds of a gateway's `BodyBudget`."""
     parser.add_argument(
         "--max-body-memory",
-        type=positive_int,
+        type=positive_mib,
         default=256,
         metavar="MIB",
         help="memory for request bodies in flight of all clients, in MiB; more are rejected with 429 (default: 256)",
     )
     parser.add_argument(
         "--max-body-memory-per-client",
-        type=positive_int,
+        type=positive_mib,
         default=64,
         metavar="MIB",
         help="the same per client, in MiB. A client is a tenant with --api-keys, else an address; raise the limit if "

@@ -8,6 +8,7 @@ from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
 from tandem_engine.config.flags import host_address, non_negative_int
+from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
     add_allowed_hosts,
     add_api_keys,
@@ -15,6 +16,7 @@ from tandem_services.cli.flags import (
     add_console,
     add_deployment,
     add_local_prefill,
+    add_log_format,
     add_model,
     add_output_parsers,
     add_queue,
@@ -28,11 +30,21 @@ from tandem_services.cli.flags import (
     served_names,
     tracing_of,
 )
+from tandem_services.cli.parsing.flag_table import Sources
 from tandem_services.common.settings import read_settings
 
 if TYPE_CHECKING:
     from tandem_services.gateway.config import ModelConfig
 
+
+COMMON = (
+    *("--model", "--served-model-name", "--models", "--host", "--port", "--allowed-hosts", "--redis-url", "--cluster"),
+    *("--curve-keys", "--api-keys", "--admin-port", "--router-policy", "--config", "--print-config"),
+)
+"""Flags that `--help` shows."""
+
+OF_PODS = frozenset(("TANDEM_HOST",))
+"""The address that others reach this process at, which is not the one that it listens on."""
 
 EXAMPLES = """\
 examples:
@@ -50,65 +62,64 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "route by cached prefixes and load, stream, and resume requests on other workers when one fails.",
         epilog=EXAMPLES,
     )
-    add_model(parser)
-    parser.add_argument(
+    group = parser.add_argument_group("models")
+    add_model(group)
+    group.add_argument(
         "--models",
         type=Path,
         metavar="FILE",
         help="JSON or TOML file of several model services, instead of --model. Changes are applied while the gateway "
         "runs; other flags are defaults of its entries (docs/multi-model.md)",
     )
-    parser.add_argument(
+    add_output_parsers(group)
+    _add_api(parser.add_argument_group("API"))
+    _add_administration(parser.add_argument_group("administration"))
+    _add_routing(parser.add_argument_group("routing"))
+    _add_queue_and_stop(parser.add_argument_group("queue and stop"))
+    add_deployment(parser)
+    observability = parser.add_argument_group("logs and traces")
+    add_log_format(observability)
+    add_tracing(observability)
+    teach(parser, common=COMMON, check=check, sources=Sources(not_variables=OF_PODS))
+    parser.set_defaults(run=run)
+
+
+def _add_api(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--host",
         type=host_address,
         default=LOOPBACK,
         help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default: %(default)s)",
     )
-    add_allowed_hosts(parser, what="requests may be for")
-    parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: 8000)")
-    parser.add_argument(
-        "--drain-notice",
-        type=non_negative_float,
-        default=1.0,
-        metavar="S",
-        help="seconds that /ready is false after SIGTERM before the port closes (default: 1)",
+    group.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: 8000)")
+    add_allowed_hosts(group, what="requests may be for")
+    add_api_keys(group)
+    group.add_argument(
+        "--strict-fields",
+        action="store_true",
+        help="reject requests with unknown fields, by name (default: unknown fields are ignored)",
     )
-    parser.add_argument(
-        "--drain-timeout",
-        type=positive_float,
-        default=120.0,
-        metavar="S",
-        help="seconds that running requests then have to finish; keep a pod's grace period above the sum of both "
-        "(default: 120)",
-    )
-    add_deployment(parser)
-    add_tracing(parser)
-    add_api_keys(parser)
-    parser.add_argument(
+    add_special_tokens(group)
+    add_body_memory(group)
+
+
+def _add_administration(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--admin-port",
         type=port_number,
         metavar="PORT",
         help="port of /metrics, /console, /drain and /requests/ID/explain; /metrics and /console are then not on the "
         "API's port (default: none)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--admin-host",
         type=host_address,
         default=LOOPBACK,
         metavar="HOST",
         help="address of --admin-port (default: %(default)s)",
     )
-    add_console(parser)
-    add_local_prefill(parser)
-    add_output_parsers(parser)
-    add_router_policy(parser)
-    parser.add_argument(
-        "--strict-fields",
-        action="store_true",
-        help="reject requests with unknown fields, by name (default: unknown fields are ignored)",
-    )
-    add_special_tokens(parser)
-    parser.add_argument(
+    add_console(group)
+    group.add_argument(
         "--explain-candidates",
         type=non_negative_int,
         default=100,
@@ -116,30 +127,57 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="maximum number of route decisions per second and model whose candidates and prices are recorded for "
         "explain; 0: none (default: 100)",
     )
-    parser.add_argument(
-        "--session-ttl",
-        type=positive_float,
-        default=600.0,
-        metavar="S",
-        help="seconds that an idle session is kept, as the workers' flag of this name (default: 600)",
-    )
-    add_queue(parser)
-    add_body_memory(parser)
-    parser.add_argument(
-        "--from-zero-timeout",
-        type=positive_float,
-        metavar="S",
-        help="for fleets that scale to zero: be ready without workers, and let up to --max-waiting-requests new "
-        "choices wait S seconds for the first worker (default: not ready, and 9 s)",
-    )
-    parser.add_argument(
+
+
+def _add_routing(group: argparse._ArgumentGroup) -> None:
+    add_local_prefill(group)
+    add_router_policy(group)
+    group.add_argument(
         "--prefill-fallback",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="let decode workers compute prompts if no prefill worker is available (default); otherwise such requests "
         "wait, then get 503",
     )
-    parser.set_defaults(run=run)
+    group.add_argument(
+        "--session-ttl",
+        type=positive_float,
+        default=600.0,
+        metavar="S",
+        help="seconds that an idle session is kept, as the workers' flag of this name (default: 600)",
+    )
+
+
+def _add_queue_and_stop(group: argparse._ArgumentGroup) -> None:
+    add_queue(group)
+    group.add_argument(
+        "--from-zero-timeout",
+        type=positive_float,
+        metavar="S",
+        help="for fleets that scale to zero: be ready without workers, and let up to --max-waiting-requests new "
+        "choices wait S seconds for the first worker (default: not ready, and 9 s)",
+    )
+    group.add_argument(
+        "--drain-notice",
+        type=non_negative_float,
+        default=1.0,
+        metavar="S",
+        help="seconds that /ready is false after SIGTERM before the port closes (default: 1)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=positive_float,
+        default=120.0,
+        metavar="S",
+        help="seconds that running requests then have to finish; keep a pod's grace period above the sum of both "
+        "(default: 120)",
+    )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what the gateway would not start with. Raises `ConfigError`."""
+    models_of(args)
+    tracing_of(args)
 
 
 def run(args: argparse.Namespace) -> int:

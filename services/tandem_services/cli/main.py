@@ -12,14 +12,27 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from tandem_engine.base.version import install_hint, product_version
-from tandem_services.cli import chat, ctl, gateway, keys, quarantine, router, runs, up, worker
+from tandem_services.cli import chat, ctl, gateway, keys, quarantine, router, runs, up, version, worker
 from tandem_services.cli.entry import TeachingParser, run_command
 from tandem_services.cli.k8s import command as k8s
 from tandem_services.common.errors import StartupError
 
 LAB = ("bench", "verify", "accuracy", "simulate")
 """Commands of `tandem_lab`: an image that only serves has no lab."""
-COMMANDS: tuple[ModuleType | str, ...] = (up, runs, chat, *LAB, gateway, router, worker, ctl, k8s, quarantine, keys)
+COMMANDS: tuple[ModuleType | str, ...] = (
+    up,
+    runs,
+    chat,
+    *LAB,
+    gateway,
+    router,
+    worker,
+    ctl,
+    k8s,
+    quarantine,
+    keys,
+    version,
+)
 
 EPILOG = """\
 first steps:

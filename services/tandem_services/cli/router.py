@@ -8,10 +8,12 @@ from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
 from tandem_engine.config.flags import host_address
+from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
     add_allowed_hosts,
     add_deployment,
     add_local_prefill,
+    add_log_format,
     add_router_policy,
     add_special_tokens,
     model_folder,
@@ -19,11 +21,21 @@ from tandem_services.cli.flags import (
     port_number,
     positive_float,
 )
+from tandem_services.cli.parsing.flag_table import Sources
 from tandem_services.common.settings import read_settings
 
 if TYPE_CHECKING:
     from tandem_services.router_server.config import TokenizedModel
 
+
+COMMON = (
+    *("--model", "--host", "--port", "--grpc-port", "--redis-url", "--cluster", "--curve-keys", "--gateway"),
+    *("--api-keys", "--token-file", "--router-policy", "--config", "--print-config"),
+)
+"""Flags that `--help` shows."""
+
+OF_PODS = frozenset(("TANDEM_HOST",))
+"""The address that others reach this process at, which is not the one that it listens on."""
 
 EXAMPLES = """\
 examples:
@@ -60,30 +72,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "processing, Gateway API Inference Extension).",
         epilog=EXAMPLES,
     )
-    parser.add_argument(
+    group = parser.add_argument_group("models")
+    group.add_argument(
         "--model",
         action="append",
         metavar="[NAME[,ALIAS]=]PATH",
         help="checkpoint directory with the tokenizer, and the names that clients use (default: the directory's); "
         "repeatable (default: the bundled model). Token ids are accepted for any model",
     )
-    parser.add_argument(
-        "--host",
-        type=host_address,
-        default=LOOPBACK,
-        help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default: %(default)s)",
-    )
-    add_allowed_hosts(parser, what="requests may be for")
-    parser.add_argument("--port", type=port_number, default=8100, help="port of the HTTP API (default: 8100)")
-    parser.add_argument(
-        "--grpc-port",
-        type=port_number,
-        default=9002,
-        metavar="PORT",
-        help="port of the gRPC API and of external processing (default: 9002)",
-    )
-    add_deployment(parser)
-    parser.add_argument(
+    _add_apis(parser.add_argument_group("APIs"))
+    group = parser.add_argument_group("Inference Gateway")
+    group.add_argument(
         "--gateway",
         action="append",
         default=[],
@@ -91,39 +90,67 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="Tandem gateway as endpoint of an Inference Gateway; a name, such as that of a headless Service, stands "
         "for all of its addresses; repeatable (default: the endpoints that the Inference Gateway names)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--api-keys",
         type=Path,
         metavar="PATH",
         help="key file of the gateways, to determine the tenants of an Inference Gateway's requests (default: none)",
     )
-    parser.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help="file with a token that front ends must send as Authorization: Bearer TOKEN; changes are applied "
-        "while it runs. External processing and health need none (default: no token required)",
-    )
-    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate of the gRPC port, PEM")
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, PEM (default: no TLS)")
-    parser.add_argument(
+    group = parser.add_argument_group("routing")
+    add_local_prefill(group)
+    add_router_policy(group)
+    add_special_tokens(group)
+    group.add_argument(
         "--reservation-ttl",
         type=positive_float,
         default=600.0,
         metavar="S",
         help="seconds after which a reservation that was not released expires (default: 600)",
     )
-    parser.add_argument(
+    add_deployment(parser)
+    observability = parser.add_argument_group("logs and traces")
+    add_log_format(observability)
+    teach(parser, common=COMMON, check=check, serves=False, sources=Sources(not_variables=OF_PODS))
+    parser.set_defaults(run=run)
+
+
+def _add_apis(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--host",
+        type=host_address,
+        default=LOOPBACK,
+        help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default: %(default)s)",
+    )
+    group.add_argument("--port", type=port_number, default=8100, help="port of the HTTP API (default: 8100)")
+    group.add_argument(
+        "--grpc-port",
+        type=port_number,
+        default=9002,
+        metavar="PORT",
+        help="port of the gRPC API and of external processing (default: 9002)",
+    )
+    add_allowed_hosts(group, what="requests may be for")
+    group.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with a token that front ends must send as Authorization: Bearer TOKEN; changes are applied "
+        "while it runs. External processing and health need none (default: no token required)",
+    )
+    group.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate of the gRPC port, PEM")
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, PEM (default: no TLS)")
+    group.add_argument(
         "--drain-notice",
         type=non_negative_float,
         default=1.0,
         metavar="S",
         help="seconds that /ready is false after SIGTERM before the ports close (default: 1)",
     )
-    add_local_prefill(parser)
-    add_router_policy(parser)
-    add_special_tokens(parser)
-    parser.set_defaults(run=run)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what the router would not start with. Raises `ConfigError`."""
+    _models(args.model or [""])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,9 +1,16 @@
-"""Console scripts. This module imports nothing, so that Ctrl-C while a command is loaded ends without a traceback."""
+"""Console scripts. Imports are in the functions, so that Ctrl-C while a command is loaded ends without a traceback."""
 
 
 def tandem() -> int:
     """`tandem`; returns the exit status, 130 after Ctrl-C."""
     try:
+        import sys
+
+        if sys.argv[1:] == ["--version"]:
+            # Before the other commands are loaded, which takes a hundred times as long.
+            from tandem_services.cli.version import print_version
+
+            return print_version()
         from tandem_services.cli.main import main
 
         return main()

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -32,6 +32,7 @@ from tandem_engine.config.flags import (
     non_negative_int,
 )
 from tandem_services.cli.cores import Cores, claim
+from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
     add_allowed_hosts,
     add_api_keys,
@@ -54,6 +55,7 @@ from tandem_services.cli.flags import (
     tracing_argv,
     tracing_of,
 )
+from tandem_services.cli.parsing.flag_table import without_login
 from tandem_services.cli.proc import Identity, session_cpu_seconds
 from tandem_services.cli.processes import (
     CONFIG_FILE,
@@ -188,6 +190,12 @@ KEYS_FILE = "keys.json"
 REDIS_LOGIN_FILE = "redis-password"
 PROGRESS_SUFFIX = ".progress"
 
+COMMON = (
+    *("--model", "--served-model-name", "--prefill", "--decode", "--both", "--host", "--port", "--api-keys"),
+    *("--dtype", "--device", "--context-length", "--kv-cache-gib", "--config", "--print-config"),
+)
+"""Flags that `--help` shows."""
+
 EXAMPLES = """\
 examples:
   tandem up                                   bundled model, 1 prefill and 1 decode worker
@@ -208,6 +216,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_up_flags(parser)
     add_engine_flags(parser)
+    teach(parser, common=COMMON, check=check, plan=describe)
     parser.set_defaults(run=run)
 
 
@@ -227,8 +236,8 @@ class Plan:
     """Of each worker."""
 
 
-def plan(args: argparse.Namespace) -> Plan:
-    """Check everything that can be checked without starting a process. Raises `ConfigError`, `StartupError`."""
+def check(args: argparse.Namespace) -> Path:
+    """Check what the settings alone say, and complete them; returns the model's folder. Raises `ConfigError`."""
     if args.prefill + args.decode + args.both == 0:
         raise ConfigError("nothing to start: ask for --prefill and --decode workers, or --both")
     if args.both == 0 and args.decode == 0:
@@ -248,9 +257,42 @@ def plan(args: argparse.Namespace) -> Plan:
         args.dtype = "float32"
     args.model = str(model)
     args.role = "both"
-    share = engine_config(args).cache.for_device(args.device).mem_fraction_static
+    engine_config(args)
     if tracing_of(args) is not None:
         require_opentelemetry()
+    return model
+
+
+def describe(args: argparse.Namespace) -> str:
+    """What would be started, for --dry-run. Raises `ConfigError`, `StartupError` for what cannot start."""
+    todo = decide(args)
+    redis = without_login(args.redis_url) if args.redis_url else "a private server"
+    rows = [("redis", redis), *((name, f"--threads {todo.threads}") for name, _, _ in todo.workers), ("gateway", "")]
+    processes = "\n".join(f"  {name:<12}{what}".rstrip() for name, what in rows)
+    return (
+        f"`tandem up` would serve {todo.model_names[0]} ({todo.model}) at {_url(args, todo)}, with logs in "
+        f"{todo.run_dir}:\n{processes}\n"
+    )
+
+
+def plan(args: argparse.Namespace) -> Plan:
+    """Check everything that can be checked without starting a process, and make the run directory ready.
+
+    Raises `ConfigError`, `StartupError`.
+    """
+    todo = decide(args)
+    folder = prepare_run_dir(
+        todo.run_dir,
+        files=(KEYS_FILE, REDIS_LOGIN_FILE, CONFIG_FILE, *_progress_files(todo.workers)),
+        logs=[f"{name}.log" for name in ("redis", "gateway", *(name for name, _, _ in todo.workers))],
+    )
+    return replace(todo, run_dir=folder)
+
+
+def decide(args: argparse.Namespace) -> Plan:
+    """As `plan`, and write nothing."""
+    model = check(args)
+    share = engine_config(args).cache.for_device(args.device).mem_fraction_static
     port = args.port or free_port(args.host)
     listen(args.host, port).close()
     names = [("prefill", args.prefill), ("decode", args.decode), ("both", args.both)]
@@ -261,11 +303,7 @@ def plan(args: argparse.Namespace) -> Plan:
         model=model,
         model_names=served_names(args, model),
         port=port,
-        run_dir=prepare_run_dir(
-            args.run_dir or default_run_dir(port),
-            files=(KEYS_FILE, REDIS_LOGIN_FILE, CONFIG_FILE, *_progress_files(workers)),
-            logs=[f"{name}.log" for name in ("redis", "gateway", *(name for name, _, _ in workers))],
-        ),
+        run_dir=args.run_dir or default_run_dir(port),
         workers=workers,
         # Two engines with as many threads as cores each fight over them: OpenMP spins.
         threads=args.threads or max(1, usable_cpus() // len(workers)),

@@ -9,9 +9,11 @@ from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
 from tandem_engine.config import Role
 from tandem_engine.config.flags import add_engine_flags, engine_argv, engine_config, host_address
+from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
     add_allowed_hosts,
     add_deployment,
+    add_log_format,
     add_model,
     add_tracing,
     model_folder,
@@ -22,6 +24,12 @@ from tandem_services.cli.flags import (
     tracing_of,
 )
 from tandem_services.common.settings import read_settings
+
+COMMON = (
+    *("--model", "--role", "--redis-url", "--cluster", "--curve-keys", "--worker-id", "--host", "--health-port"),
+    *("--dtype", "--device", "--context-length", "--kv-cache-gib", "--config", "--print-config"),
+)
+"""Flags that `--help` shows."""
 
 EXAMPLES = """\
 examples:
@@ -40,65 +48,33 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "child process; this one registers it, sends heartbeats, publishes KV events and serves health checks.",
         epilog=EXAMPLES,
     )
-    add_model(parser)
-    parser.add_argument(
+    add_model(parser.add_argument_group("model"))
+    _add_worker(parser.add_argument_group("worker"))
+    _add_addresses(parser.add_argument_group("addresses"))
+    add_deployment(parser)
+    observability = parser.add_argument_group("logs and traces")
+    add_log_format(observability)
+    add_tracing(observability)
+    add_engine_flags(parser)
+    teach(parser, common=COMMON, check=check)
+    parser.set_defaults(run=run, peer_group=read_settings().peer_group)
+
+
+def _add_worker(group: argparse._ArgumentGroup) -> None:
+    settings = read_settings()
+    group.add_argument(
         "--role",
         choices=[role.value for role in Role],
         default=Role.BOTH.value,
         help="role in routing (default: both)",
     )
-    settings = read_settings()
-    parser.add_argument(
+    group.add_argument(
         "--worker-id",
         default=settings.worker_id,
         metavar="ID",
         help="stable name, unique in the deployment (TANDEM_WORKER_ID; default: host name and pid)",
     )
-    parser.add_argument(
-        "--host",
-        type=host_address,
-        default=settings.host or LOOPBACK,
-        help="IPv4 or IPv6 address that gateways and peers reach (TANDEM_HOST; default: 127.0.0.1)",
-    )
-    for name, whom in (("request", "gateways"), ("peer", "other workers")):
-        parser.add_argument(
-            f"--{name}-port",
-            type=port_number,
-            default=0,
-            metavar="PORT",
-            help=f"port of that address for {whom}; 0 picks a free one",
-        )
-    parser.add_argument(
-        "--health-port",
-        type=port_number,
-        default=0,
-        metavar="PORT",
-        help="port of /live, /ready, /metrics and commands; 0 picks a free one",
-    )
-    parser.add_argument(
-        "--health-host",
-        type=host_address,
-        default=settings.health_host or LOOPBACK,
-        metavar="HOST",
-        help="address of --health-port; 0.0.0.0 (IPv4) or :: (IPv6 and IPv4) for probes and Prometheus on other "
-        "machines (TANDEM_HEALTH_HOST; default: 127.0.0.1)",
-    )
-    parser.add_argument(
-        "--allow-remote-orders",
-        action="store_true",
-        help="accept commands (drain, role, pause, reload …) without a token from any client of the port; "
-        "by default commands need the token that `tandem ctl` reads or derives from --curve-keys",
-    )
-    add_allowed_hosts(parser, what="commands may be sent to")
-    parser.add_argument(
-        "--await-links",
-        type=non_negative_float,
-        default=0.0,
-        metavar="S",
-        help="maximum delay of /ready until the links to present peers are measured, in seconds; the worker accepts "
-        "requests in the meantime (default: 0, no delay)",
-    )
-    parser.add_argument(
+    group.add_argument(
         "--standby",
         action="store_true",
         default=settings.standby,
@@ -106,7 +82,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "offer`, after other workers of its --peer-group have become routable, or after a minute in which no other "
         "worker serves the model (TANDEM_STANDBY)",
     )
-    parser.add_argument(
+    group.add_argument(
+        "--await-links",
+        type=non_negative_float,
+        default=0.0,
+        metavar="S",
+        help="maximum delay of /ready until the links to present peers are measured, in seconds; the worker accepts "
+        "requests in the meantime (default: 0, no delay)",
+    )
+    group.add_argument(
         "--drain-timeout",
         type=positive_float,
         default=25.0,
@@ -114,11 +98,56 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="seconds that running requests have to migrate or finish after SIGTERM; the rest is computed again on "
         "other workers. Keep it some seconds below the pod's grace period (default: %(default)g)",
     )
-    parser.add_argument("--progress-file", type=Path, help=argparse.SUPPRESS)
-    add_deployment(parser)
-    add_tracing(parser)
-    add_engine_flags(parser)
-    parser.set_defaults(run=run, peer_group=settings.peer_group)
+    group.add_argument("--progress-file", type=Path, help=argparse.SUPPRESS)
+
+
+def _add_addresses(group: argparse._ArgumentGroup) -> None:
+    settings = read_settings()
+    group.add_argument(
+        "--host",
+        type=host_address,
+        default=settings.host or LOOPBACK,
+        help="IPv4 or IPv6 address that gateways and peers reach (TANDEM_HOST; default: 127.0.0.1)",
+    )
+    for name, side in (("request", "gateways"), ("peer", "other workers")):
+        group.add_argument(
+            f"--{name}-port",
+            type=port_number,
+            default=0,
+            metavar="PORT",
+            help=f"port of that address for {side}; 0 picks a free one",
+        )
+    group.add_argument(
+        "--health-port",
+        type=port_number,
+        default=0,
+        metavar="PORT",
+        help="port of /live, /ready, /metrics and commands; 0 picks a free one",
+    )
+    group.add_argument(
+        "--health-host",
+        type=host_address,
+        default=settings.health_host or LOOPBACK,
+        metavar="HOST",
+        help="address of --health-port; 0.0.0.0 (IPv4) or :: (IPv6 and IPv4) for probes and Prometheus on other "
+        "machines (TANDEM_HEALTH_HOST; default: 127.0.0.1)",
+    )
+    group.add_argument(
+        "--allow-remote-orders",
+        action="store_true",
+        help="accept commands (drain, role, pause, reload …) without a token from any client of the port; "
+        "by default commands need the token that `tandem ctl` reads or derives from --curve-keys",
+    )
+    add_allowed_hosts(group, what="commands may be sent to")
+
+
+def check(args: argparse.Namespace) -> Path:
+    """Refuse impossible combinations before a process is started; returns the model's folder. Raises `ConfigError`."""
+    folder = model_folder(args.model)
+    args.model = str(folder)
+    engine_config(args)
+    tracing_of(args)
+    return folder
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,9 +159,7 @@ def run(args: argparse.Namespace) -> int:
     keep_files_private()
     allow_many_descriptors()
     configure_logging(LogFormat(args.log_format), level=read_settings().log_level)
-    folder = model_folder(args.model)
-    args.model = str(folder)
-    engine_config(args)  # refuses impossible combinations before a process is started
+    folder = check(args)
     return run_worker(
         WorkerConfig(
             model_path=args.model,

@@ -8,16 +8,20 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_engine.base.errors import ConfigError
 
 PREFIX = "TANDEM_"
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 
 OPENAI_API_KEY = "OPENAI_API_KEY"
 """Where clients of OpenAI's API have their key."""
+
+SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
+"""Values of a variable that is on or off."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -33,6 +37,7 @@ KNOWN = {
     "TANDEM_PEER_GROUP": "group of workers that this one exchanges KV with; the revision",
     "TANDEM_STANDBY": "1: a worker takes only requests that name it until it is offered",
     "TANDEM_LOG_LEVEL": "debug, info, warning or error",
+    "TANDEM_CONFIG": "file of settings, as --config",
     "TANDEM_TORCH": "read by set-up: cpu or cuda build of torch",
     "TANDEM_VENV": "read by set-up: folder of the virtual environment",
     "TANDEM_KUBE_HOME": "read by tests: where Kubernetes is built and kept",
@@ -46,10 +51,13 @@ KNOWN = {
     "TANDEM_BUILD_ARGS": "read by the image build: more arguments for that tool",
     "TANDEM_PIP_CONF": "read by the image build: pip's settings inside of it",
 }
-"""Every variable that means something to Tandem, with what it means."""
+"""Every variable that means something to Tandem beyond the flags' own, with what it means."""
 
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 """Kubernetes adds such variables for every Service of the namespace, ours (`tandem-…`) included."""
+
+_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
+"""`TANDEM_PORT` of a Service named tandem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +88,10 @@ class Settings:
     """One sentence per TANDEM_ variable that means nothing, for the log."""
 
 
-def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+def read_settings(environ: Mapping[str, str] | None = None, *, of_flags: frozenset[str] = frozenset()) -> Settings:
     """Settings of this process, or of the given variables. An empty value is the same as none.
+
+    `of_flags`: variables that set flags, so that there is no warning about them.
 
     Raises `ConfigError` for a log level or a switch that is none.
     """
@@ -105,8 +115,29 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         or "http/protobuf",
         otel_switched_off=_otel_switched_off(variables),
         otel_max_waiting_spans=_positive(variables, "OTEL_BSP_MAX_QUEUE_SIZE", default=2048),
-        warnings=tuple(_unknown(name) for name in sorted(values) if not _is_known(name)),
+        warnings=tuple(
+            _unknown(name, of_flags) for name in sorted(values) if name not in of_flags and not _is_known(name)
+        ),
     )
+
+
+def flag_variables() -> dict[str, str]:
+    """Variables of this process that may set flags: those with a value that are no link to a Service of Kubernetes."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(PREFIX) and value and not (_is_service_link(name) and _LINK_VALUE.match(value))
+    }
+
+
+def forget_variables(names: Iterable[str]) -> None:
+    """Remove variables of flags from the environment of this process: its children get flags and do not read them.
+
+    Those of `KNOWN` stay: they are the same for all processes of a deployment.
+    """
+    for name in names:
+        if name not in KNOWN or name == CONFIG_VARIABLE:
+            os.environ.pop(name, None)
 
 
 def _state_home(given: str) -> Path | None:
@@ -144,7 +175,11 @@ def _positive(variables: Mapping[str, str], name: str, *, default: int) -> int:
 
 
 def _is_known(name: str) -> bool:
-    return name in KNOWN or any(match.end() == len(name) for match in _SERVICE_LINK.finditer(name))
+    return name in KNOWN or _is_service_link(name)
+
+
+def _is_service_link(name: str) -> bool:
+    return any(match.end() == len(name) for match in _SERVICE_LINK.finditer(name))
 
 
 def _path(values: Mapping[str, str], name: str) -> Path | None:
@@ -153,9 +188,9 @@ def _path(values: Mapping[str, str], name: str) -> Path | None:
 
 def _switch(values: Mapping[str, str], name: str) -> bool:
     text = values.get(name, "0")
-    if text not in ("0", "1"):
-        raise ConfigError(f"{name} must be 0 or 1, got {text[:50]!r}")
-    return text == "1"
+    if text not in SWITCH_WORDS:
+        raise ConfigError(f"{name} must be true or false, got {text[:50]!r}")
+    return SWITCH_WORDS[text]
 
 
 def _log_level(name: str) -> int:
@@ -164,9 +199,9 @@ def _log_level(name: str) -> int:
     return logging.getLevelNamesMapping()[name.upper()]
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, of_flags: frozenset[str]) -> str:
     # Without the prefix, which would make everything look alike.
-    bare = {known.removeprefix(PREFIX): known for known in KNOWN}
+    bare = {known.removeprefix(PREFIX): known for known in (*KNOWN, *sorted(of_flags))}
     nearest = difflib.get_close_matches(name.removeprefix(PREFIX), bare, n=1)
     advice = f"did you mean {bare[nearest[0]]}?" if nearest else f"known are {', '.join(KNOWN)}"
     return f"environment variable {name} means nothing to Tandem; {advice}"

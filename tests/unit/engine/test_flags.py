@@ -299,3 +299,53 @@ def test_a_device_that_is_none_is_refused(value, capsys) -> None:
     assert "must be cpu, cuda or cuda:N" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--device must be cpu, cuda or cuda:N"):
         EngineConfig(model_path="x", device=value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "value"),
+    [
+        ("context-length", "32k", 32_000),
+        ("context-length", "32Ki", 32_768),
+        ("context-length", "1.5Ki", 1_536),
+        ("context-length", "1M", 1_000_000),
+        ("context-length", "0", 0),
+        ("num-pages", "2Ki", 2_048),
+        ("kv-cache-gib", "4", 4.0),
+        ("kv-cache-gib", "4GiB", 4.0),
+        ("kv-cache-gib", "512MiB", 0.5),
+        ("hicache-size", "1TiB", 1024.0),
+        ("swap-space", "1GB", 10**9 / 2**30),
+        ("link-probe-mib", "16", 16),
+        ("link-probe-mib", "1GiB", 1_024),
+    ],
+)
+def test_size_may_have_a_unit(flag, text, value):
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    args = parser.parse_args([f"--{flag}", text])
+    assert getattr(args, flag.replace("-", "_")) == value
+    # And reaches a child process.
+    assert parser.parse_args(engine_argv(args)) == args
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "sentence"),
+    [
+        ("context-length", "32K", "must be a whole number, got '32K': k is 1,000, Ki is 1,024"),
+        ("context-length", "1.0001Ki", "must be a whole number, got '1.0001Ki'"),
+        ("context-length", "4GiB", "must be a whole number, got '4GiB'"),
+        ("context-length", "-1k", "must be a whole number, got '-1k'"),
+        ("max-running-requests", "0k", "must be at least 1, got 0"),
+        ("kv-cache-gib", "4G", "must have a unit of bytes, as in 4GB, got '4G'"),
+        ("kv-cache-gib", "0MiB", "must be a number above 0"),
+        ("kv-cache-gib", "1e999", "must be a number above 0, got '1e999'"),
+        ("swap-space", "much", "must be a number of GiB or a size such as 4GiB, got 'much'"),
+        ("link-probe-mib", "1.5KiB", "must be a whole number of MiB, got '1.5KiB'"),
+    ],
+)
+def test_size_that_is_none_is_refused(flag, text, sentence, capsys):
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--{flag}={text}"])
+    assert sentence in capsys.readouterr().err

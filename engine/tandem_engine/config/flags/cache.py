@@ -9,8 +9,13 @@ from tandem_engine.config.flags.types import (
     GIB,
     add_kv_cache_dtype_flag,
     bytes_of,
+    count,
+    gib,
+    mib,
     non_negative_int,
+    positive_count,
     positive_float,
+    positive_gib,
     positive_int,
 )
 
@@ -33,7 +38,7 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--hicache-size",
-        type=float,
+        type=gib,
         default=0.0,
         metavar="GIB",
         help="size of the host tier in GiB; overrides --hicache-ratio",
@@ -55,7 +60,7 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--hicache-storage-size",
-        type=float,
+        type=gib,
         default=host.storage_bytes / GIB,
         metavar="GIB",
         help="size of the disk tier in GiB; the least recently used blocks are evicted first (default: "
@@ -71,7 +76,7 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--swap-space",
-        type=float,
+        type=gib,
         default=0.0,
         metavar="GIB",
         help="host memory in GiB for the KV of retracted requests (default: 0, which recomputes them)",
@@ -104,13 +109,13 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add_kv_cache_dtype_flag(group)
     group.add_argument(
         "--kv-cache-gib",
-        type=positive_float,
+        type=positive_gib,
         metavar="GIB",
         help=f"memory for KV pages of each rank, in GiB (default: {cache.kv_bytes / GIB:g} on a CPU)",
     )
     group.add_argument(
         "--num-pages",
-        type=non_negative_int,
+        type=count,
         default=0,
         metavar="N",
         help="number of KV pages, instead of --kv-cache-gib",
@@ -134,7 +139,7 @@ def _add_session_flags(group: argparse._ArgumentGroup) -> None:
     scheduler = SchedulerConfig()
     group.add_argument(
         "--session-kv-gib",
-        type=float,
+        type=gib,
         default=0.0,
         metavar="GIB",
         help="KV in GiB that sessions may keep between their turns (default: a quarter of the pages)",
@@ -148,7 +153,7 @@ def _add_session_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--max-sessions",
-        type=positive_int,
+        type=positive_count,
         default=scheduler.max_sessions,
         metavar="N",
         help=f"sessions kept at a time (default: {scheduler.max_sessions})",
@@ -234,7 +239,7 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--link-probe-mib",
-        type=non_negative_int,
+        type=mib,
         default=disagg.link_probe_mib,
         metavar="MIB",
         help="largest write of a link test in MiB. The link to a peer is tested when it is set up, and after ten "

@@ -1,6 +1,7 @@
 """The whole table of an engine's flags: each group of them makes one part of `EngineConfig`."""
 
 import argparse
+from functools import cache
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import allowed_cpus, can_bind, format_cpus, parse_cpus
@@ -268,6 +269,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_speculative_flags(parser)
     add_transfer_flags(parser)
     add_grammar_flags(parser)
+
+
+@cache
+def engine_flags() -> frozenset[str]:
+    """Every name of a flag of an engine."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_engine_flags(parser)
+    return frozenset(parser._option_string_actions)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

@@ -3,7 +3,7 @@
 import argparse
 
 from tandem_engine.config import PreemptionMode, SchedulePolicy, SchedulerConfig, SpecAlgorithm, SpecConfig
-from tandem_engine.config.flags.types import non_negative_int, positive_int
+from tandem_engine.config.flags.types import count, non_negative_int, positive_count, positive_int
 
 _SCHEDULER_FLAGS = (
     "max_running_requests",
@@ -51,7 +51,7 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
     group.add_argument(
         "--context-length",
         "--max-model-len",
-        type=non_negative_int,
+        type=count,
         default=0,
         metavar="N",
         help="longest prompt + output "
@@ -60,14 +60,14 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
     group.add_argument(
         "--max-running-requests",
         "--max-num-seqs",
-        type=positive_int,
+        type=positive_count,
         metavar="N",
         help="maximum number of sequences in one decode batch "
         f"(default: {scheduler.max_running_requests}; 128 to 512 on a GPU, by its memory)",
     )
     group.add_argument(
         "--max-queued-requests",
-        type=positive_int,
+        type=positive_count,
         default=scheduler.max_queued_requests,
         metavar="N",
         help=f"maximum number of waiting requests; more are rejected (default: {scheduler.max_queued_requests})",
@@ -75,7 +75,7 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
     group.add_argument(
         "--max-tokens-per-step",
         "--max-num-batched-tokens",
-        type=non_negative_int,
+        type=count,
         default=scheduler.max_tokens_per_step,
         metavar="N",
         help="maximum number of tokens in one step: one for each running request, the rest for prompts. Must be above "
@@ -84,28 +84,28 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
     )
     group.add_argument(
         "--max-prefill-tokens",
-        type=positive_int,
+        type=positive_count,
         metavar="N",
         help="maximum number of prompt tokens in one step "
         f"(default: {scheduler.max_prefill_tokens}; 2048 to 16384 on a GPU, by its memory)",
     )
     group.add_argument(
         "--mixed-prefill-tokens",
-        type=non_negative_int,
+        type=count,
         metavar="N",
         help="maximum number of prompt tokens in a step in which other requests decode, whose next tokens wait for it "
         "(default: 0, which is --max-prefill-tokens; 512 to 2048 on a GPU, by its memory)",
     )
     group.add_argument(
         "--chunked-prefill-size",
-        type=positive_int,
+        type=positive_count,
         metavar="N",
         help="maximum number of prompt tokens of one request in one step "
         f"(default: {scheduler.chunked_prefill_size}; 2048 to 8192 on a GPU, by its memory)",
     )
     group.add_argument(
         "--long-prefill-token-threshold",
-        type=non_negative_int,
+        type=count,
         default=scheduler.long_prefill_token_threshold,
         metavar="N",
         help="maximum number of tokens per step of a longer prompt while other requests decode, which limits their "

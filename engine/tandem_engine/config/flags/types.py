@@ -2,13 +2,20 @@
 
 import argparse
 import math
+import re
 from collections.abc import Callable
+from fractions import Fraction
 
 from tandem_engine.base.addresses import AddressError, bare_host
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import DEVICES, KvCacheDtype, ModelImpl
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
+
+_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 1 << 10, "Mi": MIB, "Gi": GIB, "Ti": 1 << 40}
+"""Prefixes of SI and of IEC. There is no K, which is 1,000 to some programs and 1,024 to others."""
+
+_SIZE = re.compile(r"(?P<number>[0-9]{1,15}(\.[0-9]{1,6})?)(?P<unit>[kMGT]|[KMGT]i)(?P<byte>B?)")
 
 
 def positive_int(text: str) -> int:
@@ -24,6 +31,69 @@ def non_negative_int(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(text)
+
+
+def count(text: str) -> int:
+    """argparse type: a whole number, or one with a suffix: 32k is 32,000 and 32Ki 32,768."""
+    sized = _SIZE.fullmatch(text)
+    if text.endswith("K"):
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}: k is 1,000, Ki is 1,024")
+    if sized is None:
+        return non_negative_int(text)
+    value = Fraction(sized["number"]) * _UNITS[sized["unit"]]
+    if sized["byte"] or value.denominator != 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+    return int(value)
+
+
+def positive_count(text: str) -> int:
+    """argparse type: as `count`, and at least 1."""
+    value = count(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be at least 1, got 0")
+    return value
+
+
+def gib(text: str) -> float:
+    """argparse type: a number of GiB, or a size with its unit such as 512MiB or 4GiB."""
+    sized = _SIZE.fullmatch(text)
+    if sized is not None:
+        return float(_bytes(sized, text) / GIB)
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of GiB or a size such as 4GiB, got {text!r}") from None
+
+
+def positive_gib(text: str) -> float:
+    """argparse type: as `gib`, finite and above 0."""
+    sized = _SIZE.fullmatch(text)
+    return positive_float(text if sized is None else str(gib(text)))
+
+
+def mib(text: str) -> int:
+    """argparse type: a whole number of MiB, or a size with its unit such as 1GiB."""
+    sized = _SIZE.fullmatch(text)
+    if sized is None:
+        return non_negative_int(text)
+    value = _bytes(sized, text) / MIB
+    if value.denominator != 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of MiB, got {text!r}")
+    return int(value)
+
+
+def positive_mib(text: str) -> int:
+    """argparse type: as `mib`, and at least 1."""
+    value = mib(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be at least 1, got 0")
+    return value
+
+
+def _bytes(sized: re.Match[str], text: str) -> Fraction:
+    if not sized["byte"]:
+        raise argparse.ArgumentTypeError(f"must have a unit of bytes, as in {text}B, got {text!r}")
+    return Fraction(sized["number"]) * _UNITS[sized["unit"]]
 
 
 def host_address(text: str) -> str:

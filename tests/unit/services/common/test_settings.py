@@ -10,8 +10,9 @@ from tandem_services.common.settings import read_settings
 def test_a_switch_is_on_or_off_and_nothing_else():
     assert read_settings({"TANDEM_STANDBY": "1"}).standby
     assert not read_settings({"TANDEM_STANDBY": "0"}).standby
-    with pytest.raises(ConfigError, match="TANDEM_STANDBY must be 0 or 1, got 'true'"):
-        read_settings({"TANDEM_STANDBY": "true"})
+    assert read_settings({"TANDEM_STANDBY": "true"}).standby
+    with pytest.raises(ConfigError, match="TANDEM_STANDBY must be true or false, got 'yes'"):
+        read_settings({"TANDEM_STANDBY": "yes"})
 
 
 def test_defaults_without_any_variable():
