@@ -16,10 +16,23 @@ import pytest
 from hypothesis import settings
 
 from tandem_services.common import sockets
+from tandem_testing.crashed_workers import (
+    pytest_configure_node,
+    pytest_handlecrashitem,
+    pytest_sessionstart,
+    pytest_testnodedown,
+)
 from tandem_testing.inherited_signals import give_children_default_signals
 from tandem_testing.suite_scheduler import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 
-__all__ = ["pytest_collection_modifyitems", "pytest_xdist_make_scheduler"]  # hooks of pytest
+__all__ = [  # hooks of pytest
+    "pytest_collection_modifyitems",
+    "pytest_configure_node",
+    "pytest_handlecrashitem",
+    "pytest_sessionstart",
+    "pytest_testnodedown",
+    "pytest_xdist_make_scheduler",
+]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
