@@ -4,6 +4,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Processes that test. `make unit` has one more: what is tested against processes mostly waits for them.
 WORKERS ?= 2
 # What starts no gateway, loads no model and compiles no kernel: thousands of tests of milliseconds.
 FAST := tests/test_layout.py tests/unit/operator \
@@ -46,7 +47,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 unit: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist loadgroup $(ARGS)
 
 test-kube: setup ## Tests against a real Kubernetes control plane and with Helm; builds both the first time (15 CPU minutes)
 	@tools/kube/setup.sh

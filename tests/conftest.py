@@ -1,5 +1,5 @@
 """What holds for every test: one compute thread per process, compiled modules that are kept, the same examples in every
-run and no bound on their time, ports of this worker's own, and signals and logging as they were.
+run and no bound on their time, ports of this worker's own, servers that end soon, and signals and logging as they were.
 
 Tests run side by side, each with engines of its own; OpenMP threads that spin for work they do not get turn
 milliseconds into minutes. Must happen before torch is imported anywhere; child processes inherit it.
@@ -16,10 +16,24 @@ import pytest
 from hypothesis import settings
 
 from tandem_services.common import sockets
+from tandem_testing.crashed_workers import (
+    pytest_configure_node,
+    pytest_handlecrashitem,
+    pytest_sessionstart,
+    pytest_testnodedown,
+)
 from tandem_testing.inherited_signals import give_children_default_signals
+from tandem_testing.quick_http import make_http_quick
 from tandem_testing.suite_scheduler import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 
-__all__ = ["pytest_collection_modifyitems", "pytest_xdist_make_scheduler"]  # hooks of pytest
+__all__ = [  # hooks of pytest
+    "pytest_collection_modifyitems",
+    "pytest_configure_node",
+    "pytest_handlecrashitem",
+    "pytest_sessionstart",
+    "pytest_testnodedown",
+    "pytest_xdist_make_scheduler",
+]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -38,6 +52,7 @@ _worker, _workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ
 sockets.PORTS = sockets.PORTS[int(_worker.removeprefix("gw")) % _workers :: _workers]
 
 give_children_default_signals()
+make_http_quick()
 
 
 def pytest_collection_finish() -> None:

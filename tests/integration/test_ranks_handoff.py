@@ -22,6 +22,9 @@ from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 
+SOON_S = 3.0
+"""A lease that is to run out; none of what comes before it depends on its length."""
+
 PROMPTS = [tuple(range(5, 25)), (40, 41, 42), tuple(i % 200 + 5 for i in range(300))]
 
 
@@ -31,10 +34,13 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @asynccontextmanager
-async def pair(checkpoint: Path, folder: Path, senders: int, receivers: int) -> AsyncIterator[tuple[Engine, Engine]]:
+async def pair(
+    checkpoint: Path, folder: Path, senders: int, receivers: int, *flags: str
+) -> AsyncIterator[tuple[Engine, Engine]]:
+    """`flags`: of the receiver."""
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(serving(checkpoint, folder, "p", senders))
-        decode = await stack.enter_async_context(serving(checkpoint, folder, "d", receivers))
+        decode = await stack.enter_async_context(serving(checkpoint, folder, "d", receivers, *flags))
         yield prefill, decode
 
 
@@ -90,7 +96,7 @@ async def test_a_writer_that_loses_a_rank_leaves_no_page_behind(checkpoint, tmp_
 @pytest.mark.parametrize("receivers", [1, 2])
 async def test_a_writer_whose_rank_stands_still_is_given_up_in_time(checkpoint, tmp_path, receivers):
     """Nobody is dead, so nobody is fenced: the lease runs out, and the pages wait until the writer is gone."""
-    async with pair(checkpoint, tmp_path, 2, receivers) as (prefill, decode):
+    async with pair(checkpoint, tmp_path, 2, receivers, "--grant-timeout", str(SOON_S)) as (prefill, decode):
         rank = prefill.further_rank
         os.kill(rank, signal.SIGSTOP)
         hand_over("r", PROMPTS[2], prefill, decode, max_tokens=8)

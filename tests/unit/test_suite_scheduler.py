@@ -112,6 +112,24 @@ def test_crash_in_the_last_test_leaves_nothing_to_do():
     assert scheduler.tests_finished
 
 
+@dataclass(frozen=True)
+class Item:
+    nodeid: str
+    marks: tuple[str, ...] = ()
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+
+@pytest.mark.parametrize(("config", "sorts"), [(SimpleNamespace(workerinput={}), True), (SimpleNamespace(), False)])
+def test_units_begin_with_those_of_a_cluster_then_slow_ones(config, sorts):
+    plain, slow, beside = Item("a.py::t"), Item("b.py::t", ("slow",)), Item("b.py::u")
+    cluster = Item("c.py::t@kube", ("slow", "kube"))
+    items: list[Any] = [plain, slow, beside, cluster]
+    suite_scheduler.pytest_collection_modifyitems(config, items)
+    assert items == ([cluster, slow, beside, plain] if sorts else [plain, slow, beside, cluster])
+
+
 CRASHING = """
 import os, signal
 import pytest

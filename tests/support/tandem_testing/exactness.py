@@ -1,13 +1,22 @@
 """A few paths of `tandem verify` on one checkpoint, for the many models that need not take them all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from tandem_engine.base.addresses import LOOPBACK
-from tandem_engine.config import EngineConfig, KvCacheDtype, ModelImpl
+from tandem_engine.config import EngineConfig, GrammarConfig, KvCacheDtype, ModelImpl
 from tandem_engine.engine.loaded_model import LoadedModel, load
+from tandem_engine.messages.grammar import GrammarSpec
+from tandem_engine.sampling.grammar.backend import CompiledGrammar
+from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
+from tandem_engine.sampling.grammar.guidance.translate import GuidanceVocabulary
 from tandem_lab.verify.compare import MIN_BOUND, PathResult, RememberedScores, Score, logprob_bound
 from tandem_lab.verify.engines import PlatformMaker, ThreadRanks, platform_of_device
 from tandem_lab.verify.paths import DraftPaths, make_paths, on_ranks
@@ -21,6 +30,68 @@ DISAGGREGATED = "disaggregated over NIXL"
 SWAPPED, HOST, FILES = "swapped (forced)", "host cache, write_back", "files, after a restart"
 SHARED = "mixed, staggered, 2 ranks"
 UNEQUAL = ("disaggregated over NIXL, 1 to 2 ranks", "disaggregated over NIXL, 2 to 1 ranks")
+
+
+class SharedBackend:
+    """A `GrammarBackend` that outlives the engines that use it.
+
+    Its process would end with the thread that has started it, so it has a thread of its own.
+    """
+
+    def __init__(self, vocabulary: GuidanceVocabulary, config: GrammarConfig) -> None:
+        self.serves = (vocabulary.tokenizer_file, config)
+        self._backend = GuidanceBackend(vocabulary=vocabulary, config=config)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        return self._thread.submit(self._backend.compile, spec).result()
+
+    def close(self) -> None:
+        """An engine ends, and others go on."""
+
+    def end(self) -> None:
+        self._backend.close()
+        self._thread.shutdown()
+
+
+@contextmanager
+def one_grammar_process() -> Iterator[None]:
+    """Engines that are built in this context, all of one checkpoint, have their grammars compiled by one process.
+
+    Each would start a process of its own, which costs as much as a path of `tandem verify`.
+    """
+    shared: list[SharedBackend] = []
+
+    def backend(*, vocabulary: GuidanceVocabulary, config: GrammarConfig) -> SharedBackend:
+        if not shared:
+            shared.append(SharedBackend(vocabulary, config))
+        assert shared[0].serves == (vocabulary.tokenizer_file, config)
+        return shared[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem_engine.engine.assembly.GuidanceBackend", backend)
+        try:
+            yield
+        finally:
+            for one in shared:
+                one.end()
+
+
+SHORT_OUTPUTS = 24
+"""Tokens: more than a page of the default size has, and than Gemma's windows in tiny checkpoints."""
+
+
+@contextmanager
+def every_second_prompt(first: int) -> Iterator[None]:
+    """`tandem verify` in this context takes the prompts `first`, `first` + 2, … of its set, with `SHORT_OUTPUTS`."""
+
+    def fewer(*args: Any, **options: Any) -> PromptSet:
+        whole = make_prompts(*args, **options)
+        return replace(whole, prompts=whole.prompts[first::2], max_tokens=SHORT_OUTPUTS)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem_lab.verify.command.make_prompts", fewer)
+        yield
 
 
 def run_paths(

@@ -5,7 +5,8 @@ worker, and the crash of a worker ends the run: the test that crashed it runs ag
 scheduler gives work to a replacement that has not collected yet. Here
 
 - a unit is a group (`xdist_group`), or else a file;
-- units with a test marked `slow` begin first, so that no long unit is left for the end;
+- the tests against a Kubernetes control plane begin first: they are one unit of ten minutes, and mostly wait. Then
+  units with a test marked `slow`, so that no long unit is left for the end;
 - the test during which a worker crashed has failed and does not run again; the rest of the worker's units goes to the
   others.
 """
@@ -15,6 +16,9 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
+
+FIRST = ("kube", "slow")
+"""Marks of units that begin before others."""
 
 
 class SuiteScheduling(LoadScopeScheduling):
@@ -70,5 +74,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SuiteSchedul
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On workers of xdist, which hand out units in the order in which they were collected."""
     if hasattr(config, "workerinput"):
-        slow = {unit_of(item.nodeid) for item in items if item.get_closest_marker("slow") is not None}
-        items.sort(key=lambda item: unit_of(item.nodeid) not in slow)
+        marked = {name: {unit_of(item.nodeid) for item in items if item.get_closest_marker(name)} for name in FIRST}
+
+        def place(item: pytest.Item) -> int:
+            unit = unit_of(item.nodeid)
+            return next((place for place, name in enumerate(FIRST) if unit in marked[name]), len(FIRST))
+
+        items.sort(key=place)

@@ -11,7 +11,7 @@ import json
 import sys
 import traceback
 
-from tandem_testing.triton_kernels import bfloat16, scalars
+from tandem_testing.triton_kernels import bfloat16, kept_language, scalars
 from tandem_testing.triton_kernels.checks import INTERPRETED, KernelChecks
 
 
@@ -25,6 +25,7 @@ def run(name: str, prefix: str) -> None:
     if arguments:
         bfloat16.install()
         scalars.install()
+        kept_language.install()
     module = importlib.import_module(name)
     for check in KernelChecks(name).names:
         if not check.startswith(prefix):

@@ -10,7 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
-import torch  # noqa: F401 - for the children
+import torch.distributed.tensor  # noqa: F401 - for the children: assert_close imports it
 import triton  # noqa: F401
 
 from tandem_testing.triton_kernels.child import run
