@@ -55,11 +55,15 @@ class CpuQuotaCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         quota, counts = cpu_quota(), throttling()
         if quota is not None:
-            yield GaugeMetricFamily("tandem_cpu_quota_cpus", "CPU seconds per second that the quota gives", quota)
+            yield GaugeMetricFamily("process_cpu_quota_cpus", "CPU seconds per second that the quota gives", quota)
         for name, text, value in (
-            ("tandem_cpu_periods", "Periods of the CPU quota in which the control group computed", counts.periods),
-            ("tandem_cpu_throttled_periods", "Periods in which the CPU quota was used up", counts.throttled),
-            ("tandem_cpu_throttled_seconds", "Time for which threads were stopped by the CPU quota", counts.seconds),
+            ("process_cpu_cfs_periods", "Periods of the CPU quota in which the control group computed", counts.periods),
+            ("process_cpu_cfs_throttled_periods", "Periods in which the CPU quota was used up", counts.throttled),
+            (
+                "process_cpu_cfs_throttled_seconds",
+                "Time for which the CPU quota stopped threads",
+                counts.seconds,
+            ),
         ):
             yield CounterMetricFamily(name, text, value)
 

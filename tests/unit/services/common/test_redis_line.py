@@ -14,7 +14,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from tandem_services.common.redis_client import RedisLine
+from tandem_services.common.redis_line import RedisLine
 from tandem_testing.loop_time import set_forward
 from tandem_testing.waiting import until
 
