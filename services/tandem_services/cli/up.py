@@ -57,14 +57,8 @@ from tandem_services.cli.flags import (
 )
 from tandem_services.cli.parsing.flag_table import without_login
 from tandem_services.cli.proc import Identity, session_cpu_seconds
-from tandem_services.cli.processes import (
-    CONFIG_FILE,
-    Child,
-    Supervisor,
-    python_command,
-    require_redis,
-    start_redis,
-)
+from tandem_services.cli.processes import Child, Supervisor, python_command
+from tandem_services.cli.redis_process import CONFIG_FILE, require_redis, start_redis
 from tandem_services.cli.run_dir import Run, StartedProcess, prepare_run_dir, record_run
 from tandem_services.cli.runs import default_run_dir
 from tandem_services.common.sockets import free_port, listen
