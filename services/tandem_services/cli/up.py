@@ -61,6 +61,8 @@ from tandem_services.cli.processes import Child, Supervisor, python_command
 from tandem_services.cli.redis_process import CONFIG_FILE, require_redis, start_redis
 from tandem_services.cli.run_dir import Run, StartedProcess, prepare_run_dir, record_run
 from tandem_services.cli.runs import default_run_dir
+from tandem_services.common.service_manager import ServiceManager
+from tandem_services.common.settings import read_settings
 from tandem_services.common.sockets import free_port, listen
 from tandem_services.common.tasks import ending_signals
 from tandem_services.common.tracing import require_opentelemetry
@@ -336,21 +338,24 @@ def run(args: argparse.Namespace) -> int:
     todo = plan(args)
     cores = claim_cores(args, todo)
     supervisor = Supervisor()
+    manager = ServiceManager(address=read_settings().notify_socket)
     for number in ending_signals():
         signal.signal(number, _interrupt)
     ready = False
     try:
         start(args, todo, supervisor, cores)
         _record(args, todo, supervisor)
-        _wait_until_ready(args, todo, supervisor)
+        _wait_until_ready(args, todo, supervisor, manager)
         ready = True
         if args.exit_when_ready:
             print("tandem: everything is ready; stopping", file=sys.stderr, flush=True)
             return 0
         print(greeting_of(args, todo), flush=True)
+        manager.ready(f"serving {todo.model_names[0]} at {_url(args, todo)}")
         while True:
             for event in supervisor.restart_dead():
                 print(f"tandem: {event}", file=sys.stderr, flush=True)
+                manager.status(event)
                 _record(args, todo, supervisor)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt as interrupt:
@@ -361,6 +366,7 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        manager.stopping()
         supervisor.stop(STOP_GRACE)
         cores.release()
         _record(args, todo, None)
@@ -450,11 +456,11 @@ def _child(todo: Plan, name: str, argv: list[str], progress: Path | None = None)
     return Child(name=name, argv=python_command(*argv), log=todo.run_dir / f"{name}.log", progress=progress)
 
 
-def _wait_until_ready(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
+def _wait_until_ready(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, manager: ServiceManager) -> None:
     """Show what each process does until all are ready. Raises `StartupError`, `ConfigError`."""
     import httpx
 
-    from tandem_services.cli.start_view import start_view
+    from tandem_services.cli.start_view import Notices, Views, start_view
     from tandem_services.cli.start_watch import StartWatch, readiness
 
     # One client for all polls: each new one builds a TLS context, which takes milliseconds of a core.
@@ -462,7 +468,7 @@ def _wait_until_ready(args: argparse.Namespace, todo: Plan, supervisor: Supervis
         StartWatch(
             watched=_watched(args, todo, supervisor),
             supervisor=supervisor,
-            view=view,
+            view=Views(view, Notices(manager)),
             clock=MonotonicClock(),
             sleep=time.sleep,
             probe=lambda url: readiness(client, url),

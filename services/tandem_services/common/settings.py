@@ -66,6 +66,8 @@ class Settings:
 
     state_home: Path | None = None
     """For what programs keep of their runs (XDG_STATE_HOME); None: the user has no home folder."""
+    notify_socket: str | None = None
+    """Where a service manager such as systemd listens (NOTIFY_SOCKET); None: none started this process."""
     redis_url: str | None = None
     redis_password_file: Path | None = None
     cluster: str = "default"
@@ -99,6 +101,7 @@ def read_settings(environ: Mapping[str, str] | None = None, *, of_flags: frozens
     values = {name: value for name, value in variables.items() if name.startswith(PREFIX) and value}
     return Settings(
         state_home=_state_home(variables.get("XDG_STATE_HOME", "")),
+        notify_socket=variables.get("NOTIFY_SOCKET") or None,
         redis_url=values.get("TANDEM_REDIS_URL"),
         redis_password_file=_path(values, "TANDEM_REDIS_PASSWORD_FILE"),
         cluster=values.get("TANDEM_CLUSTER", "default"),
