@@ -143,6 +143,11 @@ def forget_variables(names: Iterable[str]) -> None:
             os.environ.pop(name, None)
 
 
+def all_variables() -> Mapping[str, str]:
+    """The environment as it is, secrets included: for `tandem doctor`, which shows some names and fewer values."""
+    return dict(os.environ)
+
+
 def _state_home(given: str) -> Path | None:
     """As the XDG base directory specification has it: a relative path is ignored."""
     folder = Path(given if Path(given).is_absolute() else os.path.expanduser("~/.local/state"))  # noqa: PTH111  raises nothing without a home

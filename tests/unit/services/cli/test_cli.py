@@ -24,7 +24,7 @@ from tandem_services.common.sockets import free_port
 from tandem_testing.waiting import wait_for
 
 UP_S = 60.0
-COMMANDS = ["up", "chat", "bench", "verify", "simulate", "gateway", "router", "worker", "ctl", "keys"]
+COMMANDS = ["up", "doctor", "chat", "bench", "verify", "simulate", "gateway", "router", "worker", "ctl", "keys"]
 
 
 @pytest.mark.parametrize("command", [[], *[[c] for c in COMMANDS], ["bench", "serve"], ["bench", "offline"]])
