@@ -1,11 +1,16 @@
 """Shows a start of `tandem up`: a live table on a terminal, lines in a pipe, notices to a service manager."""
 
+import argparse
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from tandem_services.cli.start_watch import Row, View
+from tandem_engine.base.clock import MonotonicClock
+from tandem_services.cli.proc import session_cpu_seconds
+from tandem_services.cli.processes import Supervisor
+from tandem_services.cli.start_watch import Row, StartWatch, View, Watched, readiness
 from tandem_services.common.service_manager import ServiceManager
 
 if TYPE_CHECKING:
@@ -121,3 +126,24 @@ class Views:
     def show(self, rows: Sequence[Row], now: float) -> None:
         for view in self._views:
             view.show(rows, now)
+
+
+def watch_start(
+    watched: Sequence[Watched], supervisor: Supervisor, manager: ServiceManager, args: argparse.Namespace
+) -> None:
+    """Show what each process does until all are ready. Raises `StartupError`, `ConfigError`."""
+    import httpx
+
+    # One client for all polls: each new one builds a TLS context, which takes milliseconds of a core.
+    with httpx.Client(timeout=1.0, trust_env=False, verify=False) as client, start_view() as view:  # noqa: S501  plain HTTP to our own processes
+        StartWatch(
+            watched=watched,
+            supervisor=supervisor,
+            view=Views(view, Notices(manager)),
+            clock=MonotonicClock(),
+            sleep=time.sleep,
+            probe=lambda url: readiness(client, url),
+            cpu_seconds=session_cpu_seconds,
+            stall_s=args.stall_timeout,
+            limit_s=args.ready_timeout,
+        ).run()

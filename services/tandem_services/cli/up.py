@@ -13,11 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from tandem_engine.base.addresses import LOOPBACK, Address, is_loopback, loopback_beside, reachable_here
 from tandem_engine.base.cgroups import usable_cpus
-from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import allow_many_descriptors, allowed_cpus, keep_files_private
 from tandem_engine.base.progress import new_name
@@ -56,19 +55,18 @@ from tandem_services.cli.flags import (
     tracing_of,
 )
 from tandem_services.cli.parsing.flag_table import without_login
-from tandem_services.cli.proc import Identity, session_cpu_seconds
+from tandem_services.cli.proc import Identity
 from tandem_services.cli.processes import Child, Supervisor, python_command
 from tandem_services.cli.redis_process import CONFIG_FILE, require_redis, start_redis
 from tandem_services.cli.run_dir import Run, StartedProcess, prepare_run_dir, record_run
 from tandem_services.cli.runs import default_run_dir
+from tandem_services.cli.start_view import watch_start
+from tandem_services.cli.start_watch import Watched
 from tandem_services.common.service_manager import ServiceManager
 from tandem_services.common.settings import read_settings
 from tandem_services.common.sockets import free_port, listen
 from tandem_services.common.tasks import ending_signals
 from tandem_services.common.tracing import require_opentelemetry
-
-if TYPE_CHECKING:
-    from tandem_services.cli.start_watch import Watched
 
 
 def greeting(args: argparse.Namespace, *, url: str, model: str, workers: Mapping[str, int], run_dir: Path) -> str:
@@ -345,7 +343,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         start(args, todo, supervisor, cores)
         _record(args, todo, supervisor)
-        _wait_until_ready(args, todo, supervisor, manager)
+        watch_start(_watched(args, todo, supervisor), supervisor, manager, args)
         ready = True
         if args.exit_when_ready:
             print("tandem: everything is ready; stopping", file=sys.stderr, flush=True)
@@ -456,31 +454,7 @@ def _child(todo: Plan, name: str, argv: list[str], progress: Path | None = None)
     return Child(name=name, argv=python_command(*argv), log=todo.run_dir / f"{name}.log", progress=progress)
 
 
-def _wait_until_ready(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, manager: ServiceManager) -> None:
-    """Show what each process does until all are ready. Raises `StartupError`, `ConfigError`."""
-    import httpx
-
-    from tandem_services.cli.start_view import Notices, Views, start_view
-    from tandem_services.cli.start_watch import StartWatch, readiness
-
-    # One client for all polls: each new one builds a TLS context, which takes milliseconds of a core.
-    with httpx.Client(timeout=1.0, trust_env=False, verify=False) as client, start_view() as view:  # noqa: S501  plain HTTP to our own processes
-        StartWatch(
-            watched=_watched(args, todo, supervisor),
-            supervisor=supervisor,
-            view=Views(view, Notices(manager)),
-            clock=MonotonicClock(),
-            sleep=time.sleep,
-            probe=lambda url: readiness(client, url),
-            cpu_seconds=session_cpu_seconds,
-            stall_s=args.stall_timeout,
-            limit_s=args.ready_timeout,
-        ).run()
-
-
-def _watched(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> "list[Watched]":
-    from tandem_services.cli.start_watch import Watched
-
+def _watched(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> list[Watched]:
     inner = loopback_beside(args.host)
     children = {child.name: child for child in supervisor.children}
     workers = [
