@@ -33,7 +33,7 @@ _FRAME = re.compile(r"(Traceback \(most recent call last\):|\s+File \".+\", line
 _ERROR = re.compile(r"(?P<type>[\w.]+(?:Error|Exception|Interrupt|Exit|Timeout|Warning))(?::.*)?$")
 _LEVELS = frozenset(("INFO", "WARNING", "ERROR", "CRITICAL"))
 _REDACTIONS = (
-    (re.compile(r"(\w+://)[^/@\s]*@"), rf"\1{HIDDEN}@"),
+    (re.compile(r"(\w+://)\S*@"), rf"\1{HIDDEN}@"),
     (re.compile(r"(?i)\b(bearer|token|password|secret|api[_-]?key)(\W{1,3})\S+"), rf"\1\2{HIDDEN}"),
     (re.compile(r"\b(?:hf_|sk-)[A-Za-z0-9_-]{6,}"), HIDDEN),
     (re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"), f"'{HIDDEN}'"),

@@ -106,19 +106,3 @@ class Machine:
     def has_gpu(self) -> bool:
         """An NVIDIA one that this process may open."""
         return any(self.dev.glob("nvidia[0-9]*"))
-
-    def cgroup_value(self, unified: str, legacy: str) -> str | None:
-        """Of this process's own limits (cgroup v2), or of the file `legacy` below the root (v1); None without either.
-
-        Containers see their own cgroup as the root.
-        """
-        for path in (self._own_cgroup() / unified, self.cgroup / unified, self.cgroup / legacy):
-            if path.is_file():
-                return path.read_text().strip()
-        return None
-
-    def _own_cgroup(self) -> Path:
-        file = self.proc / "self/cgroup"
-        lines = file.read_text().splitlines() if file.is_file() else []
-        own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-        return self.cgroup / own

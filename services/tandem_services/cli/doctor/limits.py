@@ -13,19 +13,18 @@ MIN_LOCKED = 64 << 20
 
 
 def checks(machine: Machine) -> Iterator[Check]:
-    yield Check(name="open files", probe=lambda: open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+    yield Check(name="open files", probe=lambda: open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     yield Check(name="locked memory", probe=partial(locked_memory, machine, locked))
 
 
 def open_files(limit: int) -> Finding:
+    """The hard limit: processes raise their soft one to it."""
     if limit == resource.RLIM_INFINITY:
         return ok("no limit")
     fact = f"at most {limit} open files"
     return (
-        warn(fact, f"ulimit -n 65536, or LimitNOFILE= of the service; {MIN_FILES} at least")
-        if (limit < MIN_FILES)
-        else ok(fact)
+        warn(fact, "ulimit -Hn 65536 as root, or LimitNOFILE=65536 of the service") if (limit < MIN_FILES) else ok(fact)
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from tandem_engine.base.cgroups import own_groups, read_text
 from tandem_services.cli.doctor.finding import Check, Finding, Machine, fail, ok, warn
 
 GIB = 1 << 30
@@ -35,10 +36,14 @@ def memory(machine: Machine) -> Finding:
 
 
 def memory_limit(machine: Machine) -> int | None:
-    """Bytes that the cgroup may use; None without a limit."""
-    text = machine.cgroup_value("memory.max", "memory/memory.limit_in_bytes")
-    # Without a limit v1 shows a number near 2^63.
-    return int(text) if text is not None and text.isdecimal() and int(text) < 1 << 60 else None
+    """Bytes that the cgroups of this process may use; None without a limit."""
+    limits = []
+    for folder in own_groups("memory", proc=machine.proc, cgroups=machine.cgroup):
+        text = (read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")).strip()
+        # Without a limit version 2 has "max", and version 1 a number near 2^63.
+        if text.isdecimal() and int(text) < 1 << 60:
+            limits.append(int(text))
+    return min(limits, default=None)
 
 
 def shared_memory(folder: Path, minimum: int = MIN_SHARED) -> Finding:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 
+from tandem_engine.base.cgroups import cpu_quota
 from tandem_services.cli.doctor.finding import Check, Finding, Machine, fail, ok, warn
 
 LEVELS = {
@@ -42,28 +43,13 @@ def level(machine: Machine) -> Finding:
 
 
 def cores(machine: Machine) -> Finding:
-    allowed = len(machine.cpus)
-    quota = cpu_quota(machine)
-    fact = f"{allowed} cores" if quota is None else f"{allowed} cores, a quota of {quota:g}"
-    if quota is not None and quota < allowed:
-        threads = max(1, int(quota))
-        return warn(
-            f"{fact}: threads that exceed it are stopped in every period", f"--threads {threads}, for all workers"
-        )
-    if allowed < MIN_CORES:
-        return warn(f"{fact}: two workers compete for it", "--prefill 0 --decode 0 --both 1")
+    """Engines have as many threads as can compute at the same time."""
+    allowed, quota = len(machine.cpus), cpu_quota(proc=machine.proc, cgroups=machine.cgroup)
+    fact = f"{allowed} CPUs" if quota is None else f"{allowed} CPUs, a quota of {quota:g}"
+    usable = allowed if quota is None else min(allowed, quota)
+    if usable < MIN_CORES:
+        return warn(f"{fact}: two workers compete for it", "--prefill 0 --decode 0 --both 1, or a higher quota")
     return ok(fact)
-
-
-def cpu_quota(machine: Machine) -> float | None:
-    """Cores that the cgroup may use at a time; None without a limit."""
-    text = machine.cgroup_value("cpu.max", "cpu/cpu.cfs_quota_us")
-    if text is None:
-        return None
-    quota, _, period = text.partition(" ")
-    if not period:
-        period = machine.cgroup_value("cpu.max", "cpu/cpu.cfs_period_us") or "100000"
-    return int(quota) / int(period) if quota.isdecimal() else None
 
 
 def load(machine: Machine) -> Finding:

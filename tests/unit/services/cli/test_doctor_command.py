@@ -71,7 +71,7 @@ LOG = f"""\
 2026-11-27T08:00:00 09:10:11.123 INFO    tandem.gateway started port=8000
 09:10:11.124 DEBUG   tandem.gateway got the text {PROMPT}
 09:10:12.000 WARNING tandem.gateway refused: text must be short, got '{PROMPT} it\\'s'
-09:10:12.100 ERROR   tandem.redis cannot reach redis://user:{SECRET}@127.0.0.1:1/0 with Bearer {SECRET}
+09:10:12.100 ERROR   tandem.redis cannot reach redis://user:a/b@{SECRET}@127.0.0.1:1/0 with Bearer {SECRET}
 Traceback (most recent call last):
   File "/opt/tandem/gateway.py", line 7, in answer
     raise ValueError("{PROMPT}")
