@@ -61,10 +61,9 @@ def torch_build(machine: Machine, cuda: tuple[int, int] | None) -> Finding:
     if version is None:
         return fail("torch is not installed", install_hint("engine"))
     if cuda is None and machine.has_gpu:
-        plain = version.partition("+")[0]
         return warn(
             f"torch {version} is a build without CUDA, and an NVIDIA GPU is there",
-            f"pip install --force-reinstall torch=={plain}",
+            f"pip uninstall -y torch && {install_hint('engine')}",
         )
     build = f"for CUDA {cuda[0]}.{cuda[1]}" if cuda else "for CPUs"
     return ok(f"torch {version} {build}, {'an NVIDIA GPU' if machine.has_gpu else 'no NVIDIA GPU'}")

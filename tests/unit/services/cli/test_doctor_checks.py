@@ -81,7 +81,7 @@ def test_torch_without_cuda_beside_a_gpu_is_warned_of(machine):
     cpu_build = replace(machine, version_of={"torch": "2.13.0+cpu"}.get)
     assert_ok(software.torch_build(cpu_build, None), "no NVIDIA GPU")
     add_gpu(machine)
-    fix = "pip install --force-reinstall torch==2.13.0"
+    fix = "pip uninstall -y torch && pip install 'tandem-llm[engine]'"
     assert_found(software.torch_build(cpu_build, None), Status.WARN, "without CUDA, and an NVIDIA GPU", fix)
     assert_ok(software.torch_build(machine, (13, 0)), "CUDA 13.0")
     none = replace(machine, version_of={}.get)
