@@ -11,6 +11,7 @@ import time
 import numpy as np
 
 from tandem_engine.base.errors import EngineError
+from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.nixl.agent import Interfaces, NixlAgent
 from tandem_engine.disaggregation.nixl.layout import Region, describe
 
@@ -22,13 +23,14 @@ def move_a_page() -> float:
     """Returns the seconds of the transfer. Raises `TransportUnavailableError`, `TransferError`."""
     source = np.arange(PAGE_BYTES, dtype=np.uint8)
     target = np.zeros(PAGE_BYTES, dtype=np.uint8)
-    regions = [Region(int(page.ctypes.data), PAGE_BYTES, 1, "DRAM", 0) for page in (source, target)]
+    regions = [Region(int(data.ctypes.data), PAGE_BYTES, 1, "DRAM", 0) for data in (source, target)]
+    page = PageId(0)
     names = ("loopback-source", "loopback-target")
     sender, receiver = (NixlAgent(name, region, Interfaces()) for name, region in zip(names, regions, strict=True))
     try:
         sender.add_peer(names[1], receiver.metadata)
         began = time.monotonic()
-        write = sender.write(names[1], describe(regions[0], [0], regions[1], [0]), "DRAM")
+        write = sender.write(names[1], describe(regions[0], [page], regions[1], [page]), "DRAM")
         while not sender.progress(write):
             receiver.attend()
             time.sleep(PAUSE_S)
