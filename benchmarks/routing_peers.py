@@ -50,7 +50,8 @@ from tandem_lab.simulate.report import PolicyReport, TraceLimits, policy_report 
 from tandem_lab.simulate.requests import SimulatedRequest, simulated_requests  # noqa: E402
 from tandem_lab.simulate.run import Simulation, distinct_blocks  # noqa: E402
 from tandem_lab.traces import TRACE_BLOCK, TraceRow, read_trace  # noqa: E402
-from tandem_services.cli.processes import Supervisor, start_redis  # noqa: E402
+from tandem_services.cli.processes import Supervisor  # noqa: E402
+from tandem_services.cli.redis_process import start_redis  # noqa: E402
 from tandem_services.common.redis_client import RedisAddress  # noqa: E402
 from tandem_services.common.sockets import free_port  # noqa: E402
 from tandem_services.router.decision import Choice, Placement, Reservation, RouteQuery, Source, WorkerView  # noqa: E402

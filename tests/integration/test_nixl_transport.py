@@ -1,6 +1,7 @@
 """Real NIXL on CPU memory: pages move, losses are reported, nothing hangs."""
 
 import select
+import sys
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import torch
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.nixl import loopback
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, PushDone, PushFailed
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_testing.disagg_nixl import PATIENCE, Node, make_push, nixl_node, remote_receiver
@@ -272,3 +274,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_loopback_moves_a_page_and_prints_its_time(capsys):
+    assert loopback.main() == 0
+    assert capsys.readouterr().out.startswith("NIXL moved 64 KiB between two agents in ")
+
+
+def test_loopback_without_nixl_names_what_installs_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    assert loopback.main() == 1
+    assert "pip install nixl" in capsys.readouterr().err

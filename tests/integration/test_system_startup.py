@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,12 @@ from tandem_services.cli.main import main
 from tandem_services.cli.run_dir import read_run
 from tandem_services.common.redis_client import RedisAddress
 from tandem_testing.import_blocker import write_import_blocker
+from tandem_testing.notify_socket import NotifySocket
 from tandem_testing.redis_server import REDIS_SERVER
-from tandem_testing.system import System, python_path, run_tandem
+from tandem_testing.service_examples import unit_command
+from tandem_testing.system import START_TIMEOUT_S, System, python_path, run_tandem, tandem_command
 from tandem_testing.system_client import SystemClient
+from tandem_testing.valkey_wheel import NEEDS_READELF, install_wheel, write_wheel
 from tandem_testing.waiting import wait_for
 
 pytestmark = [
@@ -71,8 +75,9 @@ def test_a_port_in_use_is_named_with_the_flag_that_changes_it(tmp_path):
 
 
 def test_without_redis_server_the_package_to_install_is_named(tmp_path):
-    said = refused(tmp_path, PATH=str(tmp_path))
-    assert "redis-server is not installed" in said
+    blocker = write_import_blocker(tmp_path / "site", "tandem_llm_valkey")
+    said = refused(tmp_path, PATH=str(tmp_path), PYTHONPATH=python_path(blocker))
+    assert "neither redis-server nor valkey-server is installed" in said
     assert "apt-get install redis-server" in said
     assert "--redis-url" in said
 
@@ -118,6 +123,49 @@ def test_start_shows_phases_in_a_pipe_and_exits_when_ready(tmp_path):
     assert {line.split()[1] for line in progress if line.startswith("ready ")} == {"both-0", "gateway"}
     assert (run_dir / "run.json").is_file()
     assert read_run(run_dir) is None
+
+
+@NEEDS_READELF
+def test_bundled_server_starts_where_path_has_none(tmp_path):
+    site = install_wheel(write_wheel(tmp_path), tmp_path / "site")
+    run_dir = tmp_path / "run"
+    result = run_tandem(
+        *("up", "--port", "0", "--run-dir", str(run_dir), *ONE_WORKER, "--exit-when-ready"),
+        env=os.environ | {"PATH": str(tmp_path), "PYTHONPATH": python_path(site)},
+        cwd=tmp_path,
+    )
+    assert result.status == 0, result.stderr
+    assert stat.S_IMODE((run_dir / "redis.conf").stat().st_mode) == 0o600
+
+
+def test_unit_of_systemd_notifies_its_manager(tmp_path):
+    manager = NotifySocket(tmp_path / "notify")
+    # The flags of the unit come first; on a free port, and with one worker.
+    command = ["up", *unit_command(tmp_path)[1:], "--port", "0", *ONE_WORKER]
+    process = subprocess.Popen(
+        tandem_command(*command),
+        env=os.environ | {"NOTIFY_SOCKET": manager.address},
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(
+            lambda: process.poll() is not None or any("READY" in one for one in manager.messages()), START_TIMEOUT_S
+        )
+        [ready] = [one for one in manager.messages() if "READY" in one]
+        url = ready["STATUS"].split()[-1]
+        assert httpx.get(f"{url}/ready", trust_env=False).status_code == 200
+        process.terminate()
+        assert process.wait(GONE_S) == 0
+        first, *_, last = manager.messages()
+        assert first["STATUS"].startswith("starting: both-0 (both): imports")
+        assert int(first["EXTEND_TIMEOUT_USEC"]) > 0
+        assert last == {"STOPPING": "1", "STATUS": "stopping"}
+    finally:
+        process.kill()
+        process.wait()
+        manager.close()
 
 
 @pytest.fixture

@@ -184,6 +184,18 @@ def texts(*hashes: bytes) -> list[str]:
     return [each.hex() for each in hashes]
 
 
+async def test_ready_of_a_worker_names_what_its_engine_does(server, remote, tmp_path):
+    async with running(config_for(server, remote, "--loading"), remote, tmp_path) as worker:
+
+        async def reasons() -> list[str]:
+            return (await worker.get("/ready")).json()["reasons"]
+
+        async def loads() -> bool:
+            return "engine: loading the model (weights 25 % of 4.00 GiB)" in await reasons()
+
+        await until(loads)
+
+
 async def test_a_worker_registers_when_its_engine_is_ready(fleet, worker):
     record = await until(lambda: find(fleet))
     assert record.view.incarnation == worker.service.incarnation

@@ -1,11 +1,14 @@
-"""What a process does until it serves, in a small file that the process which started it reads.
+"""What a process does until it serves: in a small file that the process which started it reads, or by calls.
 
-`report` does nothing until `report_to` names a file: a library, a further rank and an engine that serves name none.
+`report` does nothing until `report_to` names a file or `also_to` a function: a further rank and an engine that serves
+have neither.
 """
 
 import json
 import logging
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -57,22 +60,42 @@ class Progress:
         return f"{self.phase} {self.done} of {self.total}"
 
 
+class Pace:
+    """Which reports are due: at once, but bytes of one phase once in `PERIOD_S` and at their end."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last: tuple[Progress, float] | None = None
+
+    def take(self, progress: Progress) -> bool:
+        """Whether it is due now; it then counts as the last."""
+        due = self._is_due(progress)
+        if due:
+            self._last = progress, self._clock.now()
+        return due
+
+    def _is_due(self, progress: Progress) -> bool:
+        if self._last is None or progress.unit != "bytes" or progress.done == progress.total:
+            return True
+        if self._last[0].phase != progress.phase:
+            return True
+        return self._clock.now() - self._last[1] >= PERIOD_S
+
+
 class ProgressFile:
     """Writes the latest `Progress`. Any thread may report."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self._path = path
-        self._clock = clock
+        self._pace = Pace(clock)
         self._lock = threading.Lock()
-        self._written: tuple[Progress, float] | None = None
         self._failed = False
 
     def write(self, progress: Progress) -> None:
-        """At once, but bytes of one phase once in `PERIOD_S` and at their end."""
+        """If it is due."""
         with self._lock:
-            if self._failed or not self._is_due(progress):
+            if self._failed or not self._pace.take(progress):
                 return
-            self._written = progress, self._clock.now()
             new = new_name(self._path)
             try:
                 new.write_text(json.dumps(asdict(progress)))
@@ -81,13 +104,6 @@ class ProgressFile:
                 # The start does not depend on it; a full disk may be one that only holds logs.
                 self._failed = True
                 logger.warning("cannot report the progress of this start: %s", error)
-
-    def _is_due(self, progress: Progress) -> bool:
-        if self._written is None or progress.unit != "bytes" or progress.done == progress.total:
-            return True
-        if self._written[0].phase != progress.phase:
-            return True
-        return self._clock.now() - self._written[1] >= PERIOD_S
 
 
 def new_name(path: Path) -> Path:
@@ -100,6 +116,8 @@ class Reporter:
 
     def __init__(self) -> None:
         self._file: ProgressFile | None = None
+        self._callback: Callable[[Progress], object] | None = None
+        self._callback_pace = Pace(MonotonicClock())
         self._kernels_found_missing = 0
         self._kernels_compiled = 0
 
@@ -108,10 +126,24 @@ class Reporter:
         self._file = None if path is None else ProgressFile(path, clock or MonotonicClock())
         self._kernels_found_missing = self._kernels_compiled = 0
 
+    @contextmanager
+    def also_to(self, callback: Callable[[Progress], object], clock: Clock | None = None) -> Iterator[None]:
+        """Call `callback` for each report that is due, on the thread that reports. What it raises ends the start."""
+        former = self._callback, self._callback_pace
+        self._callback, self._callback_pace = callback, Pace(clock or MonotonicClock())
+        self._kernels_found_missing = self._kernels_compiled = 0
+        try:
+            yield
+        finally:
+            self._callback, self._callback_pace = former
+
     def report(self, phase: Phase, *, done: int = 0, total: int = 0, unit: str = "") -> None:
         """The process is in `phase`."""
+        progress = Progress(phase=phase, done=done, total=total, unit=unit)
         if self._file is not None:
-            self._file.write(Progress(phase=phase, done=done, total=total, unit=unit))
+            self._file.write(progress)
+        if self._callback is not None and self._callback_pace.take(progress):
+            self._callback(progress)
 
     def kernel_missing(self) -> None:
         """A kernel is about to be compiled."""

@@ -30,7 +30,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ import torch
 
 from tandem_engine.base.errors import ConfigError, EngineError
 from tandem_engine.base.linux import die_with_parent
-from tandem_engine.base.progress import START, Phase
+from tandem_engine.base.progress import START, Phase, Progress
 from tandem_engine.config import EngineConfig, device_defaults, with_device_defaults
 from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.engine.loaded_model import load, require_loadable
@@ -62,11 +62,15 @@ from tandem_engine.scheduler.output_stream import Sink, discard
 logger = logging.getLogger(__name__)
 
 
+ProgressOption = bool | Callable[[Progress], object]
+"""True: a bar while weights are read. A function: called with each phase, and with what was read of the weights."""
+
+
 @contextmanager
 def launched_engine(
     config: EngineConfig,
     *,
-    progress: bool,
+    progress: ProgressOption,
     self_test: bool = False,
     sink: Sink | None = None,
     port: EnginePort | None = None,
@@ -75,7 +79,7 @@ def launched_engine(
     """Load and build the engine that `config` describes, on as many ranks as it asks for.
 
     Args:
-        progress: show a bar while weights are read.
+        progress: what shows how the engine loads.
         self_test: the caller calls `Engine.self_test` and `Engine.warm_up` before anything else; with several ranks all
             take part.
         sink, port: see `Engine.build`.
@@ -86,15 +90,29 @@ def launched_engine(
             no `nodes`.
         RankLostError: a rank could not start, or ended while the engine was in use.
     """
+    if not isinstance(progress, bool) and not callable(progress):
+        raise ConfigError(f"progress must be True, False or a function, got {progress!r}")
     config = for_its_device(config)
     with ExitStack() as stack:
         gathered = _gathered(config, nodes, self_test=self_test, stack=stack) if config.parallel.tp_size > 1 else None
         parallel = stack.enter_context(other_ranks(config, self_test=self_test, gathered=gathered))
         watch_compiler(config)
-        START.report(Phase.WEIGHTS)
-        loaded = load(config, progress=progress, parallel=parallel)
-        START.report(Phase.MEMORY)
-        yield stack.enter_context(Engine.build(loaded, loaded.config, sink=sink, port=port))
+        with _shown(progress) as bar:
+            START.report(Phase.WEIGHTS)
+            loaded = load(config, progress=bar, parallel=parallel)
+            START.report(Phase.MEMORY)
+            engine = stack.enter_context(Engine.build(loaded, loaded.config, sink=sink, port=port))
+        yield engine
+
+
+@contextmanager
+def _shown(progress: ProgressOption) -> Iterator[bool]:
+    """Yields whether to show a bar."""
+    if not callable(progress):
+        yield progress
+        return
+    with START.also_to(progress):
+        yield False
 
 
 def for_its_device(config: EngineConfig) -> EngineConfig:

@@ -38,7 +38,7 @@ from typing import Any, Self, TypeVar
 from tandem_engine.base.errors import EngineError, EngineStoppedError, InvalidRequestError, QueueFullError
 from tandem_engine.base.names import RequestId
 from tandem_engine.engine import Engine
-from tandem_engine.engine.launch import launched_engine
+from tandem_engine.engine.launch import ProgressOption, launched_engine
 from tandem_engine.library.answer import Pending, Serving, error_of, make_answer, make_embedding_answer
 from tandem_engine.library.llm import config_from_options
 from tandem_engine.library.outputs import EmbeddingRequestOutput, RequestOutput
@@ -190,8 +190,11 @@ class Stream:
 class AsyncLLM:
     """A model that answers requests as they come. Use from any number of event loops."""
 
-    def __init__(self, model: str | Path, *, progress: bool = True, **options: object) -> None:
-        """Load the checkpoint in the folder `model`, and wait for it; arguments and errors as `LLM` has them."""
+    def __init__(self, model: str | Path, *, progress: ProgressOption = True, **options: object) -> None:
+        """Load the checkpoint in the folder `model`, and wait for it; arguments and errors as `LLM` has them.
+
+        A function for `progress` is called on the engine's thread.
+        """
         self._config = config_from_options(model, dict(options))
         self._streams: dict[str, Stream] = {}
         """By the rid of every choice that has not ended."""

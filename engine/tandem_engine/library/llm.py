@@ -33,7 +33,7 @@ from tqdm import tqdm
 from tandem_engine.base.errors import ConfigError, InvalidRequestError, RankLostError, SessionError
 from tandem_engine.config import EngineConfig, Role
 from tandem_engine.config.flags import about_other_engine, add_engine_flags, engine_config
-from tandem_engine.engine.launch import launched_engine
+from tandem_engine.engine.launch import ProgressOption, launched_engine
 from tandem_engine.executor.profiler import MAX_SECONDS, MAX_STEPS, StepProfiler
 from tandem_engine.library.answer import Pending, Serving, make_answer, make_embedding_answer
 from tandem_engine.library.outputs import EmbeddingRequestOutput, RequestOutput
@@ -125,11 +125,12 @@ RELOAD_POLL_S = 0.01
 class LLM:
     """A model that answers lists of prompts. Not thread-safe; close it, or use it as a context manager."""
 
-    def __init__(self, model: str | Path, *, progress: bool = True, **options: object) -> None:
+    def __init__(self, model: str | Path, *, progress: ProgressOption = True, **options: object) -> None:
         """Load the checkpoint in the folder `model`.
 
         `options` are the engine's flags as keywords: page_size, num_pages, mem_fraction_static, dtype, threads,
-        disable_radix_cache, …; `tandem worker --help` explains them. `progress` shows a bar while weights load.
+        disable_radix_cache, …; `tandem worker --help` explains them. `progress` shows a bar while weights load; a
+        function is called with each `Progress` instead: phase, done, total, unit.
 
         Raises:
             ConfigError: an option does not exist or cannot work.

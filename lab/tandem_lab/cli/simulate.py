@@ -415,7 +415,8 @@ def _replayed(simulation: "_Runs[R_co]", names: Sequence[str], *, quiet: bool, r
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from tandem_services.cli.processes import Supervisor, start_redis
+    from tandem_services.cli.processes import Supervisor
+    from tandem_services.cli.redis_process import start_redis
     from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -13,6 +13,7 @@ from types import ModuleType
 
 from tandem_engine.base.version import install_hint, product_version
 from tandem_services.cli import chat, ctl, gateway, keys, quarantine, router, runs, up, version, worker
+from tandem_services.cli.doctor import command as doctor
 from tandem_services.cli.entry import TeachingParser, run_command
 from tandem_services.cli.k8s import command as k8s
 from tandem_services.common.errors import StartupError
@@ -22,6 +23,7 @@ LAB = ("bench", "verify", "accuracy", "simulate")
 COMMANDS: tuple[ModuleType | str, ...] = (
     up,
     runs,
+    doctor,
     chat,
     *LAB,
     gateway,

@@ -88,6 +88,12 @@ def read_run(path: Path) -> Run | None:
     return document.run
 
 
+def listed_logs(path: Path) -> list[Path]:
+    """Newest log of each process, of those that `run.json` lists: files of others are no logs of ours."""
+    names = sorted(name for name in _listed(path) if name.endswith(".log"))
+    return [path / name for name in names if _exists(path / name) and stat.S_ISREG((path / name).lstat().st_mode)]
+
+
 def _require_unused(path: Path) -> None:
     run = read_run(path)
     if run is not None:

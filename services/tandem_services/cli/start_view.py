@@ -1,11 +1,17 @@
-"""How `tandem up` shows a start: a live table on a terminal, lines without control codes elsewhere."""
+"""Shows a start of `tandem up`: a live table on a terminal, lines in a pipe, notices to a service manager."""
 
+import argparse
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from tandem_services.cli.start_watch import Row, View
+from tandem_engine.base.clock import MonotonicClock
+from tandem_services.cli.proc import session_cpu_seconds
+from tandem_services.cli.processes import Supervisor
+from tandem_services.cli.start_watch import Row, StartWatch, View, Watched, readiness
+from tandem_services.common.service_manager import ServiceManager
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -15,6 +21,12 @@ PERIOD_S = 10.0
 """Longest time without a line."""
 
 BAR_WIDTH = 24
+
+NOTICE_PERIOD_S = 5.0
+"""Between two notices to the service manager while nothing changes its phase."""
+
+NOTICE_EXTENSION_S = 60.0
+"""How long the service manager waits for the next notice: longer than a loaded machine stops this process."""
 
 
 @contextmanager
@@ -84,3 +96,54 @@ def _table(rows: Sequence[Row]) -> "Table":
         style = "green" if row.ready else ""
         table.add_row(row.label, Text(row.doing, style=style), f"{row.since_start_s:.1f} s", bar)
     return table
+
+
+class Notices:
+    """Reports to the service manager, so that its own limit does not end a start that `StartWatch` lets continue."""
+
+    def __init__(self, manager: ServiceManager) -> None:
+        self._manager = manager
+        self._phases: list[str] = []
+        self._last: float | None = None
+
+    def show(self, rows: Sequence[Row], now: float) -> None:
+        phases = [row.phase for row in rows]
+        if phases == self._phases and self._last is not None and now - self._last < NOTICE_PERIOD_S:
+            return
+        self._phases, self._last = phases, now
+        doing = "; ".join(f"{row.label}: {row.doing}" for row in rows if not row.ready)
+        self._manager.starting(
+            f"starting: {doing}" if doing else "all processes are ready", extend_s=NOTICE_EXTENSION_S
+        )
+
+
+class Views:
+    """Several at once."""
+
+    def __init__(self, *views: View) -> None:
+        self._views = views
+
+    def show(self, rows: Sequence[Row], now: float) -> None:
+        for view in self._views:
+            view.show(rows, now)
+
+
+def watch_start(
+    watched: Sequence[Watched], supervisor: Supervisor, manager: ServiceManager, args: argparse.Namespace
+) -> None:
+    """Show what each process does until all are ready. Raises `StartupError`, `ConfigError`."""
+    import httpx
+
+    # One client for all polls: each new one builds a TLS context, which takes milliseconds of a core.
+    with httpx.Client(timeout=1.0, trust_env=False, verify=False) as client, start_view() as view:  # noqa: S501  plain HTTP to our own processes
+        StartWatch(
+            watched=watched,
+            supervisor=supervisor,
+            view=Views(view, Notices(manager)),
+            clock=MonotonicClock(),
+            sleep=time.sleep,
+            probe=lambda url: readiness(client, url),
+            cpu_seconds=session_cpu_seconds,
+            stall_s=args.stall_timeout,
+            limit_s=args.ready_timeout,
+        ).run()

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from tandem_engine.base.addresses import LOOPBACK, Address, is_loopback, loopback_beside, reachable_here
 from tandem_engine.base.cgroups import usable_cpus
-from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import allow_many_descriptors, allowed_cpus, keep_files_private
 from tandem_engine.base.progress import new_name
@@ -56,23 +55,18 @@ from tandem_services.cli.flags import (
     tracing_of,
 )
 from tandem_services.cli.parsing.flag_table import without_login
-from tandem_services.cli.proc import Identity, session_cpu_seconds
-from tandem_services.cli.processes import (
-    CONFIG_FILE,
-    Child,
-    Supervisor,
-    python_command,
-    require_redis,
-    start_redis,
-)
+from tandem_services.cli.proc import Identity
+from tandem_services.cli.processes import Child, Supervisor, python_command
+from tandem_services.cli.redis_process import CONFIG_FILE, require_redis, start_redis
 from tandem_services.cli.run_dir import Run, StartedProcess, prepare_run_dir, record_run
 from tandem_services.cli.runs import default_run_dir
+from tandem_services.cli.start_view import watch_start
+from tandem_services.cli.start_watch import Watched
+from tandem_services.common.service_manager import ServiceManager
+from tandem_services.common.settings import read_settings
 from tandem_services.common.sockets import free_port, listen
 from tandem_services.common.tasks import ending_signals
 from tandem_services.common.tracing import require_opentelemetry
-
-if TYPE_CHECKING:
-    from tandem_services.cli.start_watch import Watched
 
 
 def greeting(args: argparse.Namespace, *, url: str, model: str, workers: Mapping[str, int], run_dir: Path) -> str:
@@ -342,21 +336,24 @@ def run(args: argparse.Namespace) -> int:
     todo = plan(args)
     cores = claim_cores(args, todo)
     supervisor = Supervisor()
+    manager = ServiceManager(address=read_settings().notify_socket)
     for number in ending_signals():
         signal.signal(number, _interrupt)
     ready = False
     try:
         start(args, todo, supervisor, cores)
         _record(args, todo, supervisor)
-        _wait_until_ready(args, todo, supervisor)
+        watch_start(_watched(args, todo, supervisor), supervisor, manager, args)
         ready = True
         if args.exit_when_ready:
             print("tandem: everything is ready; stopping", file=sys.stderr, flush=True)
             return 0
         print(greeting_of(args, todo), flush=True)
+        manager.ready(f"serving {todo.model_names[0]} at {_url(args, todo)}")
         while True:
             for event in supervisor.restart_dead():
                 print(f"tandem: {event}", file=sys.stderr, flush=True)
+                manager.status(event)
                 _record(args, todo, supervisor)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt as interrupt:
@@ -367,6 +364,7 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        manager.stopping()
         supervisor.stop(STOP_GRACE)
         cores.release()
         _record(args, todo, None)
@@ -456,31 +454,7 @@ def _child(todo: Plan, name: str, argv: list[str], progress: Path | None = None)
     return Child(name=name, argv=python_command(*argv), log=todo.run_dir / f"{name}.log", progress=progress)
 
 
-def _wait_until_ready(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> None:
-    """Show what each process does until all are ready. Raises `StartupError`, `ConfigError`."""
-    import httpx
-
-    from tandem_services.cli.start_view import start_view
-    from tandem_services.cli.start_watch import StartWatch, readiness
-
-    # One client for all polls: each new one builds a TLS context, which takes milliseconds of a core.
-    with httpx.Client(timeout=1.0, trust_env=False, verify=False) as client, start_view() as view:  # noqa: S501  plain HTTP to our own processes
-        StartWatch(
-            watched=_watched(args, todo, supervisor),
-            supervisor=supervisor,
-            view=view,
-            clock=MonotonicClock(),
-            sleep=time.sleep,
-            probe=lambda url: readiness(client, url),
-            cpu_seconds=session_cpu_seconds,
-            stall_s=args.stall_timeout,
-            limit_s=args.ready_timeout,
-        ).run()
-
-
-def _watched(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> "list[Watched]":
-    from tandem_services.cli.start_watch import Watched
-
+def _watched(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> list[Watched]:
     inner = loopback_beside(args.host)
     children = {child.name: child for child in supervisor.children}
     workers = [

@@ -66,6 +66,8 @@ class Settings:
 
     state_home: Path | None = None
     """For what programs keep of their runs (XDG_STATE_HOME); None: the user has no home folder."""
+    notify_socket: str | None = None
+    """Where a service manager such as systemd listens (NOTIFY_SOCKET); None: none started this process."""
     redis_url: str | None = None
     redis_password_file: Path | None = None
     cluster: str = "default"
@@ -99,6 +101,7 @@ def read_settings(environ: Mapping[str, str] | None = None, *, of_flags: frozens
     values = {name: value for name, value in variables.items() if name.startswith(PREFIX) and value}
     return Settings(
         state_home=_state_home(variables.get("XDG_STATE_HOME", "")),
+        notify_socket=variables.get("NOTIFY_SOCKET") or None,
         redis_url=values.get("TANDEM_REDIS_URL"),
         redis_password_file=_path(values, "TANDEM_REDIS_PASSWORD_FILE"),
         cluster=values.get("TANDEM_CLUSTER", "default"),
@@ -138,6 +141,11 @@ def forget_variables(names: Iterable[str]) -> None:
     for name in names:
         if name not in KNOWN or name == CONFIG_VARIABLE:
             os.environ.pop(name, None)
+
+
+def all_variables() -> Mapping[str, str]:
+    """The environment as it is, secrets included: for `tandem doctor`, which shows some names and fewer values."""
+    return dict(os.environ)
 
 
 def _state_home(given: str) -> Path | None:

@@ -16,13 +16,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.progress import read_progress
 from tandem_engine.config import Role
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.control import (
@@ -123,6 +124,9 @@ class NamedTasks:
             self.failed(task.get_name())
 
 
+PROGRESS_FILE = "progress"
+"""Of the engine, in this process's own folder, unless `tandem up` reads it too."""
+
 SETTLE_S = 1.0
 """A request routed here just before the drain may still be on its way: idle counts only after this."""
 
@@ -145,7 +149,8 @@ class WorkerService:
             hosts=AllowedHosts.of(config.allowed_hosts, listening=(config.host, config.health_host)),
             needs_token=not config.remote_orders,
         )
-        self._config = config
+        self._progress_file = config.progress_file or folder / PROGRESS_FILE
+        self._config = replace(config, progress_file=self._progress_file)
         self._clock = clock
         self._redis = RedisClient(config.redis, timeout_s=BACKGROUND_TIMEOUT_S)
         self._link = EngineLink(context=context, folder=folder)
@@ -262,7 +267,7 @@ class WorkerService:
         return feed, registration, introductions, standby
 
     def _probes(self) -> WorkerProbes:
-        self._health.add_check("engine", lambda: "loading the model" if self._ready is None else None)
+        self._health.add_check("engine", self._check_engine)
         self._health.add_check("scheduler", self._check_progress)
         self._health.add_check(
             "generation", lambda: "paused by an operator" if self._monitor.state is WorkerState.PAUSED else None
@@ -384,6 +389,12 @@ class WorkerService:
 
     def _links(self) -> tuple[LinkReport, ...]:
         return () if self._monitor.stats is None else self._monitor.stats.links
+
+    def _check_engine(self) -> str | None:
+        if self._ready is not None:
+            return None
+        progress = read_progress(self._progress_file)
+        return "loading the model" if progress is None else f"loading the model ({progress})"
 
     def _check_progress(self) -> str | None:
         if self._ready is None or self._monitor.state is not WorkerState.STALLED:

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from tandem_engine.base.linux import die_with_parent
+from tandem_engine.base.progress import START, Phase
 from tandem_engine.ipc.channels import IpcContext, PairChannel
 from tandem_engine.messages.control import (
     Audit,
@@ -206,6 +207,8 @@ def main() -> int:
     for flag in ("--incarnation", "--control", "--remote"):
         parser.add_argument(flag, required=True)
     parser.add_argument("--fail")
+    parser.add_argument("--loading", action="store_true", help="report weights and never become ready")
+    parser.add_argument("--progress-file", type=Path)
     parser.add_argument("--transport", default="none")
     flags, _ = parser.parse_known_args()
     remote = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -221,7 +224,11 @@ def main() -> int:
             channel.send(EngineFailed(message=flags.fail, code="checkpoint_error"))
             channel.drain(LAST_WORDS_S)
             return 3
-        channel.send(ready_message(flags.incarnation, transport=flags.transport))
+        if flags.loading:
+            START.report_to(flags.progress_file)
+            START.report(Phase.WEIGHTS, done=1 << 30, total=4 << 30, unit="bytes")
+        else:
+            channel.send(ready_message(flags.incarnation, transport=flags.transport))
         return MockEngine(channel=channel, remote=remote).run()
     finally:
         channel.close()

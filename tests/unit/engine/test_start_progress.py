@@ -89,3 +89,23 @@ def test_reading_weights_is_reported_as_bytes(tmp_path, monkeypatch):
         advance(4)
         advance(6)
     assert json.loads(path.read_text()) == {"phase": "weights", "done": 10, "total": 10, "unit": "bytes"}
+
+
+def test_function_gets_due_reports_until_its_block_ends():
+    start, clock, seen = Reporter(), Clock(), []
+    with start.also_to(seen.append, clock):
+        for done in (0, 1, 2):
+            start.report(Phase.WEIGHTS, done=done, total=9, unit="bytes")
+        start.report(Phase.MEMORY)
+    start.report(Phase.SELF_TEST)
+    assert list(map(str, seen)) == ["weights 0 % of 0.00 GiB", "memory"]
+
+
+def test_error_of_the_function_ends_the_start():
+    def fail(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    start = Reporter()
+    with pytest.raises(KeyboardInterrupt), start.also_to(fail):
+        start.report(Phase.WEIGHTS)
+    start.report(Phase.MEMORY)

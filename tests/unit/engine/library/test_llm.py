@@ -26,6 +26,24 @@ def texts(outputs) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
+def test_progress_function_gets_each_phase_of_the_load(capfd):
+    seen = []
+    with LLM(MODEL, progress=seen.append, dtype="float32", num_pages=40, threads=1) as llm:
+        loaded = len(seen)
+        llm.generate("The fox", GREEDY, use_tqdm=False)
+    assert seen[0].phase == "weights"
+    assert "memory" in {report.phase for report in seen}
+    assert [report.share for report in seen if report.unit == "bytes" and report.phase == "weights"][-1] == 1.0
+    assert len(seen) == loaded
+    assert "loading weights" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("progress", ["yes", 1, None])
+def test_progress_of_another_type_is_refused_by_name(progress):
+    with pytest.raises(ConfigError, match="progress must be True, False or a function, got"):
+        LLM(MODEL, progress=progress)
+
+
 def test_outputs_come_in_the_order_of_prompts_and_say_what_was_asked(llm):
     prompts = ["Once upon a time", "The fox", "A river"]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)

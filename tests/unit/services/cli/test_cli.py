@@ -16,7 +16,7 @@ from tandem_services.cli.cores import Cores
 from tandem_services.cli.flags import bundled_model, model_folder
 from tandem_services.cli.gateway import models_of
 from tandem_services.cli.main import build_parser, main
-from tandem_services.cli.processes import Child, Supervisor, start_redis
+from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.start_watch import readiness
 from tandem_services.cli.up import greeting_of, plan, start
 from tandem_services.common.errors import RemoteError, StartupError
@@ -24,7 +24,7 @@ from tandem_services.common.sockets import free_port
 from tandem_testing.waiting import wait_for
 
 UP_S = 60.0
-COMMANDS = ["up", "chat", "bench", "verify", "simulate", "gateway", "router", "worker", "ctl", "keys"]
+COMMANDS = ["up", "doctor", "chat", "bench", "verify", "simulate", "gateway", "router", "worker", "ctl", "keys"]
 
 
 @pytest.mark.parametrize("command", [[], *[[c] for c in COMMANDS], ["bench", "serve"], ["bench", "offline"]])
@@ -340,12 +340,6 @@ def test_a_port_in_use_is_named_with_the_way_out(tmp_path) -> None:
         port = server.getsockname()[1]
         with pytest.raises(StartupError, match=f"127.0.0.1:{port}.*--port"):
             plan(args("--port", str(port), "--run-dir", str(tmp_path)))
-
-
-def test_a_missing_redis_is_named_with_the_way_out(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(StartupError, match="apt-get install redis-server"):
-        start_redis(Supervisor(), tmp_path)
 
 
 def test_errors_made_on_purpose_end_in_one_sentence_and_a_status(capsys) -> None:

@@ -1,11 +1,14 @@
 """How a start looks on a terminal and in a pipe."""
 
 import io
+from dataclasses import replace
 
 import pytest
 
-from tandem_services.cli.start_view import start_view
+from tandem_services.cli.start_view import Notices, start_view
 from tandem_services.cli.start_watch import Row
+from tandem_services.common.service_manager import ServiceManager
+from tandem_testing.notify_socket import NotifySocket
 
 ROWS = [
     Row(
@@ -63,3 +66,21 @@ def test_dumb_terminal_gets_lines_without_control_codes(monkeypatch):
 def test_table_in_twenty_columns_does_not_fail(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     assert "12" in shown_on(Terminal())
+
+
+def test_notices_extend_the_start_limit_of_the_manager(tmp_path):
+    listener = NotifySocket(tmp_path / "notify")
+    try:
+        notices = Notices(ServiceManager(address=listener.address))
+        for now in (0.0, 0.1, 4.9, 5.0):
+            notices.show(ROWS, now)
+        notices.show([replace(ROWS[0], phase="memory", doing="memory"), ROWS[1]], 5.1)
+        sent = listener.messages()
+    finally:
+        listener.close()
+    assert [message["STATUS"] for message in sent] == [
+        "starting: decode-0: weights 61 % of 4.00 GiB",
+        "starting: decode-0: weights 61 % of 4.00 GiB",
+        "starting: decode-0: memory",
+    ]
+    assert {message["EXTEND_TIMEOUT_USEC"] for message in sent} == {"60000000"}
