@@ -25,7 +25,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -253,10 +253,8 @@ class GatewayServer(uvicorn.Server):
             await super().startup(sockets)
             return
         await super().startup(sockets=[])
-        config = self.config
-        protocol = partial(
-            config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
-        )
+        make: Any = self.config.http_protocol_class
+        protocol = partial(make, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
         self._acceptor = Acceptor(sockets or [], protocol, end_idle=self._end_an_idle_connection)
         self._acceptor.start()
 
