@@ -30,6 +30,7 @@ from tandem_engine.executor.platform import Executor, ExecutorParts, Platform, R
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.kernels.interface import FLOAT8
 from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool
+from tandem_engine.memory.cache_groups import CacheLayout
 from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.host.storage import DiskStorage
@@ -40,6 +41,7 @@ from tandem_engine.memory.prefix_cache import NoPrefixCache, PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.sizing import SMALLEST_POOL
 from tandem_engine.messages.control import KvGeometry
+from tandem_engine.model.base import kv_specs
 from tandem_engine.model.weights import heads_of_rank
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import JointWork, Parallel
@@ -109,11 +111,10 @@ def sized_pool(
 
 def _pool(geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel, *, pages: int) -> KvPool:
     dtype = kv_dtype(config.cache.dtype, loaded.dtype)
-    return KvPool(
+    [group] = CacheLayout.merged(kv_specs(loaded.model, kv_heads=geometry.num_kv_heads)).groups
+    return KvPool.of_group(
+        group,
         num_pages=pages,
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
         page_size=geometry.page_size,
         dtype=dtype,
         device=config.device,

@@ -14,7 +14,7 @@ The pool does not track owners of pages.
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.names import PageId
 from tandem_engine.config import KvCacheDtype
 from tandem_engine.kernels.interface import FLOAT8, HeadTurn, KvScales, by_triton, from_float8, to_float8
+from tandem_engine.memory.cache_groups import CacheGroup
 
 GIB = 1 << 30
 
@@ -45,7 +46,8 @@ class PageLayout(NamedTuple):
 
 
 class KvPool:
-    """K and V of every layer for `num_pages` pages of `page_size` tokens. Written by the forward and by peers."""
+    """K and V of the layers of one group for `num_pages` pages of `page_size` tokens. Written by the forward and by
+    peers. Layers are counted within the group (`cache_groups`)."""
 
     data: torch.Tensor
     """[num_pages, num_layers, 2, num_kv_heads, page_size, head_dim] of the pool's dtype, contiguous."""
@@ -73,6 +75,30 @@ class KvPool:
         self.scales = _ones(*shape[1:4], device=device) if dtype in FLOAT8 else None
         if scales is not None:
             self.set_scales(scales)
+
+    @classmethod
+    def of_group(
+        cls,
+        group: CacheGroup,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        scales: torch.Tensor | None = None,
+    ) -> Self:
+        """Of the layers of `group`. `scales`: of all layers of the model."""
+        heads, width = group.spec.parts[0]
+        return cls(
+            num_pages=num_pages,
+            num_layers=len(group.layers),
+            num_kv_heads=heads,
+            head_dim=width,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            scales=None if scales is None else scales[list(group.layers)],
+        )
 
     def set_scales(self, scales: torch.Tensor) -> None:
         """Read and write with `scales` from now on, where those before were. What the pool holds loses its meaning."""
