@@ -70,7 +70,7 @@ def run_self_test(parts: EngineParts, *, vocab_size: int) -> SelfTestReport:
     """
     memory, scheduler = parts.memory, parts.scheduler
     tokens = min(SELF_TEST_TOKENS, scheduler.max_request_tokens - 1)
-    pages = memory.reserve_pages(min(memory.pages_for(tokens + 1), memory.available_pages()))
+    pages = memory.reserve_pages(min(memory.pages_for(tokens + 1), memory.reservable_pages()))
     if not pages:
         raise BusyError("no KV page is free for a self-test: try again, or pause with mode retract before")
     test = partial(
@@ -79,6 +79,7 @@ def run_self_test(parts: EngineParts, *, vocab_size: int) -> SelfTestReport:
         pages=pages,
         page_size=memory.page_size,
         vocab_size=vocab_size,
+        windows=memory.windows,
         prompt_tokens=tokens,
     )
     try:
@@ -98,7 +99,7 @@ def run_warm_up(parts: EngineParts, *, vocab_size: int, max_rows: int, drafts: i
         return
     memory, began = parts.memory, time.perf_counter()
     tokens = min(WARM_UP_TOKENS, parts.scheduler.max_request_tokens - 1)
-    pages = memory.reserve_pages(min(memory.pages_for(tokens), memory.available_pages()))
+    pages = memory.reserve_pages(min(memory.pages_for(tokens), memory.reservable_pages()))
     if not pages:
         raise BusyError("no KV page is free to warm up with")
     room = Room(
@@ -141,7 +142,14 @@ def forced_logits(parts: EngineParts, tokens: Sequence[int], *, chunk: int) -> I
     try:
         for begin in range(0, len(tokens), chunk):
             so_far = text[: begin + chunk]
-            batch = lone_batch(so_far, pages, memory.page_size, extend_len=len(so_far) - begin, every_token=True)
+            batch = lone_batch(
+                so_far,
+                pages,
+                memory.page_size,
+                extend_len=len(so_far) - begin,
+                every_token=True,
+                windows=memory.windows,
+            )
             yield parts.executor.run(partial(logits_of, parts.runner, batch))
     finally:
         memory.give_back(pages)
@@ -358,7 +366,7 @@ class Engine:
 
     @property
     def total_pages(self) -> int:
-        return self._parts.pool.num_pages
+        return self._parts.memory.allocator.num_pages
 
     def sockets(self) -> "list[zmq.Socket[bytes]]":
         """Sockets whose messages `step` handles: what an idle loop sleeps on."""
