@@ -208,7 +208,8 @@ class Engine:
             ConfigError: the pool does not fit the memory or cannot hold two pages, or a port is taken.
             TransportUnavailableError: NIXL was asked for and cannot be loaded.
         """
-        parts = make_parts(loaded, config, sink=sink, platform=platform)
+        has_peers = port is not None and config.disagg.transport != "none"
+        parts = make_parts(loaded, config, sink=sink, platform=platform, has_peers=has_peers)
         engine = cls(loaded=loaded, config=config, parts=parts)
         engine.on_wait(lambda: None)
         if port is not None:

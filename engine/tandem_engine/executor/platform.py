@@ -38,10 +38,12 @@ from tandem_engine.executor.memory_profile import MemoryMeter, meter_for
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.memory.group_pools import GroupPools
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.page_copies import PageCopier
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionBackend, AttentionSpec, GraphBackend
+from tandem_engine.model.attention.grouped import GroupedAttention
 from tandem_engine.model.base import StepModel
 from tandem_engine.parallel.group import JointWork, SingleRank, TpGroup, use_device
 from tandem_engine.sampling.sampler import Sampler
@@ -67,6 +69,8 @@ class RunnerParts:
     """That the model computes in."""
     rows: int
     """Largest `req_pool_idx`."""
+    groups: GroupPools | None = None
+    """Of groups of layers, of which `pool` is the first; None where it has all layers."""
     observer: HiddenObserver | None = None
     group: TpGroup = field(default_factory=SingleRank)
     max_pages: int = 0
@@ -142,7 +146,7 @@ class OnHost:
         return ModelRunner(
             model=parts.model,
             pool=parts.pool,
-            backend=self.attention(parts.pool, parts.num_heads, parts.model.attention, parts.dtype),
+            backend=self._backend(parts),
             sampler=Sampler(),
             future_map=FutureMap(parts.rows),
             observer=parts.observer,
@@ -151,6 +155,16 @@ class OnHost:
 
     def graph_bytes(self, make: Callable[[], RunnerParts]) -> int:  # noqa: ARG002 - no graphs
         return 0
+
+    def _backend(self, parts: RunnerParts) -> AttentionBackend:
+        specs, groups = parts.model.attention, parts.groups
+        if groups is None:
+            return self.attention(parts.pool, parts.num_heads, specs, parts.dtype)
+        backends = [
+            self.attention(pool, parts.num_heads, [specs[layer] for layer in group.layers], parts.dtype)
+            for group, pool in zip(groups.layout.groups, groups.pools, strict=True)
+        ]
+        return GroupedAttention(backends, windows=groups.layout.windows, places=groups.layout.places)
 
     def executor(self, parts: ExecutorParts) -> Executor:
         """With one rank a step is called without a word between."""
@@ -224,6 +238,7 @@ class OnStreams:
         return StreamExecutor(enqueue, copier=pages.enqueue, streams=self.streams)
 
     def _decoding(self, parts: RunnerParts) -> Decoding:
+        assert parts.groups is None, "steps of a device have one table of pages"
         device = self.streams.device
         return Decoding(
             model=parts.model,

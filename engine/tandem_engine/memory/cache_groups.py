@@ -103,6 +103,16 @@ class CacheLayout:
         return layout
 
     @property
+    def is_merged(self) -> bool:
+        """One group, which keeps all tokens."""
+        return [group.spec.reach for group in self.groups] == [ALL_TOKENS]
+
+    @property
+    def windows(self) -> int:
+        """Groups with a window, which come last."""
+        return sum(group.spec.reach.window is not None for group in self.groups)
+
+    @property
     def places(self) -> tuple[Place, ...]:
         """Of each layer of the model."""
         places = {

@@ -64,6 +64,15 @@ class KvMemory:
         """Pages that `ensure` could get now: free or evictable. Fenced pages do not count."""
         return self.allocator.available + self.cache.evictable_pages()
 
+    def load(self) -> tuple[int, int]:
+        """Free pages, and evictable ones, of the group of layers that has the least left for its size."""
+        free, evictable = self.allocator.available, self.cache.evictable_pages()
+        for window in self.windows:
+            ids_per_page = (self.allocator.num_pages - 1) / (window.num_pages - 1)
+            free = min(free, int(window.free_pages * ids_per_page))
+            evictable = min(evictable, int(window.available * ids_per_page) - free)
+        return free, evictable
+
     def reservable_pages(self) -> int:
         """Pages that `reserve_pages` could provide now: as `available_pages`, in every group of layers."""
         return min([self.available_pages(), *(window.available for window in self.windows)])

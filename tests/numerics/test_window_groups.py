@@ -1,0 +1,57 @@
+"""Layers with a window in pages of their own: the tokens of transformers, whatever their former pages hold."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tandem_engine.memory.group_pools import GroupPools
+from tandem_engine.memory.pool import KvPool
+from tandem_engine.memory.window_pages import WindowPages
+from tandem_testing.exactness import CACHED, CHUNKED, CONTINUED, MIXED, RETRACTED, SHARED, TWICE, run_paths
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+
+PATHS = [
+    CHUNKED,
+    CACHED,
+    MIXED,
+    RETRACTED,
+    "retracted (short of pages)",
+    CONTINUED,
+    TWICE,
+    SHARED,
+    "page size 1",
+    "page size 64",
+    "n-gram drafts",
+    "drafts by the model itself",
+]
+make_windows = GroupPools.windows.fget
+
+
+def poison(pool: KvPool, pages: Sequence[int]) -> None:
+    pool.data[list(pages)] = torch.nan
+
+
+def poisoned(pools: GroupPools) -> list[WindowPages]:
+    """Windows whose pages are no numbers from when they are dropped until they are written again."""
+    layered = [
+        pool
+        for group, pool in zip(pools.layout.groups, pools.pools, strict=True)
+        if group.spec.reach.window is not None
+    ]
+    windows = make_windows(pools)
+    for window, pool in zip(windows, layered, strict=True):
+        window._dropped = lambda pages, pool=pool: DROPPED.append(len(pages)) or poison(pool, pages)
+    return windows
+
+
+DROPPED: list[int] = []
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "qwen2-window"])
+def test_windows_that_free_their_pages_change_no_token(name, tmp_path, monkeypatch) -> None:
+    DROPPED.clear()
+    monkeypatch.setattr(GroupPools, "windows", property(poisoned))
+    results = run_paths(write_tiny_checkpoint(name, tmp_path), PATHS)
+    assert {result.path: result.difference for result in results} == dict.fromkeys(PATHS)
+    assert DROPPED
