@@ -144,7 +144,7 @@ def sized_pools(
     page_ids = plan.pages
     if not config.cache.num_pages:
         itemsize = kv_dtype(config.cache.dtype, loaded.dtype).itemsize
-        page_ids = page_ids_in(layout, demand, plan.pages, itemsize=itemsize, beside=beside)
+        page_ids = page_ids_in(layout, demand, plan.pages, itemsize=itemsize, draft_bytes=beside)
     pages = group_pages(layout, demand, page_ids)
     for group, count in zip(layout.groups, pages, strict=True):
         if group.spec.reach.window is not None:

@@ -29,7 +29,7 @@ class Reach:
         return self.first_read(tokens) // page_size
 
     def max_blocks(self, page_size: int) -> int | None:
-        """Blocks that a decoding sequence needs at most, that of its next token included; None: all of its own."""
+        """Blocks that a decoding sequence needs at most, that of its next token included; None: all that it has."""
         return None if self.window is None else -(-(self.window - 1) // page_size) + 2
 
 

@@ -108,10 +108,10 @@ def group_pages(layout: CacheLayout, demand: Demand, page_ids: int) -> list[int]
     ]
 
 
-def page_ids_in(layout: CacheLayout, demand: Demand, pages: int, *, itemsize: int, beside: int = 0) -> int:
+def page_ids_in(layout: CacheLayout, demand: Demand, pages: int, *, itemsize: int, draft_bytes: int = 0) -> int:
     """The most page ids for which the memory of `pages` pages of all layers is enough.
 
-    `beside`: bytes that a draft model takes for each page id.
+    `draft_bytes`: of a draft model, for each page id.
     """
 
     def size(group: CacheGroup) -> int:
@@ -119,7 +119,7 @@ def page_ids_in(layout: CacheLayout, demand: Demand, pages: int, *, itemsize: in
 
     def fits(page_ids: int) -> bool:
         used = sum(map(int.__mul__, map(size, layout.groups), group_pages(layout, demand, page_ids)))
-        return used + page_ids * beside <= pages * (sum(map(size, layout.groups)) + beside)
+        return used + page_ids * draft_bytes <= pages * (sum(map(size, layout.groups)) + draft_bytes)
 
     fitting, beyond = pages, 2 * pages
     while fits(beyond):

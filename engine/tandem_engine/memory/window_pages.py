@@ -16,8 +16,8 @@ continued: `usable_blocks`.
        idle       its last user ended: it is where a conversation continues, and is kept longer
     4. dropped    free; the page id stays and has a hole here
 
-A step in flight reads from the first token of its own on, less its window, and pages are passed by what is committed
-before it: no step, however late it runs, reads a page that was passed when it was launched [page-fence].
+A step in flight reads from its first token on, less its window, and pages are passed by what was committed before it:
+no step, however late it runs, reads a page that was passed while it was in flight [page-fence].
 """
 
 from collections import Counter, OrderedDict
@@ -148,10 +148,10 @@ class WindowPages:
         """The most leading blocks of `pages`, of one path, after which a request can continue."""
         blocks = np.arange(1, len(pages) + 1)
         holes = np.where(self.page_of[pages] == DUMMY_PAGE, blocks, 0)
-        behind = np.maximum.accumulate(holes)
+        broken = np.maximum.accumulate(holes)
         """Blocks up to the last hole, of each number of leading blocks."""
         first = np.maximum(0, blocks * self.page_size + 1 - (self.reach.window or 0)) // self.page_size
-        fitting = np.flatnonzero(behind <= first)
+        fitting = np.flatnonzero(broken <= first)
         return 0 if len(fitting) == 0 else int(fitting[-1]) + 1
 
     def problems(
