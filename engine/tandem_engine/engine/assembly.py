@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from tandem_engine.base.clock import Clock, MonotonicClock
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import (
     CacheConfig,
     EngineConfig,
@@ -81,7 +82,9 @@ def cache_layout(loaded: LoadedModel, geometry: KvGeometry, config: EngineConfig
 
     Peers, host memory and kernels of devices handle pages of all layers. A window that no sequence leaves is none.
     """
-    longest = config.scheduler.context_length
+    longest, dtype = config.scheduler.context_length, config.cache.dtype
+    if geometry.value_width and kv_dtype(dtype, loaded.dtype) in FLOAT8:
+        raise ConfigError(f"--kv-cache-dtype {dtype} is for K and V, and this model stores latents: use auto")
     specs = [
         replace(spec, reach=ALL_TOKENS) if (spec.reach.window or 0) >= longest else spec
         for spec in kv_specs(loaded.model, kv_heads=geometry.num_kv_heads)

@@ -44,6 +44,7 @@ from tandem_engine.memory.page_copies import PageCopier
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionBackend, AttentionSpec, GraphBackend
 from tandem_engine.model.attention.grouped import GroupedAttention
+from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_engine.model.base import StepModel
 from tandem_engine.parallel.group import JointWork, SingleRank, TpGroup, use_device
 from tandem_engine.sampling.sampler import Sampler
@@ -134,6 +135,8 @@ class OnHost:
         specs: Sequence[AttentionSpec],
         dtype: torch.dtype,  # noqa: ARG002 - its kernels take queries of float32
     ) -> AttentionBackend:
+        if pool.value_width is not None:
+            return TorchReferenceBackend(pool, specs=specs)
         # Only an engine on a CPU needs numba.
         from tandem_engine.model.attention.cpu import CpuAttention
 
@@ -267,7 +270,9 @@ def platform_for(device: str) -> Platform:
 
 
 def gpu_attention(pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> GraphBackend:
-    """Kernels."""
+    """Kernels, for K and V."""
+    if pool.value_width is not None:
+        return TorchReferenceBackend(pool, specs=specs)
     # Only an engine on a device needs Triton.
     from tandem_engine.model.attention.triton import TritonBackend
 

@@ -36,8 +36,8 @@ class Reach:
 ALL_TOKENS = Reach()
 
 
-class KvPart(NamedTuple):
-    """What a layer keeps of a token: K or V."""
+class KvRow(NamedTuple):
+    """What a layer keeps of a token: K, V, or a latent that is both."""
 
     heads: int
     """Of this rank."""
@@ -50,11 +50,15 @@ class KvSpec:
     """One layer. Layers with equal specs form a group."""
 
     reach: Reach
-    parts: tuple[KvPart, KvPart]
-    """K and V, of equal form."""
+    row: KvRow
+    """Of K and of V, or of the latent."""
+    value_width: int | None = None
+    """Of a layer that keeps one latent, the numbers at its beginning that are V; None for K and V."""
 
-    def __post_init__(self) -> None:
-        assert self.parts[0] == self.parts[1], f"K and V of one form share a page, got {self.parts}"
+    @property
+    def parts(self) -> int:
+        """Rows of a token."""
+        return 2 if self.value_width is None else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class CacheGroup:
 
     def page_bytes(self, page_size: int, itemsize: int) -> int:
         """Of a page of `page_size` tokens whose numbers have `itemsize` bytes."""
-        return len(self.layers) * page_size * itemsize * sum(part.heads * part.width for part in self.spec.parts)
+        return len(self.layers) * page_size * itemsize * self.spec.parts * self.spec.row.heads * self.spec.row.width
 
 
 class Place(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem_engine.config import ModelConfig
 from tandem_engine.forward.batch import ForwardBatch
-from tandem_engine.memory.cache_groups import KvPart, KvSpec, Reach
+from tandem_engine.memory.cache_groups import KvRow, KvSpec, Reach
 from tandem_engine.model.attention.backend import AttentionSpec
 
 
@@ -98,5 +98,5 @@ StepModel: TypeAlias = CausalLM | DraftHead
 
 def kv_specs(model: StepModel, *, kv_heads: int) -> tuple[KvSpec, ...]:
     """What each layer remembers, on a rank that holds `kv_heads` of its K/V heads."""
-    part = KvPart(heads=kv_heads, width=model.config.head_dim)
-    return tuple(KvSpec(reach=Reach(spec.window), parts=(part, part)) for spec in model.attention)
+    row = KvRow(heads=kv_heads, width=model.config.head_dim)
+    return tuple(KvSpec(reach=Reach(spec.window), row=row, value_width=spec.value_width) for spec in model.attention)

@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from tandem_engine.memory.cache_groups import ALL_TOKENS, CacheLayout, KvPart, KvSpec, Place, Reach
+from tandem_engine.memory.cache_groups import ALL_TOKENS, CacheLayout, KvRow, KvSpec, Place, Reach
 from tandem_engine.memory.pool import KvPool
 
-PART = KvPart(heads=2, width=8)
+ROW = KvRow(heads=2, width=8)
 
 
 def specs(*windows: int | None) -> list[KvSpec]:
-    return [KvSpec(reach=Reach(window), parts=(PART, PART)) for window in windows]
+    return [KvSpec(reach=Reach(window), row=ROW) for window in windows]
 
 
 def test_layers_with_equal_specs_form_one_group() -> None:

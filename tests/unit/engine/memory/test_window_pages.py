@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tandem_engine.base.names import PageId
-from tandem_engine.memory.cache_groups import CacheLayout, KvPart, KvSpec, Reach
+from tandem_engine.memory.cache_groups import CacheLayout, KvRow, KvSpec, Reach
 from tandem_engine.memory.group_pools import Demand, group_pages, page_ids_in
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
@@ -191,7 +191,7 @@ def test_load_is_that_of_the_fullest_group() -> None:
     assert memory.load() == (64 * 4 // 16, 0)
 
 
-GEMMA3 = [KvSpec(Reach(None if layer % 6 == 5 else 512), (KvPart(1, 256),) * 2) for layer in range(26)]
+GEMMA3 = [KvSpec(Reach(None if layer % 6 == 5 else 512), KvRow(1, 256)) for layer in range(26)]
 """The 1B model."""
 
 
