@@ -8,8 +8,19 @@ import torch
 from tandem_engine.memory.group_pools import GroupPools
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.window_pages import WindowPages
-from tandem_testing.exactness import CACHED, CHUNKED, CONTINUED, MIXED, RETRACTED, SHARED, TWICE, run_paths
+from tandem_testing.exactness import (
+    CACHED,
+    CHUNKED,
+    CONTINUED,
+    MIXED,
+    RETRACTED,
+    SHARED,
+    TWICE,
+    run_paths,
+    run_paths_of,
+)
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+from tandem_testing.twin_platform import TwinPlatform, load_for_twin
 
 PATHS = [
     CHUNKED,
@@ -55,3 +66,20 @@ def test_windows_that_free_their_pages_change_no_token(name, tmp_path, monkeypat
     results = run_paths(write_tiny_checkpoint(name, tmp_path), PATHS)
     assert {result.path: result.difference for result in results} == dict.fromkeys(PATHS)
     assert DROPPED
+
+
+QUEUED = [CHUNKED, CACHED, MIXED, RETRACTED, "n-gram drafts", "drafts by the model itself"]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_queued_steps_and_graphs_have_the_pages_of_windows(name, tmp_path) -> None:
+    """A graph keeps its tensors: each replay has to load those of every group."""
+    platforms: list[TwinPlatform] = []
+
+    def platform() -> TwinPlatform:
+        platforms.append(TwinPlatform())
+        return platforms[-1]
+
+    results = run_paths_of(load_for_twin(write_tiny_checkpoint(name, tmp_path)), QUEUED, platform=platform, every=2)
+    assert {result.path: result.difference for result in results} == dict.fromkeys(QUEUED)
+    assert all(each.replays for each in platforms)

@@ -80,7 +80,7 @@ DRAFT_ROWS = 2
 def cache_layout(loaded: LoadedModel, geometry: KvGeometry, config: EngineConfig, *, has_peers: bool) -> CacheLayout:
     """Groups of layers by what they read, where all that handles pages distinguishes them; else one for all layers.
 
-    Peers, host memory and kernels of devices handle pages of all layers. A window that no sequence leaves is none.
+    Peers and host memory handle pages of all layers. A window that no sequence leaves is none.
     """
     longest, dtype = config.scheduler.context_length, config.cache.dtype
     if geometry.value_width and kv_dtype(dtype, loaded.dtype) in FLOAT8:
@@ -89,7 +89,7 @@ def cache_layout(loaded: LoadedModel, geometry: KvGeometry, config: EngineConfig
         replace(spec, reach=ALL_TOKENS) if (spec.reach.window or 0) >= longest else spec
         for spec in kv_specs(loaded.model, kv_heads=geometry.num_kv_heads)
     ]
-    if has_peers or config.cache.host.enabled or config.device != "cpu":
+    if has_peers or config.cache.host.enabled:
         return CacheLayout.merged(specs)
     return CacheLayout.of(specs)
 

@@ -107,6 +107,7 @@ def run_warm_up(parts: EngineParts, *, vocab_size: int, max_rows: int, drafts: i
         page_size=memory.page_size,
         prompt_tokens=min(tokens, len(pages) * memory.page_size),
         max_rows=max_rows,
+        windows=memory.windows,
     )
 
     logger.info("warming up: launching every kernel that a request can")

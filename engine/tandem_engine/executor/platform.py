@@ -43,7 +43,7 @@ from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.page_copies import PageCopier
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionBackend, AttentionSpec, GraphBackend
-from tandem_engine.model.attention.grouped import GroupedAttention
+from tandem_engine.model.attention.grouped import GroupedAttention, GroupedGraphAttention
 from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_engine.model.base import StepModel
 from tandem_engine.parallel.group import JointWork, SingleRank, TpGroup, use_device
@@ -163,10 +163,7 @@ class OnHost:
         specs, groups = parts.model.attention, parts.groups
         if groups is None:
             return self.attention(parts.pool, parts.num_heads, specs, parts.dtype)
-        backends = [
-            self.attention(pool, parts.num_heads, [specs[layer] for layer in group.layers], parts.dtype)
-            for group, pool in zip(groups.layout.groups, groups.pools, strict=True)
-        ]
+        backends = [self.attention(pool, parts.num_heads, each, parts.dtype) for pool, each in groups.with_specs(specs)]
         return GroupedAttention(backends, windows=groups.layout.windows, places=groups.layout.places)
 
     def executor(self, parts: ExecutorParts) -> Executor:
@@ -241,16 +238,24 @@ class OnStreams:
         return StreamExecutor(enqueue, copier=pages.enqueue, streams=self.streams)
 
     def _decoding(self, parts: RunnerParts) -> Decoding:
-        assert parts.groups is None, "steps of a device have one table of pages"
         device = self.streams.device
         return Decoding(
             model=parts.model,
-            backend=self._attention(parts.pool, parts.num_heads, parts.model.attention, parts.dtype),
+            backend=self._backend(parts),
             future_map=FutureMap(parts.rows, device=device, queued=True),
             observer=parts.observer,
             device=device,
             max_pages=parts.max_pages,
         )
+
+    def _backend(self, parts: RunnerParts) -> GraphBackend:
+        specs, groups = parts.model.attention, parts.groups
+        if groups is None:
+            return self._attention(parts.pool, parts.num_heads, specs, parts.dtype)
+        backends = [
+            self._attention(pool, parts.num_heads, each, parts.dtype) for pool, each in groups.with_specs(specs)
+        ]
+        return GroupedGraphAttention(backends, windows=groups.layout.windows, places=groups.layout.places)
 
     def _capture(self, model: StepModel, decoding: Decoding, sizes: Sequence[int]) -> DecodeGraphs:
         with self.streams.on(StreamName.FORWARD):

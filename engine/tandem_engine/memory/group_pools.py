@@ -7,13 +7,15 @@ page ids for all.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 
 from tandem_engine.memory.cache_groups import CacheGroup, CacheLayout, Reach
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.window_pages import WindowPages
+
+Spec = TypeVar("Spec")
 
 TYPICAL_TOKENS = 8192
 """Of a request at most, for the shares of groups in the memory: longer ones are rare."""
@@ -75,6 +77,13 @@ class GroupPools:
     def first(self) -> KvPool:
         """Of all layers, where they are one group."""
         return self.pools[0]
+
+    def with_specs(self, specs: Sequence[Spec]) -> list[tuple[KvPool, list[Spec]]]:
+        """Each pool with the `specs` of its layers, of one for each layer of the model."""
+        return [
+            (pool, [specs[layer] for layer in group.layers])
+            for group, pool in zip(self.layout.groups, self.pools, strict=True)
+        ]
 
     @property
     def windows(self) -> list[WindowPages]:
