@@ -16,7 +16,7 @@ import torch
 
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.errors import BusyError
-from tandem_engine.base.names import RequestId
+from tandem_engine.base.names import PageId, RequestId
 from tandem_engine.config import EngineConfig, ModelConfig
 from tandem_engine.engine.assembly import EngineParts, make_parts
 from tandem_engine.engine.loaded_model import LoadedModel, Served, load
@@ -135,14 +135,15 @@ def forced_logits(parts: EngineParts, tokens: Sequence[int], *, chunk: int) -> I
     Raises:
         BusyError: too few pages are free.
     """
-    memory = parts.memory
-    pages = memory.reserve_pages(memory.pages_for(len(tokens)))
-    if pages is None:
-        raise BusyError(f"{len(tokens)} tokens need more KV pages than are free")
-    text = torch.tensor(tokens)
+    memory, text = parts.memory, torch.tensor(tokens)
+    pages: list[PageId] = []
     try:
         for begin in range(0, len(tokens), chunk):
             so_far = text[: begin + chunk]
+            more = memory.reserve_pages(memory.pages_for(len(so_far)) - len(pages))
+            if more is None:
+                raise BusyError(f"{len(tokens)} tokens need more KV pages than are free")
+            pages += more
             batch = lone_batch(
                 so_far,
                 pages,
@@ -152,6 +153,8 @@ def forced_logits(parts: EngineParts, tokens: Sequence[int], *, chunk: int) -> I
                 windows=memory.windows,
             )
             yield parts.executor.run(partial(logits_of, parts.runner, batch))
+            for window in memory.windows:
+                window.drop(pages[: window.passed_blocks(len(so_far))])
     finally:
         memory.give_back(pages)
 

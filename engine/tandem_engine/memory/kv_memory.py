@@ -313,7 +313,7 @@ class KvMemory:
         return private
 
     def _evict(self, n: int) -> int:
-        """Free up to `n` pages of the cache; how many it were."""
+        """Free up to `n` pages of the cache. Returns their number."""
         pages = self.cache.evict(n)
         self.allocator.free(pages)
         return len(pages)
