@@ -144,16 +144,10 @@ def forced_logits(parts: EngineParts, tokens: Sequence[int], *, chunk: int) -> I
             if more is None:
                 raise BusyError(f"{len(tokens)} tokens need more KV pages than are free")
             pages += more
-            batch = lone_batch(
-                so_far,
-                pages,
-                memory.page_size,
-                extend_len=len(so_far) - begin,
-                every_token=True,
-                windows=memory.windows,
-            )
+            new, windows = len(so_far) - begin, memory.windows
+            batch = lone_batch(so_far, pages, memory.page_size, extend_len=new, every_token=True, windows=windows)
             yield parts.executor.run(partial(logits_of, parts.runner, batch))
-            for window in memory.windows:
+            for window in windows:
                 window.drop(pages[: window.passed_blocks(len(so_far))])
     finally:
         memory.give_back(pages)
