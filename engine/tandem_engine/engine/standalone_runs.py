@@ -89,9 +89,9 @@ def run_warm_up(parts: EngineParts, *, vocab_size: int, max_rows: int, drafts: i
 
 
 def forced_logits(parts: EngineParts, tokens: Sequence[int], *, chunk: int) -> Iterator[torch.Tensor]:
-    """What the model says after each of `tokens`, given those before it: float32 [n, vocab], `chunk` at a time.
+    """Logits after each of `tokens`, given those before it: float32 [n, vocab], `chunk` at a time.
 
-    Nobody else may compute meanwhile. Of one rank: logits of a rank are those of its part of the vocabulary.
+    Nothing else may compute at that time. Of one rank: logits of a rank are those of its part of the vocabulary.
 
     Raises:
         BusyError: too few pages are free.

@@ -1,6 +1,6 @@
 """Attention of a model whose groups of layers have pools of their own (`memory.cache_groups`).
 
-Each group has a backend over its pool, which knows only its layers. A step names pages and slots as the first group has
+Each group has a backend over its pool, for its layers alone. A step names pages and slots as the first group has
 them; `ForwardBatch.windows` has those of the groups with a window. A step without them, as those that measure memory,
 lies on the same pages in every group.
 """

@@ -88,7 +88,7 @@ def test_a_graph_loads_the_tables_of_every_group() -> None:
 
 
 @pytest.mark.parametrize("windows", [(), (1,)])
-def test_a_lone_group_plans_the_step_itself(windows: Sequence[int]) -> None:
+def test_a_single_group_plans_the_step_itself(windows: Sequence[int]) -> None:
     """So that a step of few tokens may be one compiled call."""
     backend = TorchReferenceBackend(pool(1), specs=SPECS[:1])
     batch, page_of = steps()[0]

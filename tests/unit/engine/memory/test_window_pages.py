@@ -107,7 +107,7 @@ def test_a_hit_is_one_for_all_windows() -> None:
         window.attach(pages)
     near.drop([pages[9]])
     far.drop([pages[6]])
-    # 9 blocks suit the first alone, 8 the second not, 7 neither.
+    # After 9 blocks both can continue: the hole of the far window is the seventh block, before those that it reads.
     assert usable_blocks([near], pages) == 9
     assert usable_blocks([near, far], pages) == 9
     far.drop([pages[7]])
