@@ -165,7 +165,7 @@ WINDOWS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 5, 8, 9, 17, 40]), st.int
 """Tokens, and pages beyond those without which no prompt could be computed."""
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans, config=engines, windows=WINDOWS, spare=st.integers(0, 20))
 def test_no_output_depends_on_the_memory_of_windows(plan, config, windows, spare):
     """Dropped pages are overwritten: one that a window still reads gives another token."""

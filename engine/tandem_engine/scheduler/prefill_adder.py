@@ -206,7 +206,7 @@ class PrefillAdder:
         """What every request would be answered, as far as that is known without looking at one."""
         if self.tokens_left == 0:
             return Admission.BUDGET
-        if self.crowded and self.memory.available_pages() <= self.reserved:
+        if self.crowded and (self.memory.available_pages() <= self.reserved or self._windows_are_full()):
             return Admission.NO_PAGES
         return Admission.OK
 
@@ -283,6 +283,13 @@ class PrefillAdder:
         if not self._windows_fit(kv, expected_pages(self.memory, req, tokens, ratio), stop):
             return Admission.NO_PAGES
         return Admission.OK if self.memory.ensure(kv, stop) else Admission.NO_PAGES
+
+    def _windows_are_full(self) -> bool:
+        """Whether a group of layers with a window has no page that is not reserved."""
+        return any(
+            window.available <= reserved
+            for window, reserved in zip(self.memory.windows, self.reserved_in_windows, strict=False)
+        )
 
     def _windows_fit(self, kv: RequestKv, expected: int, stop: int) -> bool:
         """Whether groups of layers with a window have pages for the chunk up to `stop` and for decodes after it."""
