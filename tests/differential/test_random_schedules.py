@@ -14,6 +14,7 @@ from tandem_engine.base.names import RequestId
 from tandem_engine.config import HostConfig, PreemptionMode, SchedulePolicy, WritePolicy
 from tandem_engine.executor.interface import ModelExecutor
 from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.memory.cache_groups import Reach
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest, SessionRef
@@ -22,6 +23,7 @@ from tandem_testing.memory_storage import MemoryStorage
 from tandem_testing.scheduler_builders import (
     VOCAB,
     Engine,
+    FakeWindow,
     expected_output,
     expected_prompt_logprobs,
     make_engine,
@@ -156,6 +158,35 @@ def test_no_output_depends_on_arrivals_aborts_or_configuration(plan, config, tie
         storage=MemoryStorage() if stored and config["radix"] else None,
         **config,
     )
+    play(engine, plan)
+
+
+WINDOWS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 5, 8, 9, 17, 40]), st.integers(0, 12)), min_size=1, max_size=2)
+"""Tokens, and pages beyond those without which no prompt could be computed."""
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=plans, config=engines, windows=WINDOWS, spare=st.integers(0, 20))
+def test_no_output_depends_on_the_memory_of_windows(plan, config, windows, spare):
+    """Dropped pages are overwritten: one that a window still reads gives another token."""
+    longest = max(len(arrival.message.input_ids) + arrival.message.sampling.max_tokens for arrival in plan.arrivals)
+    page_size = config["page_size"]
+    chunk = -(-min(config["chunked_prefill_size"], config["max_prefill_tokens"]) // page_size) + 1
+    engine = make_engine(
+        usable_pages=-(-longest // page_size) + spare,
+        context_length=128,
+        executor=partial(plan.executor, overlap=config["enable_overlap"]),
+        windows=[
+            FakeWindow(tokens=tokens, num_pages=1 + chunk + (Reach(tokens).max_blocks(page_size) or 0) + more)
+            for tokens, more in windows
+        ],
+        **{**config, "host_pages": 0},
+    )
+    play(engine, plan)
+
+
+def play(engine: Engine, plan: Plan) -> None:
+    """Run `plan` to its end and check all that came of it."""
     Driver(engine, plan.orders).run(plan.arrivals)
     engine.scheduler.sessions.close("", "s")
     engine.scheduler.sessions.close("tenant", "s")

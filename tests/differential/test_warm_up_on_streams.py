@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tandem_engine.config import CacheConfig, DisaggConfig, SchedulerConfig, SpecAlgorithm, SpecConfig
-from tandem_engine.engine import Engine
-from tandem_engine.engine import engine as lone_runs
+from tandem_engine.engine import Engine, standalone_runs
 from tandem_engine.engine.stats import Generation
 from tandem_engine.kernels.compiles import CompileCounter
 from tandem_testing.scheduler_builders import make_message
@@ -24,9 +23,10 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def device_without_kernels(monkeypatch):
     """The simulated device computes by torch, and is warmed up all the same."""
-    monkeypatch.setattr(lone_runs, "by_triton", lambda _: True)
+    monkeypatch.setattr(standalone_runs, "by_triton", lambda _: True)
     counter = CompileCounter()
-    monkeypatch.setattr("tandem_engine.engine.engine.COMPILED", counter)
+    for module in ("engine", "standalone_runs"):
+        monkeypatch.setattr(f"tandem_engine.engine.{module}.COMPILED", counter)
 
 
 def engines(checkpoint, speculative: SpecConfig) -> Iterator[Engine]:

@@ -12,10 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem_engine.base.names import PageId, ReqPoolIdx
+from tandem_engine.base.names import DUMMY_PAGE, PageId, ReqPoolIdx
+from tandem_engine.memory.cache_groups import Reach
 from tandem_engine.memory.prefix_cache import NoPrefixCache, PrefixCache
-from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.memory.window_pages import WindowPages
 from tandem_engine.messages.kv_events import chain_hashes, chain_seed
 from tandem_testing.memory_builders import assert_conserved, make_memory
 from tandem_testing.memory_events import replayed
@@ -73,16 +74,23 @@ class MemoryMachine(RuleBasedStateMachine):
             max_rows=ROWS,
             max_pages=ROW_PAGES,
             cache=self.make_cache(),
+            windows=self.make_windows(),
         )
         self.live: list[Live] = []
         self.held: list[PageId] = []
         self.device: dict[tuple[PageId, int], Content] = {}
+        self.windows: list[dict[tuple[int, int], Content]] = [{} for _ in self.memory.windows]
+        """What layers with a window hold, in their pages."""
         self.in_flight: dict[int, list[InFlight]] = {}
         self.launched = 0
         self.announced: set[bytes] = set()
 
-    def make_cache(self) -> PrefixCache:
-        return RadixCache(self.page_size)
+    def make_cache(self) -> PrefixCache | None:
+        """None for a radix cache."""
+        return None
+
+    def make_windows(self) -> list[WindowPages]:
+        return []
 
     @rule(
         blocks=st.lists(st.integers(0, 1), max_size=3),
@@ -107,9 +115,10 @@ class MemoryMachine(RuleBasedStateMachine):
         total = pages * self.page_size - less % self.page_size
         before, available = tuple(request.kv.pages), self.memory.available_pages()
         missing = max(0, pages - len(before))
+        fits = missing <= self.memory.reservable_pages()
         granted = self.memory.ensure(request.kv, total)
         after = tuple(request.kv.pages)
-        assert granted == (missing <= available)
+        assert granted == fits
         assert after[: len(before)] == before
         assert len(after) - len(before) == (missing if granted else 0)
         assert self.memory.available_pages() == available - (len(after) - len(before))
@@ -133,6 +142,13 @@ class MemoryMachine(RuleBasedStateMachine):
     def checkpoint(self, batch: list[Live]) -> None:
         for request in batch:
             self.memory.checkpoint(request.kv, request.tokens, after_step=request.step)
+
+    @any_live
+    @rule(batch=batches)
+    def pass_by(self, batch: list[Live]) -> None:
+        """Windows move with what is committed."""
+        for request in batch:
+            self.memory.pass_by(request.kv)
 
     @any_live
     @rule(batch=batches)
@@ -188,7 +204,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 4))
     def reserve(self, n: int) -> None:
-        available = self.memory.available_pages()
+        available = self.memory.reservable_pages()
         pages = self.memory.reserve_pages(n)
         assert (pages is None) == (n > available)
         self.hold(pages or [])
@@ -221,6 +237,16 @@ class MemoryMachine(RuleBasedStateMachine):
                 assert self.device.get((table[page], offset)) == expected
 
     @invariant()
+    def windows_hold_what_the_next_token_reads(self) -> None:
+        for request in self.live:
+            committed = request.kv.committed_len
+            for window, content in zip(self.memory.windows, self.windows, strict=True):
+                for position in range(window.reach.first_read(committed), committed):
+                    page, offset = divmod(position, self.page_size)
+                    expected = Content(salt=request.kv.salt, position=position, token=request.tokens[position])
+                    assert content[int(window.page_of[request.kv.pages[page]]), offset] == expected
+
+    @invariant()
     def events_add_up_to_the_snapshot(self) -> None:
         self.announced = replayed(self.memory.cache.take_events(), self.announced)
         assert self.announced == replayed(self.memory.cache.snapshot_events())
@@ -241,6 +267,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.clear_cache()
         assert self.memory.allocator.available == USABLE_PAGES
         assert self.memory.rows.available == ROWS
+        assert all(window.free_pages == window.num_pages - 1 for window in self.memory.windows)
 
     def admit(self, tokens: list[int], salt: str) -> None:
         cap, rows = len(tokens) - 1, self.memory.rows.available
@@ -261,6 +288,10 @@ class MemoryMachine(RuleBasedStateMachine):
             page, offset = divmod(position, self.page_size)
             content = Content(salt=kv.salt, position=position, token=request.tokens[position])
             self.device[kv.pages[page], offset] = content
+            for window, held in zip(self.memory.windows, self.windows, strict=True):
+                here = int(window.page_of[kv.pages[page]])
+                assert here != DUMMY_PAGE, f"token {position} is computed and its window has no page for it"
+                held[here, offset] = content
         self.memory.commit(kv, end)
 
     def hold(self, pages: list[PageId]) -> None:
@@ -269,6 +300,18 @@ class MemoryMachine(RuleBasedStateMachine):
         for page in pages:
             for offset in range(self.page_size):
                 self.device.pop((page, offset), None)
+
+
+class WithWindows(MemoryMachine):
+    """One so short that its pages are scarce, and one that few requests leave."""
+
+    page_size = 4
+
+    def make_windows(self) -> list[WindowPages]:
+        return [
+            WindowPages(Reach(tokens), page_size=4, num_pages=pages + 1, page_ids=USABLE_PAGES + 1)
+            for tokens, pages in ((5, 7), (14, 9))
+        ]
 
 
 class PageSize1(MemoryMachine):
@@ -286,7 +329,7 @@ class PageSize16(MemoryMachine):
 class WithoutCache(MemoryMachine):
     page_size = 4
 
-    def make_cache(self) -> PrefixCache:
+    def make_cache(self) -> PrefixCache | None:
         return NoPrefixCache()
 
 
@@ -298,5 +341,7 @@ TestPageSize4 = PageSize4.TestCase
 TestPageSize4.settings = SETTINGS
 TestPageSize16 = PageSize16.TestCase
 TestPageSize16.settings = SETTINGS
+TestWithWindows = WithWindows.TestCase
+TestWithWindows.settings = SETTINGS
 TestWithoutCache = WithoutCache.TestCase
 TestWithoutCache.settings = SETTINGS

@@ -118,7 +118,7 @@ def _on_cpu(signed_words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, 
         whole = used == layout.slots and heads == every_head
         rows = every_row if whole else sampled_rows(layout, used, heads.start)
         out = np.empty(len(pages), np.uint64)
-        sampled_digests(words, pages, keys, rows, layout.heads, layout.slots, row_words, len(heads), out)
+        sampled_digests(words, pages, keys, rows, layout.parts, layout.heads, layout.slots, row_words, len(heads), out)
         return out
 
     def full(pages: Indices, keys: Keys, _used: int, heads: range) -> Keys:
@@ -183,7 +183,7 @@ def _warm_up(sampled: Digester, full: Digester, layout: PageLayout, page_words: 
 
 def _gathered(words: torch.Tensor, pages: torch.Tensor, layout: PageLayout, heads: range) -> torch.Tensor:
     """A copy [n, words of these heads] of some heads of `pages` [n]: they do not lie in one run."""
-    by_head = words.view(words.shape[0], layout.layers * 2, layout.heads, -1)
+    by_head = words.view(words.shape[0], layout.layers * layout.parts, layout.heads, -1)
     return by_head[pages, :, heads.start : heads.stop].reshape(len(pages), -1)
 
 

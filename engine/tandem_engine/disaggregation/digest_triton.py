@@ -61,6 +61,7 @@ def sampled_kernel(
     ROW_WORDS: tl.constexpr,
     SLOTS: tl.constexpr,
     HEADS: tl.constexpr,
+    SECOND_PART: tl.constexpr,
     MASK: tl.constexpr,
     SAMPLES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -72,7 +73,7 @@ def sampled_kernel(
     s = tl.arange(0, WIDTH)
     live = s < SAMPLES
     place = _mix(base + s.to(tl.uint64) * _GOLDEN)
-    head = (place & 1) * HEADS + _chosen(place, _HEAD_BITS, HEADS)
+    head = (place & 1) * SECOND_PART + _chosen(place, _HEAD_BITS, HEADS)
     row = tl.load(rows + s, mask=live, other=0) + head.to(tl.int64) * SLOTS
     index = row * ROW_WORDS + _chosen(place, _WORD_BITS, ROW_WORDS).to(tl.int64)
     word = tl.load(words + page * PAGE_WORDS + index, mask=live, other=0)
@@ -131,6 +132,7 @@ def sampled_constants(page_words: int, width: int, layout: PageLayout, samples: 
         "ROW_WORDS": page_words // layout.rows,
         "SLOTS": layout.slots,
         "HEADS": layout.heads,
+        "SECOND_PART": layout.second_part,
         "MASK": _mask(width),
         "SAMPLES": samples,
         "WIDTH": triton.next_power_of_2(samples),

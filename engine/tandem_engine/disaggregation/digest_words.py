@@ -10,9 +10,10 @@ Sums have no order: a CPU uses vector instructions, a device computes in paralle
 each term is a bijection of its word, so a change within one word is always detected; of other changes one in 2^64 is
 not.
 
-A page is [layer, 2, kv_head, slot, row]. A sampled digest reads one word of each layer and each group of `SLOT_GROUP`
-slots: in the last used slot of the group, of K or V, a head and a place in the row that follow from the page's key. The
-KV of a token depends on all tokens before it, so two sequences that differ anywhere before the last slot differ in it.
+A page is [layer, part, kv_head, slot, row], where the parts are K and V, or one latent. A sampled digest reads one word
+of each layer and each group of `SLOT_GROUP` slots: in the last used slot of the group, of a part, a head and a place in
+the row that follow from the page's key. The KV of a token depends on all tokens before it, so two sequences that differ
+anywhere before the last slot differ in it.
 Unless the words that it reads are equal by chance, a sampled digest detects
 
     missed    a page that was not written, or any layer of it
@@ -145,7 +146,7 @@ _HEAD, _WORD, _FIELD_BITS, _FIELD = np.uint64(HEAD_BITS), np.uint64(WORD_BITS), 
 def sampled_rows(layout: PageLayout, used: int, first_head: int = 0) -> Indices:
     """Of each sample of a page with `used` slots in use, the row of K and `first_head`: [layers * groups]."""
     slots = np.minimum(np.arange(SLOT_GROUP, used + SLOT_GROUP, SLOT_GROUP), used) - 1
-    layers = np.arange(layout.layers) * (2 * layout.heads * layout.slots)
+    layers = np.arange(layout.layers) * (layout.parts * layout.heads * layout.slots)
     rows: Indices = (layers[:, None] + first_head * layout.slots + slots).reshape(-1)
     return rows
 
@@ -163,6 +164,7 @@ def _sampled_digests(
     pages: Indices,
     keys: Keys,
     rows: Indices,
+    parts: int,
     heads: int,
     slots: int,
     row_words: int,
@@ -173,6 +175,7 @@ def _sampled_digests(
 
     words  [num_pages, words of a page], unsigned and contiguous
     rows   [samples], of `sampled_rows`
+    parts  of a layer, 1 or 2
     num_heads  that may be read, of the page's `heads`, from the one on that `rows` point to
     """
     # One plain loop for each thing that is done to a sample: what only calculates is calculated for several at once,
@@ -181,7 +184,7 @@ def _sampled_digests(
     flat = words.reshape(-1)
     pages_at_once = max(1, BLOCK_SAMPLES // samples)
     readable, num_words = np.uint64(num_heads), np.uint64(row_words)
-    side, head_words = np.uint64(heads * slots * row_words), np.uint64(slots * row_words)
+    side, head_words = np.uint64((parts - 1) * heads * slots * row_words), np.uint64(slots * row_words)
     places, where, read = np.empty((3, pages_at_once * samples), np.uint64)
     for first in range(0, pages.shape[0], pages_at_once):
         count = min(pages_at_once, pages.shape[0] - first)
@@ -225,7 +228,7 @@ def sampled_digests_torch(
     row_words = words.shape[1] // layout.rows
     base = mix_torch(keys)[:, None]
     place = mix_torch(base + torch.arange(len(rows), device=words.device) * signed(GOLDEN))
-    head = (place & 1) * layout.heads + _chosen_torch(place, HEAD_BITS, num_heads or layout.heads)
+    head = (place & 1) * layout.second_part + _chosen_torch(place, HEAD_BITS, num_heads or layout.heads)
     index = (rows + head * layout.slots) * row_words + _chosen_torch(place, WORD_BITS, row_words)
     read = widened(words[pages[:, None], index])
     return mix_torch(base.squeeze(1) + mix_torch(read ^ place).sum(dim=1))

@@ -7,11 +7,14 @@
 `make_parts` builds them in this order, because each part uses earlier ones.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tandem_engine.base.clock import Clock, MonotonicClock
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import (
     CacheConfig,
     EngineConfig,
@@ -25,11 +28,13 @@ from tandem_engine.engine.stats import Generations
 from tandem_engine.executor.cuda.graphs import graph_sizes
 from tandem_engine.executor.forward_thread import Forward
 from tandem_engine.executor.interface import HiddenObserver, LosesResults, Runner
-from tandem_engine.executor.memory_profile import Footprint, plan_pool
+from tandem_engine.executor.memory_profile import Footprint, longest_chunk, plan_pool
 from tandem_engine.executor.platform import Executor, ExecutorParts, Platform, RunnerParts, Settle, platform_for
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.kernels.interface import FLOAT8
 from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool
+from tandem_engine.memory.cache_groups import ALL_TOKENS, CacheLayout
+from tandem_engine.memory.group_pools import Demand, GroupPools, group_pages, page_ids_in
 from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.host.storage import DiskStorage
@@ -39,7 +44,9 @@ from tandem_engine.memory.pool import KvPool, kv_dtype
 from tandem_engine.memory.prefix_cache import NoPrefixCache, PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.sizing import SMALLEST_POOL
+from tandem_engine.memory.window_pages import WindowPages, usable_blocks
 from tandem_engine.messages.control import KvGeometry
+from tandem_engine.model.base import kv_specs
 from tandem_engine.model.weights import heads_of_rank
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import JointWork, Parallel
@@ -64,13 +71,37 @@ from tandem_engine.speculative.interface import Proposer
 from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
+logger = logging.getLogger(__name__)
+
 DRAFT_ROWS = 2
 """Tokens of a request in most steps of a draft network: the last draft, if it was right, and the one behind it."""
 
 
-def sized_pool(
-    geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel, draft: Draft | None, platform: Platform
-) -> KvPool:
+def cache_layout(loaded: LoadedModel, geometry: KvGeometry, config: EngineConfig, *, has_peers: bool) -> CacheLayout:
+    """Groups of layers by what they read, where all that handles pages distinguishes them; else one for all layers.
+
+    Peers and host memory handle pages of all layers. A window that no sequence leaves is none.
+    """
+    longest, dtype = config.scheduler.context_length, config.cache.dtype
+    if geometry.value_width and kv_dtype(dtype, loaded.dtype) in FLOAT8:
+        raise ConfigError(f"--kv-cache-dtype {dtype} is for K and V, and this model stores latents: use auto")
+    specs = [
+        replace(spec, reach=ALL_TOKENS) if (spec.reach.window or 0) >= longest else spec
+        for spec in kv_specs(loaded.model, kv_heads=geometry.num_kv_heads)
+    ]
+    if has_peers or config.cache.host.enabled:
+        return CacheLayout.merged(specs)
+    return CacheLayout.of(specs)
+
+
+def sized_pools(
+    geometry: KvGeometry,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    draft: Draft | None,
+    platform: Platform,
+    layout: CacheLayout,
+) -> GroupPools:
     """As large as the memory allows, with the draft's share of every page."""
     beside = draft_bytes = 0
     if draft is not None:
@@ -79,8 +110,11 @@ def sized_pool(
             loaded.dtype, target_path=loaded.config.model_path, target_is_whole=loaded.parallel.size == 1
         )
 
+    def pools_of(pages: int) -> GroupPools:
+        return _pools(geometry, config, loaded, layout, [pages] * len(layout.groups), page_ids=pages)
+
     def parts_over(pages: int, *, graphs: bool) -> RunnerParts:
-        return make_runner_parts(loaded, _pool(geometry, config, loaded, pages=pages), config, None, graphs=graphs)
+        return make_runner_parts(loaded, pools_of(pages), config, None, graphs=graphs)
 
     def forward_over(pages: int) -> Forward:
         return platform.runner(parts_over(pages, graphs=False)).forward
@@ -91,8 +125,7 @@ def sized_pool(
         own = platform.graph_bytes(lambda: parts_over(SMALLEST_POOL, graphs=True))
         if draft is None:
             return own
-        few = _pool(geometry, config, loaded, pages=SMALLEST_POOL)
-        return own + draft_graph_bytes(draft, make_target(loaded, config, few, platform))
+        return own + draft_graph_bytes(draft, make_target(loaded, config, pools_of(SMALLEST_POOL), platform))
 
     footprint = Footprint(
         weight_bytes=loaded.weight_bytes,
@@ -104,16 +137,45 @@ def sized_pool(
         draft_bytes=draft_bytes,
     )
     plan = plan_pool(config, footprint, loaded.parallel)
-    return _pool(geometry, config, loaded, pages=plan.pages)
+    if layout.is_merged:
+        return pools_of(plan.pages)
+    demand = Demand(
+        page_size=geometry.page_size,
+        context_length=config.scheduler.context_length,
+        chunk=longest_chunk(config.scheduler),
+    )
+    page_ids = plan.pages
+    if not config.cache.num_pages:
+        itemsize = kv_dtype(config.cache.dtype, loaded.dtype).itemsize
+        page_ids = page_ids_in(layout, demand, plan.pages, itemsize=itemsize, draft_bytes=beside)
+    pages = group_pages(layout, demand, page_ids)
+    for group, count in zip(layout.groups, pages, strict=True):
+        if group.spec.reach.window is not None:
+            logger.info(
+                "%d of %d layers see %d tokens: %d pages for %d blocks",
+                len(group.layers),
+                geometry.num_layers,
+                group.spec.reach.window,
+                count - 1,
+                page_ids - 1,
+            )
+    return _pools(geometry, config, loaded, layout, pages, page_ids=page_ids)
 
 
-def _pool(geometry: KvGeometry, config: EngineConfig, loaded: LoadedModel, *, pages: int) -> KvPool:
+def _pools(
+    geometry: KvGeometry,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    layout: CacheLayout,
+    num_pages: Sequence[int],
+    *,
+    page_ids: int,
+) -> GroupPools:
     dtype = kv_dtype(config.cache.dtype, loaded.dtype)
-    return KvPool(
-        num_pages=pages,
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
+    return GroupPools.of(
+        layout,
+        num_pages,
+        page_ids=page_ids,
         page_size=geometry.page_size,
         dtype=dtype,
         device=config.device,
@@ -147,17 +209,18 @@ def make_host_memory(
     return HostMemory.build(pool, copies, config.host, page_size=config.page_size, storage=storage)
 
 
-def make_memory(pool: KvPool, config: EngineConfig, copies: CopyQueue, host: HostMemory | None) -> KvMemory:
-    """Rows, pages and prefix cache over `pool`."""
-    page_size = pool.page_size
+def make_memory(pools: GroupPools, config: EngineConfig, copies: CopyQueue, host: HostMemory | None) -> KvMemory:
+    """Rows, pages and prefix cache over `pools`."""
+    page_size, windows = pools.first.page_size, pools.windows
     limits = config.scheduler
     return KvMemory(
         rows=ReqToTokenPool(_rows(limits), _max_pages(limits, page_size)),
-        allocator=PageAllocator(pool.num_pages, copies),
-        cache=_prefix_cache(config.cache, host),
+        allocator=PageAllocator(pools.page_ids, copies, windows),
+        cache=_prefix_cache(config.cache, host, windows),
         page_size=page_size,
         copies=copies,
         host=host,
+        windows=windows,
     )
 
 
@@ -171,27 +234,30 @@ def _max_pages(limits: SchedulerConfig, page_size: int) -> int:
     return -(-limits.context_length // page_size) + 1
 
 
-def _prefix_cache(config: CacheConfig, host: HostMemory | None) -> PrefixCache:
+def _prefix_cache(config: CacheConfig, host: HostMemory | None, windows: Sequence[WindowPages]) -> PrefixCache:
     if host is not None and host.cache is not None:
         return host.cache
-    return RadixCache(config.page_size) if config.enable_prefix_cache else NoPrefixCache()
+    if not config.enable_prefix_cache:
+        return NoPrefixCache()
+    return RadixCache(config.page_size, usable=partial(usable_blocks, windows) if windows else None)
 
 
 def make_runner_parts(
-    loaded: LoadedModel, pool: KvPool, config: EngineConfig, observer: HiddenObserver | None, *, graphs: bool
+    loaded: LoadedModel, pools: GroupPools, config: EngineConfig, observer: HiddenObserver | None, *, graphs: bool
 ) -> RunnerParts:
     """What the platform makes a runner of; `graphs`: with the sizes of steps to capture."""
     limits, spec = config.scheduler, config.speculative
     most = limits.max_running_requests * (1 if spec.algorithm is None else 1 + spec.num_draft_tokens)
     return RunnerParts(
         model=loaded.model,
-        pool=pool,
+        pool=pools.first,
+        groups=None if pools.layout.is_merged else pools,
         num_heads=heads_of_rank(loaded.model_config, loaded.parallel.size).query,
         dtype=loaded.dtype,
         rows=_rows(limits),
         observer=observer,
         group=loaded.parallel.forward,
-        max_pages=_max_pages(limits, pool.page_size),
+        max_pages=_max_pages(limits, pools.first.page_size),
         graph_sizes=graph_sizes(config.graphs, most=most) if graphs else (),
     )
 
@@ -228,7 +294,7 @@ def make_inputs(
     )
 
 
-def make_target(loaded: LoadedModel, config: EngineConfig, pool: KvPool, platform: Platform) -> Target:
+def make_target(loaded: LoadedModel, config: EngineConfig, pools: GroupPools, platform: Platform) -> Target:
     """What a draft is made for."""
     return Target(
         model=loaded.model,
@@ -236,8 +302,8 @@ def make_target(loaded: LoadedModel, config: EngineConfig, pool: KvPool, platfor
         path=loaded.config.model_path,
         dtype=loaded.dtype,
         device=config.device,
-        num_pages=pool.num_pages,
-        page_size=pool.page_size,
+        num_pages=pools.page_ids,
+        page_size=pools.first.page_size,
         rows=_rows(config.scheduler),
         context_length=config.scheduler.context_length,
         max_text=config.scheduler.chunked_prefill_size,
@@ -289,7 +355,7 @@ def text_decoder(text: TextTokenizer | None) -> DecodeText | None:
 class EngineParts:
     """What an engine owns for as long as it lives."""
 
-    pool: KvPool
+    pools: GroupPools
     memory: KvMemory
     runner: Runner
     draft_runner: Runner | None
@@ -303,25 +369,31 @@ class EngineParts:
     """Outputs of an engine without a sink."""
     grammars: GrammarCompiler | NoGrammars
 
+    @property
+    def pool(self) -> KvPool:
+        """Of the first group: of all layers, wherever pages leave the engine."""
+        return self.pools.first
+
 
 def make_parts(
-    loaded: LoadedModel, config: EngineConfig, *, sink: Sink | None, platform: Platform | None
+    loaded: LoadedModel, config: EngineConfig, *, sink: Sink | None, platform: Platform | None, has_peers: bool
 ) -> EngineParts:
     """See `Engine.build`."""
     geometry = kv_geometry(loaded, config)
     draft = read_draft(config.speculative, target=loaded.model_config, target_path=loaded.config.model_path)
     platform = platform or platform_for(loaded.config.device)
-    pool = sized_pool(geometry, config, loaded, draft, platform)
-    host_pool = make_host_pool(pool, config.cache, platform)
-    target = make_target(loaded, config, pool, platform)
-    states = keep_states(draft, target)
     agreement = Agreement(loaded.parallel.schedule)
-    runner_parts = make_runner_parts(loaded, pool, config, states, graphs=True)
+    layout = cache_layout(loaded, geometry, config, has_peers=agreement.share(has_peers, bool))
+    pools = sized_pools(geometry, config, loaded, draft, platform, layout)
+    host_pool = make_host_pool(pools.first, config.cache, platform)
+    target = make_target(loaded, config, pools, platform)
+    states = keep_states(draft, target)
+    runner_parts = make_runner_parts(loaded, pools, config, states, graphs=True)
     runner = platform.runner(replace(runner_parts, agree_time=lambda seconds: agreement.share(seconds, float)))
     joint = JointWork(group=loaded.parallel.forward, failure=loaded.parallel.failure)
     executor = platform.executor(_executor_parts(loaded, config, runner, joint, host_pool))
     copies = CopyQueue(submit=executor.copy, least=None if loaded.parallel.size == 1 else agreement.least)
-    memory = make_memory(pool, config, copies, make_host_memory(host_pool, copies, config.cache, geometry))
+    memory = make_memory(pools, config, copies, make_host_memory(host_pool, copies, config.cache, geometry))
     generations = Generations()
     grammars = make_grammars(loaded, config.grammar)
     local_clock, agreed_clock = MonotonicClock(), AgreedClock()
@@ -346,13 +418,13 @@ def make_parts(
         sink=sink or generations,
         decode_text=text_decoder(loaded.text),
         speculation=speculation,
-        session_pages=config.cache.session_pages(geometry.page_bytes, num_pages=pool.num_pages),
+        session_pages=config.cache.session_pages(geometry.page_bytes, num_pages=pools.page_ids),
         stopwatch=local_clock,
         grammars=grammars,
         least=agreement.least,
     )
     return EngineParts(
-        pool=pool,
+        pools=pools,
         memory=memory,
         runner=runner,
         draft_runner=draft_runner,

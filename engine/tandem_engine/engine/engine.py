@@ -1,12 +1,8 @@
 """One scheduler with its memory, executor and peers: the interface of the owner of the loop."""
 
-import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
-from itertools import chain
 from math import inf
 from pathlib import Path
 from types import TracebackType
@@ -15,20 +11,18 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from tandem_engine.base.clock import MonotonicClock
-from tandem_engine.base.errors import BusyError
 from tandem_engine.base.names import RequestId
 from tandem_engine.config import EngineConfig, ModelConfig
 from tandem_engine.engine.assembly import EngineParts, make_parts
 from tandem_engine.engine.loaded_model import LoadedModel, Served, load
 from tandem_engine.engine.peer_setup import EnginePort, PeerSide
 from tandem_engine.engine.reload import Reloaded, WeightsReload, replace_weights, require_replaceable
+from tandem_engine.engine.standalone_runs import forced_logits, run_self_test, run_warm_up
 from tandem_engine.engine.stats import Generation, Throughput, engine_stats
 from tandem_engine.executor.platform import Platform
 from tandem_engine.executor.profiler import StepProfiler
-from tandem_engine.executor.self_test import SelfTestReport, logits_of, lone_batch, self_test
-from tandem_engine.executor.warm_up import Room, model_steps, request_steps, warm_up
+from tandem_engine.executor.self_test import SelfTestReport
 from tandem_engine.kernels.compiles import COMPILED
-from tandem_engine.kernels.interface import by_triton
 from tandem_engine.memory.audit import ConservationReport
 from tandem_engine.messages.control import KvGeometry, PauseMode
 from tandem_engine.messages.requests import GenerateRequest, Peer
@@ -53,98 +47,6 @@ from tandem_engine.scheduler.output_stream import Sink
 
 if TYPE_CHECKING:
     import zmq
-
-
-logger = logging.getLogger(__name__)
-SELF_TEST_TOKENS = 256
-
-WARM_UP_TOKENS = 32
-"""Of its prompt: more than a run of drafts has. Which kernels are launched does not depend on the number."""
-
-
-def run_self_test(parts: EngineParts, *, vocab_size: int) -> SelfTestReport:
-    """Compute on random tokens, on every rank. Raises `EngineError`.
-
-    Its rates stand in for measured ones: a worker that reported no step time would look free to routers, whatever
-    they give it.
-    """
-    memory, scheduler = parts.memory, parts.scheduler
-    tokens = min(SELF_TEST_TOKENS, scheduler.max_request_tokens - 1)
-    pages = memory.reserve_pages(min(memory.pages_for(tokens + 1), memory.available_pages()))
-    if not pages:
-        raise BusyError("no KV page is free for a self-test: try again, or pause with mode retract before")
-    test = partial(
-        self_test,
-        parts.runner,
-        pages=pages,
-        page_size=memory.page_size,
-        vocab_size=vocab_size,
-        prompt_tokens=tokens,
-    )
-    try:
-        report = parts.executor.run(lambda: parts.joint.run(test))
-    finally:
-        memory.give_back(pages)
-    scheduler.tally.expect(report.prefill_tokens_per_s, report.decode_step_s)
-    return report
-
-
-def run_warm_up(parts: EngineParts, *, vocab_size: int, max_rows: int, drafts: int) -> None:
-    """Launch whatever a request can, on every rank, so that none waits for a compiler. On a CPU there is nothing to do.
-
-    See `executor.warm_up`; `max_rows` is the largest number of sequences in a step.
-    """
-    if not by_triton(parts.pool.data.device):
-        return
-    memory, began = parts.memory, time.perf_counter()
-    tokens = min(WARM_UP_TOKENS, parts.scheduler.max_request_tokens - 1)
-    pages = memory.reserve_pages(min(memory.pages_for(tokens), memory.available_pages()))
-    if not pages:
-        raise BusyError("no KV page is free to warm up with")
-    room = Room(
-        pages=pages,
-        page_size=memory.page_size,
-        prompt_tokens=min(tokens, len(pages) * memory.page_size),
-        max_rows=max_rows,
-    )
-
-    logger.info("warming up: launching every kernel that a request can")
-    try:
-        steps = chain(model_steps(room), request_steps(room, vocab_size=vocab_size, drafts=drafts))
-        warm_up(lambda batch: parts.executor.launch(batch).result(), steps, of="the model")
-        if parts.draft_runner is not None:
-            guess = parts.draft_runner.forward
-            run = parts.executor.run
-            warm_up(lambda batch: run(lambda: parts.joint.run(lambda: guess(batch))), model_steps(room), of="the draft")
-    finally:
-        memory.give_back(pages)
-    logger.info(
-        "warmed up in %.1f s; %d kernels were compiled or read from Triton's cache since the start",
-        time.perf_counter() - began,
-        COMPILED.counts.starting,
-    )
-
-
-def forced_logits(parts: EngineParts, tokens: Sequence[int], *, chunk: int) -> Iterator[torch.Tensor]:
-    """What the model says after each of `tokens`, given those before it: float32 [n, vocab], `chunk` at a time.
-
-    Nobody else may compute meanwhile. Of one rank: logits of a rank are those of its part of the vocabulary.
-
-    Raises:
-        BusyError: too few pages are free.
-    """
-    memory = parts.memory
-    pages = memory.reserve_pages(memory.pages_for(len(tokens)))
-    if pages is None:
-        raise BusyError(f"{len(tokens)} tokens need more KV pages than are free")
-    text = torch.tensor(tokens)
-    try:
-        for begin in range(0, len(tokens), chunk):
-            so_far = text[: begin + chunk]
-            batch = lone_batch(so_far, pages, memory.page_size, extend_len=len(so_far) - begin, every_token=True)
-            yield parts.executor.run(partial(logits_of, parts.runner, batch))
-    finally:
-        memory.give_back(pages)
 
 
 GRAMMAR_WAIT = 0.05
@@ -200,7 +102,8 @@ class Engine:
             ConfigError: the pool does not fit the memory or cannot hold two pages, or a port is taken.
             TransportUnavailableError: NIXL was asked for and cannot be loaded.
         """
-        parts = make_parts(loaded, config, sink=sink, platform=platform)
+        has_peers = port is not None and config.disagg.transport != "none"
+        parts = make_parts(loaded, config, sink=sink, platform=platform, has_peers=has_peers)
         engine = cls(loaded=loaded, config=config, parts=parts)
         engine.on_wait(lambda: None)
         if port is not None:
@@ -358,7 +261,7 @@ class Engine:
 
     @property
     def total_pages(self) -> int:
-        return self._parts.pool.num_pages
+        return self._parts.memory.allocator.num_pages
 
     def sockets(self) -> "list[zmq.Socket[bytes]]":
         """Sockets whose messages `step` handles: what an idle loop sleeps on."""

@@ -213,6 +213,7 @@ def kv_geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
         tp_size=loaded.parallel.size,
         model_dtype="" if dtype is loaded.dtype else dtype_name(loaded.dtype),
         kv_scales=kv_scales_name(loaded, dtype),
+        value_width=loaded.model.attention[0].value_width or 0,
     )
 
 

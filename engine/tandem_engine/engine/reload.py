@@ -159,13 +159,12 @@ class _Weights:
 
     @classmethod
     def serving(cls, parts: EngineParts) -> Self:
-        scales = parts.pool.scales
-        return cls(parts.runner.model, None if scales is None else scales.clone())
+        return cls(parts.runner.model, parts.pools.scales)
 
     def install(self, parts: EngineParts) -> None:
         parts.runner.model = self.model
         if self.scales is not None:
-            parts.pool.set_scales(self.scales)
+            parts.pools.set_scales(self.scales)
 
 
 def require_replaceable(memory: KvMemory) -> None:

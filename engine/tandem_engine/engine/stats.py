@@ -37,6 +37,7 @@ def engine_stats(
     stats = scheduler.stats()
     memory = scheduler.memory
     host = memory.host
+    free_pages, evictable_pages = memory.load()
     transfers = None if handoff is None else handoff.counters
     return EngineStats(
         loop_count=stats.loop_count,
@@ -46,8 +47,8 @@ def engine_stats(
         inflight=0 if handoff is None else handoff.inflight(),
         waiting_tokens=stats.waiting_tokens,
         oldest_wait_s=stats.oldest_wait_s,
-        free_pages=memory.allocator.available,
-        evictable_pages=memory.cache.evictable_pages(),
+        free_pages=free_pages,
+        evictable_pages=evictable_pages,
         total_pages=total_pages,
         quarantined_pages=0 if handoff is None else handoff.quarantined_pages(),
         quarantined_for=() if handoff is None else handoff.quarantined_for(),

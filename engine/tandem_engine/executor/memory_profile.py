@@ -174,7 +174,7 @@ def _kib(path: Path, name: str) -> int:
 
 def profile_pages(config: SchedulerConfig, page_size: int) -> int:
     """Pages of the pool that `largest_step` runs on, the dummy page included."""
-    return 1 + ceil(_longest_chunk(config) / page_size)
+    return 1 + ceil(longest_chunk(config) / page_size)
 
 
 def measure_activations(
@@ -199,7 +199,7 @@ def largest_step(config: SchedulerConfig, *, page_size: int, tokens: int | None 
 
     All sequences lie on the same pages: what they compute means nothing, and the pool stays small.
     """
-    lens = _chunks(tokens or config.prefill_budget(decodes=0), _longest_chunk(config))
+    lens = _chunks(tokens or config.prefill_budget(decodes=0), longest_chunk(config))
     num_extend = len(lens)
     lens += [1] * (config.max_running_requests - num_extend)
     extend_lens = torch.tensor(lens)
@@ -222,7 +222,8 @@ def largest_step(config: SchedulerConfig, *, page_size: int, tokens: int | None 
     )
 
 
-def _longest_chunk(config: SchedulerConfig) -> int:
+def longest_chunk(config: SchedulerConfig) -> int:
+    """Prompt tokens that a step computes for one request, at most."""
     return min(config.chunk_limit(decodes=0), config.prefill_budget(decodes=0), config.context_length)
 
 

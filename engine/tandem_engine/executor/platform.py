@@ -38,10 +38,13 @@ from tandem_engine.executor.memory_profile import MemoryMeter, meter_for
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.memory.group_pools import GroupPools
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.page_copies import PageCopier
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionBackend, AttentionSpec, GraphBackend
+from tandem_engine.model.attention.grouped import GroupedAttention, GroupedGraphAttention
+from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_engine.model.base import StepModel
 from tandem_engine.parallel.group import JointWork, SingleRank, TpGroup, use_device
 from tandem_engine.sampling.sampler import Sampler
@@ -67,6 +70,8 @@ class RunnerParts:
     """That the model computes in."""
     rows: int
     """Largest `req_pool_idx`."""
+    groups: GroupPools | None = None
+    """Of groups of layers, of which `pool` is the first; None where it has all layers."""
     observer: HiddenObserver | None = None
     group: TpGroup = field(default_factory=SingleRank)
     max_pages: int = 0
@@ -130,6 +135,8 @@ class OnHost:
         specs: Sequence[AttentionSpec],
         dtype: torch.dtype,  # noqa: ARG002 - its kernels take queries of float32
     ) -> AttentionBackend:
+        if pool.value_width is not None:
+            return TorchReferenceBackend(pool, specs=specs)
         # Only an engine on a CPU needs numba.
         from tandem_engine.model.attention.cpu import CpuAttention
 
@@ -142,7 +149,7 @@ class OnHost:
         return ModelRunner(
             model=parts.model,
             pool=parts.pool,
-            backend=self.attention(parts.pool, parts.num_heads, parts.model.attention, parts.dtype),
+            backend=self._backend(parts),
             sampler=Sampler(),
             future_map=FutureMap(parts.rows),
             observer=parts.observer,
@@ -151,6 +158,13 @@ class OnHost:
 
     def graph_bytes(self, make: Callable[[], RunnerParts]) -> int:  # noqa: ARG002 - no graphs
         return 0
+
+    def _backend(self, parts: RunnerParts) -> AttentionBackend:
+        specs, groups = parts.model.attention, parts.groups
+        if groups is None:
+            return self.attention(parts.pool, parts.num_heads, specs, parts.dtype)
+        backends = [self.attention(pool, parts.num_heads, each, parts.dtype) for pool, each in groups.with_specs(specs)]
+        return GroupedAttention(backends, windows=groups.layout.windows, places=groups.layout.places)
 
     def executor(self, parts: ExecutorParts) -> Executor:
         """With one rank a step is called without a word between."""
@@ -227,12 +241,21 @@ class OnStreams:
         device = self.streams.device
         return Decoding(
             model=parts.model,
-            backend=self._attention(parts.pool, parts.num_heads, parts.model.attention, parts.dtype),
+            backend=self._backend(parts),
             future_map=FutureMap(parts.rows, device=device, queued=True),
             observer=parts.observer,
             device=device,
             max_pages=parts.max_pages,
         )
+
+    def _backend(self, parts: RunnerParts) -> GraphBackend:
+        specs, groups = parts.model.attention, parts.groups
+        if groups is None:
+            return self._attention(parts.pool, parts.num_heads, specs, parts.dtype)
+        backends = [
+            self._attention(pool, parts.num_heads, each, parts.dtype) for pool, each in groups.with_specs(specs)
+        ]
+        return GroupedGraphAttention(backends, windows=groups.layout.windows, places=groups.layout.places)
 
     def _capture(self, model: StepModel, decoding: Decoding, sizes: Sequence[int]) -> DecodeGraphs:
         with self.streams.on(StreamName.FORWARD):
@@ -252,7 +275,9 @@ def platform_for(device: str) -> Platform:
 
 
 def gpu_attention(pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> GraphBackend:
-    """Kernels."""
+    """Kernels, for K and V."""
+    if pool.value_width is not None:
+        return TorchReferenceBackend(pool, specs=specs)
     # Only an engine on a device needs Triton.
     from tandem_engine.model.attention.triton import TritonBackend
 

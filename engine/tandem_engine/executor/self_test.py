@@ -19,30 +19,39 @@ from tandem_engine.base.errors import CheckpointError
 from tandem_engine.base.names import PADDING_ROW, PageId
 from tandem_engine.executor.interface import Runner
 from tandem_engine.forward.batch import ForwardBatch, ForwardMode, SamplingBatch
-from tandem_engine.memory.pool import KvPool
+from tandem_engine.memory.window_pages import WindowPages
 
 
 def lone_batch(
-    tokens: Tensor, pages: Sequence[PageId], page_size: int, *, extend_len: int, every_token: bool = False
+    tokens: Tensor,
+    pages: Sequence[PageId],
+    page_size: int,
+    *,
+    extend_len: int,
+    every_token: bool = False,
+    windows: Sequence[WindowPages] = (),
 ) -> ForwardBatch:
     """The last `extend_len` of `tokens` [N] as one sequence on `pages`, whose KV of the others is there.
 
     `every_token`: with logits after each of them, as if all but the first were drafts; else after the last.
+    `windows`: which have pages for all of `pages`.
     """
     length = len(tokens)
     positions = torch.arange(length - extend_len, length)
     page_table = torch.tensor([list(pages)], dtype=torch.int32)
+    slots = page_table[0, positions // page_size].long() * page_size + positions % page_size
     is_decode = extend_len == 1
     return ForwardBatch(
         step=0,
         mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
         input_ids=tokens[-extend_len:],
         positions=positions,
-        out_cache_loc=page_table[0, positions // page_size].long() * page_size + positions % page_size,
+        out_cache_loc=slots,
         rows=torch.tensor([PADDING_ROW]),
         seq_lens=torch.tensor([length]),
         extend_lens=torch.tensor([extend_len]),
         page_table=page_table,
+        windows=tuple(window.located(page_table.numpy(), slots.numpy()) for window in windows),
         num_extend=0 if is_decode else 1,
         sample_index=torch.tensor([0]),
         sampling=_no_sampling(),
@@ -90,6 +99,7 @@ def self_test(
     pages: Sequence[PageId],
     page_size: int,
     vocab_size: int,
+    windows: Sequence[WindowPages] = (),
     prompt_tokens: int = PROMPT_TOKENS,
 ) -> SelfTestReport:
     """Run on `pages`, at least one, which nothing else uses during the test.
@@ -103,16 +113,19 @@ def self_test(
     assert pages, "a self-test needs a page"
     length = min(prompt_tokens, len(pages) * page_size)
     prompt = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(0))
-    extend = lone_batch(prompt, pages, page_size, extend_len=length)
-    decode = lone_batch(prompt, pages, page_size, extend_len=1)
+    extend = lone_batch(prompt, pages, page_size, extend_len=length, windows=windows)
+    decode = lone_batch(prompt, pages, page_size, extend_len=1, windows=windows)
     runner.backend.warm_up()
-    before = _save(runner.pool, pages)
+    # Pages of a window have other numbers, and what is free there means nothing.
+    kept = [] if windows else pages
+    before = [runner.pool.page_view(page).clone() for page in kept]
     try:
         check_logits(runner.logits(extend))
         prefill_s = _best_time(runner, extend)
         decode_s = _best_time(runner, decode)
     finally:
-        _restore(runner.pool, pages, before)
+        for page, values in zip(kept, before, strict=True):
+            runner.pool.page_view(page).copy_(values)
     computing = max(prefill_s - decode_s, LEAST_SHARE * prefill_s)
     return SelfTestReport(prompt_tokens=length, prefill_tokens_per_s=length / computing, decode_step_s=decode_s)
 
@@ -133,12 +146,3 @@ def _best_time(runner: Runner, batch: ForwardBatch) -> float:
         runner.logits(batch)
         seconds.append(time.perf_counter() - started)
     return min(seconds)
-
-
-def _save(pool: KvPool, pages: Sequence[PageId]) -> Tensor:
-    return torch.stack([pool.page_view(page) for page in pages])
-
-
-def _restore(pool: KvPool, pages: Sequence[PageId], data: Tensor) -> None:
-    for page, values in zip(pages, data, strict=True):
-        pool.page_view(page).copy_(values)

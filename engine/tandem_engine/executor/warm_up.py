@@ -31,6 +31,7 @@ from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.logit_edits import BadWords, History, LogitEdits, Penalties, TokenBiases, TokenSets
 from tandem_engine.forward.results import PooledTokens
 from tandem_engine.kernels.compiles import COMPILED
+from tandem_engine.memory.window_pages import WindowPages
 
 LISTED_ROWS = 1024
 """Rows that one kernel lists the work of (`kernels.triton.work_list.LEAST_WIDTH`); each doubling takes another."""
@@ -61,11 +62,20 @@ class Room:
     """As many as fit the pages."""
     max_rows: int
     """Largest number of sequences in a step."""
+    windows: Sequence[WindowPages] = ()
+    """Which have pages for all of `pages`."""
 
     def step(self, extend_len: int, *, every_token: bool = False) -> ForwardBatch:
         """The last `extend_len` tokens of a prompt."""
         tokens = torch.zeros(self.prompt_tokens, dtype=torch.int64)
-        return lone_batch(tokens, self.pages, self.page_size, extend_len=extend_len, every_token=every_token)
+        return lone_batch(
+            tokens,
+            self.pages,
+            self.page_size,
+            extend_len=extend_len,
+            every_token=every_token,
+            windows=self.windows,
+        )
 
     def prompt(self) -> ForwardBatch:
         return self.step(self.prompt_tokens)
@@ -92,7 +102,8 @@ def request_steps(room: Room, *, vocab_size: int, drafts: int) -> Iterator[WarmS
     yield from _edited(room, vocab_size)
     yield WarmStep("biases, bad words and logprobs", replace(room.decode(), sampling=_single_logits()))
     yield WarmStep("prompt logprobs and an embedding", _scored(room.prompt()))
-    yield WarmStep("copied pages", replace(room.decode(), page_copies=((DUMMY_PAGE, room.pages[0]),)))
+    if not room.windows:  # nothing copies pages where layers have different ones
+        yield WarmStep("copied pages", replace(room.decode(), page_copies=((DUMMY_PAGE, room.pages[0]),)))
     run = min(drafts + 1, room.prompt_tokens)
     if run > 1:
         yield from _verified(room, run)

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
 from threading import Event
-from typing import Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -233,6 +233,15 @@ class PromptPositions:
     """How many of the most likely tokens to report with each."""
 
 
+class GroupPages(NamedTuple):
+    """The pages of a step as a group of layers has them (`memory.window_pages`)."""
+
+    page_table: torch.Tensor
+    """As `ForwardBatch.page_table`; 0 also where the window has passed a block."""
+    out_cache_loc: torch.Tensor
+    """As `ForwardBatch.out_cache_loc`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBatch:
     """One step's work."""
@@ -258,6 +267,8 @@ class ForwardBatch:
     sample_index: torch.Tensor
     """[S] indices into B; a chunk that is not the last of its prompt samples nothing."""
     sampling: SamplingBatch
+    windows: tuple[GroupPages, ...] = ()
+    """For each group of layers with a window, where it has those pages. () where all layers have the same ones."""
     page_copies: tuple[tuple[PageId, PageId], ...] = ()
     """(source, target): pages to copy whole before anything is computed. No target is a source."""
     prompt_positions: tuple[PromptPositions, ...] = ()

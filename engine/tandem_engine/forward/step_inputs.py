@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from tandem_engine.base.names import DUMMY_PAGE, PADDING_ROW
-from tandem_engine.forward.batch import ForwardBatch, ForwardMode, SamplingBatch, drafts_ahead, over_runs, wanted_tokens
+from tandem_engine.forward.batch import (
+    ForwardBatch,
+    ForwardMode,
+    GroupPages,
+    SamplingBatch,
+    drafts_ahead,
+    over_runs,
+    wanted_tokens,
+)
 from tandem_engine.forward.future_map import token_rows
 from tandem_engine.forward.logit_edits import History, LogitEdits, TokenSets
 
@@ -101,18 +109,24 @@ def as_decodes(batch: ForwardBatch, rows: int) -> ForwardBatch:
     sequence = np.repeat(np.arange(len(lens)), lens)
     behind = (np.cumsum(lens) - 1)[sequence] - np.arange(len(sequence))
     seq_lens = _padded(batch.seq_lens.numpy()[sequence] - behind, rows, fill=1)
-    table = np.full((rows, batch.page_table.shape[1]), DUMMY_PAGE, dtype=np.int32)
-    table[: len(sequence)] = batch.page_table.numpy()[sequence]
+    pages = [
+        GroupPages(
+            page_table=_padded_table(each.page_table.numpy()[sequence], rows),
+            out_cache_loc=_padded(each.out_cache_loc.numpy(), rows),
+        )
+        for each in (GroupPages(batch.page_table, batch.out_cache_loc), *batch.windows)
+    ]
     return replace(
         batch,
         mode=ForwardMode.DECODE,
         input_ids=_padded(batch.input_ids.numpy(), rows),
         positions=_padded(batch.positions.numpy(), rows),
-        out_cache_loc=_padded(batch.out_cache_loc.numpy(), rows),
+        out_cache_loc=pages[0].out_cache_loc,
         rows=_padded(batch.rows.numpy()[sequence], rows, fill=PADDING_ROW),
         seq_lens=seq_lens,
         extend_lens=torch.ones(rows, dtype=torch.int64),
-        page_table=torch.from_numpy(table),
+        page_table=pages[0].page_table,
+        windows=tuple(pages[1:]),
         num_extend=0,
         sample_index=torch.arange(rows),
         draft_lens=(),
@@ -133,6 +147,12 @@ NO_SAMPLING = SamplingBatch(
 def _padded(values: "np.ndarray[tuple[int], np.dtype[np.int64]]", rows: int, *, fill: int = 0) -> Tensor:
     padded = np.full(rows, fill, dtype=np.int64)
     padded[: len(values)] = values
+    return torch.from_numpy(padded)
+
+
+def _padded_table(table: "np.ndarray[tuple[int, int], np.dtype[np.int32]]", rows: int) -> Tensor:
+    padded = np.full((rows, table.shape[1]), DUMMY_PAGE, dtype=np.int32)
+    padded[: len(table)] = table
     return torch.from_numpy(padded)
 
 

@@ -30,6 +30,7 @@ import torch
 from tandem_engine.base.errors import OutOfPagesError
 from tandem_engine.base.names import DUMMY_PAGE, PADDING_ROW, PageId, ReqPoolIdx
 from tandem_engine.memory.page_copies import CopyFence, CopyQueue
+from tandem_engine.memory.window_pages import WindowPages
 
 Item = TypeVar("Item")
 
@@ -84,9 +85,10 @@ class Writer(Enum):
 class PageAllocator:
     """Pages 1..num_pages-1; page 0 is the dummy page [dummy-page]. Scheduler thread only."""
 
-    def __init__(self, num_pages: int, copies: CopyQueue | None = None) -> None:
-        """`copies`: what else touches pages on the device; None if nothing does."""
+    def __init__(self, num_pages: int, copies: CopyQueue | None = None, windows: Sequence[WindowPages] = ()) -> None:
+        """`copies`: what else touches pages on the device; None if nothing does. `windows` drop what is free."""
         self.num_pages = num_pages
+        self.windows = windows
         self._free = [PageId(page) for page in range(num_pages - 1, DUMMY_PAGE, -1)]
         self._state = bytearray(num_pages)
         self._state[DUMMY_PAGE] = PageState.RESERVED
@@ -154,6 +156,8 @@ class PageAllocator:
             yield from self._copied
 
     def _set_free(self, pages: list[PageId]) -> None:
+        for window in self.windows:
+            window.drop(pages)
         if self._copied is not None and self._copied.needed:
             self._copied.hold(pages)
         else:

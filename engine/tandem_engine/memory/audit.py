@@ -66,6 +66,7 @@ def check_conservation(
             *_page_problems(claims, memory.allocator.num_pages),
             *_row_problems(memory, live),
             *_request_problems(memory, live, {*tree}),
+            *_window_problems(memory, live, tree=tree, pending=[*free, *holds]),
             *memory.cache.audit([*(kv.lock for kv in live if kv.lock is not None), *(pin.lock for pin in memory.pins)]),
         ),
     )
@@ -113,6 +114,24 @@ def _request_problems(memory: KvMemory, live: Sequence[RequestKv], tree: set[Pag
                 f"row {kv.row}: cursors out of order, protected {kv.cache_protected_len}, "
                 f"committed {kv.committed_len}, allocated {kv.allocated_len}"
             )
+    return problems
+
+
+def _window_problems(
+    memory: KvMemory, live: Sequence[RequestKv], *, tree: Sequence[PageId], pending: Sequence[PageId]
+) -> list[str]:
+    """`pending` pages may still have their page of a window: a step in flight, or a peer, may write to it."""
+    problems = []
+    for index, window in enumerate(memory.windows):
+        users = Counter(page for pin in memory.pins for page in pin.used[index])
+        needed = []
+        for kv in live:
+            cached = kv.cache_protected_len // kv.page_size
+            users.update(kv.pages[kv.passed[index] : cached])
+            needed += kv.pages[max(kv.passed[index], cached) :]
+            if kv.passed[index] > window.passed_blocks(kv.committed_len):
+                problems.append(f"row {kv.row}: a window has passed {kv.passed[index]} blocks, too many")
+        problems += window.problems(tree=tree, needed=needed, pending=pending, users=users)
     return problems
 
 

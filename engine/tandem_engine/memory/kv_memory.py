@@ -27,6 +27,7 @@ from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.page_copies import CopyQueue
 from tandem_engine.memory.prefix_cache import Lock, PrefixCache
 from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.memory.window_pages import WindowPages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,8 @@ class Pin:
 
     lock: Lock
     pages: int
+    used: tuple[tuple[PageId, ...], ...] = ()
+    """Pages that the next turn reads, for each group of layers with a window."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,6 +51,8 @@ class KvMemory:
     copies: CopyQueue
     host: HostMemory | None = None
     """None without a hierarchical cache and swap space: then the device is all there is."""
+    windows: Sequence[WindowPages] = ()
+    """Of groups of layers with a window; () where all layers keep all tokens."""
     pins: list[Pin] = field(default_factory=list)
 
     def poll(self) -> bool:
@@ -58,6 +63,19 @@ class KvMemory:
     def available_pages(self) -> int:
         """Pages that `ensure` could get now: free or evictable. Fenced pages do not count."""
         return self.allocator.available + self.cache.evictable_pages()
+
+    def load(self) -> tuple[int, int]:
+        """Free pages, and evictable ones, of the group of layers that has the least left for its size."""
+        free, evictable = self.allocator.available, self.cache.evictable_pages()
+        for window in self.windows:
+            ids_per_page = (self.allocator.num_pages - 1) / (window.num_pages - 1)
+            free = min(free, int(window.free_pages * ids_per_page))
+            evictable = min(evictable, int(window.available * ids_per_page) - free)
+        return free, evictable
+
+    def reservable_pages(self) -> int:
+        """Pages that `reserve_pages` could provide now: as `available_pages`, in every group of layers."""
+        return min([self.available_pages(), *(window.available for window in self.windows)])
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
@@ -85,6 +103,9 @@ class KvMemory:
             self.rows.write(row, 0, match.pages)
             undo.pop_all()
         matched = len(match.pages) * self.page_size
+        passed = [window.passed_blocks(matched) for window in self.windows]
+        for window, first in zip(self.windows, passed, strict=True):
+            window.use(match.pages[first:])
         return RequestKv(
             row=row,
             salt=salt,
@@ -96,6 +117,7 @@ class KvMemory:
             lock=match.lock,
             slower=match.slower,
             copy=self.copies.newest_load,
+            passed=passed,
         )
 
     def load_back(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
@@ -139,13 +161,32 @@ class KvMemory:
     def reserve_pages(self, n: int, writer: Writer = Writer.STREAM) -> list[PageId] | None:
         """Pages for a holder that is no request, until `give_back`. None if eviction cannot make room."""
         shortfall = n - self.allocator.available
-        if shortfall > self.cache.evictable_pages():
+        if shortfall > self.cache.evictable_pages() or not self.windows_have(n):
             return None
         if shortfall > 0:
-            self.allocator.free(self.cache.evict(shortfall))
+            self._evict(shortfall)
         if n > self.allocator.available_to(writer):
             return None
-        return self.allocator.alloc(n, writer)
+        for window in self.windows:
+            window.make_room(n, self._evict)
+        pages = self.allocator.alloc(n, writer)
+        for window in self.windows:
+            window.attach(pages)
+        return pages
+
+    def windows_have(self, n: int) -> bool:
+        """Whether every group of layers with a window can have `n` more pages."""
+        return all(n <= window.available for window in self.windows)
+
+    def pass_by(self, kv: RequestKv) -> None:
+        """Drop what no token after the committed ones reads. For layers with a window alone."""
+        cached = kv.cache_protected_len // self.page_size
+        for index, window in enumerate(self.windows):
+            first, last = kv.passed[index], window.passed_blocks(kv.committed_len)
+            if first < last:
+                window.pass_by(kv.pages[first : min(last, cached)])
+                window.drop(kv.pages[max(first, cached) : last])
+                kv.passed[index] = last
 
     def commit(self, kv: RequestKv, committed_len: int) -> None:
         """KV of tokens [0, committed_len) is final."""
@@ -183,6 +224,7 @@ class KvMemory:
         assert kv.lock is not None, f"row {kv.row} holds no lock"
         inserted = self.cache.extend(kv.lock, token_ids[kv.cache_protected_len : settled], kv.pages[first:whole])
         kv.lock = inserted.lock
+        self._share_windows(kv, first, inserted.pages)
         kv.cache_protected_len += len(inserted.pages) * self.page_size
         if inserted.duplicates:
             kv.pages[first:whole] = inserted.pages
@@ -226,13 +268,18 @@ class KvMemory:
         match = self.cache.match(token_ids, salt=salt)
         if match.slower is not None:
             match.slower.release()
-        pin = Pin(lock=match.lock, pages=len(match.pages))
+        used = [match.pages[window.passed_blocks(len(match.pages) * self.page_size) :] for window in self.windows]
+        for window, pages in zip(self.windows, used, strict=True):
+            window.use(pages)
+        pin = Pin(lock=match.lock, pages=len(match.pages), used=tuple(used))
         self.pins.append(pin)
         return pin
 
     def unpin(self, pin: Pin, *, spent: bool = False) -> None:
         """Let eviction have the pages again. `spent` as of `PrefixCache.unlock`."""
         self.pins.remove(pin)
+        for window, pages in zip(self.windows, pin.used, strict=False):
+            window.leave(pages)
         self.cache.unlock(pin.lock, spent=spent)
 
     def settled(self, step: int) -> None:
@@ -253,6 +300,9 @@ class KvMemory:
         if kv.slower is not None:
             slower, kv.slower = kv.slower, None
             slower.release()
+        cached = kv.cache_protected_len // self.page_size
+        for window, first in zip(self.windows, kv.passed, strict=True):
+            window.leave(kv.pages[first:cached])
         private, kv.pages = kv.private_pages, []
         kv.cache_protected_len = kv.committed_len = 0
         self._unlock(kv)
@@ -261,6 +311,20 @@ class KvMemory:
         else:
             self.rows.free_after(after_step, kv.row)
         return private
+
+    def _evict(self, n: int) -> int:
+        """Free up to `n` pages of the cache. Returns their number."""
+        pages = self.cache.evict(n)
+        self.allocator.free(pages)
+        return len(pages)
+
+    def _share_windows(self, kv: RequestKv, first: int, pages: Sequence[PageId]) -> None:
+        """The cache has `pages` for the blocks of `kv` from `first` on: its own, or others of the same tokens."""
+        for window, passed in zip(self.windows, kv.passed, strict=True):
+            for block, page in enumerate(pages, first):
+                if page != kv.pages[block]:
+                    window.fill(page, kv.pages[block])
+            window.use(pages[max(0, passed - first) :])
 
     def _unlock(self, kv: RequestKv) -> None:
         assert kv.lock is not None, f"row {kv.row} holds no lock"

@@ -3,7 +3,7 @@
 One contiguous tensor, page first, so that a page is one run of bytes: a transfer moves it with a single descriptor and
 a digest reads it in a single pass.
 
-    data   [page, layer, 2, kv_head, slot, head_dim]      2 = K, V
+    data   [page, layer, part, kv_head, slot, head_dim]   parts: K and V, or one latent, whose beginning is V
     page 0 is the dummy page: padding reads and writes it, so it must hold finite numbers [finite-padding] [dummy-page]
 
 A pool of float8 has a scale for K and for V of each head of each layer, by which its numbers are multiplied when they
@@ -14,7 +14,7 @@ The pool does not track owners of pages.
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.names import PageId
 from tandem_engine.config import KvCacheDtype
 from tandem_engine.kernels.interface import FLOAT8, HeadTurn, KvScales, by_triton, from_float8, to_float8
+from tandem_engine.memory.cache_groups import CacheGroup
 
 GIB = 1 << 30
 
@@ -31,24 +32,32 @@ ALIGNMENT = 4096
 
 
 class PageLayout(NamedTuple):
-    """What the bytes of a page are: [layers, 2, heads, slots, row_bytes]."""
+    """What the bytes of a page are: [layers, parts, heads, slots, row_bytes]."""
 
     layers: int
     heads: int
     slots: int
     row_bytes: int
     """Of one head of one token."""
+    parts: int = 2
+    """K and V, or one latent."""
 
     @property
     def rows(self) -> int:
-        return self.layers * 2 * self.heads * self.slots
+        return self.layers * self.parts * self.heads * self.slots
+
+    @property
+    def second_part(self) -> int:
+        """Heads from the first part of a layer to the last: 0 where there is one."""
+        return (self.parts - 1) * self.heads
 
 
 class KvPool:
-    """K and V of every layer for `num_pages` pages of `page_size` tokens. Written by the forward and by peers."""
+    """K and V of the layers of one group for `num_pages` pages of `page_size` tokens. Written by the forward and by
+    peers. Layers are counted within the group (`cache_groups`)."""
 
     data: torch.Tensor
-    """[num_pages, num_layers, 2, num_kv_heads, page_size, head_dim] of the pool's dtype, contiguous."""
+    """[num_pages, num_layers, parts, num_kv_heads, page_size, head_dim] of the pool's dtype, contiguous."""
     scales: torch.Tensor | None
     """[num_layers, 2, num_kv_heads] float32, where the pool is; None unless its dtype is one of float8."""
 
@@ -63,16 +72,46 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device | str,
         scales: torch.Tensor | None = None,
+        value_width: int | None = None,
     ) -> None:
-        """`scales`, of a pool of float8: copied; None is 1 for all heads."""
+        """`scales`, of a pool of float8: copied; None is 1 for all heads. `value_width`: of a pool of latents, the
+        numbers at the beginning of each that are V; None for K and V.
+        """
+        assert value_width is None or dtype not in FLOAT8, "latents have no scales"
         self.num_pages = num_pages
         self.page_size = page_size
-        shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
+        self.value_width = value_width
+        shape = (num_pages, num_layers, 2 if value_width is None else 1, num_kv_heads, page_size, head_dim)
         self.data = _zeros(shape, dtype, torch.device(device))
         self._bytes = self.data.view(num_pages, -1).view(torch.uint8)
         self.scales = _ones(*shape[1:4], device=device) if dtype in FLOAT8 else None
         if scales is not None:
             self.set_scales(scales)
+
+    @classmethod
+    def of_group(
+        cls,
+        group: CacheGroup,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        scales: torch.Tensor | None = None,
+    ) -> Self:
+        """Of the layers of `group`. `scales`: of all layers of the model."""
+        heads, width = group.spec.row
+        return cls(
+            num_pages=num_pages,
+            num_layers=len(group.layers),
+            num_kv_heads=heads,
+            head_dim=width,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            scales=None if scales is None else scales[list(group.layers)],
+            value_width=group.spec.value_width,
+        )
 
     def set_scales(self, scales: torch.Tensor) -> None:
         """Read and write with `scales` from now on, where those before were. What the pool holds loses its meaning."""
@@ -87,8 +126,8 @@ class KvPool:
 
     @property
     def layout(self) -> PageLayout:
-        _, layers, _, heads, slots, head_dim = self.data.shape
-        return PageLayout(layers, heads, slots, head_dim * self.data.dtype.itemsize)
+        _, layers, parts, heads, slots, head_dim = self.data.shape
+        return PageLayout(layers, heads, slots, head_dim * self.data.dtype.itemsize, parts)
 
     @property
     def address(self) -> int:
@@ -101,8 +140,10 @@ class KvPool:
         return self.num_pages * self.page_bytes
 
     def key_value(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer as views, each [num_pages, num_kv_heads, page_size, head_dim]."""
-        return self.data[:, layer, 0], self.data[:, layer, 1]
+        """K and V of one layer as views, each [num_pages, num_kv_heads, page_size, head_dim], V of latents narrower."""
+        if self.value_width is None:
+            return self.data[:, layer, 0], self.data[:, layer, 1]
+        return self.data[:, layer, 0], self.data[:, layer, 0, :, :, : self.value_width]
 
     def scales_of(self, layer: int) -> KvScales | None:
         """Of one layer, where there are any."""
@@ -122,17 +163,19 @@ class KvPool:
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
         """Write one layer's new K and V.
 
-        k, v           [T, num_kv_heads, head_dim], converted to the pool's dtype if they differ
+        k, v           [T, num_kv_heads, head_dim], converted to the pool's dtype if they differ; v of a latent is the
+                       beginning of k
         out_cache_loc  [T] int64 slots, `page * page_size + offset`; distinct, but for padding in page 0
         """
-        if by_triton(self.data.device):
+        if by_triton(self.data.device) and self.value_width is None:
             from tandem_engine.kernels.triton.store_kv import store_kv
 
             store_kv(k, v, *self.key_value(layer), out_cache_loc, scales=self.scales_of(layer))
             return
         pages = out_cache_loc // self.page_size
         slots = out_cache_loc % self.page_size
-        for side, numbers in zip(self.key_value(layer), self.converted(layer, k, v), strict=True):
+        parts = self.layout.parts
+        for side, numbers in zip(self.key_value(layer)[:parts], self.converted(layer, k, v)[:parts], strict=True):
             _indexable(side)[pages, :, slots] = _indexable(numbers)
 
     def converted(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ their events are taken.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -198,9 +198,20 @@ class Unannounced(NamedTuple):
 class RadixCache:
     """Implements `PrefixCache`."""
 
-    def __init__(self, page_size: int, *, emit_events: bool = True, watcher: TreeWatcher | None = None) -> None:
-        """With a `watcher` the tree notifies it instead of creating events."""
+    def __init__(
+        self,
+        page_size: int,
+        *,
+        emit_events: bool = True,
+        watcher: TreeWatcher | None = None,
+        usable: Callable[[Sequence[PageId]], int] | None = None,
+    ) -> None:
+        """With a `watcher` the tree notifies it instead of creating events.
+
+        `usable`: the most leading blocks of a path, on these pages, after which a request can continue; None: all.
+        """
         self._page_size = page_size
+        self._usable = usable
         self._emit_events = emit_events
         self._watcher = watcher
         self._roots: dict[str, Node] = {}
@@ -210,13 +221,13 @@ class RadixCache:
         self._unannounced: list[Unannounced] = []
 
     def match(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> MatchResult:
-        reach = self._reach(self._root(salt), token_ids, self._blocks(token_ids, max_tokens))
+        reach = self._usable_reach(self._root(salt), token_ids, self._blocks(token_ids, max_tokens))
         node = self._node_ending_at(reach)
         return MatchResult(pages=node.path_pages(), lock=self._lock(node))
 
     def peek(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> int:
         root = self._roots.get(salt)
-        return 0 if root is None else self._reach(root, token_ids, self._blocks(token_ids, max_tokens)).blocks
+        return 0 if root is None else self._usable_reach(root, token_ids, self._blocks(token_ids, max_tokens)).blocks
 
     def peek_after(self, lock: Lock, token_ids: Sequence[int]) -> int:
         return self._reach(self._held(lock).node, token_ids, self._blocks(token_ids, None)).blocks
@@ -320,6 +331,15 @@ class RadixCache:
         if root is None:
             root = self._roots[salt] = Node(salt=salt, block_bytes=self._page_size * TOKEN_BYTES)
         return root
+
+    def _usable_reach(self, root: Node, token_ids: Sequence[int], blocks: int) -> Reach:
+        """As `_reach`, as far as a request can continue."""
+        reach = self._reach(root, token_ids, blocks)
+        if self._usable is None or not reach.blocks:
+            return reach
+        assert reach.node.parent is not None, "a root has no blocks"
+        usable = self._usable((*reach.node.parent.path_pages(), *reach.node.pages[: reach.within]))
+        return reach if usable == reach.blocks else self._reach(root, token_ids, usable)
 
     def _reach(self, start: Node, token_ids: Sequence[int], blocks: int) -> Reach:
         """Follow the first `blocks` blocks of `token_ids` from the end of `start`, packing what is compared."""

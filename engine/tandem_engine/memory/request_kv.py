@@ -33,6 +33,8 @@ class RequestKv:
     copy: int = 0
     """The newest copy that may still fill pages before `committed_len`: a reader outside the executor's order
     waits for its ack."""
+    passed: list[int] = field(default_factory=list)
+    """For each group of layers with a window, the leading blocks that the window has passed."""
     released: bool = False
 
     @property

@@ -35,12 +35,15 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """That the model computes in, where it is another one."""
     kv_scales: str = ""
     """Digest of the scales of pages of float8; "" for pages of another dtype, and where all scales are 1."""
+    value_width: int = 0
+    """Of pages of latents, the numbers at the beginning of each that are V; 0 for pages of K and V."""
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page on one rank."""
         item = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}[self.dtype]
-        return self.num_layers * 2 * self.num_kv_heads * self.page_size * self.head_dim * item
+        parts = 1 if self.value_width else 2
+        return self.num_layers * parts * self.num_kv_heads * self.page_size * self.head_dim * item
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

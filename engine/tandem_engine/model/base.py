@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem_engine.config import ModelConfig
 from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.memory.cache_groups import KvRow, KvSpec, Reach
 from tandem_engine.model.attention.backend import AttentionSpec
 
 
@@ -93,3 +94,9 @@ class DraftHead(ABC):
 
 StepModel: TypeAlias = CausalLM | DraftHead
 """What a runner computes steps with."""
+
+
+def kv_specs(model: StepModel, *, kv_heads: int) -> tuple[KvSpec, ...]:
+    """What each layer remembers, on a rank that holds `kv_heads` of its K/V heads."""
+    row = KvRow(heads=kv_heads, width=model.config.head_dim)
+    return tuple(KvSpec(reach=Reach(spec.window), row=row, value_width=spec.value_width) for spec in model.attention)

@@ -88,7 +88,7 @@ class Isolation:
             self.groups.appendleft(live[:half])
 
     def trial(self) -> list[Extend]:
-        """The next step of the first group. Empty when no suspects are left."""
+        """The next step of the first group. Empty without suspects, or while a step of theirs has to complete first."""
         while self.groups:
             group = [req for req in self.groups.popleft() if req.finished is None]
             extends = self._extends(group)
@@ -99,7 +99,7 @@ class Isolation:
                     self._house(extend.req)
             if rest:
                 self.groups.appendleft(rest)
-            if extends:
+            if extends or rest:
                 return extends
         return []
 
@@ -171,6 +171,8 @@ class Isolation:
             if chunk == 0:
                 break
             if not self.memory.ensure(req.held_kv, start + chunk):
+                if req.steps_in_flight:
+                    break  # its window may pass pages when that step has completed [settle-before-retract]
                 self._let_go(req)
                 continue
             budget -= chunk

@@ -27,7 +27,14 @@ from tandem_engine.scheduler.counters import Tally
 from tandem_engine.scheduler.fault_isolation import Isolation
 from tandem_engine.scheduler.finishing import Endings
 from tandem_engine.scheduler.policies import Policy, PromptDelay
-from tandem_engine.scheduler.prefill_adder import Admission, Extend, PrefillAdder, kept_back, reserved_pages
+from tandem_engine.scheduler.prefill_adder import (
+    Admission,
+    Extend,
+    PrefillAdder,
+    kept_back,
+    reserved_in_windows,
+    reserved_pages,
+)
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request, sends_kv
 from tandem_engine.scheduler.retraction import NewTokenRatio, Preemption, Retraction, Return, Room, Swapping
@@ -239,6 +246,7 @@ class Planner:
             chunk_limit=self.config.chunk_limit(decodes=len(decodes)),
             ratio=self.ratio.value,
             reserved=self.reserved_pages() if admits else 0,
+            reserved_in_windows=self._reserved_in_windows() if admits and self.memory.windows else [],
             crowded=self._is_crowded(),
             watermark=int(self.config.watermark * self.memory.allocator.num_pages),
             may_chunk=self.queues.chunked is None,
@@ -250,11 +258,17 @@ class Planner:
 
     def reserved_pages(self) -> int:
         """Pages that admitted requests are expected to take beyond those they have."""
+        return reserved_pages(self.memory, self._admitted(), self.ratio.value)
+
+    def _reserved_in_windows(self) -> list[int]:
+        return reserved_in_windows(self.memory, self._admitted(), self.ratio.value)
+
+    def _admitted(self) -> list[Request]:
         running = (req for req in self.queues.running if req.finished is None)
         admitted = [*running, *self.queues.parked(), *self.isolation.suspects()]
         if self.queues.chunked is not None:
             admitted.append(self.queues.chunked)
-        return reserved_pages(self.memory, admitted, self.ratio.value)
+        return admitted
 
     def _house(self, extends: Sequence[Extend]) -> None:
         """Give the request of an extend its home for the time after this step."""

@@ -26,6 +26,7 @@ this worker release their memory in any case and are exempt.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import repeat
 from math import ceil
 from typing import NamedTuple
 
@@ -140,6 +141,21 @@ def reserved_pages(memory: KvMemory, running: Iterable[Request], ratio: float) -
     return reserved
 
 
+def missing_in_windows(memory: KvMemory, req: Request, tokens: int, ratio: float) -> list[int]:
+    """As `reserved_pages`, of one request, for each group of layers with a window: what it needs while it decodes."""
+    kv, expected = req.held_kv, expected_pages(memory, req, tokens, ratio)
+    return [
+        max(0, window.blocks_for(expected) - (len(kv.pages) - passed))
+        for window, passed in zip(memory.windows, kv.passed, strict=True)
+    ]
+
+
+def reserved_in_windows(memory: KvMemory, running: Iterable[Request], ratio: float) -> list[int]:
+    """For each group of layers with a window, pages that requests are expected to take beyond those they have."""
+    missing = [missing_in_windows(memory, req, max(req.extend_target, req.launched_len + 1), ratio) for req in running]
+    return [sum(each) for each in zip(*missing, strict=True)] or [0] * len(memory.windows)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
     """What a request starts with: row and prefix in `kv`, pages up to `stop`, tokens before `start` known."""
@@ -174,6 +190,8 @@ class PrefillAdder:
     """Pages that stay free unless nothing else runs."""
     may_chunk: bool
     """No other prompt is half computed: one at a time, so that the first in the queue is done first."""
+    reserved_in_windows: list[int] = field(default_factory=list)
+    """As `reserved`, for each group of layers with a window."""
     extends: list[Extend] = field(default_factory=list)
 
     def resume(self, req: Request) -> Admission:
@@ -188,7 +206,7 @@ class PrefillAdder:
         """What every request would be answered, as far as that is known without looking at one."""
         if self.tokens_left == 0:
             return Admission.BUDGET
-        if self.crowded and self.memory.available_pages() <= self.reserved:
+        if self.crowded and (self.memory.available_pages() <= self.reserved or self._windows_are_full()):
             return Admission.NO_PAGES
         return Admission.OK
 
@@ -217,6 +235,9 @@ class PrefillAdder:
         self.crowded = True
         expected = expected_pages(self.memory, req, start.tokens, self.ratio)
         self.reserved += max(0, expected - len(start.kv.pages))
+        if self.memory.windows:
+            missing = missing_in_windows(self.memory, req, start.tokens, self.ratio)
+            self.reserved_in_windows = [*map(sum, zip(self.reserved_in_windows, missing, strict=True))]
         return Admission.OK
 
     def _begin(self, req: Request) -> Start | Admission:
@@ -232,7 +253,8 @@ class PrefillAdder:
         kv = self.memory.begin(tokens, salt=req.cache_salt, max_match=longest)
         if kv is None:
             return Admission.NO_ROW
-        donor = self.groups.donor(req)
+        # A window may have passed pages that a copy of its whole prompt needs.
+        donor = None if self.memory.windows else self.groups.donor(req)
         first = kv.matched_len if donor is None else max(kv.matched_len, min(req.prompt_len, longest))
         stop = first + self._chunk(len(tokens) - first)
         answer = self._fits(req, kv, len(tokens), stop, kept.pages)
@@ -258,7 +280,26 @@ class PrefillAdder:
             return Admission.OVERTAKES
         if missing > spare - watermark - kept:
             return Admission.WATERMARK
+        if not self._windows_fit(kv, expected_pages(self.memory, req, tokens, ratio), stop):
+            return Admission.NO_PAGES
         return Admission.OK if self.memory.ensure(kv, stop) else Admission.NO_PAGES
+
+    def _windows_are_full(self) -> bool:
+        """Whether a group of layers with a window has no page that is not reserved."""
+        return any(
+            window.available <= reserved
+            for window, reserved in zip(self.memory.windows, self.reserved_in_windows, strict=False)
+        )
+
+    def _windows_fit(self, kv: RequestKv, expected: int, stop: int) -> bool:
+        """Whether groups of layers with a window have pages for the chunk up to `stop` and for decodes after it."""
+        return all(
+            max(window.blocks_for(expected), self.memory.pages_for(stop) - passed) - (len(kv.pages) - passed)
+            <= window.available - reserved
+            for window, passed, reserved in zip(
+                self.memory.windows, kv.passed, self.reserved_in_windows or repeat(0), strict=False
+            )
+        )
 
     def _copies(self, donor: RequestKv, kv: RequestKv, stop: int) -> tuple[PageCopy, ...]:
         """Pages of tokens [kv.committed_len, stop), which the cache did not have and `donor` does."""

@@ -181,7 +181,8 @@ def short_of_page(memory: KvMemory, decodes: Sequence[Request]) -> list[Request]
 
 def decode_pages_fit(memory: KvMemory, decodes: Sequence[Request]) -> bool:
     """Whether each of `decodes` can have the page of its next token."""
-    return len(short_of_page(memory, decodes)) <= memory.available_pages()
+    short = len(short_of_page(memory, decodes))
+    return short <= memory.available_pages() and memory.windows_have(short)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -27,7 +27,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem_engine.forward.batch import RESOLVE, ForwardBatch, ForwardMode, GuessedIds, PromptPositions, SamplingBatch
+from tandem_engine.forward.batch import (
+    RESOLVE,
+    ForwardBatch,
+    ForwardMode,
+    GuessedIds,
+    PromptPositions,
+    SamplingBatch,
+)
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.logit_edits import ANY, BadWords, History, LogitEdits, Penalties, TokenBiases, TokenSets
 from tandem_engine.forward.results import PooledTokens
@@ -323,17 +330,20 @@ class BatchBuilder:
         positions = _ranges(starts, lens)
         input_ids, guessed = self._input_ids(batch)
         table = self.memory.rows.table.numpy()
+        # Indexing by an array copies: this is the snapshot.
+        page_table = table[rows, : self.memory.pages_for(int(seq_lens.max()))]
+        slots = self._slots(table, np.repeat(rows, lens), positions)
         return ForwardBatch(
             step=batch.step,
             mode=batch.mode,
             input_ids=torch.from_numpy(input_ids),
             positions=torch.from_numpy(positions),
-            out_cache_loc=torch.from_numpy(self._slots(table, np.repeat(rows, lens), positions)),
+            out_cache_loc=torch.from_numpy(slots),
             rows=torch.from_numpy(rows),
             seq_lens=torch.from_numpy(seq_lens),
             extend_lens=torch.from_numpy(lens),
-            # Indexing by an array copies: this is the snapshot.
-            page_table=torch.from_numpy(table[rows, : self.memory.pages_for(int(seq_lens.max()))]),
+            page_table=torch.from_numpy(page_table),
+            windows=tuple(window.located(page_table, slots) for window in self.memory.windows),
             num_extend=len(rows) if draft_lens else len(batch.extends),
             sample_index=torch.from_numpy(sample_index),
             sampling=self._sampling(batch.samplers, seq_lens[sample_index], draft_lens),

@@ -84,6 +84,14 @@ class Settlement:
         else:
             first = sum(extend.samples for extend in batch.extends)
             self._decodes(batch.decodes, result.next_token_ids[first:])
+        if self.memory.windows:
+            self._pass_by(batch)
+
+    def _pass_by(self, batch: ScheduleBatch) -> None:
+        """What is committed moves the windows of requests that continue."""
+        for req in batch.requests:
+            if req.kv is not None and req.finished is None:
+                self.memory.pass_by(req.kv)
 
     def _prompt_scores(self, batch: ScheduleBatch, result: ForwardResult) -> None:
         for scores in result.prompt_scores:

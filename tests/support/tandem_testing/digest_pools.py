@@ -16,8 +16,9 @@ def digest_pool(
     layers: int = 3,
     num_pages: int = 4,
     device: str = "cpu",
+    value_width: int | None = None,
 ) -> KvPool:
-    """A pool of random KV, the same every time."""
+    """A pool of random KV, the same every time; of latents with a `value_width`."""
     pool = KvPool(
         num_pages=num_pages,
         num_layers=layers,
@@ -26,6 +27,7 @@ def digest_pool(
         page_size=page_size,
         dtype=dtype,
         device=device,
+        value_width=value_width,
     )
     pool.data.copy_(torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(0)))
     return pool

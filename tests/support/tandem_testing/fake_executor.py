@@ -87,13 +87,28 @@ def hidden_state(history: Sequence[int]) -> torch.Tensor:
     return _hidden_of(_digest(tokens, np.arange(len(tokens), dtype=np.int64)))
 
 
+class WindowLayer(NamedTuple):
+    """A layer that sees the newest `tokens`, and has pages of its own."""
+
+    tokens: int
+    pool: KvPool
+
+
 class FakeModel:
     """Runs `ForwardBatch`es over a fake pool. Batches run one after the other, in launch order."""
 
     def __init__(
-        self, *, pool: KvPool, vocab_size: int, max_rows: int = 1024, host_pool: HostPool | None = None
+        self,
+        *,
+        pool: KvPool,
+        vocab_size: int,
+        max_rows: int = 1024,
+        host_pool: HostPool | None = None,
+        windows: Sequence[WindowLayer] = (),
     ) -> None:
+        """`windows`: further layers, which have to agree with the others as far as they see."""
         self.pool = pool
+        self.windows = windows
         self.copy = PageCopier(pool, host_pool)
         """What an executor runs between forwards."""
         self.vocab_size = vocab_size
@@ -139,9 +154,12 @@ class FakeModel:
 
     def _store(self, batch: ForwardBatch) -> None:
         slots = batch.out_cache_loc
-        assert len({*slots.tolist()}) == slots.numel(), f"step {batch.step} writes a slot twice"
-        assert int(slots.min()) // self.pool.page_size > DUMMY_PAGE, f"step {batch.step} writes to the dummy page"
+        for each in (slots, *(pages.out_cache_loc for pages in batch.windows)):
+            assert len({*each.tolist()}) == each.numel(), f"step {batch.step} writes a slot twice"
+            assert int(each.min()) // self.pool.page_size > DUMMY_PAGE, f"step {batch.step} writes to the dummy page"
         ids = self._resolved(batch)
+        for window, pages in zip(self.windows, batch.windows, strict=True):
+            window.pool.store(0, ids.view(-1, 1, 1), batch.positions.view(-1, 1, 1), pages.out_cache_loc)
         for layer in range(self.pool.layout.layers):
             self.pool.store(layer, ids.view(-1, 1, 1), batch.positions.view(-1, 1, 1), slots)
             if batch.kv_progress is not None:
@@ -158,28 +176,37 @@ class FakeModel:
         position = int(sampling.position[row])
         assert position == at.length, f"step {batch.step} samples position {position} after {at.length} tokens"
         return _token(
-            self._read(batch.page_table[at.sequence], at.length),
+            self._read(batch, at.sequence, at.length),
             self.vocab_size,
             None if greedy else (int(sampling.seed[row]), position),
             forbidden,
         )
 
-    def _read(self, page_table: torch.Tensor, length: int) -> int:
+    def _read(self, batch: ForwardBatch, sequence: int, length: int) -> int:
         """Digest of the KV of one sequence, as it stands in the pool now."""
-        pages = page_table[: -(-length // self.pool.page_size)].long()
+        pages = batch.page_table[sequence][: -(-length // self.pool.page_size)].long()
         # [pages, layers, 2, heads, slots] to [layers * heads, 2, tokens]
         kv = self.pool.data[pages].squeeze(-1).permute(1, 3, 2, 0, 4).flatten(3).flatten(0, 1)[..., :length]
         tokens, positions = kv[0].contiguous().numpy()
         digest = _digest(tokens, positions)
-        return digest if bool((kv == kv[0]).all()) else digest ^ 1
+        sound = bool((kv == kv[0]).all()) and all(
+            self._agrees(window, pages.page_table[sequence].long(), kv[0])
+            for window, pages in zip(self.windows, batch.windows, strict=True)
+        )
+        return digest if sound else digest ^ 1
+
+    def _agrees(self, window: WindowLayer, page_table: torch.Tensor, kv: torch.Tensor) -> bool:
+        """Whether the newest tokens of kv [2, tokens] are those of the window's layer."""
+        seen = torch.arange(max(0, kv.shape[1] - window.tokens), kv.shape[1])
+        pages, slots = page_table[seen // self.pool.page_size], seen % self.pool.page_size
+        return torch.equal(window.pool.data[pages, 0, :, 0, slots, 0].T, kv[:, seen])
 
     def _scores(self, batch: ForwardBatch, wanted: PromptPositions) -> PromptScores:
         """Reads the KV before each position, and checks that its predecessor is computed in this step."""
         before = torch.arange(wanted.first, wanted.first + len(wanted.tokens)) - 1
         assert torch.equal(batch.positions[wanted.tokens], before), f"step {batch.step} scores the wrong tokens"
-        page_table = batch.page_table[wanted.sequence]
         logprobs = tuple(
-            self._prompt_logprob(self._read(page_table, wanted.first + index), token, wanted.top)
+            self._prompt_logprob(self._read(batch, wanted.sequence, wanted.first + index), token, wanted.top)
             for index, token in enumerate(wanted.token_ids.tolist())
         )
         return PromptScores(sequence=wanted.sequence, first=wanted.first, logprobs=logprobs)
@@ -188,8 +215,8 @@ class FakeModel:
         """Reads the KV up to each position, and checks that it is computed in this step."""
         positions = torch.arange(wanted.first, wanted.first + len(wanted.tokens))
         assert torch.equal(batch.positions[wanted.tokens], positions), f"step {batch.step} pools the wrong tokens"
-        table = batch.page_table[wanted.sequence]
-        total = sum((_hidden_of(self._read(table, position + 1)) for position in positions.tolist()), NO_HIDDEN)
+        digests = (self._read(batch, wanted.sequence, position + 1) for position in positions.tolist())
+        total = sum(map(_hidden_of, digests), NO_HIDDEN)
         return PooledSum(sequence=wanted.sequence, first=wanted.first, count=len(positions), total=total)
 
     def _prompt_logprob(self, digest: int, token: int, wanted: int) -> SampledLogprobs:

@@ -226,4 +226,4 @@ class FakeTransport:
 
 def _by_heads(pool: PagePool) -> Tensor:
     """The bytes of all pages: [num_pages, layers, 2, heads, bytes of a head], a view."""
-    return pool.bytes_view().view(pool.num_pages, pool.layout.layers, 2, pool.layout.heads, -1)
+    return pool.bytes_view().view(pool.num_pages, pool.layout.layers, pool.layout.parts, pool.layout.heads, -1)

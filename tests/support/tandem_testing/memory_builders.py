@@ -1,7 +1,8 @@
 """KV memory of any size, and a check that nothing of it was lost or doubled."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from tandem_engine.base.names import PageId
 from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool
@@ -13,6 +14,7 @@ from tandem_engine.memory.page_copies import CopyQueue, CopyReport, PageCopy
 from tandem_engine.memory.prefix_cache import PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.memory.window_pages import WindowPages, usable_blocks
 
 
 def copy_at_once(copy: PageCopy) -> Future[CopyReport]:
@@ -31,6 +33,7 @@ def make_memory(
     cache: PrefixCache | None = None,
     copies: CopyQueue | None = None,
     host: HostMemory | None = None,
+    windows: Sequence[WindowPages] = (),
 ) -> KvMemory:
     """Memory with `usable_pages` besides the dummy page.
 
@@ -40,11 +43,12 @@ def make_memory(
     tiered = None if host is None else host.cache
     return KvMemory(
         rows=ReqToTokenPool(max_rows, max_pages),
-        allocator=PageAllocator(usable_pages + 1, copies),
-        cache=cache or tiered or RadixCache(page_size),
+        allocator=PageAllocator(usable_pages + 1, copies, windows),
+        cache=cache or tiered or RadixCache(page_size, usable=partial(usable_blocks, windows) if windows else None),
         page_size=page_size,
         copies=copies,
         host=host,
+        windows=windows,
     )
 
 

@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 
 from tandem_engine.config import HostConfig, SchedulerConfig
 from tandem_engine.executor.interface import ModelExecutor
+from tandem_engine.memory.cache_groups import Reach
 from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.host.storage import HostStorage
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.page_copies import CopyQueue
+from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.prefix_cache import NoPrefixCache
+from tandem_engine.memory.window_pages import WindowPages
 from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput
 from tandem_engine.messages.requests import GenerateRequest, Handoff, PrefixFetch, SessionRef, TraceContext
 from tandem_engine.messages.sampling import SamplingParams
@@ -22,12 +25,23 @@ from tandem_engine.scheduler.stop import DecodeText, ModelFacts
 from tandem_engine.speculative.adaptive_length import DraftLengths, TurnTimer
 from tandem_engine.speculative.interface import Proposer
 from tandem_engine.speculative.verify import ChainVerifier, VerifiedForward
-from tandem_testing.fake_executor import HIDDEN_SIZE, FakeModel, make_fake_pool, next_token, prompt_logprob, ramp
+from tandem_testing.fake_executor import (
+    HIDDEN_SIZE,
+    FakeModel,
+    WindowLayer,
+    make_fake_pool,
+    next_token,
+    prompt_logprob,
+    ramp,
+)
 from tandem_testing.fake_executors import Computed, EagerExecutor, LateExecutor
 from tandem_testing.memory_builders import make_memory
 from tandem_testing.plain_reasoning import allowed_after, answer_of
 from tandem_testing.plain_sampling import edited_logits, most_likely_token
 from tandem_testing.toy_grammar import ToyGrammars, toy_rule
+
+POISON = -7
+"""In the place of a token and of a position."""
 
 VOCAB = 97
 EOS = 0
@@ -136,6 +150,26 @@ def _ended(sampling: SamplingParams, prompt_len: int, outputs: list[int], resume
     if (outputs[-1] == EOS and not sampling.ignore_eos) or outputs[-1] in sampling.stop_token_ids:
         return True
     return any(decode_text(outputs).endswith(stop) for stop in sampling.stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeWindow:
+    """A further group of layers, which see the newest `tokens`."""
+
+    tokens: int
+    num_pages: int
+
+    def build(self, *, page_ids: int, page_size: int) -> tuple[WindowPages, KvPool]:
+        """Its pages are overwritten when they are dropped: a step that still reads one gives a wrong token."""
+        pool = make_fake_pool(num_pages=self.num_pages, page_size=page_size)
+
+        def poison(pages: Sequence[int]) -> None:
+            pool.data[list(pages)] = POISON
+
+        pages = WindowPages(
+            Reach(self.tokens), page_size=page_size, num_pages=self.num_pages, page_ids=page_ids, dropped=poison
+        )
+        return pages, pool
 
 
 @dataclass(kw_only=True)
@@ -253,13 +287,14 @@ def make_engine(
     storage: HostStorage | None = None,
     grammars: Grammars | None = None,
     least: Least | None = None,
+    windows: Sequence[FakeWindow] = (),
     **config: object,
 ) -> Engine:
     """An audited engine that follows toy grammars. In overlap mode forwards run as late as can be, unless an executor
     is given.
 
     With a proposer it speculates, in chains as long as can be unless `adaptive`. `host_pages` of host memory are used
-    as `host` says.
+    as `host` says. `windows`: of further groups of layers.
     """
     settings = {"audit_every_step": True, "enable_overlap": False, "enable_mixed_chunk": False, **config}
     scheduler_config = SchedulerConfig(context_length=context_length, **settings)
@@ -267,7 +302,15 @@ def make_engine(
         num_pages=usable_pages + 1, page_size=page_size, num_layers=num_layers, num_kv_heads=num_kv_heads
     )
     host_pool = HostPool(num_pages=host_pages, page_bytes=pool.page_bytes) if host_pages else None
-    model = FakeModel(pool=pool, vocab_size=VOCAB, host_pool=host_pool)
+    window_pages = [window.build(page_ids=usable_pages + 1, page_size=page_size) for window in windows]
+    model = FakeModel(
+        pool=pool,
+        vocab_size=VOCAB,
+        host_pool=host_pool,
+        windows=[
+            WindowLayer(tokens=each.tokens, pool=layer) for each, (_, layer) in zip(windows, window_pages, strict=True)
+        ],
+    )
     make_executor = executor or (LateExecutor if scheduler_config.enable_overlap else EagerExecutor)
     verified = VerifiedForward(model=model, verifier=ChainVerifier())
     built = make_executor(model if proposer is None else Computed(forward=verified.forward, copy=model.copy))
@@ -283,6 +326,7 @@ def make_engine(
         cache=None if radix else NoPrefixCache(),
         copies=copies,
         host=host_memory,
+        windows=[pages for pages, _ in window_pages],
     )
     received: dict[str, Received] = {}
     deliveries: list[tuple[bytes, tuple[TokenOutput, ...]]] = []

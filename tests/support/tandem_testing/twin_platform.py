@@ -79,7 +79,8 @@ class TwinPlatform(OnStreams):
 
     def _adopt(self, parts: RunnerParts) -> None:
         self.streams.adopt(parts.model, parts.observer)
-        self.streams.adopt(parts.pool.data, shared=True)
+        pools = [parts.pool] if parts.groups is None else parts.groups.pools
+        self.streams.adopt(*(pool.data for pool in pools), shared=True)
 
 
 def load_for_twin(checkpoint: Path, **config: object) -> LoadedModel:

@@ -29,6 +29,8 @@ class Region(NamedTuple):
     """Equal parts of a page, one after the other."""
     heads: int = 1
     """Equal parts of the K and of the V of a layer, one after the other."""
+    parts: int = 2
+    """Of a layer: K and V, or one latent."""
 
     @property
     def torch_device(self) -> str:
@@ -40,8 +42,8 @@ class Region(NamedTuple):
 
     @property
     def head_bytes(self) -> int:
-        """Of K or V."""
-        return self.layer_bytes // (2 * self.heads)
+        """Of K, V or the latent."""
+        return self.layer_bytes // (self.parts * self.heads)
 
 
 class Descriptors(NamedTuple):
@@ -62,7 +64,7 @@ def describe(
     """One range per run of pages that are neighbours on both sides; small pages gain most.
 
     `layers`: of these alone, which is one range per page.
-    `heads`: of these alone, which is one range per page, layer, and K or V.
+    `heads`: of these alone, which is one range per page, layer and part.
     """
     if heads is not None:
         return _heads(here, source, there, target, range(here.layers) if layers is None else layers, heads)
@@ -97,8 +99,9 @@ def _heads(
 ) -> Descriptors:
     sides = []
     for region, pages, part in ((here, source, heads.source), (there, target, heads.target)):
-        # K and V of each layer in turn; how many heads they have is each side's own.
-        blocks = np.arange(2 * layers.start, 2 * layers.stop, dtype=np.uint64) * np.uint64(region.heads)
+        # The parts of each layer in turn; how many heads they have is each side's own.
+        blocks = np.arange(here.parts * layers.start, here.parts * layers.stop, dtype=np.uint64)
+        blocks *= np.uint64(region.heads)
         starts = (blocks + np.uint64(part.start)) * np.uint64(here.head_bytes)
         at = np.fromiter(pages, np.uint64, len(pages)) * np.uint64(region.page_bytes) + np.uint64(region.address)
         ranges = np.empty((len(pages) * len(blocks), 3), np.uint64)

@@ -141,5 +141,12 @@ def region_of(pool: PagePool) -> Region:
     kind = "VRAM" if device.type == "cuda" else "DRAM"
     layout = pool.layout
     return Region(
-        pool.address, pool.page_bytes, pool.num_pages, kind, device.index or 0, layers=layout.layers, heads=layout.heads
+        pool.address,
+        pool.page_bytes,
+        pool.num_pages,
+        kind,
+        device.index or 0,
+        layers=layout.layers,
+        heads=layout.heads,
+        parts=layout.parts,
     )

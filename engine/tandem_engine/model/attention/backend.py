@@ -37,9 +37,10 @@ class AttentionPlan(Protocol):
         """Store k and v at `out_cache_loc`, then compute causal attention as the layer's `AttentionSpec` defines it.
 
         q is [T, heads, head_dim]; k and v are [T, kv_heads, head_dim]. Tokens may lie further apart than
-        heads * head_dim. Query head h reads K/V head h // (heads // kv_heads).
+        heads * head_dim. Query head h reads K/V head h // (heads // kv_heads). Where a layer stores a latent, k is
+        that, and v its beginning, [T, kv_heads, value_width].
 
-        Returns [T, heads * head_dim] in q's dtype.
+        Returns [T, heads * head_dim], or of v's width, in q's dtype.
         """
         ...
 
@@ -131,6 +132,8 @@ class AttentionSpec:
     """Newest tokens that a token sees, itself included; None is all of them."""
     soft_cap: float | None = None
     """Bound that scores approach smoothly (Gemma 2); None leaves them alone."""
+    value_width: int | None = None
+    """Where a layer stores one latent in place of K and V: V is so many numbers at the beginning of K."""
 
     def first_seen(self, position: int) -> int:
         """The oldest position that the token at `position` sees."""

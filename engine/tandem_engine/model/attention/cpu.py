@@ -358,6 +358,7 @@ class CpuAttention:
 
     def __init__(self, pool: KvPool, *, num_heads: int, specs: Sequence[AttentionSpec]) -> None:
         """`specs`: one for each layer of the pool."""
+        assert pool.value_width is None, "the kernels read K and V"
         assert len(specs) == pool.data.shape[1], f"{len(specs)} specs for a pool of {pool.data.shape[1]} layers"
         self._pool = pool
         self._longest_short = min(SHORT_EXTEND, SHORT_LANES * pool.data.shape[3] // num_heads)

@@ -40,7 +40,7 @@ class TorchReferencePlan:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.pool.store(layer, k, v, self.out_cache_loc)
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], v.shape[-1]))
         for sequence in self.sequences:
             places = sequence.slots // self.pool.page_size, sequence.slots % self.pool.page_size
             keys, values = self.pool.gathered(layer, *places)
@@ -76,7 +76,7 @@ class TorchGraphPlan:
         # [rows * tokens, kv_heads, D] to [rows, tokens, heads, D]
         group = q.shape[1] // k.shape[1]
         keys, values = (
-            part.view(len(q), -1, *k.shape[1:]).repeat_interleave(group, dim=2)
+            part.view(len(q), -1, *part.shape[1:]).repeat_interleave(group, dim=2)
             for part in self.pool.gathered(layer, pages, slots)
         )
         scores = torch.einsum("rhd,rshd->rhs", q.float(), keys) * spec.scale
@@ -129,7 +129,7 @@ class TorchReferenceBackend:
 
 
 def attend_dense(q: Tensor, keys: Tensor, values: Tensor, prefix_len: int, spec: AttentionSpec) -> Tensor:
-    """q [T, heads, D] over keys and values [seq_len, kv_heads, D], all float32, to q's shape.
+    """q [T, heads, D] over keys [S, kv_heads, D] and values [S, kv_heads, W], all float32, to [T, heads, W].
 
     Token t stands at position prefix_len + t. It sees positions up to its own, the newest `spec.window` of them.
     """

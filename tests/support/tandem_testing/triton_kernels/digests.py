@@ -31,7 +31,8 @@ def check_digests_of_all_layouts(device: str) -> None:
         pages, keys = np.array([3, 1, 1], np.int64), np.array([5, 2**64 - 1, 2**63 + 7], np.uint64)
         sampled, full = np.empty(3, np.uint64), np.empty(3, np.uint64)
         row_words = words.shape[1] // layout.rows
-        sampled_digests(unsigned, pages, keys, rows, layout.heads, layout.slots, row_words, layout.heads, sampled)
+        shape = layout.parts, layout.heads, layout.slots, row_words, layout.heads
+        sampled_digests(unsigned, pages, keys, rows, *shape, sampled)
         full_digests(unsigned, pages, keys, full)
         there = words.to(device)
         asked = torch.from_numpy(pages).to(device), torch.from_numpy(keys.view(np.int64)).to(device)

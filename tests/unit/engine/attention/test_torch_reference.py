@@ -1,10 +1,11 @@
 import pytest
 import torch
 
+from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec
-from tandem_engine.model.attention.reference import TorchReferenceBackend
+from tandem_engine.model.attention.reference import TorchReferenceBackend, attend_dense
 from tandem_testing.dense_attention import DenseAttend
-from tandem_testing.forward_builders import HEAD_DIM, PageDealer, make_batch, make_pool, make_qkv
+from tandem_testing.forward_builders import HEAD_DIM, PageDealer, Seq, make_batch, make_pool, make_qkv
 
 SCALE = HEAD_DIM**-0.5
 SPECS = {
@@ -34,3 +35,43 @@ def test_a_prompt_in_chunks_attends_as_one_without_pages(chunks, page_size, spec
         batch = make_batch([type(seq)(seq_len=seen, extend_len=chunk, pages=seq.pages)], page_size=page_size)
         parts.append(backend.plan(batch)(0, *(rows[part] for rows in qkv)))
     torch.testing.assert_close(torch.cat(parts), expected)
+
+
+NOPE, ROPE, RANK, WIDTH = 12, 4, 20, 10
+"""Of MLA: numbers of a head of q without and with positions, of a latent, and of a head of v."""
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("chunks", [(23,), (8, 8, 7), (22, 1)])
+def test_absorbed_queries_over_latents_are_expanded_ones(chunks, window):
+    """Scores and values of a head are linear in the latent, so its projections may be applied to q and to the sum."""
+    heads, draw = 4, torch.Generator().manual_seed(7)
+    q = torch.randn(23, heads, NOPE + ROPE, generator=draw)
+    latents = torch.randn(23, 1, RANK + ROPE, generator=draw)
+    keys_of, values_of = torch.randn(heads, RANK, NOPE, generator=draw), torch.randn(heads, RANK, WIDTH, generator=draw)
+    spec = AttentionSpec(scale=(NOPE + ROPE) ** -0.5, window=window, value_width=RANK)
+    content, positions = latents[:, 0, :RANK], latents[:, 0, RANK:]
+    keys = torch.cat((torch.einsum("sr,hrd->shd", content, keys_of), positions[:, None].expand(-1, heads, -1)), dim=-1)
+    expanded = attend_dense(q, keys, torch.einsum("sr,hrd->shd", content, values_of), 0, spec)
+
+    pool = KvPool(
+        num_pages=16,
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=RANK + ROPE,
+        page_size=4,
+        dtype=torch.float32,
+        device="cpu",
+        value_width=RANK,
+    )
+    backend, pages = TorchReferenceBackend(pool, specs=(spec, spec)), PageDealer(pool=pool).seq(23).pages
+    absorbed = torch.cat((torch.einsum("thd,hrd->thr", q[..., :NOPE], keys_of), q[..., NOPE:]), dim=-1)
+    seen, parts = 0, []
+    for chunk in chunks:
+        part, seen = slice(seen, seen + chunk), seen + chunk
+        batch = make_batch([Seq(seq_len=seen, extend_len=chunk, pages=pages)], page_size=4)
+        stored = latents[part]
+        parts.append(backend.plan(batch)(1, absorbed[part], stored, stored[..., :RANK]).view(chunk, heads, RANK))
+    torch.testing.assert_close(
+        torch.einsum("thr,hrd->thd", torch.cat(parts), values_of), expanded, rtol=1e-4, atol=1e-5
+    )

@@ -47,6 +47,11 @@ def test_one_missed_layer_is_seen(layer):
     assert all_notice(digest_pool(), lambda page: page[layer].zero_())
 
 
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_one_missed_layer_of_latents_is_seen(layer):
+    assert all_notice(digest_pool(value_width=6), lambda page: page[layer].zero_())
+
+
 @pytest.mark.parametrize("group", [0, 1, 3])
 def test_one_missed_group_of_slots_is_seen(group):
     slots = slice(group * SLOT_GROUP, (group + 1) * SLOT_GROUP)
@@ -79,14 +84,15 @@ def test_a_page_is_read_in_the_last_used_slot_of_every_layer_and_group():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 8])
 @pytest.mark.parametrize("heads", [range(2), range(1), range(1, 2)], ids=str)
-def test_kernel_and_torch_agree_on_every_layout(page_size, used, dtype, head_dim, heads):
-    pool = digest_pool(page_size, dtype, head_dim=head_dim)
+@pytest.mark.parametrize("value_width", [None, 1])
+def test_kernel_and_torch_agree_on_every_layout(page_size, used, dtype, head_dim, heads, value_width):
+    pool = digest_pool(page_size, dtype, head_dim=head_dim, value_width=value_width)
     layout, words, rows = pool.layout, signed_words(pool), sampled_rows(pool.layout, used, heads.start)
     pages, keys = np.array([3, 1, 1], np.int64), np.array([5, 2**64 - 1, 6], np.uint64)
     out = np.empty(3, np.uint64)
     unsigned = words.numpy().view(f"u{words.dtype.itemsize}")
     row_words = words.shape[1] // layout.rows
-    sampled_digests(unsigned, pages, keys, rows, layout.heads, layout.slots, row_words, len(heads), out)
+    sampled_digests(unsigned, pages, keys, rows, layout.parts, layout.heads, layout.slots, row_words, len(heads), out)
     places = (torch.from_numpy(pages), torch.from_numpy(keys.view(np.int64)))
     there = sampled_digests_torch(words, *places, layout, torch.from_numpy(rows), len(heads))
     assert out.tolist() == there.numpy().view(np.uint64).tolist()

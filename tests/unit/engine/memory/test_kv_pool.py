@@ -114,3 +114,24 @@ def test_pages_of_float8_are_copied_with_the_others() -> None:
     pool.copy_pages([(PageId(1), PageId(3))])
     assert torch.equal(pool.page_view(PageId(1)), pool.page_view(PageId(3)))
     assert pool.page_view(PageId(3)).any()
+
+
+def test_a_page_of_latents_holds_each_once() -> None:
+    pool = KvPool(
+        num_pages=5,
+        num_layers=3,
+        num_kv_heads=1,
+        head_dim=8,
+        page_size=4,
+        dtype=torch.float32,
+        device="cpu",
+        value_width=6,
+    )
+    assert pool.page_bytes == 3 * 4 * 8 * 4
+    assert pool.layout.rows == 3 * 4
+    latents, slots = torch.randn(2, 1, 8), torch.tensor([9, 17])
+    pool.store(1, latents, latents[..., :6], slots)
+    keys, values = pool.gathered(1, slots // 4, slots % 4)
+    assert torch.equal(keys, latents)
+    assert torch.equal(values, latents[..., :6])
+    assert int(pool.data.count_nonzero()) == latents.numel()

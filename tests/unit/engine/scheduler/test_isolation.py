@@ -11,7 +11,7 @@ from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.messages.outputs import FinishReason
 from tandem_testing.fake_executor import FakeModel
 from tandem_testing.fake_executors import EagerExecutor, LateExecutor
-from tandem_testing.scheduler_builders import Engine, make_engine, make_message
+from tandem_testing.scheduler_builders import Engine, FakeWindow, expected_output, make_engine, make_message
 
 POISON = 96
 """A forward that meets this token raises."""
@@ -264,3 +264,19 @@ def test_stages_do_not_get_the_seats_and_pages_of_suspects(overlap):
     assert engine.scheduler.for_stages.spare_pages() < 61 - 3
     engine.run()
     engine.assert_nothing_held()
+
+
+def test_a_suspect_waits_for_its_step_to_free_a_window() -> None:
+    """Two chunks in flight need more pages of a window than there are: it was put back with the first in flight."""
+
+    def faults(batch: ForwardBatch) -> None:
+        if batch.step == 1:
+            raise RuntimeError("by chance")
+
+    sizes = {"usable_pages": 60, "page_size": 4, "chunked_prefill_size": 8, "max_prefill_tokens": 16}
+    engine = engine_with(faults, overlap=True, windows=[FakeWindow(tokens=5, num_pages=7)], **sizes)
+    engine.add(make_message("short", range(1, 8), max_tokens=4))
+    engine.add(make_message("long", range(20, 60), max_tokens=4))
+    engine.run()
+    for rid in ("short", "long"):
+        assert engine.output(rid) == expected_output(engine.messages[rid])

@@ -20,7 +20,9 @@ ALL = [
 ]
 
 
-def rank_pools(kv_heads: int, size: int, *, layers: int, pages: int, page_size: int) -> list[KvPool]:
+def rank_pools(
+    kv_heads: int, size: int, *, layers: int, pages: int, page_size: int, value_width: int | None = None
+) -> list[KvPool]:
     return [
         KvPool(
             num_pages=pages,
@@ -30,13 +32,15 @@ def rank_pools(kv_heads: int, size: int, *, layers: int, pages: int, page_size: 
             page_size=page_size,
             dtype=torch.float32,
             device="cpu",
+            value_width=value_width,
         )
         for rank in range(size)
     ]
 
 
 def region(pool: KvPool, address: int) -> Region:
-    return Region(address, pool.page_bytes, pool.num_pages, "DRAM", 0, pool.layout.layers, pool.layout.heads)
+    layout = pool.layout
+    return Region(address, pool.page_bytes, pool.num_pages, "DRAM", 0, layout.layers, layout.heads, layout.parts)
 
 
 @pytest.mark.parametrize(("kv_heads", "senders", "receivers"), ALL)
@@ -44,16 +48,18 @@ def region(pool: KvPool, address: int) -> Region:
 @given(
     layers=st.integers(1, 3),
     page_size=st.integers(1, 3),
+    value_width=st.sampled_from([None, 1]),
     moves=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4, unique_by=lambda m: m[1]),
     data=st.data(),
 )
 def test_every_byte_of_the_target_is_written_once_with_what_the_head_holds(
-    kv_heads, senders, receivers, layers, page_size, moves, data
+    kv_heads, senders, receivers, layers, page_size, value_width, moves, data
 ):
-    """(page, layer, K or V, head, slot) each once, whatever ranges of layers it goes by."""
-    shape = {"layers": layers, "pages": 6, "page_size": page_size}
-    whole = torch.arange(6 * layers * 2 * kv_heads * page_size * 2, dtype=torch.float32)
-    whole = whole.view(6, layers, 2, kv_heads, page_size, 2)
+    """(page, layer, part, head, slot) each once, whatever ranges of layers it goes by."""
+    shape = {"layers": layers, "pages": 6, "page_size": page_size, "value_width": value_width}
+    parts = 2 if value_width is None else 1
+    whole = torch.arange(6 * layers * parts * kv_heads * page_size * 2, dtype=torch.float32)
+    whole = whole.view(6, layers, parts, kv_heads, page_size, 2)
     here = rank_pools(kv_heads, senders, **shape)
     for rank, pool in enumerate(here):
         held = heads_on(kv_heads, rank=rank, size=senders)

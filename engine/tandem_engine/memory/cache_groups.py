@@ -1,0 +1,127 @@
+"""What each layer of a model remembers, and how layers share pages.
+
+    KvSpec        of one layer: which earlier tokens it reads, and what it keeps of a token
+    CacheGroup    layers with equal specs: they have one pool, and a page of it holds all of them
+    CacheLayout   the groups of a model, those that read all tokens first, and the place of each layer
+
+A layer whose tokens see the newest `window` tokens needs no others: once n tokens are committed, later ones read from
+`Reach.first_read(n)` on. `merged` is the layout that makes no use of that: one group for all layers, whose pages live
+as long as the request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Which tokens a layer reads: the newest `window`, the reading one included, or all."""
+
+    window: int | None = None
+
+    def first_read(self, tokens: int) -> int:
+        """The oldest token that any later one than the first `tokens` reads, themselves apart."""
+        return 0 if self.window is None else max(0, tokens + 1 - self.window)
+
+    def passed_blocks(self, tokens: int, page_size: int) -> int:
+        """Leading blocks that no later token than the first `tokens` reads."""
+        return self.first_read(tokens) // page_size
+
+    def max_blocks(self, page_size: int) -> int | None:
+        """Blocks that a decoding sequence needs at most, that of its next token included; None: all that it has."""
+        return None if self.window is None else -(-(self.window - 1) // page_size) + 2
+
+
+ALL_TOKENS = Reach()
+
+
+class KvRow(NamedTuple):
+    """What a layer keeps of a token: K, V, or a latent that is both."""
+
+    heads: int
+    """Of this rank."""
+    width: int
+    """Numbers of one head."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvSpec:
+    """One layer. Layers with equal specs form a group."""
+
+    reach: Reach
+    row: KvRow
+    """Of K and of V, or of the latent."""
+    value_width: int | None = None
+    """Of a layer that keeps one latent, the numbers at its beginning that are V; None for K and V."""
+
+    @property
+    def parts(self) -> int:
+        """Rows of a token."""
+        return 2 if self.value_width is None else 1
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers of a model that share pages."""
+
+    spec: KvSpec
+    layers: tuple[int, ...]
+    """In model order."""
+
+    def page_bytes(self, page_size: int, itemsize: int) -> int:
+        """Of a page of `page_size` tokens whose numbers have `itemsize` bytes."""
+        return len(self.layers) * page_size * itemsize * self.spec.parts * self.spec.row.heads * self.spec.row.width
+
+
+class Place(NamedTuple):
+    """Where a layer's pages are."""
+
+    group: int
+    layer: int
+    """Among the layers of the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The groups of a model."""
+
+    groups: tuple[CacheGroup, ...]
+    """Those that read all tokens first, then by their first layer."""
+
+    @classmethod
+    def of(cls, specs: Sequence[KvSpec]) -> Self:
+        """Of the layers of a model, in order."""
+        assert specs, "a model without layers remembers nothing"
+        layers: dict[KvSpec, list[int]] = {}
+        for layer, spec in enumerate(specs):
+            layers.setdefault(spec, []).append(layer)
+        groups = [CacheGroup(spec, tuple(members)) for spec, members in layers.items()]
+        return cls(tuple(sorted(groups, key=lambda group: group.spec.reach.window is not None)))
+
+    @classmethod
+    def merged(cls, specs: Sequence[KvSpec]) -> Self:
+        """One group for all layers, which keeps all their tokens."""
+        layout = cls.of([replace(spec, reach=ALL_TOKENS) for spec in specs])
+        assert len(layout.groups) == 1, f"layers of {len(layout.groups)} forms share no page"
+        return layout
+
+    @property
+    def is_merged(self) -> bool:
+        """One group, which keeps all tokens."""
+        return [group.spec.reach for group in self.groups] == [ALL_TOKENS]
+
+    @property
+    def windows(self) -> int:
+        """Groups with a window, which come last."""
+        return sum(group.spec.reach.window is not None for group in self.groups)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Of each layer of the model."""
+        places = {
+            layer: Place(index, inside)
+            for index, group in enumerate(self.groups)
+            for inside, layer in enumerate(group.layers)
+        }
+        return tuple(places[layer] for layer in range(len(places)))
