@@ -20,8 +20,10 @@ OTHER_COLONS = {
     # No addresses: devices of RDMA and torch, control groups, kubeconfig paths, sizes of links, credentials of a URL.
     "engine/tandem_engine/disaggregation/transport.py": {"f'{port.parent.parent.name}:{port.name}'"},
     "engine/tandem_engine/disaggregation/nixl/agent.py": {"part.partition(':')"},
-    "engine/tandem_engine/executor/memory_profile.py": {"line.split(':', 2)", "line.partition(':')"},
+    "engine/tandem_engine/base/cgroups.py": {"line.split(':', 2)"},
+    "engine/tandem_engine/executor/memory_profile.py": {"line.partition(':')"},
     "services/tandem_services/cli/k8s/cluster.py": {"str(config.KUBE_CONFIG_DEFAULT_LOCATION).split(':')"},
+    "services/tandem_services/cli/doctor/processor.py": {"line.partition(':')"},
     "lab/tandem_lab/cli/simulate.py": {"part.partition(':')"},
     "services/tandem_services/common/redis_client.py": {"credentials.partition(':')"},
     # The kubelet replaces the variable by a DNS name.

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem_engine.base.addresses import Address
 from tandem_engine.base.errors import ConfigError
 from tandem_services.cli.doctor.finding import LIMIT_S, Check, Finding, Machine, fail, ok, warn
 from tandem_services.cli.redis_process import server_program, server_version
@@ -78,7 +79,7 @@ def api_port(host: str, port: int) -> Finding:
         listen(host, port).close()
     except StartupError as error:
         return fail(str(error), "--port 0 picks a free one; `tandem ps` lists what runs")
-    return ok(f"{host}:{port} is free")
+    return ok(f"{Address(host, port)} is free")
 
 
 def hub_folder(machine: Machine) -> Path:
