@@ -34,15 +34,8 @@ import torch
 from tandem_engine.base.errors import CheckpointError, ConfigError, UnsupportedVariantError
 from tandem_engine.base.version import install_hint
 from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
-from tandem_engine.model.checkpoint_files import (
-    ModelDirectory,
-    ReadableTensor,
-    StoredTensor,
-    open_directory,
-    open_tensors,
-    read_json_object,
-    shown,
-)
+from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor, open_tensors
+from tandem_engine.model.checkpoint_folder import ModelDirectory, open_directory, read_json_object, shown
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.families import find_family, require_family
 from tandem_engine.model.quantization.dequantized import dequantized

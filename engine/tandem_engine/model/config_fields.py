@@ -15,7 +15,7 @@ from typing import NoReturn, TypedDict
 
 from tandem_engine.base.errors import CheckpointError, UnsupportedVariantError
 from tandem_engine.config import Activation, ModelConfig, MoeConfig, RopeConfig
-from tandem_engine.model.checkpoint_files import shown
+from tandem_engine.model.checkpoint_folder import shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
