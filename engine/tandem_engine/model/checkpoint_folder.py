@@ -1,7 +1,12 @@
 """A model directory without its tensors: which of its files may be opened, and JSON from them. Needs no torch.
 
-A checkpoint comes from elsewhere. JSON is hostile until proven otherwise, so sizes and duplicates are checked. Names
-inside it (an index naming its shards, symbolic links) must not lead the engine to read other files of the machine.
+    directory     names inside a checkpoint (an index that names its shards, symbolic links) must not lead the engine to
+                  other files of the machine
+    JSON          sizes and duplicate keys are checked
+
+In a Hugging Face cache a snapshot has links to the blobs of its repository, or of all repositories:
+
+    models--org--name/snapshots/COMMIT/model.safetensors -> models--org--name/blobs/ETAG [-> blobs/XX/HASH]
 """
 
 import json
@@ -68,11 +73,11 @@ def _refuse_constant(name: str) -> object:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDirectory:
-    """An existing directory and the tree its links may point into."""
+    """An existing directory and the trees its links may point into."""
 
     path: Path
-    root: Path
-    """Resolved. The directory itself; in a Hugging Face cache the repository that holds its blobs."""
+    roots: tuple[Path, ...]
+    """Resolved. The directory itself; in a Hugging Face cache those that hold its blobs."""
 
     def has(self, name: str) -> bool:
         return (self.path / name).exists()
@@ -89,7 +94,8 @@ class ModelDirectory:
         if not path.exists():
             reason = f", although {named_by} names it" if named_by else ""
             raise CheckpointError(f"no {name} in {self.path}{reason}")
-        if not path.resolve().is_relative_to(self.root):
+        target = path.resolve()
+        if not any(target.is_relative_to(root) for root in self.roots):
             raise CheckpointError(f"{path} is a link out of the model directory; copy the file into it")
         if not path.is_file():
             raise CheckpointError(f"{path} is not a regular file")
@@ -107,13 +113,19 @@ def open_directory(path: str | Path) -> ModelDirectory:
         raise CheckpointError(f"the model directory {directory} does not exist; pass a local directory")
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is a file; pass the directory that holds config.json")
-    return ModelDirectory(path=directory, root=_root_of(directory.resolve()))
+    return ModelDirectory(path=directory, roots=_roots_of(directory.resolve()))
 
 
-def _root_of(resolved: Path) -> Path:
-    """Hugging Face caches keep `snapshots/<revision>/file` as links into `blobs/` two levels up."""
-    is_snapshot = resolved.parent.name == "snapshots" and (resolved.parent.parent / "blobs").is_dir()
-    return resolved.parent.parent if is_snapshot else resolved
+SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
+"""In the folder of blobs that several repositories of a cache share, and in no other."""
+
+
+def _roots_of(resolved: Path) -> tuple[Path, ...]:
+    repository = resolved.parent.parent
+    if resolved.parent.name != "snapshots" or not (repository / "blobs").is_dir():
+        return (resolved,)
+    shared = repository.parent / "blobs"
+    return (repository, shared) if (shared / SHARED_BLOBS_MARK).is_file() else (repository,)
 
 
 SINGLE = "model.safetensors"
