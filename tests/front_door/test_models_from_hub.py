@@ -59,16 +59,13 @@ def test_an_absent_model_offline_names_the_way_out(user, hub):
     sentence = user.refusal("serve", "Qwen/Qwen3-0.6B", "--offline")
     assert sentence.startswith("Qwen/Qwen3-0.6B is not in the cache")
     assert "`tandem pull Qwen/Qwen3-0.6B`" in sentence
-    assert user.refusal("serve", "Qwen/Qwen3-0.6B", HF_HUB_OFFLINE="1") == sentence
     assert "HF_HUB_OFFLINE is set" in user.refusal("pull", "Qwen/Qwen3-0.6B", HF_HUB_OFFLINE="1")
     assert hub.requests == []
 
 
 def test_a_model_that_cannot_be_fetched_starts_nothing(user, hub):
     hub.add("org/gated", bundled_model()).token = "another"
-    hub.add("org/broken", bundled_model()).status = 500
     assert "org/gated is gated" in user.refusal("serve", "org/gated")
-    assert "answers with status 500" in user.refusal("serve", "org/broken")
     assert "there is no folder models/foo either" in user.refusal("up", "--model", "models/foo")
 
 
