@@ -22,7 +22,7 @@ from pathlib import Path
 from tandem_testing.hub_server import HubServer, hub_server
 
 ROOT = Path(__file__).resolve().parents[1]
-FIRST_S, AGAIN_S = 120, 15
+FIRST_S, AGAIN_S = 240, 30
 """Limits of a start that compiles kernels, and of one that has them."""
 
 RUN = "import sys; from tandem_services.cli.start import tandem; sys.exit(tandem())"
