@@ -17,7 +17,7 @@ export TANDEM_VENV := $(VENV)
 # Modules are compiled once, not by each of the hundreds of processes that tests and commands start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up test test-fast setup check format lint types imports unit test-kube gpu gpu-pack gpu-rehearse verify bench bench-peers chaos fuzz mutate console-shots clients images e2e docs clean
+.PHONY: help up test test-fast setup check format lint types imports unit front-door test-kube gpu gpu-pack gpu-rehearse verify bench bench-peers chaos fuzz mutate console-shots clients images e2e docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -48,6 +48,9 @@ imports: setup
 
 unit: setup
 	$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist loadgroup $(ARGS)
+
+front-door: setup ## First starts of a new user: from a wheel, an empty home, and a hub on loopback
+	@PYTHONPATH=tests/support $(BIN)/python tools/front_door.py
 
 test-kube: setup ## Tests against a real Kubernetes control plane and with Helm; builds both the first time (15 CPU minutes)
 	@tools/kube/setup.sh

@@ -12,6 +12,7 @@ from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import ModelImpl
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.fallback import examine
+from tandem_engine.model.fallback_check import main as fallback_check
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.long_context import default_context, fingerprint_of
 from tandem_testing.dense_attention import DenseAttend
@@ -186,6 +187,16 @@ def test_a_config_that_cannot_work_is_refused_by_name(olmo2, changes, name):
 def test_an_unknown_architecture_is_refused_where_only_ours_are_wanted(olmo2):
     with pytest.raises(CheckpointError, match="architectures must name a supported architecture"):
         read_model_config(olmo2, impl=ModelImpl.TANDEM)
+
+
+def test_a_config_is_checked_without_its_weights(olmo2, capsys):
+    for file in olmo2.glob("*.safetensors"):
+        file.unlink()
+    assert (fallback_check(str(olmo2)), capsys.readouterr().out) == (0, "")
+    config = json.loads((olmo2 / "config.json").read_text())
+    (olmo2 / "config.json").write_text(json.dumps(config | {"model_type": "odd"}))
+    assert fallback_check(str(olmo2)) == 1
+    assert "model_type is not known to transformers" in capsys.readouterr().out
 
 
 def test_missing_weights_are_refused_by_name(olmo2):

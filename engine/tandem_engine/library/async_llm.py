@@ -41,6 +41,7 @@ from tandem_engine.engine import Engine
 from tandem_engine.engine.launch import ProgressOption, launched_engine
 from tandem_engine.library.answer import Pending, Serving, error_of, make_answer, make_embedding_answer
 from tandem_engine.library.llm import config_from_options
+from tandem_engine.library.model_source import with_folder
 from tandem_engine.library.outputs import EmbeddingRequestOutput, RequestOutput
 from tandem_engine.library.prompts import Conversation, Encoded, Prompt, Session, encode_conversations, encode_prompt
 from tandem_engine.library.sampling_params import SamplingParams
@@ -195,7 +196,7 @@ class AsyncLLM:
 
         A function for `progress` is called on the engine's thread.
         """
-        self._config = config_from_options(model, dict(options))
+        self._config = with_folder(config_from_options(model, dict(options)), model, progress=progress is True)
         self._streams: dict[str, Stream] = {}
         """By the rid of every choice that has not ended."""
         self._numbers = itertools.count()

@@ -36,6 +36,7 @@ from tandem_engine.config.flags import about_other_engine, add_engine_flags, eng
 from tandem_engine.engine.launch import ProgressOption, launched_engine
 from tandem_engine.executor.profiler import MAX_SECONDS, MAX_STEPS, StepProfiler
 from tandem_engine.library.answer import Pending, Serving, make_answer, make_embedding_answer
+from tandem_engine.library.model_source import with_folder
 from tandem_engine.library.outputs import EmbeddingRequestOutput, RequestOutput
 from tandem_engine.library.prompts import (
     Conversation,
@@ -126,17 +127,17 @@ class LLM:
     """A model that answers lists of prompts. Not thread-safe; close it, or use it as a context manager."""
 
     def __init__(self, model: str | Path, *, progress: ProgressOption = True, **options: object) -> None:
-        """Load the checkpoint in the folder `model`.
+        """Load the checkpoint in the folder `model`, or org/name[@revision] of the Hugging Face hub.
 
         `options` are the engine's flags as keywords: page_size, num_pages, mem_fraction_static, dtype, threads,
-        disable_radix_cache, …; `tandem worker --help` explains them. `progress` shows a bar while weights load; a
-        function is called with each `Progress` instead: phase, done, total, unit.
+        disable_radix_cache, …; `tandem worker --help-all` explains them. `progress` shows a bar while weights are
+        downloaded and loaded; a function is called with each `Progress` of loading instead: phase, done, total, unit.
 
         Raises:
-            ConfigError: an option does not exist or cannot work.
+            ConfigError: an option does not exist or cannot work, or the model cannot be fetched.
             CheckpointError: the folder holds no checkpoint that can be served.
         """
-        self._config = config_from_options(model, dict(options))
+        self._config = with_folder(config_from_options(model, dict(options)), model, progress=progress is True)
         self._caller_threads = torch.get_num_threads()
         self._growing: dict[str, Pending] = {}
         """By the rid of every choice that the engine has."""

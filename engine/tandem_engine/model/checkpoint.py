@@ -34,16 +34,9 @@ import torch
 from tandem_engine.base.errors import CheckpointError, ConfigError, UnsupportedVariantError
 from tandem_engine.base.version import install_hint
 from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
-from tandem_engine.model.checkpoint_files import (
-    ModelDirectory,
-    ReadableTensor,
-    StoredTensor,
-    open_directory,
-    open_tensors,
-    read_json_object,
-    shown,
-)
-from tandem_engine.model.config_fields import ConfigFields
+from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor, open_tensors
+from tandem_engine.model.checkpoint_folder import ModelDirectory, open_directory, read_json_object, shown
+from tandem_engine.model.config_fields import ConfigFields, read_fields
 from tandem_engine.model.families import find_family, require_family
 from tandem_engine.model.quantization.dequantized import dequantized
 from tandem_engine.model.quantization.kv_scales import without_scales
@@ -158,10 +151,6 @@ def open_weights(directory: ModelDirectory, scheme: WeightFormat | None) -> dict
     return canonical_experts(dequantized(without_scales(open_tensors(directory)), scheme))
 
 
-MAX_CONFIG = 1 << 20
-"""Bytes of a config.json."""
-
-
 def read_model_config(
     path: str | Path,
     *,
@@ -200,12 +189,6 @@ def read_model_config(
     config = with_stored_head(config, tensors)
     require_tensors(config, tensors, where=directory.path)
     return replace(config, fingerprint=fingerprint(config, tensors))
-
-
-def read_fields(directory: ModelDirectory) -> ConfigFields:
-    """config.json, parsed and bounded in size. Raises `CheckpointError`."""
-    path = directory.file("config.json")
-    return ConfigFields(path=path, values=read_json_object(path, max_bytes=MAX_CONFIG))
 
 
 def parse_config(directory: ModelDirectory) -> ModelConfig:

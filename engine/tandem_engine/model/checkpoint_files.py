@@ -1,9 +1,4 @@
-"""Files of a checkpoint, which are untrusted: which may be opened, JSON, and safetensors.
-
-    directory     names inside a checkpoint (an index that names its shards, symbolic links) must not lead the engine to
-                  other files of the machine
-    JSON          sizes and duplicate keys are checked
-    safetensors   checked before a byte of tensor data is read or allocated
+"""Safetensors files, checked before a byte of tensor data is read or allocated.
 
     [ 8 bytes: N, little-endian ][ N bytes: JSON header ][ data: tensors back to back, no gaps ]
 
@@ -11,10 +6,8 @@ Every offset, size and shape of the header is compared with the file's real size
 memory (not mapped), so that a file replaced or truncated later can neither change weights nor kill the process.
 """
 
-import json
 import math
 import os
-import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from io import FileIO
@@ -24,111 +17,15 @@ from typing import BinaryIO, NamedTuple, NoReturn, Protocol
 import torch
 
 from tandem_engine.base.errors import CheckpointError
-
-MAX_SHOWN = 80
-"""Longest value that an error message repeats: a checkpoint must not choose the size of our logs."""
-
-
-def read_json_object(path: Path, *, max_bytes: int) -> dict[str, object]:
-    """Parse the file `path` as one JSON object of at most `max_bytes`.
-
-    Raises:
-        CheckpointError: it cannot be read, is larger, or is not a JSON object without duplicate keys.
-    """
-    try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise CheckpointError(f"{path} has {size} bytes; at most {max_bytes} are expected in such a file")
-        return parse_json_object(path.read_bytes(), where=str(path))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def parse_json_object(data: bytes, *, where: str) -> dict[str, object]:
-    """Parse `data`; `where` starts the message of a `CheckpointError`."""
-    try:
-        value = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        reason = str(error).removeprefix("maximum recursion depth exceeded") or "nested too deeply"
-        raise CheckpointError(f"{where} is not valid JSON: {reason}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} must hold a JSON object, got {shown(value)}")
-    return value
-
-
-def shown(value: object) -> str:
-    """`value` as an error message may repeat it: short, however large or deeply nested it is."""
-    short = reprlib.Repr()
-    short.maxstring = MAX_SHOWN
-    text = short.repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) == len(pairs):
-        return result
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            raise ValueError(f"the key {shown(key)} stands twice")
-        seen.add(key)
-    raise AssertionError("unreachable: a dict is shorter than its pairs only by a repeated key")
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelDirectory:
-    """An existing directory and the tree its links may point into."""
-
-    path: Path
-    root: Path
-    """Resolved. The directory itself; in a Hugging Face cache the repository that holds its blobs."""
-
-    def has(self, name: str) -> bool:
-        return (self.path / name).exists()
-
-    def file(self, name: str, *, named_by: str = "") -> Path:
-        """Path of a regular file that must be there; `named_by` tells who says so.
-
-        Raises:
-            CheckpointError: it is absent, not a plain file name, not a file, or leads out of the directory.
-        """
-        path = self.path / name
-        if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
-            raise CheckpointError(f"{named_by or self.path} names {shown(name)}; only plain file names are allowed")
-        if not path.exists():
-            reason = f", although {named_by} names it" if named_by else ""
-            raise CheckpointError(f"no {name} in {self.path}{reason}")
-        if not path.resolve().is_relative_to(self.root):
-            raise CheckpointError(f"{path} is a link out of the model directory; copy the file into it")
-        if not path.is_file():
-            raise CheckpointError(f"{path} is not a regular file")
-        return path
-
-
-def open_directory(path: str | Path) -> ModelDirectory:
-    """Check that `path` is a directory.
-
-    Raises:
-        CheckpointError: it is absent or a file.
-    """
-    directory = Path(path)
-    if not directory.exists():
-        raise CheckpointError(f"the model directory {directory} does not exist; pass a local directory")
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is a file; pass the directory that holds config.json")
-    return ModelDirectory(path=directory, root=_root_of(directory.resolve()))
-
-
-def _root_of(resolved: Path) -> Path:
-    """Hugging Face caches keep `snapshots/<revision>/file` as links into `blobs/` two levels up."""
-    is_snapshot = resolved.parent.name == "snapshots" and (resolved.parent.parent / "blobs").is_dir()
-    return resolved.parent.parent if is_snapshot else resolved
-
+from tandem_engine.model.checkpoint_folder import (
+    INDEX,
+    PICKLED,
+    SINGLE,
+    ModelDirectory,
+    parse_json_object,
+    read_weight_map,
+    shown,
+)
 
 MAX_HEADER = 100_000_000
 """Bytes; the bound of the reference implementation."""
@@ -358,13 +255,6 @@ def _refuse(header: _Header, name: str, problem: str) -> NoReturn:
     raise CheckpointError(f"{header.path}: tensor {shown(name)} {problem}")
 
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-MAX_INDEX = 1 << 26
-MAX_SHARDS = 10_000
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-
-
 def open_tensors(directory: ModelDirectory) -> dict[str, StoredTensor]:
     """Read and check all headers; no tensor data. As in transformers, a single file wins over an index.
 
@@ -386,7 +276,7 @@ def open_tensors(directory: ModelDirectory) -> dict[str, StoredTensor]:
 
 def _open_shards(directory: ModelDirectory) -> dict[str, StoredTensor]:
     index = directory.file(INDEX)
-    weight_map = _weight_map(index)
+    weight_map = read_weight_map(index)
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
         for name, tensor in read_header(directory.file(shard, named_by=str(index))).items():
@@ -406,17 +296,3 @@ def _require_agreement(index: Path, weight_map: dict[str, str], tensors: dict[st
     for name, tensor in tensors.items():
         if name not in weight_map:
             raise CheckpointError(f"{tensor.path} holds tensor {shown(name)}, which {index} does not name")
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    value = read_json_object(index, max_bytes=MAX_INDEX).get("weight_map")
-    if not isinstance(value, dict) or not value:
-        raise CheckpointError(f"{index}: weight_map must map tensor names to files, got {shown(value)}")
-    result: dict[str, str] = {}
-    for name, shard in value.items():
-        if not isinstance(shard, str):
-            raise CheckpointError(f"{index}: tensor {shown(name)} must map to a file name, got {shown(shard)}")
-        result[name] = shard
-    if len(set(result.values())) > MAX_SHARDS:
-        raise CheckpointError(f"{index} names more than {MAX_SHARDS} shards")
-    return result

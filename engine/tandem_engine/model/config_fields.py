@@ -15,7 +15,7 @@ from typing import NoReturn, TypedDict
 
 from tandem_engine.base.errors import CheckpointError, UnsupportedVariantError
 from tandem_engine.config import Activation, ModelConfig, MoeConfig, RopeConfig
-from tandem_engine.model.checkpoint_files import shown
+from tandem_engine.model.checkpoint_folder import ModelDirectory, read_json_object, shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +100,16 @@ class ConfigFields:
         if default is None:
             raise CheckpointError(f"{self.path}: {self.prefix}{name} is missing")
         return default
+
+
+MAX_CONFIG = 1 << 20
+"""Bytes of a config.json."""
+
+
+def read_fields(directory: ModelDirectory) -> ConfigFields:
+    """config.json, parsed and bounded in size. Raises `CheckpointError`."""
+    path = directory.file("config.json")
+    return ConfigFields(path=path, values=read_json_object(path, max_bytes=MAX_CONFIG))
 
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")

@@ -46,8 +46,8 @@ from tandem_engine.config import ModelConfig
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.attention.reference import attend_dense
 from tandem_engine.model.base import Attend
-from tandem_engine.model.checkpoint import read_fields
-from tandem_engine.model.checkpoint_files import ModelDirectory
+from tandem_engine.model.checkpoint_folder import ModelDirectory
+from tandem_engine.model.config_fields import read_fields
 from tandem_engine.model.fallback_angles import set_long_angles
 from tandem_engine.model.fallback_config import load_config, refused_by_transformers
 from tandem_engine.model.long_context import has_long_angles

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tandem_engine.base.errors import CheckpointError, EngineError
 from tandem_engine.config import ModelConfig, ModelImpl, RopeConfig
-from tandem_engine.model.checkpoint_files import ModelDirectory
+from tandem_engine.model.checkpoint_folder import ModelDirectory
 from tandem_engine.model.config_fields import (
     FULL,
     MAX_HEAD_DIM,

@@ -33,8 +33,10 @@ from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.base.progress import START, Phase
 from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
 from tandem_engine.model.base import CausalLM
-from tandem_engine.model.checkpoint import open_weights, read_fields
-from tandem_engine.model.checkpoint_files import ReadableTensor, open_directory, open_tensors
+from tandem_engine.model.checkpoint import open_weights
+from tandem_engine.model.checkpoint_files import ReadableTensor, open_tensors
+from tandem_engine.model.checkpoint_folder import open_directory
+from tandem_engine.model.config_fields import read_fields
 from tandem_engine.model.decoder import build_decoder
 from tandem_engine.model.layers.linear import can_multiply
 from tandem_engine.model.quantization.dequantized import DequantizedTensor

@@ -20,7 +20,8 @@ import torch
 
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import ModelConfig, MoeConfig
-from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor, shown
+from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
+from tandem_engine.model.checkpoint_folder import shown
 from tandem_engine.model.config_fields import MAX_EXPERTS
 
 ROUTER = "mlp.gate.weight"

@@ -20,7 +20,7 @@ from tandem_engine.executor.platform import Platform, RunnerParts
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import CausalLM, StepModel
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.model.checkpoint_files import read_json_object
+from tandem_engine.model.checkpoint_folder import read_json_object
 from tandem_engine.model.decoder import Decoder
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.tensor_names import expected_shapes

@@ -41,7 +41,8 @@ from tandem_engine.kernels.interface import by_triton
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend, DraftHead
 from tandem_engine.model.checkpoint import parse_config
-from tandem_engine.model.checkpoint_files import ReadableTensor, open_directory, open_tensors, shown
+from tandem_engine.model.checkpoint_files import ReadableTensor, open_tensors
+from tandem_engine.model.checkpoint_folder import open_directory, shown
 from tandem_engine.model.decoder import Block, BlockBuilder, attention_specs
 from tandem_engine.model.layers.attention import RotaryTable, rotary_table
 from tandem_engine.model.layers.linear import Projection, projection

@@ -68,11 +68,17 @@ def _finite(text: str) -> float:
 def add_model(parser: argparse._ActionsContainer) -> None:
     """--model and the names it is served under."""
     parser.add_argument("--model", metavar="PATH", help="checkpoint directory (default: the bundled model)")
+    add_served_names(parser)
+
+
+def add_served_names(parser: argparse._ActionsContainer) -> None:
+    """The names that a model is served under."""
     parser.add_argument(
         "--served-model-name",
         nargs="+",
         metavar="NAME",
-        help="name that clients use (default: the directory's); further names are aliases, which only gateways need",
+        help="name that clients use (default: the directory's, or org/name of a hub); further names are "
+        "aliases, which only gateways need",
     )
 
 

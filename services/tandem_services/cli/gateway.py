@@ -92,6 +92,12 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
         help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default: %(default)s)",
     )
     group.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: 8000)")
+    group.add_argument(
+        "--model-root",
+        default="",
+        metavar="NAME",
+        help="what /v1/models has as root, such as repository and commit of the model (default: the model's name)",
+    )
     add_allowed_hosts(group, what="requests may be for")
     add_api_keys(group)
     group.add_argument(
@@ -238,6 +244,7 @@ def model_flags(args: argparse.Namespace) -> "ModelConfig":
     return ModelConfig(
         path=folder,
         names=served_names(args, folder),
+        root=args.model_root,
         redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),
         cluster=args.cluster,
         curve_keys=args.curve_keys,

@@ -12,15 +12,18 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from tandem_engine.base.version import install_hint, product_version
-from tandem_services.cli import chat, ctl, gateway, keys, quarantine, router, runs, up, version, worker
+from tandem_services.cli import chat, ctl, gateway, keys, quarantine, router, runs, serve, up, version, worker
 from tandem_services.cli.doctor import command as doctor
 from tandem_services.cli.entry import TeachingParser, run_command
 from tandem_services.cli.k8s import command as k8s
+from tandem_services.cli.models import command as models
 from tandem_services.common.errors import StartupError
 
 LAB = ("bench", "verify", "accuracy", "simulate")
 """Commands of `tandem_lab`: an image that only serves has no lab."""
 COMMANDS: tuple[ModuleType | str, ...] = (
+    serve,
+    models,
     up,
     runs,
     doctor,
@@ -38,7 +41,8 @@ COMMANDS: tuple[ModuleType | str, ...] = (
 
 EPILOG = """\
 first steps:
-  tandem up                          start everything on this machine with the bundled model
+  tandem serve                       serve the bundled model on this machine
+  tandem serve Qwen/Qwen3-0.6B       serve a model of the Hugging Face hub
   tandem chat                        talk to it (in a second terminal)
   tandem verify --quick              prove that outputs equal transformers, token by token
   tandem accuracy                    what KV and weights of fewer bits cost, on a text

@@ -62,6 +62,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     model: str
     model_path: str
+    model_root: str = ""
+    """Repository and commit of a model from a hub."""
     port: int
     url: str
     processes: tuple[StartedProcess, ...]

@@ -36,17 +36,17 @@ def default_run_dir(port: int) -> Path:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     ps = commands.add_parser(
         "ps",
-        help="list what `tandem up` runs on this machine",
-        description="List every `tandem up` of this user, with its URL, model and processes. Those that were started "
-        "with --run-dir need it here, too.",
+        help="list what `tandem serve` and `tandem up` run on this machine",
+        description="List every `tandem serve` and `tandem up` of this user, with its URL, model and processes. Those "
+        "that were started with --run-dir need it here, too.",
     )
     _add_run_dir(ps)
     ps.set_defaults(run=run_ps)
     stop = commands.add_parser(
         "stop",
-        help="stop what `tandem up` runs",
-        description="Stop a `tandem up` of this user like Ctrl-C in its terminal: running requests have 5 s to finish. "
-        "Exit status 1 if nothing runs there.",
+        help="stop what `tandem serve` or `tandem up` runs",
+        description="Stop a `tandem serve` or `tandem up` of this user like Ctrl-C in its terminal: running requests "
+        "have 5 s to finish. Exit status 1 if nothing runs there.",
     )
     stop.add_argument("port", nargs="?", type=port_number, metavar="PORT", help="of its API; needed if several run")
     _add_run_dir(stop)

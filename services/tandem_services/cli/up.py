@@ -9,13 +9,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from tandem_engine.base.addresses import LOOPBACK, Address, is_loopback, loopback_beside, reachable_here
+from tandem_engine.base.addresses import LOOPBACK, Address, loopback_beside, reachable_here
 from tandem_engine.base.cgroups import usable_cpus
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import allow_many_descriptors, allowed_cpus, keep_files_private
@@ -40,21 +40,21 @@ from tandem_services.cli.flags import (
     add_console,
     add_local_prefill,
     add_log_format,
-    add_model,
     add_output_parsers,
     add_redis,
     add_router_policy,
+    add_served_names,
     add_special_tokens,
     add_tracing,
     body_memory_argv,
-    model_folder,
     port_number,
     positive_float,
-    served_names,
     tracing_argv,
     tracing_of,
 )
-from tandem_services.cli.parsing.flag_table import without_login
+from tandem_services.cli.greeting import greeting
+from tandem_services.cli.models.locate import add_model_source, find_here, is_bundled, locate, model_source, needs_of
+from tandem_services.cli.parsing.flag_table import Sources, without_login
 from tandem_services.cli.proc import Identity
 from tandem_services.cli.processes import Child, Supervisor, python_command
 from tandem_services.cli.redis_process import CONFIG_FILE, require_redis, start_redis
@@ -68,45 +68,22 @@ from tandem_services.common.sockets import free_port, listen
 from tandem_services.common.tasks import ending_signals
 from tandem_services.common.tracing import require_opentelemetry
 
-
-def greeting(args: argparse.Namespace, *, url: str, model: str, workers: Mapping[str, int], run_dir: Path) -> str:
-    """`url`: of the API, as this machine reaches it; `workers`: health port by name."""
-    keyed = args.api_keys is not None
-    header = " -H 'Authorization: Bearer KEY'" if keyed else ""
-    chat = f"{'TANDEM_API_KEY=KEY ' if keyed else ''}tandem chat{'' if url.endswith(':8000') else f' --url {url}'}"
-    name, port = next(iter(workers.items()))
-    address = Address(loopback_beside(args.host), port)
-    return f"""
-Tandem serves {model} at {url}
-
-  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{{"model": "{model}", \
-"stream": true, "messages": [{{"role": "user", "content": "Tell me a story about a fox who lives near a river."}}]}}'
-
-  {chat}          chat in the terminal
-  {url}/metrics   numbers; GET /v1/requests/ID/explain shows where a request ran
-{_console_line(args, url)}  tandem ctl {address} links   commands to {name}{_others(workers)}
-  {run_dir}   logs
-
-Ctrl-C stops everything.
-"""
+if TYPE_CHECKING:
+    from tandem_engine.checkpoint_source.resolve import ResolvedModel
+    from tandem_engine.checkpoint_source.source import ModelSource
 
 
-def _console_line(args: argparse.Namespace, url: str) -> str:
-    guarded = args.api_keys is not None or is_loopback(args.host)
-    served = guarded if args.console is None else args.console
-    return f"  {url}/console   the fleet, requests' timelines and a playground, in a browser\n" if served else ""
+Counts = tuple[int | None, int | None, int | None]
+"""Numbers of prefill and decode workers, and of those that do both; None: `tandem serve` chooses."""
 
 
-def _others(workers: Mapping[str, int]) -> str:
-    rest = [f"{name} {port}" for name, port in list(workers.items())[1:]]
-    return f"; others: {', '.join(rest)}" if rest else ""
-
-
-def add_up_flags(parser: argparse.ArgumentParser) -> None:
+def add_up_flags(parser: argparse.ArgumentParser, *, operand: bool = False, workers: Counts = (1, 1, 0)) -> None:
+    """`operand`: the model has no flag; `workers`: defaults."""
     model = parser.add_argument_group("model")
-    add_model(model)
+    add_model_source(model, operand=operand)
+    add_served_names(model)
     add_output_parsers(model)
-    _add_workers(parser.add_argument_group("workers"))
+    _add_workers(parser.add_argument_group("workers"), workers)
     _add_api(parser.add_argument_group("API"))
     routing = parser.add_argument_group("routing")
     add_local_prefill(routing)
@@ -120,14 +97,12 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
     add_tracing(observability)
 
 
-def _add_workers(group: argparse._ArgumentGroup) -> None:
-    for name, default, what in (
-        ("prefill", 1, "prefill workers"),
-        ("decode", 1, "decode workers"),
-        ("both", 0, "workers that do both"),
-    ):
+def _add_workers(group: argparse._ArgumentGroup, defaults: Counts) -> None:
+    kinds = (("prefill", "prefill workers"), ("decode", "decode workers"), ("both", "workers that do both"))
+    for (name, what), default in zip(kinds, defaults, strict=True):
+        usual = "1 of --both, or of --prefill and --decode on two GPUs" if default is None else default
         group.add_argument(
-            f"--{name}", type=non_negative_int, default=default, metavar="N", help=f"{what} (default: {default})"
+            f"--{name}", type=non_negative_int, default=default, metavar="N", help=f"{what} (default: {usual})"
         )
 
 
@@ -195,6 +170,7 @@ examples:
   tandem up                                   bundled model, 1 prefill and 1 decode worker
   tandem up --prefill 2 --decode 2            two of each
   tandem up --prefill 0 --decode 0 --both 1   one worker that does both
+  tandem up --model Qwen/Qwen3-0.6B           from the Hugging Face hub
   tandem up --model ~/qwen3-0.6b --dtype bfloat16 --port 9000
   tandem up --redis-url redis://127.0.0.1:6379/0
 """
@@ -210,28 +186,30 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_up_flags(parser)
     add_engine_flags(parser)
-    teach(parser, common=COMMON, check=check, plan=describe)
-    parser.set_defaults(run=run)
+    teach(parser, common=COMMON, check=check, plan=describe, sources=Sources(names_models=True))
+    parser.set_defaults(run=run, devices=())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """What will be started, decided before anything is."""
 
-    model: Path
+    model: "ResolvedModel"
     model_names: tuple[str, ...]
     """Its own, and aliases."""
     port: int
     run_dir: Path
     workers: tuple[tuple[str, str, int], ...]
     """(name, role, health port)"""
+    devices: tuple[str, ...]
+    """Of each worker."""
     threads: int
     mem_fraction_static: float | None
     """Of each worker."""
 
 
-def check(args: argparse.Namespace) -> Path:
-    """Check what the settings alone say, and complete them; returns the model's folder. Raises `ConfigError`."""
+def check(args: argparse.Namespace) -> "ModelSource":
+    """Check what the settings alone say, and complete them; returns what the model is. Raises `ConfigError`."""
     if args.prefill + args.decode + args.both == 0:
         raise ConfigError("nothing to start: ask for --prefill and --decode workers, or --both")
     if args.both == 0 and args.decode == 0:
@@ -245,27 +223,34 @@ def check(args: argparse.Namespace) -> Path:
     if args.redis_password_file is not None and not args.redis_url:
         raise ConfigError("--redis-password-file requires --redis-url: set both or none")
     _require_keys(args.api_keys)
-    model = model_folder(args.model)
-    if args.model is None and args.dtype == "auto":
+    source = model_source(args.model, args.model_names)
+    if is_bundled(args.model) and args.dtype == "auto":
         # bfloat16 rounds differently in batches of different size; the bundled model is small enough for exactness.
         args.dtype = "float32"
-    args.model = str(model)
+    if source.folder is not None:
+        locate(source, offline=True, needs=needs_of(args))
+    args.model = source.text
     args.role = "both"
     engine_config(args)
     if tracing_of(args) is not None:
         require_opentelemetry()
-    return model
+    return source
 
 
 def describe(args: argparse.Namespace) -> str:
     """What would be started, for --dry-run. Raises `ConfigError`, `StartupError` for what cannot start."""
-    todo = decide(args)
+    from tandem_engine.checkpoint_source.resolve import ResolvedModel
+
+    source = check(args)
+    found = find_here(source, needs=needs_of(args))
+    place = "to be downloaded" if found is None else found.folder
+    todo = decide(args, found or ResolvedModel(folder=Path(), repo=source.repo))
     redis = without_login(args.redis_url) if args.redis_url else "a private server"
     rows = [("redis", redis), *((name, f"--threads {todo.threads}") for name, _, _ in todo.workers), ("gateway", "")]
     processes = "\n".join(f"  {name:<12}{what}".rstrip() for name, what in rows)
     return (
-        f"`tandem up` would serve {todo.model_names[0]} ({todo.model}) at {_url(args, todo)}, with logs in "
-        f"{todo.run_dir}:\n{processes}\n"
+        f"`{args.parser.prog}` would serve {todo.model_names[0]} ({place}) at {_url(args, todo)}, "
+        f"with logs in {todo.run_dir}:\n{processes}\n"
     )
 
 
@@ -274,7 +259,10 @@ def plan(args: argparse.Namespace) -> Plan:
 
     Raises `ConfigError`, `StartupError`.
     """
-    todo = decide(args)
+    source = check(args)
+    if args.port:
+        listen(args.host, args.port).close()  # before minutes of a download
+    todo = decide(args, locate(source, offline=args.offline, needs=needs_of(args)))
     folder = prepare_run_dir(
         todo.run_dir,
         files=(KEYS_FILE, REDIS_LOGIN_FILE, CONFIG_FILE, *_progress_files(todo.workers)),
@@ -283,9 +271,8 @@ def plan(args: argparse.Namespace) -> Plan:
     return replace(todo, run_dir=folder)
 
 
-def decide(args: argparse.Namespace) -> Plan:
-    """As `plan`, and write nothing."""
-    model = check(args)
+def decide(args: argparse.Namespace, model: "ResolvedModel") -> Plan:
+    """As `plan`, of settings that are checked, and write nothing."""
     share = engine_config(args).cache.for_device(args.device).mem_fraction_static
     port = args.port or free_port(args.host)
     listen(args.host, port).close()
@@ -293,16 +280,18 @@ def decide(args: argparse.Namespace) -> Plan:
     workers = tuple(
         (f"{role}-{i}", role, free_port(loopback_beside(args.host))) for role, count in names for i in range(count)
     )
+    devices = args.devices or (args.device,) * len(workers)
     return Plan(
         model=model,
-        model_names=served_names(args, model),
+        model_names=tuple(args.served_model_name or (model.name,)),
         port=port,
         run_dir=args.run_dir or default_run_dir(port),
         workers=workers,
         # Two engines with as many threads as cores each fight over them: OpenMP spins.
         threads=args.threads or max(1, usable_cpus() // len(workers)),
+        devices=devices,
         # They share one memory, a GPU's too; each measures for itself and knows nothing of the others.
-        mem_fraction_static=round(share / len(workers), 4) if share else None,
+        mem_fraction_static=round(share / devices.count(devices[0]), 4) if share else None,
     )
 
 
@@ -334,6 +323,8 @@ def run(args: argparse.Namespace) -> int:
     keep_files_private()
     allow_many_descriptors()
     todo = plan(args)
+    if todo.model.root:
+        print(f"tandem: {todo.model.root}", file=sys.stderr, flush=True)
     cores = claim_cores(args, todo)
     supervisor = Supervisor()
     manager = ServiceManager(address=read_settings().notify_socket)
@@ -394,7 +385,8 @@ def _run_of(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, me: Id
         up=me,
         version=product_version(),
         model=todo.model_names[0],
-        model_path=str(todo.model),
+        model_path=str(todo.model.folder),
+        model_root=todo.model.root,
         port=todo.port,
         url=_url(args, todo),
         processes=tuple(started),
@@ -409,11 +401,11 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: C
     KeyPair.generate().save(keys)
     shared = [*_redis_flags(args, todo, supervisor), "--cluster", args.cluster, "--curve-keys", str(keys)]
     shared += ["--log-format", args.log_format]
-    shared += ["--model", str(todo.model), "--served-model-name", *todo.model_names, *tracing_argv(args)]
+    shared += ["--model", str(todo.model.folder), "--served-model-name", *todo.model_names, *tracing_argv(args)]
     args.threads, args.mem_fraction_static = todo.threads, todo.mem_fraction_static
     args.crash_dump_folder = args.crash_dump_folder or str(todo.run_dir)
     for number, (name, role, health_port) in enumerate(todo.workers):
-        args.cpu_affinity = cores.flag(number) or args.cpu_affinity
+        args.cpu_affinity, args.device = cores.flag(number) or args.cpu_affinity, todo.devices[number]
         argv = ["worker", "--role", role, "--worker-id", name, "--health-port", str(health_port), *shared]
         argv += ["--host", loopback_beside(args.host), "--health-host", loopback_beside(args.host)]
         progress = todo.run_dir / f"{name}{PROGRESS_SUFFIX}"
@@ -426,6 +418,8 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: C
     gateway += ["--tool-call-parser", args.tool_call_parser, "--reasoning-parser", args.reasoning_parser]
     gateway += ["--router-policy", args.router_policy, "--router-exploration", str(args.router_exploration)]
     gateway += body_memory_argv(args)
+    if todo.model.root:
+        gateway += ["--model-root", todo.model.root]
     if not args.parse_special_tokens:
         gateway.append("--no-parse-special-tokens")
     if args.allowed_hosts:

@@ -75,6 +75,8 @@ class Settings:
     worker_id: str | None = None
     host: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    cuda_visible_devices: str | None = None
+    """As CUDA reads it; "" hides every GPU."""
     health_host: str | None = None
     peer_group: str = ""
     standby: bool = False
@@ -108,6 +110,7 @@ def read_settings(environ: Mapping[str, str] | None = None, *, of_flags: frozens
         curve_keys=_path(values, "TANDEM_CURVE_KEYS"),
         worker_id=values.get("TANDEM_WORKER_ID"),
         host=values.get("TANDEM_HOST"),
+        cuda_visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
         api_key=values.get("TANDEM_API_KEY") or variables.get(OPENAI_API_KEY) or None,
         health_host=values.get("TANDEM_HEALTH_HOST"),
         peer_group=values.get("TANDEM_PEER_GROUP", ""),

@@ -21,6 +21,8 @@ class ModelConfig:
     """Folder with tokenizer.json; weights are not read."""
     names: tuple[str, ...]
     """Names clients use. The first is the model's own, which its workers have too; the others are aliases."""
+    root: str = ""
+    """What the model is, for clients: repository and commit. Empty: its name."""
     redis: RedisAddress = field(default_factory=lambda: RedisAddress(url="redis://127.0.0.1:6379/0"))
     cluster: str = "default"
     """Separates fleets in one Redis."""

@@ -126,7 +126,7 @@ class RoutedFleet:
     @property
     def view(self) -> ViewedFleet:
         """For people."""
-        return ViewedFleet(self.parts.config.cluster, self.router.fleet)
+        return ViewedFleet(self.parts.config.cluster, self.router.fleet, self.parts.config.root)
 
     async def close(self) -> None:
         await self.router.stop()

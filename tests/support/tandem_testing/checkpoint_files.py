@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from tandem_engine.model.checkpoint import parse_config
-from tandem_engine.model.checkpoint_files import open_directory
+from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.tensor_names import expected_shapes
 
 CONFIG: dict[str, Any] = {

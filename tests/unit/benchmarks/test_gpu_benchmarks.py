@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem_engine.model.checkpoint import parse_config
-from tandem_engine.model.checkpoint_files import open_directory
+from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.tensor_names import expected_shapes
 from tandem_testing.benchmark_modules import benchmarks_importable
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor, shown
+from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
+from tandem_engine.model.checkpoint_folder import shown
 from tandem_engine.model.quantization.levels import Levels
 from tandem_engine.model.quantization.scheme import WeightFormat
 

@@ -22,12 +22,19 @@ def hint_for(parser: argparse.ArgumentParser, message: str, *, serves: bool) -> 
     if message.startswith(_UNRECOGNIZED):
         flags = [*parser._option_string_actions]
         words = message.removeprefix(_UNRECOGNIZED).split()
-        hints = (about_flag(word.partition("=")[0], flags, serves=serves) for word in words if word.startswith("-"))
+        given = [word.partition("=")[0] for word in words if word.startswith("-")]
+        hints = (_operand(parser, flag) or about_flag(flag, flags, serves=serves) for flag in given)
         return next((hint for hint in hints if hint), "")
     choice = _INVALID_CHOICE.match(message)
     if choice is not None:
         return did_you_mean(choice["word"], _choices(parser, choice["name"]))
     return ""
+
+
+def _operand(parser: argparse.ArgumentParser, flag: str) -> str:
+    """For an argument that has no flag here."""
+    names = {f"--{action.dest}": action.metavar for action in parser._actions if not action.option_strings}
+    return f" ({names[flag]} stands without a flag)" if flag in names else ""
 
 
 def about_flag(flag: str, flags: Sequence[str], *, serves: bool) -> str:

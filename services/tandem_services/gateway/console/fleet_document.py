@@ -171,6 +171,8 @@ class GatewayRow(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     clusters: tuple[str, ...]
     """Of its models' fleets."""
+    roots: tuple[str, ...]
+    """Repository and commit of those models that are from a hub."""
     draining: bool
     running: int
     waiting: int
@@ -208,6 +210,8 @@ class ViewedFleet(NamedTuple):
     cluster: str
     look: Callable[[], FleetView]
     """From memory."""
+    root: str = ""
+    """What the model is; empty where it is from no hub."""
 
 
 def fleet_document(fleets: Sequence[ViewedFleet], gateway: GatewayFigures) -> FleetDocument:
@@ -224,6 +228,7 @@ def fleet_document(fleets: Sequence[ViewedFleet], gateway: GatewayFigures) -> Fl
         gateway=GatewayRow(
             version=VERSION,
             clusters=tuple(dict.fromkeys(fleet.cluster for fleet in fleets)),
+            roots=tuple(dict.fromkeys(fleet.root for fleet in fleets if fleet.root)),
             draining=gateway.health.draining,
             running=gateway.running(),
             waiting=gateway.waiting(),

@@ -42,6 +42,8 @@ class ServedModel:
     checkpoint_length: int | None = None
     """The checkpoint's context length, for a fleet that may be scaled to zero: the limit for clients until a worker has
     reported its own. None: without a worker no request is served."""
+    root: str = ""
+    """Repository and commit that it is from; empty where no hub is."""
     created: int = field(default_factory=lambda: int(time.time()))
     _last_length: int | None = None
     longest_token: int = field(init=False)
@@ -78,7 +80,7 @@ class ServedModel:
 
     def card(self, name: str) -> ModelCard:
         """Of the model under one of its names."""
-        return ModelCard(id=name, created=self.created, root=self.name, max_model_len=self.context_length)
+        return ModelCard(id=name, created=self.created, root=self.root or self.name, max_model_len=self.context_length)
 
 
 MAX_FILE_BYTES = 1 << 20

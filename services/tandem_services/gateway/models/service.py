@@ -128,6 +128,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
     )
     model = ServedModel(
         names=config.names,
+        root=config.root,
         tokenizer=tokenizer,
         dialect=dialect,
         workers=fleet.chooser.workers,

@@ -69,3 +69,18 @@ def test_a_snapshot_of_a_hugging_face_cache_may_link_to_its_blobs(tmp_path):
     (snapshot / "config.json").unlink()
     os.symlink("/etc/hostname", snapshot / "config.json")
     assert "link out of the model directory" in refusal(snapshot)
+
+
+def test_a_snapshot_may_link_to_blobs_that_its_cache_shares(tmp_path):
+    """huggingface_hub keeps files of several repositories once: snapshot -> blobs of the repository -> shared blobs."""
+    repository, shared = tmp_path / "models--a--b", tmp_path / "blobs"
+    blobs, snapshot = repository / "blobs", repository / "snapshots" / "abc"
+    for folder in (blobs, snapshot, shared):
+        folder.mkdir(parents=True)
+    write_checkpoint(shared)
+    for name in ("config.json", "model.safetensors"):
+        os.symlink(f"../../blobs/{name}", blobs / name)
+        os.symlink(f"../../blobs/{name}", snapshot / name)
+    assert "link out of the model directory" in refusal(snapshot)
+    (shared / ".huggingface-shared-blobs").write_text("1\n")
+    assert read_model_config(snapshot).num_layers == 2

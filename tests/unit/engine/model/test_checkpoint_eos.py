@@ -6,7 +6,7 @@ import pytest
 
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.model.checkpoint import parse_config
-from tandem_engine.model.checkpoint_files import open_directory
+from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_testing.checkpoint_files import write_config
 
 

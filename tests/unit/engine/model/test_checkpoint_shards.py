@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.model.checkpoint_files import INDEX, open_directory, open_tensors
+from tandem_engine.model.checkpoint_files import open_tensors
+from tandem_engine.model.checkpoint_folder import INDEX, open_directory
 from tandem_testing.checkpoint_files import write_index, write_sharded
 
 

@@ -6,7 +6,8 @@ from safetensors.torch import save_file
 
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.model.checkpoint_files import open_directory, open_tensors
+from tandem_engine.model.checkpoint_files import open_tensors
+from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.tensor_names import canonical_experts, expert_name
 from tandem_testing.checkpoint_files import random_tensors, write_checkpoint, write_config

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tandem_engine.base.errors import CheckpointError, UnsupportedVariantError
 from tandem_engine.config import ModelConfig
 from tandem_engine.model.checkpoint import parse_config, read_model_config
-from tandem_engine.model.checkpoint_files import open_directory
+from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.families import FAMILIES
 from tandem_engine.model.known_fields import IDENTITY, NO_EFFECT, ONE_VALUE

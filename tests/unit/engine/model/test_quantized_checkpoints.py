@@ -8,8 +8,9 @@ from safetensors.torch import save_file
 
 from tandem_engine import LLM, SamplingParams
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.model.checkpoint import open_weights, read_fields, read_model_config
-from tandem_engine.model.checkpoint_files import open_directory
+from tandem_engine.model.checkpoint import open_weights, read_model_config
+from tandem_engine.model.checkpoint_folder import open_directory
+from tandem_engine.model.config_fields import read_fields
 from tandem_engine.model.quantization.scheme import read_scheme
 from tandem_testing.checkpoint_files import write_checkpoint, write_config
 from tandem_testing.quantized_files import KINDS, write_quantized

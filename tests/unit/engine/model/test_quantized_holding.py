@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.config import LoadFormat, Quantization
 from tandem_engine.config.flags import add_engine_flags, engine_config
-from tandem_engine.model.checkpoint import open_weights, read_fields, read_model_config
-from tandem_engine.model.checkpoint_files import open_directory
+from tandem_engine.model.checkpoint import open_weights, read_model_config
+from tandem_engine.model.checkpoint_folder import open_directory
+from tandem_engine.model.config_fields import read_fields
 from tandem_engine.model.decoder import Decoder
 from tandem_engine.model.layers.cpu import Int8Linear
 from tandem_engine.model.layers.linear import Linear, can_multiply

@@ -8,7 +8,8 @@ import torch
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import ModelImpl, MoeConfig
 from tandem_engine.model.checkpoint import parse_config
-from tandem_engine.model.checkpoint_files import open_directory, open_tensors
+from tandem_engine.model.checkpoint_files import open_tensors
+from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.layers.linear import DenseTable, Linear, RowParallel, VocabularyEmbedding, VocabularyHead
 from tandem_engine.model.loader import WeightReader
 from tandem_engine.model.weights import Heads, heads_of_rank, require_shareable, row_parallel

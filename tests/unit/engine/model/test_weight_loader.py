@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 
 from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.model.checkpoint_files import open_directory, open_tensors
+from tandem_engine.model.checkpoint_files import open_tensors
+from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.loader import WeightReader, load_model, resolve_dtype
 from tandem_testing.checkpoint_files import random_tensors, write_checkpoint, write_config
 from tandem_testing.dense_attention import DenseAttend

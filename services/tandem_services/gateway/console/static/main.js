@@ -32,8 +32,10 @@ const page = {
     if (!apiKey()) asksForKey = false;
     const notes = [];
     if (fleet) {
-      setText(byId("where"), fleet.gateway.clusters.filter((/** @type {string} */ name) => name !== "default").join(", "));
-      setAttribute(byId("where"), "title", `Tandem ${fleet.gateway.version}`);
+      const clusters = fleet.gateway.clusters.filter((/** @type {string} */ name) => name !== "default");
+      const models = fleet.gateway.roots.map((/** @type {string} */ root) => root.replace(/(@.{12}).*/, "$1"));
+      setText(byId("where"), [...clusters, ...models].join(", "));
+      setAttribute(byId("where"), "title", [`Tandem ${fleet.gateway.version}`, ...fleet.gateway.roots].join(", "));
       if (fleet.redis === "away") {
         pulse("warn", "view is old");
         notes.push(notice("warn", `Redis has not answered for ${format.seconds(fleet.view_age_s)}. Requests continue with the last view of the fleet, which this page shows.`));

@@ -38,7 +38,8 @@ def described(*members, age_s: float = 0.4, health: Health | None = None) -> Fle
 def test_several_fleets_are_one_and_as_old_as_the_oldest():
     chat = ScriptedFleet(members=[member("a", Role.DECODE, model="chat")])
     code = ScriptedFleet(members=[member("b", Role.PREFILL, model="code")], age_s=7.0)
-    document = fleet_document([ViewedFleet("blue", chat), ViewedFleet("red", code)], gateway_figures())
+    document = fleet_document([ViewedFleet("blue", chat, "org/chat@c0"), ViewedFleet("red", code)], gateway_figures())
+    assert document.gateway.roots == ("org/chat@c0",)
     assert [(worker.worker_id, worker.model) for worker in document.workers] == [("b", "code"), ("a", "chat")]
     assert (document.gateway.clusters, document.redis, document.view_age_s) == (("blue", "red"), "away", 7.0)
 
