@@ -80,7 +80,7 @@ def store(pages: Array, layer: int, k: Array, v: Array, slots: Array) -> None:
 
 @inlined
 def merge_queries(queries: Array, partial: Array, out: Array, head_dim: int) -> None:
-    """The rows of `out` that belong to the queries of a layer without sinks, from the partial results of their chunks."""
+    """The rows of `out` that belong to the queries of a layer without sinks, from partial results of their chunks."""
     for index in range(queries.shape[0]):
         merge_query(queries[index], partial, out, head_dim, _NO_SINKS)
 
@@ -139,7 +139,7 @@ def exp_shifted(row: Array, exponents: Array, count: int, maximum: float) -> Non
 
 @inlined
 def _merge(partial: Array, out: Array, head_dim: int, sinks: Array) -> None:
-    """out [heads, D] = the chunks' partial results [chunks, heads, D + 2] as one softmax, which sinks have a share of."""
+    """out [heads, D] = the chunks' partial results [chunks, heads, D + 2] as one softmax; sinks take a share."""
     for head in range(out.shape[0]):
         maximum = partial[0, head, head_dim]
         for chunk in range(1, partial.shape[0]):

@@ -220,8 +220,8 @@ WORK = np.dtype(
     q, out      [T, num_kv_heads · group, head_dim] float32, dense; of `out` the tasks' queries are written
 
 `next_task` counts what has been taken, from 0. `window` is how many of the newest tokens a query sees. `panels` holds
-the queries of any task. `scale` has the factor log2 e where `soft_cap` is 0, else the factor 1 / soft_cap. `sinks` is the address of float32 [heads], or 0
-for a layer without sinks.
+the queries of any task. `scale` has the factor log2 e where `soft_cap` is 0, else the factor 1 / soft_cap. `sinks` is
+the address of float32 [heads], or 0 for a layer without sinks.
 """
 
 

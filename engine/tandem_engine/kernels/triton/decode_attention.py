@@ -109,7 +109,7 @@ def split_kernel(
             factor = scale * tl.load(k_scale + head)
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if sinks is not None:
+        if sinks is not None:  # noqa: SIM102 - decided when the kernel is compiled
             if packed % MAX_SPLITS == 0:
                 highest = sink_scores(sinks, head * GROUP + m % GROUP)
                 total = tl.full([BLOCK_M], 1.0, tl.float32)

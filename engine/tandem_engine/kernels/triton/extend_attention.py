@@ -207,8 +207,8 @@ def extend_attention(
     )  # fmt: skip
     extend_kernel[(len(work.tile_rows), kv_heads)](
         q, keys, values, out, rows.page_table, rows.extend_lens, rows.seq_lens,
-        work.starts, work.tile_rows, work.tile_numbers, work.totals, k_scale, v_scale, sinks, scale, cap, work.window or 0,
-        q.stride(0), keys.stride(0), rows.page_table.stride(0),
+        work.starts, work.tile_rows, work.tile_numbers, work.totals, k_scale, v_scale, sinks,
+        scale, cap, work.window or 0, q.stride(0), keys.stride(0), rows.page_table.stride(0),
         **constants, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 

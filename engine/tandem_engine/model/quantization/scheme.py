@@ -14,10 +14,11 @@ from torch import Tensor
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import Quantization
 from tandem_engine.kernels.interface import by_triton
+from tandem_engine.model import gpt_oss
 from tandem_engine.model.checkpoint_files import StoredTensor
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.quantization.compressed_tensors import CompressedTensors, Strategy
-from tandem_engine.model.quantization.formats import Awq, Fp8Blocks, Gptq
+from tandem_engine.model.quantization.formats import Awq, Fp8Blocks, Gptq, Mxfp4
 from tandem_engine.model.quantization.levels import Levels
 
 
@@ -44,6 +45,9 @@ class WeightFormat(Protocol):
 
 
 FIELD = "quantization_config"
+MXFP4 = "mxfp4"
+"""Of experts alone. It has no parameters; `modules_to_not_convert` names what the tensors show by themselves."""
+
 MAX_GROUP = 1 << 20
 MAX_BLOCK = 1 << 16
 PACKED = "pack-quantized"
@@ -63,7 +67,11 @@ def read_scheme(fields: ConfigFields) -> WeightFormat | None:
     if not fields.has(FIELD):
         return None
     quantization = fields.inner(FIELD)
-    method = quantization.choice("quant_method", tuple(METHODS))
+    method = quantization.choice("quant_method", (*METHODS, MXFP4))
+    if method == MXFP4:
+        if gpt_oss.ARCHITECTURE not in fields.items("architectures"):
+            quantization.refuse("quant_method", f"may be {MXFP4} only in a model of {gpt_oss.ARCHITECTURE}")
+        return Mxfp4()
     return METHODS[method](quantization)
 
 

@@ -14,6 +14,7 @@ from tandem_engine.config import Quantization
 from tandem_engine.kernels.interface import INT4, INT8, PACKED_FLOAT8, PackedWeight
 from tandem_engine.kernels.triton import quantized_moe
 from tandem_engine.kernels.triton.fused_moe import fused_experts
+from tandem_engine.kernels.triton.norm_activation import product_constants
 from tandem_engine.model.layers.mlp import Choice
 from tandem_engine.model.layers.triton import DeviceQuantizedLinear
 from tandem_engine.model.layers.triton_experts import DeviceExperts, ExpertMatrices, ExpertStacks, read_experts
@@ -276,7 +277,8 @@ def compile_packed_experts() -> None:
                 constants: dict[str, Any] = quantized_moe.constants_of(
                     shape_alone(coding, group_size, symmetric=symmetric)
                 )
-                constants |= {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "CHOSEN": 8, "ACTIVATION": "silu"}
+                constants |= {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "CHOSEN": 8, "bias": None}
+                constants |= product_constants("silu", None)
                 built = compile_kernel(
                     kernel, *only_for(kernel, types, constants), arch=arch, num_warps=tile.num_warps,
                     num_stages=tile.num_stages,
