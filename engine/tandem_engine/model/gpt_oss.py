@@ -77,7 +77,6 @@ MAX_SWIGLU = 1e6
 
 def read_gpt_oss(fields: ConfigFields) -> ModelConfig:
     """See `Family.read`."""
-    require_mxfp4(fields)
     head_dim = None if "head_dim" in fields.values else 64
     defaults = Defaults(head_dim=head_dim, num_kv_heads=8, rms_eps=1e-5, rope_theta=150_000.0)
     base = read_decoder(_with_rope(fields), family=NAME, defaults=defaults)
@@ -100,13 +99,6 @@ def read_gpt_oss(fields: ConfigFields) -> ModelConfig:
         norm=NormKind.ROUND_LAST,
         moe=replace(moe, bias=True, interleaved=True),
     )
-
-
-def require_mxfp4(fields: ConfigFields) -> None:
-    """Raise `CheckpointError` for weights that are quantized in another way: experts would have other names."""
-    quantization = fields.inner("quantization_config")
-    if quantization.values and quantization.values.get("quant_method") != "mxfp4":
-        quantization.refuse("quant_method", "must be mxfp4 in a model of this family")
 
 
 def _with_rope(fields: ConfigFields) -> ConfigFields:

@@ -232,7 +232,8 @@ class Gptq:
 
 BLOCK, BLOCK_BYTES = 32, 16
 UINT8 = frozenset({torch.uint8})
-EXPONENT_BIAS = 127
+MANTISSA_BITS = 7
+"""Of bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,7 +265,7 @@ class Mxfp4:
         """See `WeightFormat.levels`. An exponent of 255, which is NaN, becomes infinity, which no reader accepts."""
         blocks = parts["blocks"]
         codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
-        exponents = parts["scales"].int() - EXPONENT_BIAS
-        # A power of two is exact in bfloat16.
-        scales = torch.ldexp(torch.ones(()), exponents).to(torch.bfloat16)
+        # As bits of bfloat16, whose exponents have the same bias; the least power of two is a subnormal number there.
+        exponents = parts["scales"].to(torch.int16)
+        scales = torch.where(exponents == 0, 1 << MANTISSA_BITS - 1, exponents << MANTISSA_BITS).view(torch.bfloat16)
         return Levels(bits=4, codes=codes, scales=scales, zeros=None, group_size=BLOCK)

@@ -46,7 +46,8 @@ class WeightFormat(Protocol):
 
 FIELD = "quantization_config"
 MXFP4 = "mxfp4"
-"""Of experts alone. It has no parameters; `modules_to_not_convert` names what the tensors show by themselves."""
+MXFP4_FIELDS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
+"""Which modules are plain is what the tensors show, and `dequantize` is an option of whoever reads them."""
 
 MAX_GROUP = 1 << 20
 MAX_BLOCK = 1 << 16
@@ -67,11 +68,11 @@ def read_scheme(fields: ConfigFields) -> WeightFormat | None:
     if not fields.has(FIELD):
         return None
     quantization = fields.inner(FIELD)
-    method = quantization.choice("quant_method", (*METHODS, MXFP4))
-    if method == MXFP4:
-        if gpt_oss.ARCHITECTURE not in fields.items("architectures"):
-            quantization.refuse("quant_method", f"may be {MXFP4} only in a model of {gpt_oss.ARCHITECTURE}")
-        return Mxfp4()
+    method = quantization.choice("quant_method", tuple(METHODS))
+    has_mxfp4 = gpt_oss.ARCHITECTURE in fields.items("architectures")
+    if has_mxfp4 != (method == MXFP4):
+        rule = f"must be {MXFP4} in a" if has_mxfp4 else f"may be {MXFP4} only in a"
+        quantization.refuse("quant_method", f"{rule} {gpt_oss.ARCHITECTURE}")
     return METHODS[method](quantization)
 
 
@@ -137,11 +138,19 @@ def _group_size(fields: ConfigFields) -> int:
     return size
 
 
+def _mxfp4(fields: ConfigFields) -> Mxfp4:
+    for name, value in fields.values.items():
+        if name not in MXFP4_FIELDS and value is not None:
+            fields.refuse(name, f"is no option of {MXFP4} that is known")
+    return Mxfp4()
+
+
 METHODS: dict[str, Callable[[ConfigFields], WeightFormat]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    MXFP4: _mxfp4,
 }
 
 
