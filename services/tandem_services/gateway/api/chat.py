@@ -38,7 +38,8 @@ from tandem_services.gateway.http.known_fields import check_no_fields
 from tandem_services.gateway.limits import MAX_MESSAGES, MAX_OUTPUT_TOKENS, check_context
 from tandem_services.gateway.output.reader import OutputReading
 from tandem_services.gateway.output.structured_output import AskedGrammar, asked_grammar
-from tandem_services.gateway.output.tools import ToolUse, tool_use
+from tandem_services.gateway.output.tool_parsers.registry import Channels
+from tandem_services.gateway.output.tools import ToolUse, answer_on_channel, tool_use
 
 VARIABLES = "chat_template_kwargs"
 
@@ -215,7 +216,7 @@ class ChatPlanner:
         counts = choice_counts(request, prompts=1)
         wanted = _wanted_tokens(request, self._fewest_tokens)
         tools = _tools(request, served)
-        grammar = _grammar(request, tools)
+        grammar = _grammar(request, tools, _channels(request, served))
         vocab_size = served.prompts.tokenizer.vocab_size
         # Ranges are checked before the prompt is encoded.
         sampling = sampling_params(
@@ -264,7 +265,16 @@ def _tools(request: ChatRequest, served: ReadModel) -> ToolUse | None:
         parallel=request.parallel_tool_calls,
         family=dialect.family,
         template_knows_tools=dialect.knows_tools,
+        channels=_channels(request, served),
     )
+
+
+def _channels(request: ChatRequest, served: ReadModel) -> Channels | None:
+    """How grammars write messages of this model. With a budget they begin behind the reasoning."""
+    channels = served.model.dialect.channels
+    if channels is None or request.thinking_token_budget is None:
+        return channels
+    return channels.behind_reasoning()
 
 
 def _reading(
@@ -277,11 +287,13 @@ def _reading(
     # Tags follow free text, but not those that are there instead of a formatted answer.
     tags = grammar is not None and grammar.spec.kind is GrammarKind.STRUCTURAL_TAG
     at_once = grammar is not None and (not tags or (tools is not None and grammar.field == "response_format"))
+    # Ours are messages on channels there, and those of a client are within its messages.
+    on_channels = tags and served.model.dialect.channels is not None
     return served.model.dialect.reading(
         prompt,
         tools,
         # After a budget it begins with the answer.
-        constrained=at_once and request.thinking_token_budget is None,
+        constrained=at_once and not on_channels and request.thinking_token_budget is None,
         shows_reasoning=request.include_reasoning is not False,
     )
 
@@ -325,11 +337,11 @@ async def _encode(
     )
 
 
-def _grammar(request: ChatRequest, tools: ToolUse | None) -> AskedGrammar | None:
-    """The form of the output: as the tools require, or as the client requested."""
+def _grammar(request: ChatRequest, tools: ToolUse | None, channels: Channels | None) -> AskedGrammar | None:
+    """The form of the output: as the tools require, or as the client requested. `channels`: of the model's outputs."""
     asked = asked_grammar(request, request.response_format)
     if tools is None:
-        return asked
+        return asked if asked is None or channels is None else answer_on_channel(channels, asked)
     if asked is None:
         return tools.grammar()
     if asked.field != "response_format" or asked.spec.kind is GrammarKind.STRUCTURAL_TAG:
