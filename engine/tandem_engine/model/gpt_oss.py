@@ -71,15 +71,14 @@ DEFAULT_ROPE: Mapping[str, object] = {
 }
 """What an absent set of rotary parameters stands for."""
 
+DEFAULTS = Defaults(head_dim=64, num_kv_heads=8, rms_eps=1e-5, rope_theta=150_000.0)
 DEFAULT_WINDOW = 128
 MAX_SWIGLU = 1e6
 
 
 def read_gpt_oss(fields: ConfigFields) -> ModelConfig:
     """See `Family.read`."""
-    head_dim = None if "head_dim" in fields.values else 64
-    defaults = Defaults(head_dim=head_dim, num_kv_heads=8, rms_eps=1e-5, rope_theta=150_000.0)
-    base = read_decoder(_with_rope(fields), family=NAME, defaults=defaults)
+    base = read_decoder(_with_rope(fields), family=NAME, defaults=DEFAULTS)
     alternating = tuple(FULL if layer % 2 else SLIDING for layer in range(base.num_layers))
     kinds = read_layer_kinds(fields, default=alternating)
     bias = fields.flag("attention_bias", default=True)

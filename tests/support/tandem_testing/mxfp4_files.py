@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tandem_testing.checkpoint_files import random_tensors, write_config
+
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """OCP Microscaling Formats 1.0, table 6."""
 
@@ -59,6 +61,44 @@ def write_mxfp4(plain: Path, directory: Path, *, worth: Path | None = None, seed
         if target is not None:
             shutil.copytree(plain, target, dirs_exist_ok=True)
             save_file(held, target / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(values | {"quantization_config": SCHEME}))
+    return directory
+
+
+SIZES: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "sliding_window": 4,
+    "swiglu_limit": 1.0,
+    "head_dim": 16,
+}
+"""A model whose experts kernels read as they are stored."""
+
+
+def write_random_mxfp4(directory: Path) -> Path:
+    """A checkpoint of `SIZES`, without the help of transformers."""
+    write_config(directory, **SIZES)
+    tensors: dict[str, Tensor] = {}
+    biases: dict[str, list[Tensor]] = {}
+    for name, tensor in random_tensors(directory).items():
+        layer, found, rest = name.partition(".mlp.experts.")
+        if not found:
+            tensors[name.replace(".mlp.gate.", ".mlp.router.")] = tensor
+        elif name.endswith(".bias"):
+            biases.setdefault(f"{layer}{found}{rest.split('.')[1]}", []).append(tensor)
+    for number, (name, rows) in enumerate(biases.items()):
+        inputs = SIZES["intermediate_size" if name.endswith("down_proj") else "hidden_size"]
+        codes, exponents = random_codes(len(rows), len(rows[0]), inputs, seed=number)
+        stack = {"bias": torch.stack(rows), "blocks": blocks_of(codes), "scales": exponents}
+        tensors |= {f"{name}_{part}": value for part, value in stack.items()}
+    save_file(tensors, directory / "model.safetensors")
     values = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(values | {"quantization_config": SCHEME}))
     return directory
