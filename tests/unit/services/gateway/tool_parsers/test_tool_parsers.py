@@ -1,8 +1,11 @@
 """What each family's tool calls are read as, in whole and in pieces."""
 
+from random import Random
+
 import pytest
 
 from tandem_services.gateway.output.parts import CallArguments, CallBegin, Content, Reasoning, joined
+from tandem_services.gateway.output.tool_parsers import harmony
 from tandem_services.gateway.output.tool_parsers.json_calls import CallArray
 from tandem_services.gateway.output.tool_parsers.registry import FAMILIES, detect_family
 
@@ -160,6 +163,31 @@ def test_cuts_mean_nothing(family, text, expected):
     assert read(family, *text) == expected
     for cut in range(len(text)):
         assert read(family, text[:cut], text[cut:]) == expected
+
+
+PIECES = (
+    *harmony.MARKERS,
+    "assistant",
+    " to=functions.f ",
+    "to=g",
+    "analysis",
+    "final",
+    "json",
+    " ",
+    "\n",
+    "<|",
+    '{"a": 1}',
+)
+
+
+def test_cuts_of_messages_in_any_order_mean_nothing():
+    dice = Random(3)
+    for _ in range(300):
+        text = "".join(dice.choices(PIECES, k=dice.randint(1, 14)))
+        whole = read("openai", text)
+        assert read("openai", *text) == whole, text
+        cut = dice.randint(0, len(text))
+        assert read("openai", text[:cut], text[cut:]) == whole, (text, cut)
 
 
 @pytest.mark.parametrize(
