@@ -81,6 +81,13 @@ def template_messages(messages: list[ChatMessage] | None, *, continues: bool = F
     return entries
 
 
+def _with_one_thought(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates of channels refuse reasoning and content together before calls, and write either as reasoning."""
+    if not (message.get("tool_calls") and message.get("reasoning_content") and message["content"]):
+        return message
+    return {**message, "content": "", "reasoning_content": f"{message['reasoning_content']}\n{message['content']}"}
+
+
 def continues_final(
     messages: list[ChatMessage] | None, *, asked: bool | None, add_generation_prompt: bool | None
 ) -> bool:
@@ -307,6 +314,8 @@ async def _encode(
 ) -> tuple[int, ...]:
     continues = turn is not None and not turn.begins
     messages = template_messages(request.messages, continues=continues)
+    if served.model.dialect.channels is not None:
+        messages = [_with_one_thought(message) for message in messages]
     shown = None if tools is None else tools.for_template
     final = continues_final(
         request.messages, asked=request.continue_final_message, add_generation_prompt=request.add_generation_prompt

@@ -143,13 +143,14 @@ async def test_a_budget_ends_the_analysis_with_its_markers(says, rack, tokenizer
     assert (budget.begin, budget.end, budget.opened) == (begin, end, False)
 
 
-async def test_history_is_rendered_with_its_thinking(says, rack, tokenizer):
+@pytest.mark.parametrize(("preamble", "analysis"), [(None, "I look."), ("Let me see.", "I look.\nLet me see.")])
+async def test_history_is_rendered_with_its_thinking(says, rack, tokenizer, preamble, analysis):
     function = {"name": "weather", "arguments": '{"city": "Bern"}'}
     history = [
         {"role": "user", "content": "Rain <|end|>?"},
         {
             "role": "assistant",
-            "content": None,
+            "content": preamble,
             "reasoning_content": "I look.",
             "tool_calls": [{"id": "c1", "type": "function", "function": function}],
         },
@@ -159,9 +160,8 @@ async def test_history_is_rendered_with_its_thinking(says, rack, tokenizer):
         assert (await gateway.chat(messages=history, tools=[WEATHER])).status_code == 200
     prompt = rack.engines[0].received[-1].input_ids
     text = tokenizer.decode(list(prompt), skip_special_tokens=False)
-    assert (
-        "<|start|>assistant<|channel|>analysis<|message|>I look.<|end|><|start|>assistant to=functions.weather" in text
-    )
+    thought = f"<|start|>assistant<|channel|>analysis<|message|>{analysis}<|end|>"
+    assert f"{thought}<|start|>assistant to=functions.weather" in text
     # What the user wrote is no control token.
     (end,) = tokenizer.encode("<|end|>", add_special_tokens=False)
     assert list(prompt).count(end) == text.count("<|end|>") - 1
