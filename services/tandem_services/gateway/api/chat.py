@@ -61,8 +61,15 @@ OTHER_CHAT_PARTS = tuple(name for name in ContentPart.__struct_fields__ if name 
 """Fields of parts that are no text."""
 
 
-def template_messages(messages: list[ChatMessage] | None, *, continues: bool = False) -> list[dict[str, Any]]:
-    """`continues`: earlier messages are not among these, so tool messages may answer calls that are not here."""
+def template_messages(
+    messages: list[ChatMessage] | None, *, continues: bool = False, on_channels: bool = False
+) -> list[dict[str, Any]]:
+    """As the chat template gets them.
+
+    Args:
+        continues: earlier messages are not among these, so tool messages may answer calls that are not here.
+        on_channels: the model's outputs are messages on channels.
+    """
     if not messages:
         raise bad_request("messages must have at least one message", "messages")
     if len(messages) > MAX_MESSAGES:
@@ -78,7 +85,7 @@ def template_messages(messages: list[ChatMessage] | None, *, continues: bool = F
         if message.role == "tool" and not continues and message.tool_call_id not in called:
             where = f"{param}.tool_call_id"
             raise bad_request(f"{where}: {quoted(message.tool_call_id)} answers no tool call before it", where)
-    return entries
+    return [_with_one_thought(entry) for entry in entries] if on_channels else entries
 
 
 def _with_one_thought(message: dict[str, Any]) -> dict[str, Any]:
@@ -313,9 +320,9 @@ async def _encode(
     truncation: Truncation | None = None,
 ) -> tuple[int, ...]:
     continues = turn is not None and not turn.begins
-    messages = template_messages(request.messages, continues=continues)
-    if served.model.dialect.channels is not None:
-        messages = [_with_one_thought(message) for message in messages]
+    messages = template_messages(
+        request.messages, continues=continues, on_channels=served.model.dialect.channels is not None
+    )
     shown = None if tools is None else tools.for_template
     final = continues_final(
         request.messages, asked=request.continue_final_message, add_generation_prompt=request.add_generation_prompt
