@@ -12,7 +12,7 @@ operations of a few microseconds, to which the bookkeeping of `nn.Module` would 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -192,15 +192,9 @@ def _rotary(rope: RopeConfig, config: ModelConfig, weights: Weights, positions: 
     return rotary_table(rope, head_dim=config.head_dim, positions=positions, dtype=weights.dtype, device=weights.device)
 
 
-MatrixOrBias = TypeVar("MatrixOrBias", Tensor, Tensor | Levels)
-
-
-def gate_first(interleaved: MatrixOrBias) -> MatrixOrBias:
-    """Outputs of gate and up that alternate, those of gate before those of up."""
-    outputs = interleaved.shape[0]
-    device = interleaved.device if isinstance(interleaved, Tensor) else interleaved.codes.device
-    order = torch.arange(outputs, device=device).view(-1, 2).t().flatten()
-    return interleaved[order] if isinstance(interleaved, Tensor) else interleaved.outputs(order)
+def gate_first(outputs: int, device: torch.device) -> Tensor:
+    """Indices of outputs of gate and up that alternate: those of gate, then those of up."""
+    return torch.arange(outputs, device=device).view(-1, 2).t().flatten()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,19 +309,19 @@ class BlockBuilder:
     def _expert_biases(self, prefix: str, expert: int) -> tuple[Tensor, Tensor | None]:
         """[2 * I], gate first, and [hidden], which the first rank alone adds; of a family that interleaves."""
         gate_up, down = (prefix + expert_bias_name(expert, name) for name in ("gate_up_proj", "down_proj"))
-        adds_down = self.weights.group.rank == 0
-        return (
-            gate_first(self.weights.stacked(gate_up, split=OUTPUTS)),
-            self.weights.stacked(down) if adds_down else None,
-        )
+        both = self.weights.stacked(gate_up, split=OUTPUTS)
+        added = self.weights.stacked(down) if self.weights.group.rank == 0 else None
+        return both[gate_first(len(both), self.weights.device)], added
 
     def _expert_matrices(
         self, prefix: str, expert: int, moe: MoeConfig, read: MatrixReader
     ) -> tuple[Tensor | Levels, Tensor | Levels]:
         """[2 * I, hidden], gate first, and [hidden, I]."""
         if moe.interleaved:
-            both, down = (prefix + expert_name(expert, name) for name in ("gate_up_proj", "down_proj"))
-            return gate_first(read(both, split=OUTPUTS)), read(down, split=INPUTS)
+            gate_up, down = (prefix + expert_name(expert, name) for name in ("gate_up_proj", "down_proj"))
+            both = read(gate_up, split=OUTPUTS)
+            order = gate_first(both.shape[0], self.weights.device)
+            return both[order] if isinstance(both, Tensor) else both.outputs(order), read(down, split=INPUTS)
         gate, up, down = (prefix + expert_name(expert, name) for name in ("gate_proj", "up_proj", "down_proj"))
         return read(gate, up, split=OUTPUTS), read(down, split=INPUTS)
 
