@@ -8,8 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import Activation, GateClamp, MoeConfig, NormKind, RopeConfig
-from tandem_engine.model.checkpoint import open_weights, parse_config, read_fields, read_model_config
-from tandem_engine.model.checkpoint_files import open_directory
+from tandem_engine.model.checkpoint import open_weights, parse_config, read_model_config
+from tandem_engine.model.checkpoint_folder import open_directory
+from tandem_engine.model.config_fields import read_fields
 from tandem_engine.model.decoder import gate_first
 from tandem_engine.model.quantization.scheme import read_scheme
 from tandem_testing.checkpoint_files import write_config
