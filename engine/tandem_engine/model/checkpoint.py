@@ -38,7 +38,7 @@ from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor, o
 from tandem_engine.model.checkpoint_folder import ModelDirectory, open_directory, read_json_object, shown
 from tandem_engine.model.config_fields import ConfigFields, read_fields
 from tandem_engine.model.families import find_family, require_family
-from tandem_engine.model.gpt_oss import outputs_first, unstacked
+from tandem_engine.model.gpt_oss_tensors import outputs_first, unstacked
 from tandem_engine.model.quantization.dequantized import dequantized
 from tandem_engine.model.quantization.kv_scales import without_scales
 from tandem_engine.model.quantization.scheme import Holding, WeightFormat, described, holding_of, read_scheme
