@@ -24,7 +24,15 @@ from tandem_engine.config.engine import (
     OperationConfig,
     Quantization,
 )
-from tandem_engine.config.model import Activation, ModelConfig, ModelImpl, MoeConfig, NormKind, RopeConfig
+from tandem_engine.config.model import (
+    Activation,
+    GateClamp,
+    ModelConfig,
+    ModelImpl,
+    MoeConfig,
+    NormKind,
+    RopeConfig,
+)
 from tandem_engine.config.parallel import ParallelConfig
 from tandem_engine.config.scheduler import PreemptionMode, SchedulePolicy, SchedulerConfig
 from tandem_engine.config.speculative import MAX_DRAFT_TOKENS, SpecAlgorithm, SpecConfig
@@ -40,6 +48,7 @@ __all__ = [
     "DeviceDefaults",
     "DisaggConfig",
     "EngineConfig",
+    "GateClamp",
     "GrammarConfig",
     "GraphConfig",
     "HostConfig",

@@ -39,6 +39,18 @@ class Activation(StrEnum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     """GELU by its tanh approximation."""
+    CLAMPED_SWIGLU = "clamped_swiglu"
+    """(up + 1) · gate · sigmoid(alpha · gate) of bounded gate and up (gpt_oss): see `GateClamp`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateClamp:
+    """Numbers of `Activation.CLAMPED_SWIGLU`."""
+
+    alpha: float
+    """Factor of the gate in its sigmoid."""
+    limit: float
+    """gate ≤ limit, −limit ≤ up ≤ limit."""
 
 
 class NormKind(StrEnum):
@@ -48,6 +60,8 @@ class NormKind(StrEnum):
     """Scale by w, after rounding to the model's dtype (Llama)."""
     UNIT_OFFSET = "unit_offset"
     """Scale by 1 + w in float32, then round (Gemma)."""
+    ROUND_LAST = "round_last"
+    """Scale by w in float32, then round (gpt_oss)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +76,10 @@ class MoeConfig:
     """Whether the weights of a token's chosen experts are scaled to sum to 1."""
     dense_layers: tuple[int, ...] = ()
     """Layers that keep an ordinary feed-forward block."""
+    bias: bool = False
+    """Biases on the router and on both projections of each expert (gpt_oss)."""
+    interleaved: bool = False
+    """Whether gate and up of an expert are stored as one matrix whose outputs alternate (gpt_oss)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +123,11 @@ class ModelConfig:
     """Bound of the output logits (gemma2)."""
     embedding_scale: float = 1.0
     """Factor of the embeddings (gemma: √hidden_size)."""
+    attention_sinks: bool = False
+    """Scores without a token, one for each query head of a layer (gpt_oss)."""
     activation: Activation = Activation.SILU
+    gate_clamp: GateClamp | None = None
+    """Of `Activation.CLAMPED_SWIGLU` alone."""
     norm: NormKind = NormKind.PLAIN
     sandwich_norms: bool = False
     """Norms after attention and after the feed-forward block too, before each is added (gemma)."""

@@ -38,6 +38,7 @@ from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor, o
 from tandem_engine.model.checkpoint_folder import ModelDirectory, open_directory, read_json_object, shown
 from tandem_engine.model.config_fields import ConfigFields, read_fields
 from tandem_engine.model.families import find_family, require_family
+from tandem_engine.model.gpt_oss_tensors import outputs_first, unstacked
 from tandem_engine.model.quantization.dequantized import dequantized
 from tandem_engine.model.quantization.kv_scales import without_scales
 from tandem_engine.model.quantization.scheme import Holding, WeightFormat, described, holding_of, read_scheme
@@ -142,13 +143,25 @@ def _same_rows(first: torch.Tensor, second: torch.Tensor) -> bool:
     return bool((first.float() == second.float()).all())
 
 
-def open_weights(directory: ModelDirectory, scheme: WeightFormat | None) -> dict[str, ReadableTensor]:
+def open_weights(
+    directory: ModelDirectory, scheme: WeightFormat | None, *, interleaved: bool = False
+) -> dict[str, ReadableTensor]:
     """Headers alone are read. Scales of KV are no weights and left out: see `kv_scales`.
+
+    `interleaved`: `MoeConfig.interleaved` of the model.
 
     Raises:
         CheckpointError: a file is absent or broken, or parts of a quantized matrix do not fit each other.
     """
-    return canonical_experts(dequantized(without_scales(open_tensors(directory)), scheme))
+    tensors = without_scales(open_tensors(directory))
+    if interleaved:
+        return outputs_first(dequantized(unstacked(tensors), scheme))
+    return canonical_experts(dequantized(tensors, scheme))
+
+
+def has_interleaved_experts(config: ModelConfig) -> bool:
+    """Of `open_weights`."""
+    return config.moe is not None and config.moe.interleaved
 
 
 def read_model_config(
@@ -185,7 +198,7 @@ def read_model_config(
     config = replace(parse_config(directory), quantization=described(scheme, holding))
     if load_format is LoadFormat.DUMMY:
         return replace(config, fingerprint=fingerprint(config, {}))
-    tensors = open_weights(directory, scheme)
+    tensors = open_weights(directory, scheme, interleaved=has_interleaved_experts(config))
     config = with_stored_head(config, tensors)
     require_tensors(config, tensors, where=directory.path)
     return replace(config, fingerprint=fingerprint(config, tensors))

@@ -13,6 +13,7 @@ and a gated feed-forward part, each after a norm. A family is the reading of its
                     `rope_local_base_freq` for the others. Its `max_position_embeddings` is the context after scaling
     Qwen3-MoE       Qwen3 with experts as feed-forward blocks. Layers in `mlp_only_layers` are dense, and of every
                     `decoder_sparse_step` layers only the last has experts
+    gpt_oss         see `gpt_oss`
 """
 
 import math
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind, RopeConfig
+from tandem_engine.model import gpt_oss
 from tandem_engine.model.config_fields import (
     FULL,
     MAX_LAYERS,
@@ -388,7 +390,10 @@ QWEN3_MOE = Family(
 )
 
 
-FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3)
+GPT_OSS = Family(name=gpt_oss.NAME, architecture=gpt_oss.ARCHITECTURE, fields=gpt_oss.FIELDS, read=gpt_oss.read_gpt_oss)
+
+
+FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, GPT_OSS)
 
 
 def find_family(config: ConfigFields) -> Family | None:

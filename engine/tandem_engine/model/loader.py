@@ -33,7 +33,7 @@ from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.base.progress import START, Phase
 from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
 from tandem_engine.model.base import CausalLM
-from tandem_engine.model.checkpoint import open_weights
+from tandem_engine.model.checkpoint import has_interleaved_experts, open_weights
 from tandem_engine.model.checkpoint_files import ReadableTensor, open_tensors
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.config_fields import read_fields
@@ -232,7 +232,7 @@ def load_model(
     if load_format is LoadFormat.DUMMY:
         dummy = DummyWeights(shapes=expected_shapes(config), dtype=dtype, device=place, group=group, holding=holding)
         return build_decoder(config, dummy, positions=positions)
-    tensors = open_weights(directory, scheme)
+    tensors = open_weights(directory, scheme, interleaved=has_interleaved_experts(config))
     require_tensors(config, tensors, where=directory.path)
     total = sum(tensors[name].size for name in expected_shapes(config))
     with load_progress(total, shown=progress) as advance:

@@ -40,8 +40,8 @@ from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.kernels.interface import by_triton
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend, DraftHead
-from tandem_engine.model.checkpoint import parse_config
-from tandem_engine.model.checkpoint_files import ReadableTensor, open_tensors
+from tandem_engine.model.checkpoint import has_interleaved_experts, open_weights, parse_config
+from tandem_engine.model.checkpoint_files import ReadableTensor
 from tandem_engine.model.checkpoint_folder import open_directory, shown
 from tandem_engine.model.decoder import Block, BlockBuilder, attention_specs
 from tandem_engine.model.layers.attention import RotaryTable, rotary_table
@@ -52,7 +52,6 @@ from tandem_engine.model.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
-    canonical_experts,
     expected_shapes,
     require_weights,
 )
@@ -159,7 +158,7 @@ class EagleModel(DraftHead):
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
         """See `CausalLM.attention`."""
-        return attention_specs(self.facts)
+        return attention_specs(self.facts, (self.head.block,))
 
     def forward(self, batch: ForwardBatch, input_ids: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """See `DraftHead.forward`."""
@@ -197,14 +196,14 @@ def read_head_config(path: str, target: ModelConfig) -> ModelConfig:
             f"the draft head in {path} reads hidden states of {config.hidden_size}, the model's have "
             f"{target.hidden_size}; use a head that was trained for this model"
         )
-    _require(head_shapes(config), _tensors(path), where=directory.path)
+    _require(head_shapes(config), _tensors(path, config), where=directory.path)
     return config
 
 
 def load_head(path: str, config: ModelConfig, *, dtype: torch.dtype, device: str, positions: int) -> EagleHead:
     """Read the weights of a head whose config `read_head_config` has accepted. Raises `CheckpointError`."""
     place = torch.device(device)
-    weights = WeightReader(tensors=_tensors(path), dtype=dtype, device=place, advance=lambda _size: None)
+    weights = WeightReader(tensors=_tensors(path, config), dtype=dtype, device=place, advance=lambda _size: None)
     rope = config.local_rope if 0 in config.local_layers else None
     return EagleHead(
         fc=projection(weights.stacked(FUSE)),
@@ -216,8 +215,8 @@ def load_head(path: str, config: ModelConfig, *, dtype: torch.dtype, device: str
     )
 
 
-def _tensors(path: str) -> dict[str, ReadableTensor]:
-    return canonical_experts(open_tensors(open_directory(path)))
+def _tensors(path: str, config: ModelConfig) -> dict[str, ReadableTensor]:
+    return open_weights(open_directory(path), None, interleaved=has_interleaved_experts(config))
 
 
 def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

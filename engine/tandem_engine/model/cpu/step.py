@@ -308,6 +308,7 @@ def _is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
         and config.embedding_scale == 1.0
         and len(kinds) == 1
         and kinds[0].soft_cap is None
+        and all(spec.sinks is None for spec in specs)
     )
 
 

@@ -163,6 +163,8 @@ class SelfAttention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    sinks: Tensor | None = None
+    """float32 [H], see `AttentionSpec.sinks`."""
 
     def attend(self, layer: int, normed: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Normalised hidden states [T, hidden] to what each token gathered, [T, H * D]; `project` is yet to come."""

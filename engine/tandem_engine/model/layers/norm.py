@@ -32,13 +32,18 @@ class Norm(Protocol):
 
 def rms_norm(weight: Tensor, *, eps: float, kind: NormKind) -> Norm:
     """The norm of a stored weight, broadcast against its input: [hidden], or [heads, head_dim]."""
-    offset = kind is NormKind.UNIT_OFFSET
-    scale = 1 + weight.float() if offset else weight
+    match kind:
+        case NormKind.PLAIN:
+            scale = weight
+        case NormKind.UNIT_OFFSET:
+            scale = 1 + weight.float()
+        case NormKind.ROUND_LAST:
+            scale = weight.float()
     if by_triton(weight.device):
         from tandem_engine.model.layers.triton import DeviceRmsNorm
 
         return DeviceRmsNorm(weight=scale.contiguous(), eps=eps)
-    return OffsetRmsNorm(weight=scale, eps=eps) if offset else RmsNorm(weight=scale, eps=eps)
+    return RmsNorm(weight=scale, eps=eps) if kind is NormKind.PLAIN else LateRoundingRmsNorm(weight=scale, eps=eps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +68,11 @@ class RmsNorm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OffsetRmsNorm:
+class LateRoundingRmsNorm:
     """As `RmsNorm`, but the weight is applied in float32, and only the result is rounded."""
 
     weight: Tensor
-    """float32: 1 + the stored weight."""
+    """float32: the stored weight, or 1 + it."""
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from tandem_testing.mutated_configs.comparison import Comparison, compare
 from tandem_testing.mutated_configs.mutations import Mutation, mutations
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
-NATIVE = ("llama-bias", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-moe", "gemma2", "gemma3")
+NATIVE = ("llama-bias", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-moe", "gemma2", "gemma3", "gpt-oss")
 FALLBACK = ("phi3", "olmo2", "cohere2", "gpt2")
 MODELS = (*NATIVE, *FALLBACK)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind
 from tandem_engine.kernels.triton import expert_blocks, fused_moe
+from tandem_engine.kernels.triton.norm_activation import product_constants
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model import decoder
 from tandem_engine.model.attention.reference import TorchReferenceBackend
@@ -160,13 +161,13 @@ def compile_fused_moe() -> None:
             (
                 fused_moe.gate_up_kernel,
                 ("x", "weight", "inner"),
-                fused_moe.gate_up_constants(8, 768, 2048, "silu"),
+                fused_moe.gate_up_constants(8, 768, 2048, product_constants("silu", None)) | {"bias": None},
                 fused_moe.GATE_UP,
             ),
             (
                 fused_moe.down_kernel,
                 ("inner", "weight", "results"),
-                fused_moe.down_constants(2048, 768),
+                fused_moe.down_constants(2048, 768) | {"bias": None},
                 fused_moe.DOWN,
             ),
         ):

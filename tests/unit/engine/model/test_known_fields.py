@@ -22,6 +22,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 NEEDED = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, **EXPERTS},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
