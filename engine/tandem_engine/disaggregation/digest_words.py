@@ -34,7 +34,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem_engine.kernels.cpu.jit import compiled
+from tandem_engine.kernels.cpu.jit import compiled, piece
 from tandem_engine.memory.pool import PageLayout
 
 Words = npt.NDArray[Any]
@@ -60,7 +60,7 @@ def _mix_word(x: np.uint64) -> np.uint64:
     return x ^ (x >> _S31)
 
 
-mix = compiled(_mix_word, inline="always")
+mix = piece(_mix_word, inline="always")
 """`_mix_word` for compiled callers."""
 
 
@@ -156,7 +156,7 @@ def _choose(place: np.uint64, bits: np.uint64, count: np.uint64) -> np.uint64:
     return (((place >> bits) & _FIELD) * count) >> _FIELD_BITS
 
 
-_chosen = compiled(_choose, inline="always")
+_chosen = piece(_choose, inline="always")
 
 
 def _sampled_digests(

@@ -1,0 +1,406 @@
+"""numba's compiled functions in files of our own: written once, loaded by any later process.
+
+A kernel is kept as its object code, with the symbols that it needs and defines (`kernels.store.code_file`). Each is
+loaded into an execution engine of its own: numba numbers the names of functions in each process, so code of two
+processes may use one name for different functions.
+
+Code that a process compiles for its own CPU is kept for that CPU. Code of a level (`kernels.cpu.target`), which
+builders compile, is preferred. The key has the digest of every file of this folder, as it was when this module was
+imported, and of the file of the function: a change in any of them makes other code.
+"""
+
+import ctypes
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding
+import numba
+import numpy as np
+from numba import _dynfunc, types
+from numba.core import compiler, registry, sigutils
+from numba.core.ccallback import CFunc
+from numba.core.environment import Environment, lookup_environment
+from numba.core.funcdesc import PythonFunctionDescriptor
+from numba.core.runtime import rtsys
+from numba.core.typing import signature as signature_of
+
+from tandem_engine.base.progress import START
+from tandem_engine.kernels.cpu.target import target
+from tandem_engine.kernels.store import code_file
+from tandem_engine.kernels.store.code_file import Code, Header
+from tandem_engine.kernels.store.keys import KernelKey, KernelSpec
+from tandem_engine.kernels.store.layers import KernelStore
+
+logger = logging.getLogger(__name__)
+_llvm: Any = llvmlite.binding
+_ENVIRONMENT = "_ZN08NumbaEnv"
+_SCALARS = {
+    str(kind): kind
+    for kind in (types.boolean, types.int32, types.int64, types.uint32, types.uint64, types.float32, types.float64)
+}
+_NUMBERS = _SCALARS | {str(kind): kind for kind in (types.int8, types.int16, types.uint8, types.uint16)}
+
+
+class CannotKeepError(Exception):
+    """Code uses something that a file of a kernel has no place for."""
+
+
+def digest_of_folder(folder: Path) -> str:
+    """Of the sources in `folder`."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+SOURCES = digest_of_folder(Path(__file__).parent)
+"""Of this folder."""
+
+
+@functools.cache
+def store() -> KernelStore:
+    """Of this process."""
+    return KernelStore.of(os.environ)
+
+
+def keys_of(spec: KernelSpec, file: str) -> tuple[KernelKey, ...]:
+    """Where to look for code of a function in `file`, the best first. What is compiled here belongs to the last."""
+    compiled_by = (sys.implementation.cache_tag, numba.__version__, llvmlite.__version__, SOURCES, _digest_of(file))
+    level, host = target(), registry.cpu_target.target_context.codegen().magic_tuple()
+    compiles = {"NUMBA_CPU_NAME": host[1], "NUMBA_CPU_FEATURES": host[2]}
+    names = [level.name] if level.cpu else []
+    if compiles != level.numba_environment:
+        names.append(f"{level.name}, wide {level.wide}, pairs {level.pairs}, for {' '.join(host)}")
+    return tuple(KernelKey(spec=spec, target=name, compiler=compiled_by) for name in names)
+
+
+@functools.cache
+def _digest_of(file: str) -> str:
+    path = Path(file)
+    in_sources = path.parent == Path(__file__).parent
+    return "" if in_sources else hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Callback:
+    """A kernel that other compiled code may call."""
+
+    address: int
+    stored: bool
+    """It was in a file."""
+    code: object
+    """What keeps it in memory; numba's `CFunc` where this process has compiled it."""
+
+
+Build = Callable[..., Any]
+
+
+def kept(build: Build) -> Any:
+    """A builder of callbacks that compiles what is in no file, once for the same arguments."""
+    parameters = inspect.signature(build)
+
+    @functools.cache
+    @functools.wraps(build)
+    def built(*given: Any, **named: Any) -> Callback:
+        bound = parameters.bind(*given, **named)
+        bound.apply_defaults()
+        spec = spec_of_builder(build, bound.arguments)
+        keys = keys_of(spec, build.__code__.co_filename)
+        if (found := _find(keys)) is not None:
+            return _callback(found)
+        START.kernel_missing()
+        try:
+            with store().compiling(keys[-1]):
+                if (found := _find(keys)) is not None:
+                    return _callback(found)
+                with _timed(spec):
+                    kernel, compiled = build(*given, **named)
+                _save(keys[-1], compiled, entry=compiled.fndesc.llvm_cfunc_wrapper_name)
+            return Callback(address=kernel.address, stored=False, code=kernel)
+        finally:
+            START.kernel_compiled()
+
+    return built
+
+
+def compiled_now(function: Build, signature: Any, options: Mapping[str, Any]) -> tuple[CFunc, Any]:
+    """numba's callback of a function, and what its compiler has to say of it."""
+    kernel = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=dict(options))
+    result = _Result()
+    kernel._cache = result
+    kernel.compile()
+    return kernel, result.compiled
+
+
+class _Result:
+    """Takes the place of numba's cache and notes what it would keep."""
+
+    compiled: Any = None
+
+    def load_overload(self, signature: Any, context: Any) -> None:
+        """Nothing is there."""
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:  # noqa: ARG002
+        self.compiled = compiled
+
+
+class KeptDispatcher(registry.CPUDispatcher):  # type: ignore[misc]
+    """A function for Python code. Other compiled code must call a piece instead: this has no code to be linked."""
+
+    def __init__(self, function: Build, options: Mapping[str, Any]) -> None:
+        super().__init__(py_func=function, targetoptions={"nopython": True, **options})
+        self._cache = _Files(function)
+
+    def compile(self, sig: Any) -> Any:
+        with self._cache.compiling():
+            return super().compile(sig)
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:  # noqa: ARG002
+        raise AssertionError(f"{self.__name__} is for Python; compiled code calls a piece")
+
+
+class _Files:
+    """Takes the place of numba's cache of one function."""
+
+    cache_path = None
+
+    def __init__(self, function: Build) -> None:
+        self._function = function
+        self._locks = ExitStack()
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Around `load_overload` and `save_overload`. What the first one locks is free at the end."""
+        with ExitStack() as locks:
+            self._locks = locks
+            yield
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        keys = self._keys(signature)
+        if not keys:
+            return None
+        if (found := _find(keys)) is not None:
+            return self._loaded(signature, found, context)
+        START.kernel_missing()
+        self._locks.callback(START.kernel_compiled)
+        self._locks.enter_context(store().compiling(keys[-1]))
+        if (found := _find(keys)) is not None:
+            return self._loaded(signature, found, context)
+        self._locks.enter_context(_timed(keys[-1].spec))
+        return None
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        if keys := self._keys(signature):
+            _save(keys[-1], compiled, entry=compiled.fndesc.llvm_cpython_wrapper_name)
+
+    def _keys(self, signature: Any) -> tuple[KernelKey, ...]:
+        arguments, _ = sigutils.normalize_signature(signature)
+        try:
+            spec = spec_of_function(self._function, arguments)
+        except CannotKeepError as error:
+            logger.warning("%s is compiled at every start: %s", self._function.__name__, error)
+            return ()
+        return keys_of(spec, self._function.__code__.co_filename)
+
+    def _loaded(self, signature: Any, code: Code, context: Any) -> Any:
+        """As numba would have it after compiling."""
+        arguments, _ = sigutils.normalize_signature(signature)
+        returns = type_of(code.header.returns)
+        loaded = _Loaded(code)
+        environment = loaded.environments[code.header.environment]
+        function, name = self._function, self._function.__qualname__
+        described = PythonFunctionDescriptor(
+            native=True,
+            modname=function.__module__,
+            qualname=name,
+            unique_name=name,
+            doc=function.__doc__,
+            typemap=None,
+            restype=returns,
+            calltypes=None,
+            args=tuple(inspect.signature(function).parameters),
+            kws=(),
+            mangler=lambda *_, **__: code.header.entry,
+            argtypes=tuple(arguments),
+            env_name=code.header.environment,
+        )
+        entry = _dynfunc.make_function(
+            sys.modules[function.__module__],
+            function.__name__,
+            function.__doc__ or "",
+            loaded.address(code.header.entry),
+            environment,
+            (loaded,),
+        )
+        return compiler.compile_result(
+            typing_context=context.typing_context,
+            target_context=context,
+            entry_point=entry,
+            type_annotation="",
+            signature=signature_of(returns, *arguments),
+            objectmode=False,
+            lifted=(),
+            fndesc=described,
+            library=None,
+            environment=environment,
+            reload_init=(),
+            referenced_envs=(),
+        )
+
+    def flush(self) -> None:
+        """Nothing waits to be written."""
+
+
+def spec_of_builder(build: Build, arguments: Mapping[str, Any]) -> KernelSpec:
+    plain = {name: value.name if isinstance(value, np.dtype) else value for name, value in arguments.items()}
+    assert all(isinstance(value, str | int) for value in plain.values()), f"{build.__name__} takes {plain}"
+    return KernelSpec(function=_name_of(build), arguments=tuple(sorted(plain.items())))
+
+
+def spec_of_function(function: Build, arguments: Any) -> KernelSpec:
+    """Raises `CannotKeepError` for a function whose code depends on more than its file and its types."""
+    if function.__closure__:
+        raise CannotKeepError("it closes over values")
+    if not Path(function.__code__.co_filename).is_file():
+        raise CannotKeepError("it has no file")
+    return KernelSpec(function=_name_of(function), types=tuple(written(kind) for kind in arguments))
+
+
+def _name_of(function: Build) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def written(kind: Any) -> Any:
+    """A type as text and tuples. Raises `CannotKeepError` for kinds that kernels have no use for."""
+    if kind == types.none:
+        return None
+    if str(kind) in _NUMBERS and _NUMBERS[str(kind)] == kind:
+        return str(kind)
+    if isinstance(kind, types.Array) and type(kind) is types.Array and kind.aligned:
+        access = () if kind.mutable else ("readonly",)
+        return ("array", written(kind.dtype), kind.ndim, kind.layout, *access)
+    if isinstance(kind, types.BaseTuple) and not isinstance(kind, types.BaseNamedTuple):
+        return ("tuple", *(written(each) for each in kind))
+    raise CannotKeepError(f"it takes or returns {kind}")
+
+
+def type_of(text: Any) -> Any:
+    """The inverse of `written`."""
+    if text is None:
+        return types.none
+    if isinstance(text, str):
+        return _NUMBERS[text]
+    kind, *rest = text
+    if kind == "tuple":
+        return types.BaseTuple.from_types(tuple(type_of(each) for each in rest))
+    assert kind == "array", f"{kind} is no type"
+    number, dimensions, layout, *access = rest
+    return types.Array(type_of(number), dimensions, layout, readonly=bool(access))
+
+
+def _find(keys: tuple[KernelKey, ...]) -> Code | None:
+    for key in keys:
+        found = store().find(key)
+        if found is not None and _can_load(found):
+            return found
+    return None
+
+
+def _can_load(code: Code) -> bool:
+    """LLVM ends the process when a symbol is missing."""
+    rtsys.initialize(registry.cpu_target.target_context)  # defines the symbols of numba's runtime
+    missing = [name for name in code.header.imports if _llvm.address_of_symbol(name) is None]
+    if missing:
+        logger.warning("a compiled kernel is not used: this process has no %s", ", ".join(missing))
+    return not missing
+
+
+def _callback(code: Code) -> Callback:
+    loaded = _Loaded(code)
+    return Callback(address=loaded.address(code.header.entry), stored=True, code=loaded)
+
+
+class _Loaded:
+    """Object code in the memory of this process."""
+
+    def __init__(self, code: Code) -> None:
+        machine = _llvm.Target.from_default_triple().create_target_machine(jit=True)
+        self._engine = _llvm.create_mcjit_compiler(_llvm.parse_assembly(""), machine)
+        self._engine.add_object_file(_llvm.ObjectFileRef.from_data(code.object))
+        self._engine.finalize_object()
+        self.environments = {each.name: self._environment(each) for each in code.header.environments}
+
+    def address(self, symbol: str) -> int:
+        """Of a function."""
+        address = int(self._engine.get_function_address(symbol))
+        assert address, f"{symbol} is missing in its own object"
+        return address
+
+    def _environment(self, described: code_file.Environment) -> Any:
+        made = Environment({"__name__": __name__})
+        made.env_name = described.name
+        made.consts.extend(None if name is None else np.dtype(name) for name in described.dtypes)
+        place = self._engine.get_global_value_address(described.name)
+        assert place, f"{described.name} is missing in its own object"
+        ctypes.c_void_p.from_address(place).value = id(made)
+        return made
+
+
+def _save(key: KernelKey, compiled: Any, *, entry: str) -> None:
+    try:
+        code = _described(key, compiled, entry)
+    except CannotKeepError as error:
+        logger.warning("%s is compiled at every start: %s", key.spec.name, error)
+        return
+    store().save(key, code)
+
+
+def _described(key: KernelKey, compiled: Any, entry: str) -> Code:
+    """Raises `CannotKeepError` for code that needs more of a process than symbols and dtypes."""
+    if compiled.reload_init:
+        raise CannotKeepError("it needs a library to be set up")
+    module, described = compiled.library._final_module, compiled.fndesc
+    declared = [each.name for each in (*module.functions, *module.global_variables) if each.is_declaration]
+    imports = sorted({name for name in declared if not name.startswith("llvm.")})
+    if missing := [name for name in imports if _llvm.address_of_symbol(name) is None]:
+        raise CannotKeepError(f"it calls {', '.join(missing)}, which other compiled code defines")
+    names = {each.name for each in module.global_variables if each.name.startswith(_ENVIRONMENT)}
+    found = {name: lookup_environment(name) for name in names} | {described.env_name: compiled.environment}
+    code = compiled.library._get_compiled_object()
+    return Code(
+        header=Header(
+            key=key.text,
+            sha256=hashlib.sha256(code).hexdigest(),
+            entry=entry,
+            environment=described.env_name,
+            environments=tuple(_written(name, each) for name, each in sorted(found.items()) if each is not None),
+            imports=tuple(imports),
+            returns=written(compiled.signature.return_type),
+        ),
+        object=code,
+    )
+
+
+def _written(name: str, environment: Any) -> code_file.Environment:
+    constants = list(environment.consts)
+    if not all(each is None or (isinstance(each, np.dtype) and each.isnative) for each in constants):
+        raise CannotKeepError(f"it reads {constants}")
+    return code_file.Environment(name=name, dtypes=tuple(None if each is None else each.name for each in constants))
+
+
+@contextmanager
+def _timed(spec: KernelSpec) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    logger.info("compiled %s in %.1f s", spec.name, time.perf_counter() - began)
