@@ -51,7 +51,12 @@ _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 def word_bytes(layout: PageLayout) -> int:
     """Bytes of the words that are read: the most, up to 8, that divide a row."""
-    return next(size for size in (8, 4, 2, 1) if layout.row_bytes % size == 0)
+    return word_bytes_of(layout.row_bytes)
+
+
+def word_bytes_of(row_bytes: int) -> int:
+    """The same for rows of so many bytes."""
+    return next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
 
 
 def _mix_word(x: np.uint64) -> np.uint64:

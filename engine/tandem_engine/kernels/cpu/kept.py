@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import llvmlite
 import llvmlite.binding
@@ -106,32 +107,80 @@ class Callback:
 Build = Callable[..., Any]
 
 
-def kept(build: Build) -> Any:
+class KeptBuilder:
     """A builder of callbacks that compiles what is in no file, once for the same arguments."""
-    parameters = inspect.signature(build)
 
-    @functools.cache
-    @functools.wraps(build)
-    def built(*given: Any, **named: Any) -> Callback:
-        bound = parameters.bind(*given, **named)
+    def __init__(self, build: Build) -> None:
+        functools.update_wrapper(self, build)
+        self._build, self._parameters = build, inspect.signature(build)
+        self._made = functools.cache(self._make)
+        _KEPT[_name_of(build)] = self
+
+    def __call__(self, *given: Any, **named: Any) -> Callback:
+        bound = self._parameters.bind(*given, **named)
         bound.apply_defaults()
-        spec = spec_of_builder(build, bound.arguments)
-        keys = keys_of(spec, build.__code__.co_filename)
+        return self._made(**bound.arguments)
+
+    def spec(self, *given: Any, **named: Any) -> KernelSpec:
+        """Of a call."""
+        bound = self._parameters.bind(*given, **named)
+        bound.apply_defaults()
+        plain = {name: value.name if isinstance(value, np.dtype) else value for name, value in bound.arguments.items()}
+        assert all(isinstance(value, str | int) for value in plain.values()), f"{self._build.__name__} takes {plain}"
+        return KernelSpec(function=_name_of(self._build), arguments=tuple(sorted(plain.items())))
+
+    def keys(self, spec: KernelSpec) -> tuple[KernelKey, ...]:
+        return keys_of(spec, self._build.__code__.co_filename)
+
+    def make(self, spec: KernelSpec) -> None:
+        """See to it that the kernel of `spec` is in a file."""
+        arguments = dict(spec.arguments or ())
+        self(**{name: np.dtype(value) if isinstance(value, str) else value for name, value in arguments.items()})
+
+    def _make(self, **arguments: Any) -> Callback:
+        spec = self.spec(**arguments)
+        keys = self.keys(spec)
         if (found := _find(keys)) is not None:
             return _callback(found)
-        START.kernel_missing()
-        try:
-            with store().compiling(keys[-1]):
-                if (found := _find(keys)) is not None:
-                    return _callback(found)
-                with _timed(spec):
-                    kernel, compiled = build(*given, **named)
-                _save(keys[-1], compiled, entry=compiled.fndesc.llvm_cfunc_wrapper_name)
-            return Callback(address=kernel.address, stored=False, code=kernel)
-        finally:
-            START.kernel_compiled()
+        with _reported(), store().compiling(keys[-1]):
+            if (found := _find(keys)) is not None:
+                return _callback(found)
+            with _timed(spec):
+                kernel, compiled = self._build(**arguments)
+            _save(keys[-1], compiled, entry=compiled.fndesc.llvm_cfunc_wrapper_name)
+        return Callback(address=kernel.address, stored=False, code=kernel)
 
-    return built
+
+kept = KeptBuilder
+_KEPT: "dict[str, KeptBuilder | KeptDispatcher]" = {}
+"""All of this process, by their names in specs."""
+
+
+def kept_by(spec: KernelSpec) -> "KeptBuilder | KeptDispatcher":
+    """The builder or function of a spec."""
+    import_module(spec.function.partition(":")[0])
+    return _KEPT[spec.function]
+
+
+class Expected(Protocol):
+    """Kernels that other processes compile for this one."""
+
+    def wait(self, keys: tuple[KernelKey, ...]) -> None:
+        """Until one of the keys has a file, or nobody compiles it."""
+        ...
+
+
+_expected: list[Expected] = []
+
+
+@contextmanager
+def expecting(kernels: Expected) -> Iterator[None]:
+    """Before this process compiles a kernel, it waits for `kernels`."""
+    _expected.append(kernels)
+    try:
+        yield
+    finally:
+        _expected.remove(kernels)
 
 
 def compiled_now(function: Build, signature: Any, options: Mapping[str, Any]) -> tuple[CFunc, Any]:
@@ -161,10 +210,22 @@ class KeptDispatcher(registry.CPUDispatcher):  # type: ignore[misc]
     def __init__(self, function: Build, options: Mapping[str, Any]) -> None:
         super().__init__(py_func=function, targetoptions={"nopython": True, **options})
         self._cache = _Files(function)
+        _KEPT[_name_of(function)] = self
 
     def compile(self, sig: Any) -> Any:
         with self._cache.compiling():
             return super().compile(sig)
+
+    def spec(self, *types: Any) -> KernelSpec:
+        """Of calls with arguments of these types, as `written`."""
+        return KernelSpec(function=_name_of(self.py_func), types=types)
+
+    def keys(self, spec: KernelSpec) -> tuple[KernelKey, ...]:
+        return keys_of(spec, self.py_func.__code__.co_filename)
+
+    def make(self, spec: KernelSpec) -> None:
+        """See to it that the code for the types of `spec` is in a file."""
+        self.compile(tuple(type_of(text) for text in spec.types or ()))
 
     def get_call_template(self, args: Any, kws: Any) -> Any:  # noqa: ARG002
         raise AssertionError(f"{self.__name__} is for Python; compiled code calls a piece")
@@ -192,8 +253,7 @@ class _Files:
             return None
         if (found := _find(keys)) is not None:
             return self._loaded(signature, found, context)
-        START.kernel_missing()
-        self._locks.callback(START.kernel_compiled)
+        self._locks.enter_context(_reported())
         self._locks.enter_context(store().compiling(keys[-1]))
         if (found := _find(keys)) is not None:
             return self._loaded(signature, found, context)
@@ -262,12 +322,6 @@ class _Files:
         """Nothing waits to be written."""
 
 
-def spec_of_builder(build: Build, arguments: Mapping[str, Any]) -> KernelSpec:
-    plain = {name: value.name if isinstance(value, np.dtype) else value for name, value in arguments.items()}
-    assert all(isinstance(value, str | int) for value in plain.values()), f"{build.__name__} takes {plain}"
-    return KernelSpec(function=_name_of(build), arguments=tuple(sorted(plain.items())))
-
-
 def spec_of_function(function: Build, arguments: Any) -> KernelSpec:
     """Raises `CannotKeepError` for a function whose code depends on more than its file and its types."""
     if function.__closure__:
@@ -295,6 +349,11 @@ def written(kind: Any) -> Any:
     raise CannotKeepError(f"it takes or returns {kind}")
 
 
+def array(number: str, dimensions: int) -> tuple[str, str, int, str]:
+    """A dense array, as `written`."""
+    return "array", number, dimensions, "C"
+
+
 def type_of(text: Any) -> Any:
     """The inverse of `written`."""
     if text is None:
@@ -309,12 +368,33 @@ def type_of(text: Any) -> Any:
     return types.Array(type_of(number), dimensions, layout, readonly=bool(access))
 
 
+def is_there(spec: KernelSpec) -> bool:
+    """Whether a process need not compile the kernel of `spec`."""
+    return any(store().has(key) for key in kept_by(spec).keys(spec))
+
+
 def _find(keys: tuple[KernelKey, ...]) -> Code | None:
+    found = _in_files(keys)
+    for kernels in _expected if found is None else ():
+        kernels.wait(keys)
+        found = found or _in_files(keys)
+    return found
+
+
+def _in_files(keys: tuple[KernelKey, ...]) -> Code | None:
     for key in keys:
         found = store().find(key)
         if found is not None and _can_load(found):
             return found
     return None
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Around what compiles a kernel, or waits for a process that does."""
+    START.kernel_missing()
+    yield
+    START.kernel_compiled()
 
 
 def _can_load(code: Code) -> bool:

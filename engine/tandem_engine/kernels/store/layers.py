@@ -22,6 +22,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,10 +94,14 @@ class KernelStore:
         except OSError as error:
             logger.warning("cannot keep a compiled kernel in %s: %s", self.own, error.strerror)
 
+    def compiling(self, key: KernelKey, *, wait: bool = True) -> AbstractContextManager[bool]:
+        """Be the only process that compiles `key`. Gives False, at once, if another does and not `wait`."""
+        return self.held(f"{key.file_name}.lock", wait=wait)
+
     @contextlib.contextmanager
-    def compiling(self, key: KernelKey, *, wait: bool = True) -> Iterator[bool]:
-        """Be the only process that compiles `key`. Yields False, at once, if another does and not `wait`."""
-        lock = self._lock_file(f"{key.file_name}.lock")
+    def held(self, name: str, *, wait: bool = False) -> Iterator[bool]:
+        """Hold a lock of this store. Gives False, at once, if another process holds it and not `wait`."""
+        lock = self._lock_file(name)
         if lock is None:
             yield True
             return

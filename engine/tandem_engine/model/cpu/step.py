@@ -287,13 +287,19 @@ def fuse(
     specs: Sequence[AttentionSpec],
 ) -> FusedStack | None:
     """The kernel for a decoder of these parts, or None when it does not cover the model."""
-    if not (_is_plain(config, specs) and _is_here(weights) and _has_whole_steps(config, weights.dtype)):
+    if not (_is_here(weights) and covers(config, weights.dtype, specs)):
         return None
     arrays = ModelArrays.of(config, weights.dtype, embedding=embedding, blocks=blocks, rotary=rotary, norm=norm)
     if arrays is None:
         return None
     group = config.num_heads // config.num_kv_heads
     return FusedStack(kernel=build_step_kernel(dtype_of(weights.dtype), config.head_dim, group), arrays=arrays)
+
+
+def covers(config: ModelConfig, dtype: torch.dtype, specs: Sequence[AttentionSpec]) -> bool:
+    """Whether the kernel computes such a model, where that is whole on a CPU and its projections are not quantized."""
+    supported = dtype in (torch.float32, torch.bfloat16)
+    return supported and _is_plain(config, specs) and _has_whole_steps(config, dtype)
 
 
 def _is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
@@ -312,8 +318,7 @@ def _is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
 
 
 def _is_here(weights: Weights) -> bool:
-    supported = weights.dtype in (torch.float32, torch.bfloat16)
-    return supported and weights.group.size == 1 and weights.device.type == "cpu"
+    return weights.group.size == 1 and weights.device.type == "cpu"
 
 
 def _has_whole_steps(config: ModelConfig, dtype: torch.dtype) -> bool:

@@ -1,0 +1,50 @@
+"""A builder: `python -m tandem_engine.kernels.cpu.build PLACES SPEC…` compiles kernels into files, in the order given.
+
+numba's front end holds one lock for a whole process, so only processes compile in parallel. Several builders may have
+the same specs: each passes over what is there or what another compiles. One that finds all PLACES of builders taken
+ends at once. The status is 0 also when another builder is still at work.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from tandem_engine.base.environment import read_environment
+from tandem_engine.base.linux import die_with_parent
+from tandem_engine.base.logs import LogFormat, configure_logging
+from tandem_engine.kernels.store.keys import KernelSpec
+from tandem_engine.kernels.store.layers import KernelStore
+from tandem_engine.kernels.store.slots import place_of_builder
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status."""
+    die_with_parent()
+    configure_logging(LogFormat.PLAIN, level=read_environment().level)
+    store = KernelStore.of(os.environ)
+    with place_of_builder(store, int(arguments[0])) as mine:
+        if mine:
+            build([KernelSpec.parse(text) for text in arguments[1:]])
+    return 0
+
+
+def build(specs: Sequence[KernelSpec]) -> None:
+    """Compile what is missing and no other process compiles."""
+    # numba and torch take seconds; a builder without a place needs neither.
+    from tandem_engine.kernels.cpu.kept import is_there, kept_by, store
+
+    for spec in specs:
+        if is_there(spec):
+            continue
+        builder = kept_by(spec)
+        with store().compiling(builder.keys(spec)[-1], wait=False) as free:
+            pass
+        if free:
+            builder.make(spec)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""The kernels of a plan, compiled by other processes while this one reads weights.
+
+A process that is about to need kernels starts builders (`kernels.cpu.build`) for those that are in no file, and waits
+for each only where it needs it (`kernels.cpu.kept.expecting`). Another process may have started builders for the same
+kernels: then it waits for these. Builders end with the process that started them; what they have finished stays.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tandem_engine.base.progress import START, Phase
+from tandem_engine.kernels.cpu.kept import expecting, is_there, store
+from tandem_engine.kernels.cpu.target import VARIABLE, target
+from tandem_engine.kernels.store.keys import KernelKey, KernelSpec
+from tandem_engine.kernels.store.slots import builders_at_work, places
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.05
+MOST_STARTS = 3
+"""Of all builders: where they are killed again and again, this process compiles for itself."""
+
+
+class Builders:
+    """Compile `plan`, a spec once each, in this order. `close` them."""
+
+    def __init__(self, plan: Sequence[KernelSpec], memory: int) -> None:
+        """`memory`: bytes that are free for them."""
+        self.plan = tuple(plan)
+        self._places = places(memory)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._starts = 0
+        self._failed = self._has_warned = False
+
+    def missing(self) -> tuple[KernelSpec, ...]:
+        """Those that are in no file."""
+        return tuple(spec for spec in self.plan if not is_there(spec))
+
+    def start(self) -> bool:
+        """Start processes for what is missing. Returns whether anything is."""
+        missing = self.missing()
+        if not missing or store().own is None:
+            return False
+        self._starts += 1
+        level = target()
+        command = [sys.executable, "-m", "tandem_engine.kernels.cpu.build", str(self._places)]
+        for _ in range(min(self._places, len(missing))):
+            process = subprocess.Popen(
+                [*command, *(spec.text for spec in missing)],
+                env={**os.environ, **level.numba_environment, VARIABLE: level.name},
+                stdin=subprocess.DEVNULL,
+            )
+            self._processes.append(process)
+            # This process may serve for days: what has ended is not to stay a zombie.
+            threading.Thread(target=process.wait, name="builder", daemon=True).start()
+        return True
+
+    def wait(self, keys: tuple[KernelKey, ...]) -> None:
+        """See `kept.Expected`."""
+        specs = {key.spec for key in keys}
+        if specs.isdisjoint(self.plan):
+            return
+        while not any(store().has(key) for key in keys) and self._goes_on():
+            self.report()
+            time.sleep(POLL_S)
+
+    def wait_for_all(self) -> tuple[KernelSpec, ...]:
+        """Until no builder is at work; returns what is still missing."""
+        while missing := self.missing():
+            if not self._goes_on():
+                return missing
+            self.report()
+            time.sleep(POLL_S)
+        return ()
+
+    def report(self) -> None:
+        """The progress of the start of this process."""
+        START.report(Phase.KERNELS, done=len(self.plan) - len(self.missing()), total=len(self.plan))
+
+    def close(self) -> None:
+        """End the processes; kernels that they have finished stay."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.wait()
+        self._processes.clear()
+
+    def _goes_on(self) -> bool:
+        """Whether builders are at work, here or elsewhere; starts them where none is."""
+        for process in [each for each in self._processes if each.poll() is not None]:
+            self._processes.remove(process)
+            self._failed = self._failed or process.returncode > 0
+        if self._processes or builders_at_work(store()):
+            return True
+        if not self._failed and self._starts < MOST_STARTS:
+            return self.start()
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("builders of kernels have ended early: this process compiles what is missing")
+        return False
+
+
+@contextmanager
+def built_elsewhere(plan: Sequence[KernelSpec], memory: int) -> Iterator[None]:
+    """While a process is made that needs the kernels of `plan`."""
+    builders = Builders(plan, memory)
+    if not builders.start():
+        yield
+        return
+    try:
+        with expecting(builders):
+            yield
+    finally:
+        builders.close()
