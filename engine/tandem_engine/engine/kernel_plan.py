@@ -6,6 +6,7 @@ compiled by the engine itself when it is called; `tests/integration/test_kernel_
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -22,54 +23,84 @@ from tandem_engine.model.weights import heads_of_rank
 NO_TRANSPORT = "none"
 
 
-def kernel_plan(config: EngineConfig, facts: ModelConfig) -> tuple[KernelSpec, ...]:
-    """For one rank of an engine with a model of `facts`; nothing for another device than a CPU."""
+class KernelPlan(NamedTuple):
+    """Kernels of one rank of an engine."""
+
+    step: tuple[KernelSpec, ...]
+    """Of small steps; an engine serves without it, more slowly."""
+    others: tuple[KernelSpec, ...]
+
+    @property
+    def all(self) -> tuple[KernelSpec, ...]:
+        return self.step + self.others
+
+
+def kernel_plan(config: EngineConfig, facts: ModelConfig) -> KernelPlan:
+    """For a model of `facts`; empty for another device than a CPU."""
     if torch.device(config.device).type != "cpu":
-        return ()
+        return KernelPlan((), ())
     dtype = resolve_dtype(config.dtype, facts, device=config.device)
     pages = kv_dtype(config.cache.dtype, dtype)
-    plan = [*_of_layers(config, facts, dtype, pages), *_of_steps(pages)]
-    return (*plan, *_of_transfers(facts, pages)) if config.disagg.transport != NO_TRANSPORT else tuple(plan)
+    transfers = _of_transfers(facts, pages) if config.disagg.transport != NO_TRANSPORT else []
+    rows, step = _of_fused_steps(facts, dtype) if _is_fused(config, facts, dtype) else ([], [])
+    attention = _of_attention(config, facts, pages)
+    return KernelPlan(tuple(step), (*attention, *rows, *_of_products(dtype), *_of_steps(pages), *transfers))
 
 
 @contextmanager
-def kernels_built(config: EngineConfig) -> Iterator[None]:
-    """While the engine of `config` is made: other processes compile what its plan lacks."""
+def kernels_built(config: EngineConfig, *, late_step: bool) -> Iterator[None]:
+    """While there is an engine of `config`: other processes compile what its plan lacks.
+
+    `late_step`: do not wait for the kernel of small steps, but use it from the step on when it is there.
+    """
     if torch.device(config.device).type != "cpu":
         yield
         return
     from tandem_engine.kernels.cpu.builders import built_elsewhere
 
     plan = kernel_plan(config, require_loadable(config))
-    with built_elsewhere(plan, meter_for("cpu").available()):
+    first, late = (plan.others, plan.step) if late_step else (plan.all, ())
+    with built_elsewhere(first, meter_for("cpu").available(), late=late):
         yield
 
 
-def _of_layers(config: EngineConfig, facts: ModelConfig, dtype: torch.dtype, pages: torch.dtype) -> list[KernelSpec]:
-    from tandem_engine.kernels.cpu.block_attention import build_block_kernel
-    from tandem_engine.kernels.cpu.decoder_step import build_step_kernel
-    from tandem_engine.kernels.cpu.gemm import build_product_kernel
-    from tandem_engine.kernels.cpu.numbers import as_array, dtype_of
-    from tandem_engine.kernels.cpu.paged_attention import build_paged_kernel
-    from tandem_engine.kernels.cpu.row_ops import build_gate_kernel, build_norm_kernel, build_place_kernel
+def _is_fused(config: EngineConfig, facts: ModelConfig, dtype: torch.dtype) -> bool:
     from tandem_engine.model.cpu.step import covers
 
-    heads = heads_of_rank(facts, config.parallel.tp_size)
-    group, stored, number = heads.query // heads.kv, as_array(torch.empty(0, dtype=pages)).dtype, dtype_of(dtype)
-    kinds, _ = distinct(attention_specs(facts))
     ours = facts.impl is ModelImpl.TANDEM and not facts.quantization
-    plan = []
-    if ours and config.parallel.tp_size == 1 and covers(facts, dtype, kinds):
-        plan += [
-            build_step_kernel.spec(number, facts.head_dim, group),
-            build_place_kernel.spec(number, facts.head_dim, group),
-            build_norm_kernel.spec(number),
-            build_gate_kernel.spec(number),
-        ]
-    attention = [build_block_kernel.spec(stored)]
-    capped = {kind.soft_cap is not None for kind in kinds}
-    attention += [build_paged_kernel.spec(stored, facts.head_dim, group, capped=each) for each in sorted(capped)]
-    return [*plan[:1], *attention, *plan[1:], build_product_kernel.spec(number)]
+    return ours and config.parallel.tp_size == 1 and covers(facts, dtype, distinct(attention_specs(facts))[0])
+
+
+def _of_fused_steps(facts: ModelConfig, dtype: torch.dtype) -> tuple[list[KernelSpec], list[KernelSpec]]:
+    """Kernels over rows, and that of small steps."""
+    from tandem_engine.kernels.cpu.decoder_step import build_step_kernel
+    from tandem_engine.kernels.cpu.numbers import dtype_of
+    from tandem_engine.kernels.cpu.row_ops import build_gate_kernel, build_norm_kernel, build_place_kernel
+
+    number, group = dtype_of(dtype), facts.num_heads // facts.num_kv_heads
+    place = build_place_kernel.spec(number, facts.head_dim, group)
+    rows = [place, build_gate_kernel.spec(number), build_norm_kernel.spec(number)]
+    return rows, [build_step_kernel.spec(number, facts.head_dim, group)]
+
+
+def _of_attention(config: EngineConfig, facts: ModelConfig, pages: torch.dtype) -> list[KernelSpec]:
+    from tandem_engine.kernels.cpu.block_attention import build_block_kernel
+    from tandem_engine.kernels.cpu.numbers import as_array
+    from tandem_engine.kernels.cpu.paged_attention import build_paged_kernel
+
+    heads, number = heads_of_rank(facts, config.parallel.tp_size), as_array(torch.empty(0, dtype=pages)).dtype
+    group, (kinds, _) = heads.query // heads.kv, distinct(attention_specs(facts))
+    capped = sorted({kind.soft_cap is not None for kind in kinds})
+    paged = [build_paged_kernel.spec(number, facts.head_dim, group, capped=each) for each in capped]
+    return [build_block_kernel.spec(number), *paged]
+
+
+def _of_products(dtype: torch.dtype) -> list[KernelSpec]:
+    """Of few tokens by weights that oneDNN has packed."""
+    from tandem_engine.kernels.cpu.gemm import build_product_kernel
+    from tandem_engine.kernels.cpu.numbers import dtype_of
+
+    return [build_product_kernel.spec(dtype_of(dtype))]
 
 
 def _of_steps(pages: torch.dtype) -> list[KernelSpec]:

@@ -82,7 +82,7 @@ def launched_engine(
     Args:
         progress: what shows how the engine loads.
         self_test: the caller calls `Engine.self_test` and `Engine.warm_up` before anything else; with several ranks all
-            take part.
+            take part. Small steps may then wait for their kernel until after it serves (`kernels_built`).
         sink, port: see `Engine.build`.
         nodes: how other nodes reach this one, which leads them.
 
@@ -99,7 +99,7 @@ def launched_engine(
         parallel = stack.enter_context(other_ranks(config, self_test=self_test, gathered=gathered))
         watch_compiler(config)
         with _shown(progress) as bar:
-            stack.enter_context(kernels_built(config))
+            stack.enter_context(kernels_built(config, late_step=self_test))
             START.report(Phase.WEIGHTS)
             loaded = load(config, progress=bar, parallel=parallel)
             START.report(Phase.MEMORY)
@@ -274,7 +274,7 @@ def _follow_rank(order: RankOrder) -> None:
     )
     watch_compiler(config)
     with ExitStack() as stack:
-        stack.enter_context(kernels_built(config))
+        stack.enter_context(kernels_built(config, late_step=order.self_test))
         loaded = load(config, progress=False, parallel=parallel)
         engine = stack.enter_context(Engine.build(loaded, loaded.config, sink=discard))
         if order.self_test:

@@ -1,8 +1,9 @@
-"""A builder: `python -m tandem_engine.kernels.cpu.build PLACES SPEC…` compiles kernels into files, in the order given.
+"""A builder, `python -m tandem_engine.kernels.cpu.build PLACES SPEC… late SPEC…`: compiles kernels into files.
 
 numba's front end holds one lock for a whole process, so only processes compile in parallel. Several builders may have
 the same specs: each passes over what is there or what another compiles. One that finds all PLACES of builders taken
-ends at once. The status is 0 also when another builder is still at work.
+ends at once. The status is 0 also when another builder is still at work. Kernels after `late` are compiled at a low
+priority, because an engine serves without them.
 """
 
 import logging
@@ -18,6 +19,8 @@ from tandem_engine.kernels.store.layers import KernelStore
 from tandem_engine.kernels.store.slots import place_of_builder
 
 logger = logging.getLogger(__name__)
+LATE = "late"
+LOW_PRIORITY = 10
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,8 +30,19 @@ def main(arguments: Sequence[str]) -> int:
     store = KernelStore.of(os.environ)
     with place_of_builder(store, int(arguments[0])) as mine:
         if mine:
-            build([KernelSpec.parse(text) for text in arguments[1:]])
+            first, late = _specs(arguments[1:])
+            build(first)
+            if late:
+                os.nice(LOW_PRIORITY)
+                build(late)
     return 0
+
+
+def _specs(texts: Sequence[str]) -> tuple[list[KernelSpec], list[KernelSpec]]:
+    """Those before and after `late`."""
+    end = texts.index(LATE) if LATE in texts else len(texts)
+    first, late = ([KernelSpec.parse(text) for text in part] for part in (texts[:end], texts[end + 1 :]))
+    return first, late
 
 
 def build(specs: Sequence[KernelSpec]) -> None:

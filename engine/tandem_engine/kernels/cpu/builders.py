@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tandem_engine.base.progress import START, Phase
+from tandem_engine.kernels.cpu.build import LATE
 from tandem_engine.kernels.cpu.kept import expecting, is_there, store
 from tandem_engine.kernels.cpu.target import VARIABLE, target
 from tandem_engine.kernels.store.keys import KernelKey, KernelSpec
@@ -27,31 +28,32 @@ MOST_STARTS = 3
 
 
 class Builders:
-    """Compile `plan`, a spec once each, in this order. `close` them."""
+    """Compile `plan`, then `late`, in this order. `close` them."""
 
-    def __init__(self, plan: Sequence[KernelSpec], memory: int) -> None:
-        """`memory`: bytes that are free for them."""
-        self.plan = tuple(plan)
+    def __init__(self, plan: Sequence[KernelSpec], memory: int, *, late: Sequence[KernelSpec] = ()) -> None:
+        """`memory`: bytes that are free for them. `late`: need not be waited for, and is built at a low priority."""
+        self.plan, self._late = tuple(plan), tuple(late)
         self._places = places(memory)
+        self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._starts = 0
         self._failed = self._has_warned = False
 
     def missing(self) -> tuple[KernelSpec, ...]:
-        """Those that are in no file."""
-        return tuple(spec for spec in self.plan if not is_there(spec))
+        """Those of the plan that are in no file."""
+        return _missing(self.plan)
 
     def start(self) -> bool:
         """Start processes for what is missing. Returns whether anything is."""
-        missing = self.missing()
-        if not missing or store().own is None:
+        missing, late = self.missing(), _missing(self._late)
+        if not (missing or late) or store().own is None:
             return False
         self._starts += 1
         level = target()
         command = [sys.executable, "-m", "tandem_engine.kernels.cpu.build", str(self._places)]
-        for _ in range(min(self._places, len(missing))):
+        for _ in range(min(self._places, len(missing) + len(late))):
             process = subprocess.Popen(
-                [*command, *(spec.text for spec in missing)],
+                [*command, *(spec.text for spec in missing), LATE, *(spec.text for spec in late)],
                 env={**os.environ, **level.numba_environment, VARIABLE: level.name},
                 stdin=subprocess.DEVNULL,
             )
@@ -68,6 +70,12 @@ class Builders:
         while not any(store().has(key) for key in keys) and self._goes_on():
             self.report()
             time.sleep(POLL_S)
+
+    def comes_later(self, keys: tuple[KernelKey, ...]) -> bool:
+        """See `kept.Expected`."""
+        if {key.spec for key in keys}.isdisjoint(self._late):
+            return False
+        return not any(store().has(key) for key in keys) and self._goes_on()
 
     def wait_for_all(self) -> tuple[KernelSpec, ...]:
         """Until no builder is at work; returns what is still missing."""
@@ -92,23 +100,32 @@ class Builders:
 
     def _goes_on(self) -> bool:
         """Whether builders are at work, here or elsewhere; starts them where none is."""
+        with self._lock:
+            return self._are_at_work() or self._start_again()
+
+    def _are_at_work(self) -> bool:
         for process in [each for each in self._processes if each.poll() is not None]:
             self._processes.remove(process)
             self._failed = self._failed or process.returncode > 0
-        if self._processes or builders_at_work(store()):
-            return True
+        return bool(self._processes) or builders_at_work(store())
+
+    def _start_again(self) -> bool:
         if not self._failed and self._starts < MOST_STARTS:
             return self.start()
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("builders of kernels have ended early: this process compiles what is missing")
+            logger.warning("builders of kernels have ended early: this process compiles what it cannot do without")
         return False
 
 
+def _missing(specs: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
+    return tuple(spec for spec in specs if not is_there(spec))
+
+
 @contextmanager
-def built_elsewhere(plan: Sequence[KernelSpec], memory: int) -> Iterator[None]:
-    """While a process is made that needs the kernels of `plan`."""
-    builders = Builders(plan, memory)
+def built_elsewhere(plan: Sequence[KernelSpec], memory: int, *, late: Sequence[KernelSpec] = ()) -> Iterator[None]:
+    """While there is an engine that calls the kernels of `plan`, and those that are `late` once they are there."""
+    builders = Builders(plan, memory, late=late)
     if not builders.start():
         yield
         return

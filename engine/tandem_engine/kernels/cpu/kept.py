@@ -166,7 +166,11 @@ class Expected(Protocol):
     """Kernels that other processes compile for this one."""
 
     def wait(self, keys: tuple[KernelKey, ...]) -> None:
-        """Until one of the keys has a file, or nobody compiles it."""
+        """Until one of the keys has a file, or no process compiles it."""
+        ...
+
+    def comes_later(self, keys: tuple[KernelKey, ...]) -> bool:
+        """Whether this kernel need not be waited for, and a process compiles it."""
         ...
 
 
@@ -181,6 +185,36 @@ def expecting(kernels: Expected) -> Iterator[None]:
         yield
     finally:
         _expected.remove(kernels)
+
+
+class LateKernel:
+    """A kernel that this process can do without until another one has compiled it, where that is expected."""
+
+    def __init__(self, builder: KeptBuilder, *given: Any) -> None:
+        self._builder, self._given = builder, given
+        self._spec = builder.spec(*given)
+        self._look_at = 0.0
+        self._kernel = None if _comes_later(self._keys()) else builder(*given)
+
+    def get(self) -> Callback | None:
+        """The kernel, as soon as it is in a file. Cheap enough for every step."""
+        if self._kernel is None and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_S
+            if not _comes_later(self._keys()) and is_there(self._spec):
+                self._kernel = self._builder(*self._given)
+                logger.info("from now on steps use %s", self._spec.name)
+        return self._kernel
+
+    def _keys(self) -> tuple[KernelKey, ...]:
+        return self._builder.keys(self._spec)
+
+
+LOOK_S = 0.25
+"""Between two looks for a late kernel."""
+
+
+def _comes_later(keys: tuple[KernelKey, ...]) -> bool:
+    return any(kernels.comes_later(keys) for kernels in _expected)
 
 
 def compiled_now(function: Build, signature: Any, options: Mapping[str, Any]) -> tuple[CFunc, Any]:
@@ -226,6 +260,19 @@ class KeptDispatcher(registry.CPUDispatcher):  # type: ignore[misc]
     def make(self, spec: KernelSpec) -> None:
         """See to it that the code for the types of `spec` is in a file."""
         self.compile(tuple(type_of(text) for text in spec.types or ()))
+
+    def inspect_llvm(self, signature: Any = None) -> Any:
+        return self._compiled_again().inspect_llvm(signature)
+
+    def inspect_asm(self, signature: Any = None) -> Any:
+        return self._compiled_again().inspect_asm(signature)
+
+    def _compiled_again(self) -> Any:
+        """With the text that code from a file lacks."""
+        again = registry.CPUDispatcher(py_func=self.py_func, targetoptions=self.targetoptions)
+        for arguments in self.overloads:
+            again.compile(arguments)
+        return again
 
     def get_call_template(self, args: Any, kws: Any) -> Any:  # noqa: ARG002
         raise AssertionError(f"{self.__name__} is for Python; compiled code calls a piece")

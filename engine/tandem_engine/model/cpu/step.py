@@ -4,7 +4,8 @@
                     before a SwiGLU feed-forward, one rotation, one kind of attention and no cap on its scores
     small step      at most `FEW_TOKENS`, all of whose attention reads pages in place: decodes, drafts, a few tokens on
                     a cached prefix. One call (`kernels.cpu.decoder_step`)
-    large step      any other: products by oneDNN, and what is between them by compiled calls over rows
+    large step      any other: products by oneDNN, and what is between them by compiled calls over rows; at first also
+                    small ones, when another process still compiles their kernel
 
 Every other model takes the layers of `Decoder` one by one. A large step:
 
@@ -32,6 +33,7 @@ from tandem_engine.config import Activation, ModelConfig, NormKind
 from tandem_engine.kernels.cpu.attention_work import STATISTICS
 from tandem_engine.kernels.cpu.decoder_step import PHASES_OF_LAYER, StepKernel, build_step_kernel
 from tandem_engine.kernels.cpu.gemm import steps_of
+from tandem_engine.kernels.cpu.kept import LateKernel
 from tandem_engine.kernels.cpu.numbers import dtype_of
 from tandem_engine.kernels.cpu.pieces import Array
 from tandem_engine.kernels.cpu.row_ops import (
@@ -262,7 +264,8 @@ FEW_TOKENS = 32
 class FusedStack:
     """A decoder up to its last norm."""
 
-    kernel: StepKernel
+    kernel: LateKernel
+    """Of small steps. Until it is there they are large ones."""
     arrays: ModelArrays
 
     def step_of(self, attend: Attend, tokens: int) -> SmallStep | LargeStep | None:
@@ -271,9 +274,10 @@ class FusedStack:
         if not isinstance(plan, CpuPlan) or plan.kernels.pages.dtype != dtype_of(self.arrays.dtype):
             return None
         view = plan.read_in_place() if tokens <= FEW_TOKENS and wrote is None else None
-        if view is None or view.paged is None:
+        kernel = None if view is None else self.kernel.get()
+        if view is None or view.paged is None or kernel is None:
             return LargeStep(model=self.arrays, plan=plan, wrote=wrote)
-        return SmallStep(kernel=self.kernel, model=self.arrays, plan=plan, queries=view.paged, scale=view.spec.scale)
+        return SmallStep(kernel=kernel, model=self.arrays, plan=plan, queries=view.paged, scale=view.spec.scale)
 
 
 def fuse(
@@ -293,7 +297,9 @@ def fuse(
     if arrays is None:
         return None
     group = config.num_heads // config.num_kv_heads
-    return FusedStack(kernel=build_step_kernel(dtype_of(weights.dtype), config.head_dim, group), arrays=arrays)
+    return FusedStack(
+        kernel=LateKernel(build_step_kernel, dtype_of(weights.dtype), config.head_dim, group), arrays=arrays
+    )
 
 
 def covers(config: ModelConfig, dtype: torch.dtype, specs: Sequence[AttentionSpec]) -> bool:
