@@ -146,15 +146,19 @@ def _kernels(args: argparse.Namespace) -> int:
     from tandem_engine.engine import kernel_commands
 
     if args.action == "prune":
-        return kernel_commands.delete_unused()
+        for name in kernel_commands.delete_unused():
+            print(f"deleted  {name}")
+        return 0
     if args.model is None:
         raise ConfigError(f"kernels {args.action} requires --model")
-    config = engine_config(args)
-    return (
-        kernel_commands.build(config)
-        if args.action == "build"
-        else kernel_commands.show(config, missing_only=args.missing)
-    )
+    if args.action == "build":
+        print(kernel_commands.build(engine_config(args)))
+        return 0
+    states = kernel_commands.listed(engine_config(args))
+    for name, present in states:
+        if not (present and args.missing):
+            print(f"{'present' if present else 'missing'}  {name}")
+    return 0 if all(present for _, present in states) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,10 +1,9 @@
 """`tandem kernels`: compiled kernels of a CPU engine before it starts, for images and shared folders."""
 
 import os
-import sys
 import time
 
-from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.errors import ConfigError, EngineError
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine.kernel_plan import kernel_plan
 from tandem_engine.engine.loaded_model import require_loadable
@@ -13,56 +12,41 @@ from tandem_engine.kernels.store.keys import KernelSpec
 from tandem_engine.kernels.store.layers import own_folder, prune
 
 
-def build(config: EngineConfig) -> int:
-    """Compile what an engine of `config` calls and no file has. Returns the exit status."""
-    from tandem_engine.kernels.cpu.builders import Builders
-    from tandem_engine.kernels.cpu.kept import store
+def build(config: EngineConfig) -> str:
+    """Compile what an engine of `config` calls and no file has; returns what is there then.
 
-    plan = _plan(config)
-    own = store().own
-    if own is None:
-        raise ConfigError("there is no folder for kernels: set TANDEM_CACHE_DIR")
+    Raises `EngineError` when a kernel cannot be compiled, or kept.
+    """
+    from tandem_engine.kernels.cpu.builders import Builders
+    from tandem_engine.kernels.cpu.target import target
+
+    plan, folder = _plan(config), own_folder(os.environ)
     builders = Builders(plan, meter_for("cpu").available())
     try:
-        started = builders.start()
-        missing = builders.wait_for_all() if started else ()
+        if builders.start():
+            builders.wait_for_all()
     finally:
         builders.close()
-    if missing:
-        print(f"not compiled: {', '.join(spec.name for spec in missing)}", file=sys.stderr)
-        return 1
-    print(f"{len(plan)} kernels for {_target()} are in {own}")
-    return 0
+    if missing := builders.missing():
+        raise EngineError(f"not in {folder or 'a file'}: {', '.join(spec.name for spec in missing)}")
+    return f"{len(plan)} kernels for {target().name} are there; new ones go to {folder}"
 
 
-def show(config: EngineConfig, *, missing_only: bool) -> int:
-    """A line for each kernel that an engine of `config` calls; status 1 if any is missing."""
+def listed(config: EngineConfig) -> list[tuple[str, bool]]:
+    """Each kernel that an engine of `config` calls, and whether a file has it."""
     from tandem_engine.kernels.cpu.kept import is_there
 
-    states = [(spec, is_there(spec)) for spec in _plan(config)]
-    for spec, present in states:
-        if not (present and missing_only):
-            print(f"{'present' if present else 'missing'}  {spec.name}")
-    return 0 if all(present for _, present in states) else 1
+    return [(spec.name, is_there(spec)) for spec in _plan(config)]
 
 
-def delete_unused() -> int:
-    """Kernels that were not used for 30 days, and those beyond 512 MiB."""
+def delete_unused() -> list[str]:
+    """Files of kernels that were not used for 30 days, and those beyond 512 MiB, which are gone now."""
     folder = own_folder(os.environ)
-    deleted = [] if folder is None else prune(folder, time.time())
-    for name in deleted:
-        print(f"deleted  {name}")
-    return 0
+    return [] if folder is None else prune(folder, time.time())
 
 
 def _plan(config: EngineConfig) -> tuple[KernelSpec, ...]:
     plan = kernel_plan(config, require_loadable(config)).all
     if not plan:
-        raise ConfigError(f"--device {config.device}: only an engine on a CPU has kernels that are compiled in advance")
+        raise ConfigError(f"--device {config.device}: only kernels of a CPU are compiled in advance")
     return plan
-
-
-def _target() -> str:
-    from tandem_engine.kernels.cpu.target import target
-
-    return target().name

@@ -1,7 +1,7 @@
 """All kernels that an engine on a CPU calls, from its configuration alone, before any weights are read.
 
 The list is in the order of building: what takes longest first, so that builders end together. What it misses is
-compiled by the engine itself when it is called; `tests/integration/test_kernel_plan.py` has it miss nothing.
+compiled by the engine itself when it is called; `test_kernel_plan.py` has it miss nothing.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def kernel_plan(config: EngineConfig, facts: ModelConfig) -> KernelPlan:
     transfers = _of_transfers(facts, pages) if config.disagg.transport != NO_TRANSPORT else []
     rows, step = _of_fused_steps(facts, dtype) if _is_fused(config, facts, dtype) else ([], [])
     attention = _of_attention(config, facts, pages)
-    return KernelPlan(tuple(step), (*attention, *rows, *_of_products(dtype), *_of_steps(pages), *transfers))
+    return KernelPlan(tuple(step), (*attention, *rows, *_of_products(facts, dtype), *_of_steps(pages), *transfers))
 
 
 @contextmanager
@@ -67,8 +67,13 @@ def kernels_built(config: EngineConfig, *, late_step: bool) -> Iterator[None]:
 def _is_fused(config: EngineConfig, facts: ModelConfig, dtype: torch.dtype) -> bool:
     from tandem_engine.model.cpu.step import covers
 
-    ours = facts.impl is ModelImpl.TANDEM and not facts.quantization
+    ours = facts.impl is ModelImpl.TANDEM and not _stay_quantized(facts)
     return ours and config.parallel.tp_size == 1 and covers(facts, dtype, distinct(attention_specs(facts))[0])
+
+
+def _stay_quantized(facts: ModelConfig) -> bool:
+    """Whether projections do, as `quantization.scheme.described` has it."""
+    return "held " in facts.quantization
 
 
 def _of_fused_steps(facts: ModelConfig, dtype: torch.dtype) -> tuple[list[KernelSpec], list[KernelSpec]]:
@@ -95,12 +100,13 @@ def _of_attention(config: EngineConfig, facts: ModelConfig, pages: torch.dtype) 
     return [build_block_kernel.spec(number), *paged]
 
 
-def _of_products(dtype: torch.dtype) -> list[KernelSpec]:
-    """Of few tokens by weights that oneDNN has packed."""
+def _of_products(facts: ModelConfig, dtype: torch.dtype) -> list[KernelSpec]:
+    """Of few tokens by weights that oneDNN has packed, and of any by matrices of int8."""
     from tandem_engine.kernels.cpu.gemm import build_product_kernel
     from tandem_engine.kernels.cpu.numbers import dtype_of
 
-    return [build_product_kernel.spec(dtype_of(dtype))]
+    kinds = (False, True) if _stay_quantized(facts) else (False,)
+    return [build_product_kernel.spec(dtype_of(dtype), int8=int8) for int8 in kinds]
 
 
 def _of_steps(pages: torch.dtype) -> list[KernelSpec]:

@@ -1,4 +1,4 @@
-"""A builder, `python -m tandem_engine.kernels.cpu.build PLACES SPEC… late SPEC…`: compiles kernels into files.
+"""A builder: `python -m tandem_engine.kernels.cpu.build PLACES SPEC… late SPEC…` compiles kernels into files.
 
 numba's front end holds one lock for a whole process, so only processes compile in parallel. Several builders may have
 the same specs: each passes over what is there or what another compiles. One that finds all PLACES of builders taken
