@@ -112,8 +112,8 @@ def _of_products(facts: ModelConfig, dtype: torch.dtype) -> list[KernelSpec]:
 def _of_steps(pages: torch.dtype) -> list[KernelSpec]:
     """What steps of any model call from Python."""
     from tandem_engine.kernels.cpu.attention_work import cut_queries, group_tasks, store
-    from tandem_engine.kernels.cpu.kept import array
     from tandem_engine.kernels.cpu.numbers import as_array
+    from tandem_engine.kernels.cpu.type_text import array
     from tandem_engine.sampling.sampler import find_in_blocks
 
     number = as_array(torch.empty(0, dtype=pages)).dtype.name
@@ -129,7 +129,7 @@ def _of_steps(pages: torch.dtype) -> list[KernelSpec]:
 def _of_transfers(facts: ModelConfig, pages: torch.dtype) -> list[KernelSpec]:
     from tandem_engine.disaggregation.digest_words import full_digests, sampled_digests, word_bytes_of
     from tandem_engine.disaggregation.nixl.layout import merge_runs
-    from tandem_engine.kernels.cpu.kept import array
+    from tandem_engine.kernels.cpu.type_text import array
 
     words = array(f"uint{8 * word_bytes_of(facts.head_dim * pages.itemsize)}", 2)
     places, keys = array("int64", 1), array("uint64", 1)

@@ -1,15 +1,12 @@
 """numba's compiled functions in files of our own: written once, loaded by any later process.
 
-A kernel is kept as its object code, with the symbols that it needs and defines (`kernels.store.code_file`). Each is
-loaded into an execution engine of its own: numba numbers the names of functions in each process, so code of two
-processes may use one name for different functions.
+A kernel is kept as its object code, with the symbols that it needs and defines (`kernels.cpu.machine_code`).
 
 Code that a process compiles for its own CPU is kept for that CPU. Code of a level (`kernels.cpu.target`), which
 builders compile, is preferred. The key has the digest of every file of this folder, as it was when this module was
 imported, and of the file of the function: a change in any of them makes other code.
 """
 
-import ctypes
 import functools
 import hashlib
 import inspect
@@ -25,36 +22,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import llvmlite
-import llvmlite.binding
 import numba
 import numpy as np
-from numba import _dynfunc, types
+from numba import _dynfunc
 from numba.core import compiler, registry, sigutils
 from numba.core.ccallback import CFunc
-from numba.core.environment import Environment, lookup_environment
 from numba.core.funcdesc import PythonFunctionDescriptor
-from numba.core.runtime import rtsys
 from numba.core.typing import signature as signature_of
 
 from tandem_engine.base.progress import START
+from tandem_engine.kernels.cpu.machine_code import Loaded, can_load, described
 from tandem_engine.kernels.cpu.target import target
-from tandem_engine.kernels.store import code_file
-from tandem_engine.kernels.store.code_file import Code, Header
+from tandem_engine.kernels.cpu.type_text import CannotKeepError, type_of, written
+from tandem_engine.kernels.store.code_file import Code
 from tandem_engine.kernels.store.keys import KernelKey, KernelSpec
 from tandem_engine.kernels.store.layers import KernelStore
 
 logger = logging.getLogger(__name__)
-_llvm: Any = llvmlite.binding
-_ENVIRONMENT = "_ZN08NumbaEnv"
-_SCALARS = {
-    str(kind): kind
-    for kind in (types.boolean, types.int32, types.int64, types.uint32, types.uint64, types.float32, types.float64)
-}
-_NUMBERS = _SCALARS | {str(kind): kind for kind in (types.int8, types.int16, types.uint8, types.uint16)}
-
-
-class CannotKeepError(Exception):
-    """Code uses something that a file of a kernel has no place for."""
 
 
 def digest_of_folder(folder: Path) -> str:
@@ -77,7 +61,14 @@ def store() -> KernelStore:
 
 def keys_of(spec: KernelSpec, file: str) -> tuple[KernelKey, ...]:
     """Where to look for code of a function in `file`, the best first. What is compiled here belongs to the last."""
-    compiled_by = (sys.implementation.cache_tag, numba.__version__, llvmlite.__version__, SOURCES, _digest_of(file))
+    compiled_by = (
+        sys.platform,
+        sys.implementation.cache_tag,
+        numba.__version__,
+        llvmlite.__version__,
+        SOURCES,
+        _digest_of(file),
+    )
     level, host = target(), registry.cpu_target.target_context.codegen().magic_tuple()
     compiles = {"NUMBA_CPU_NAME": host[1], "NUMBA_CPU_FEATURES": host[2]}
     names = [level.name] if level.cpu else []
@@ -324,7 +315,7 @@ class _Files:
         """As numba would have it after compiling."""
         arguments, _ = sigutils.normalize_signature(signature)
         returns = type_of(code.header.returns)
-        loaded = _Loaded(code)
+        loaded = Loaded(code)
         environment = loaded.environments[code.header.environment]
         function, name = self._function, self._function.__qualname__
         described = PythonFunctionDescriptor(
@@ -382,39 +373,6 @@ def _name_of(function: Build) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
 
-def written(kind: Any) -> Any:
-    """A type as text and tuples. Raises `CannotKeepError` for kinds that kernels have no use for."""
-    if kind == types.none:
-        return None
-    if str(kind) in _NUMBERS and _NUMBERS[str(kind)] == kind:
-        return str(kind)
-    if isinstance(kind, types.Array) and type(kind) is types.Array and kind.aligned:
-        access = () if kind.mutable else ("readonly",)
-        return ("array", written(kind.dtype), kind.ndim, kind.layout, *access)
-    if isinstance(kind, types.BaseTuple) and not isinstance(kind, types.BaseNamedTuple):
-        return ("tuple", *(written(each) for each in kind))
-    raise CannotKeepError(f"it takes or returns {kind}")
-
-
-def array(number: str, dimensions: int) -> tuple[str, str, int, str]:
-    """A dense array, as `written`."""
-    return "array", number, dimensions, "C"
-
-
-def type_of(text: Any) -> Any:
-    """The inverse of `written`."""
-    if text is None:
-        return types.none
-    if isinstance(text, str):
-        return _NUMBERS[text]
-    kind, *rest = text
-    if kind == "tuple":
-        return types.BaseTuple.from_types(tuple(type_of(each) for each in rest))
-    assert kind == "array", f"{kind} is no type"
-    number, dimensions, layout, *access = rest
-    return types.Array(type_of(number), dimensions, layout, readonly=bool(access))
-
-
 def is_there(spec: KernelSpec) -> bool:
     """Whether a process need not compile the kernel of `spec`."""
     return any(store().has(key) for key in kept_by(spec).keys(spec))
@@ -431,7 +389,7 @@ def _find(keys: tuple[KernelKey, ...]) -> Code | None:
 def _in_files(keys: tuple[KernelKey, ...]) -> Code | None:
     for key in keys:
         found = store().find(key)
-        if found is not None and _can_load(found):
+        if found is not None and can_load(found):
             return found
     return None
 
@@ -444,86 +402,18 @@ def _reported() -> Iterator[None]:
     START.kernel_compiled()
 
 
-def _can_load(code: Code) -> bool:
-    """LLVM ends the process when a symbol is missing."""
-    rtsys.initialize(registry.cpu_target.target_context)  # defines the symbols of numba's runtime
-    missing = [name for name in code.header.imports if _llvm.address_of_symbol(name) is None]
-    if missing:
-        logger.warning("a compiled kernel is not used: this process has no %s", ", ".join(missing))
-    return not missing
-
-
 def _callback(code: Code) -> Callback:
-    loaded = _Loaded(code)
+    loaded = Loaded(code)
     return Callback(address=loaded.address(code.header.entry), stored=True, code=loaded)
-
-
-class _Loaded:
-    """Object code in the memory of this process."""
-
-    def __init__(self, code: Code) -> None:
-        machine = _llvm.Target.from_default_triple().create_target_machine(jit=True)
-        self._engine = _llvm.create_mcjit_compiler(_llvm.parse_assembly(""), machine)
-        self._engine.add_object_file(_llvm.ObjectFileRef.from_data(code.object))
-        self._engine.finalize_object()
-        self.environments = {each.name: self._environment(each) for each in code.header.environments}
-
-    def address(self, symbol: str) -> int:
-        """Of a function."""
-        address = int(self._engine.get_function_address(symbol))
-        assert address, f"{symbol} is missing in its own object"
-        return address
-
-    def _environment(self, described: code_file.Environment) -> Any:
-        made = Environment({"__name__": __name__})
-        made.env_name = described.name
-        made.consts.extend(None if name is None else np.dtype(name) for name in described.dtypes)
-        place = self._engine.get_global_value_address(described.name)
-        assert place, f"{described.name} is missing in its own object"
-        ctypes.c_void_p.from_address(place).value = id(made)
-        return made
 
 
 def _save(key: KernelKey, compiled: Any, *, entry: str) -> None:
     try:
-        code = _described(key, compiled, entry)
+        code = described(key, compiled, entry)
     except CannotKeepError as error:
         logger.warning("%s is compiled at every start: %s", key.spec.name, error)
         return
     store().save(key, code)
-
-
-def _described(key: KernelKey, compiled: Any, entry: str) -> Code:
-    """Raises `CannotKeepError` for code that needs more of a process than symbols and dtypes."""
-    if compiled.reload_init:
-        raise CannotKeepError("it needs a library to be set up")
-    module, described = compiled.library._final_module, compiled.fndesc
-    declared = [each.name for each in (*module.functions, *module.global_variables) if each.is_declaration]
-    imports = sorted({name for name in declared if not name.startswith("llvm.")})
-    if missing := [name for name in imports if _llvm.address_of_symbol(name) is None]:
-        raise CannotKeepError(f"it calls {', '.join(missing)}, which other compiled code defines")
-    names = {each.name for each in module.global_variables if each.name.startswith(_ENVIRONMENT)}
-    found = {name: lookup_environment(name) for name in names} | {described.env_name: compiled.environment}
-    code = compiled.library._get_compiled_object()
-    return Code(
-        header=Header(
-            key=key.text,
-            sha256=hashlib.sha256(code).hexdigest(),
-            entry=entry,
-            environment=described.env_name,
-            environments=tuple(_written(name, each) for name, each in sorted(found.items()) if each is not None),
-            imports=tuple(imports),
-            returns=written(compiled.signature.return_type),
-        ),
-        object=code,
-    )
-
-
-def _written(name: str, environment: Any) -> code_file.Environment:
-    constants = list(environment.consts)
-    if not all(each is None or (isinstance(each, np.dtype) and each.isnative) for each in constants):
-        raise CannotKeepError(f"it reads {constants}")
-    return code_file.Environment(name=name, dtypes=tuple(None if each is None else each.name for each in constants))
 
 
 @contextmanager

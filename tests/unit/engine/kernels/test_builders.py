@@ -14,8 +14,11 @@ import pytest
 
 pytest.importorskip("numba")
 
+from numba.core import registry
+
 from tandem_engine.kernels.cpu import kept
 from tandem_engine.kernels.cpu.builders import Builders
+from tandem_engine.kernels.cpu.target import target
 from tandem_engine.kernels.store import slots
 from tandem_engine.kernels.store.keys import KernelKey
 from tandem_engine.kernels.store.slots import BYTES_OF_BUILDER, builders_at_work, place_of_builder, places
@@ -104,6 +107,23 @@ def test_two_processes_need_the_same_kernels_and_each_is_compiled_once(kernels, 
     kernel = kernels.build(2)
     assert (kernel.stored, call(kernel, 40)) == (True, 42)
     assert not Builders(plan, TWO_PLACES).start(), "nothing is missing"
+
+
+def test_builders_compile_for_a_level_and_this_process_for_its_cpu(kernels):
+    """The environment of a program that has njit functions of its own stays as it was."""
+    before = registry.cpu_target.target_context.codegen().magic_tuple()
+    builders = Builders([kernels.build.spec(1)], BYTES_OF_BUILDER)
+    try:
+        builders.start()
+        assert builders.wait_for_all() == ()
+    finally:
+        builders.close()
+    kernels.build(2)
+    keys = [kernels.build.keys(kernels.build.spec(number)) for number in (1, 2)]
+    assert kept.store().has(keys[0][0])
+    assert kept.store().has(keys[1][-1])
+    assert (keys[0][0].target, before[1] in keys[1][-1].target) == (target().name, True)
+    assert registry.cpu_target.target_context.codegen().magic_tuple() == before
 
 
 def test_kernel_of_a_killed_builder_is_compiled_by_the_next_one(kernels, tmp_path):
