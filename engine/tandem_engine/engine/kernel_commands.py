@@ -1,8 +1,8 @@
 """`tandem kernels`: compiled kernels of a CPU engine before it starts, for images and shared folders."""
 
-import os
 import time
 
+from tandem_engine.base.environment import kernel_environment
 from tandem_engine.base.errors import ConfigError, EngineError
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine.kernel_plan import kernel_plan
@@ -20,7 +20,7 @@ def build(config: EngineConfig) -> str:
     from tandem_engine.kernels.cpu.builders import Builders
     from tandem_engine.kernels.cpu.target import target
 
-    plan, folder = _plan(config), own_folder(os.environ)
+    plan, folder = _plan(config), own_folder(kernel_environment())
     builders = Builders(plan, meter_for("cpu").available())
     try:
         if builders.start():
@@ -41,7 +41,7 @@ def listed(config: EngineConfig) -> list[tuple[str, bool]]:
 
 def delete_unused() -> list[str]:
     """Files of kernels that were not used for 30 days, and those beyond 512 MiB, which are gone now."""
-    folder = own_folder(os.environ)
+    folder = own_folder(kernel_environment())
     return [] if folder is None else prune(folder, time.time())
 
 

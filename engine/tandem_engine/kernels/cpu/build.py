@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tandem_engine.base.environment import read_environment
+from tandem_engine.base.environment import kernel_environment, read_environment
 from tandem_engine.base.linux import die_with_parent
 from tandem_engine.base.logs import LogFormat, configure_logging
 from tandem_engine.kernels.store.keys import KernelSpec
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit status."""
     die_with_parent()
     configure_logging(LogFormat.PLAIN, level=read_environment().level)
-    store = KernelStore.of(os.environ)
+    store = KernelStore.of(kernel_environment())
     with place_of_builder(store, int(arguments[0])) as mine:
         if mine:
             first, late = _specs(arguments[1:])

@@ -6,7 +6,6 @@ kernels: then it waits for these. Builders end with the process that started the
 """
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from tandem_engine.base.environment import environment_with
 from tandem_engine.base.progress import START, Phase
 from tandem_engine.kernels.cpu.build import LATE
 from tandem_engine.kernels.cpu.kept import expecting, is_there, store
@@ -54,7 +54,7 @@ class Builders:
         for _ in range(min(self._places, len(missing) + len(late))):
             process = subprocess.Popen(
                 [*command, *(spec.text for spec in missing), LATE, *(spec.text for spec in late)],
-                env={**os.environ, **level.numba_environment, VARIABLE: level.name},
+                env=environment_with({**level.numba_environment, VARIABLE: level.name}),
                 stdin=subprocess.DEVNULL,
             )
             self._processes.append(process)

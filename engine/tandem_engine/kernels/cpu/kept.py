@@ -11,7 +11,6 @@ import functools
 import hashlib
 import inspect
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +29,7 @@ from numba.core.ccallback import CFunc
 from numba.core.funcdesc import PythonFunctionDescriptor
 from numba.core.typing import signature as signature_of
 
+from tandem_engine.base.environment import kernel_environment
 from tandem_engine.base.progress import START
 from tandem_engine.kernels.cpu.machine_code import Loaded, can_load, described
 from tandem_engine.kernels.cpu.target import target
@@ -56,7 +56,7 @@ SOURCES = digest_of_folder(Path(__file__).parent)
 @functools.cache
 def store() -> KernelStore:
     """Of this process."""
-    return KernelStore.of(os.environ)
+    return KernelStore.of(kernel_environment())
 
 
 def keys_of(spec: KernelSpec, file: str) -> tuple[KernelKey, ...]:
@@ -134,7 +134,7 @@ class KeptBuilder:
         if (found := _find(keys)) is not None:
             return _callback(found)
         with _reported(), store().compiling(keys[-1]):
-            if (found := _find(keys)) is not None:
+            if (found := _in_files(keys)) is not None:
                 return _callback(found)
             with _timed(spec):
                 kernel, compiled = self._build(**arguments)
@@ -293,7 +293,7 @@ class _Files:
             return self._loaded(signature, found, context)
         self._locks.enter_context(_reported())
         self._locks.enter_context(store().compiling(keys[-1]))
-        if (found := _find(keys)) is not None:
+        if (found := _in_files(keys)) is not None:
             return self._loaded(signature, found, context)
         self._locks.enter_context(_timed(keys[-1].spec))
         return None

@@ -11,7 +11,6 @@ The lengths of vectors and the instructions follow from the target alone, so cod
 that level or above. `ATEN_CPU_CAPABILITY` bounds the level, as it bounds torch. `TANDEM_KERNEL_TARGET` selects one.
 """
 
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from typing import Any
 
 import llvmlite.binding
 
+from tandem_engine.base.environment import kernel_environment
 from tandem_engine.base.errors import ConfigError
 
 _llvm: Any = llvmlite.binding
@@ -89,7 +89,7 @@ _MACHINES = {"x86_64": _X86_LEVELS, "AMD64": _X86_LEVELS, "aarch64": (TARGETS["a
 def target() -> Target:
     """Of this process."""
     flags = {name for name, present in _llvm.get_host_cpu_features().items() if present}
-    return chosen(os.environ, flags, platform.machine())
+    return chosen(kernel_environment(), flags, platform.machine())
 
 
 def chosen(environment: Mapping[str, str], flags: set[str], machine: str) -> Target:
