@@ -3,8 +3,8 @@
     python benchmarks/startup.py [--rounds 3] [--json]
 
 Before the rounds one start, with an empty folder for kernels, is measured by itself: it compiles them, and reads files
-that no one has read since the machine was started. `--help` and `import torch` run once before they count. Ratios are to
-`import torch` in the same run, which says how fast the machine was. What each process took is printed as well.
+that no one has read since the machine was started. `--help` and `import torch` run once before they count. Ratios are
+to `import torch` in the same run, which shows how fast the machine was. What each process took is printed as well.
 """
 
 import argparse

@@ -50,7 +50,8 @@ class Builders:
             return False
         self._starts += 1
         level = target()
-        command = [sys.executable, "-m", "tandem_engine.kernels.cpu.build", str(self._places)]
+        # -P: the current folder is no place for modules.
+        command = [sys.executable, "-P", "-m", "tandem_engine.kernels.cpu.build", str(self._places)]
         for _ in range(min(self._places, len(missing) + len(late))):
             process = subprocess.Popen(
                 [*command, *(spec.text for spec in missing), LATE, *(spec.text for spec in late)],

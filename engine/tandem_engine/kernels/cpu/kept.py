@@ -26,6 +26,7 @@ import numpy as np
 from numba import _dynfunc
 from numba.core import compiler, registry, sigutils
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.funcdesc import PythonFunctionDescriptor
 from numba.core.typing import signature as signature_of
 
@@ -238,7 +239,7 @@ class KeptDispatcher(registry.CPUDispatcher):  # type: ignore[misc]
         _KEPT[_name_of(function)] = self
 
     def compile(self, sig: Any) -> Any:
-        with self._cache.compiling():
+        with global_compiler_lock, self._cache.compiling():
             return super().compile(sig)
 
     def spec(self, *types: Any) -> KernelSpec:

@@ -53,8 +53,17 @@ class KernelSpec:
     def name(self) -> str:
         """For people: the function and its arguments."""
         function = self.function.rpartition(":")[2]
-        values = self.types if self.arguments is None else [f"{name}={value}" for name, value in self.arguments]
-        return f"{function}({', '.join(map(str, values or ()))})"
+        if self.arguments is not None:
+            return f"{function}({', '.join(f'{name}={value}' for name, value in self.arguments)})"
+        return f"{function}({', '.join(map(_short, self.types or ()))})"
+
+
+def _short(kind: Any) -> str:
+    """A type, for people."""
+    if not isinstance(kind, tuple):
+        return str(kind)
+    name, *parts = kind
+    return f"{parts[0]}[{parts[1]}d]" if name == "array" else f"({', '.join(map(_short, parts))})"
 
 
 def _frozen(value: Any) -> Any:

@@ -214,9 +214,10 @@ def prune(folder: Path, now: float, *, largest: int = LARGEST_BYTES, stale_after
         if total > largest or now - status.st_mtime > stale_after_s:
             path.unlink(missing_ok=True)
             deleted.append(path.name)
-    for path in folder.glob(f"{NEW_PREFIX}*"):
+    for path in (*folder.glob(f"{NEW_PREFIX}*"), *(folder / LOCKS).glob("*")):
+        # Its writer was killed, or its kernel is there. Who would need the lock now compiles what another one does.
         if now - path.stat().st_mtime > TOUCH_AFTER_S:
-            path.unlink(missing_ok=True)  # its writer was killed
+            path.unlink(missing_ok=True)
     return deleted
 
 
