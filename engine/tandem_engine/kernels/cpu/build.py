@@ -2,12 +2,13 @@
 
 numba's front end holds one lock for a whole process, so only processes compile in parallel. Several builders may have
 the same specs: each passes over what is there or what another compiles. One that finds all PLACES of builders taken
-ends at once. The status is 0 also when another builder is still at work. Kernels after `late` are compiled at a low
-priority, because an engine serves without them.
+ends at once. Kernels after `late` are compiled at a low priority, because an engine serves without them. The status is
+1 when a kernel cannot be kept, and 0 also when another builder is still at work.
 """
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -26,16 +27,18 @@ LOW_PRIORITY = 10
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit status."""
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the process that started it; no traceback
     configure_logging(LogFormat.PLAIN, level=read_environment().level)
     store = KernelStore.of(kernel_environment())
     with place_of_builder(store, int(arguments[0])) as mine:
-        if mine:
-            first, late = _specs(arguments[1:])
-            build(first)
-            if late:
-                os.nice(LOW_PRIORITY)
-                build(late)
-    return 0
+        if not mine:
+            return 0
+        first, late = _specs(arguments[1:])
+        kept = build(first)
+        if late and kept:
+            os.nice(LOW_PRIORITY)
+            kept = build(late)
+    return 0 if kept else 1
 
 
 def _specs(texts: Sequence[str]) -> tuple[list[KernelSpec], list[KernelSpec]]:
@@ -45,8 +48,8 @@ def _specs(texts: Sequence[str]) -> tuple[list[KernelSpec], list[KernelSpec]]:
     return first, late
 
 
-def build(specs: Sequence[KernelSpec]) -> None:
-    """Compile what is missing and no other process compiles."""
+def build(specs: Sequence[KernelSpec]) -> bool:
+    """Compile what is missing and no other process compiles. Returns whether it could be kept."""
     # numba and torch take seconds; a builder without a place needs neither.
     from tandem_engine.kernels.cpu.kept import is_there, kept_by, store
 
@@ -58,6 +61,9 @@ def build(specs: Sequence[KernelSpec]) -> None:
             pass
         if free:
             builder.make(spec)
+            if not is_there(spec):
+                return False  # the store has logged why
+    return True
 
 
 if __name__ == "__main__":

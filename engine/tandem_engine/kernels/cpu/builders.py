@@ -46,7 +46,7 @@ class Builders:
     def start(self) -> bool:
         """Start processes for what is missing. Returns whether anything is."""
         missing, late = self.missing(), _missing(self._late)
-        if not (missing or late) or store().own is None:
+        if not (missing or late) or not store().keeps():
             return False
         self._starts += 1
         level = target()

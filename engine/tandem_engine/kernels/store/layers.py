@@ -98,6 +98,17 @@ class KernelStore:
         """Be the only process that compiles `key`. Gives False, at once, if another does and not `wait`."""
         return self.held(f"{key.file_name}.lock", wait=wait)
 
+    def keeps(self) -> bool:
+        """Whether new kernels can be kept. A warning says why not."""
+        if self.own is None:
+            return False
+        try:
+            with self._opened(self.own, checked=True, make=True) as opened:
+                return opened is not None and os.access(self.own, os.W_OK)
+        except OSError as error:
+            logger.warning("cannot keep compiled kernels in %s: %s", self.own, error.strerror)
+            return False
+
     @contextlib.contextmanager
     def held(self, name: str, *, wait: bool = False) -> Iterator[bool]:
         """Hold a lock of this store. Gives False, at once, if another process holds it and not `wait`."""

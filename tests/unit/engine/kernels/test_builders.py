@@ -221,3 +221,12 @@ def test_kernel_outside_of_the_plan_is_not_waited_for(kernels, tmp_path):
     with place_of_builder(kept.store(), 1):
         builders.wait(kernels.build.keys(kernels.build.spec(2)))
     assert not (tmp_path / "compiled").exists()
+
+
+def test_no_builder_starts_where_its_kernels_could_not_be_kept(kernels, tmp_path):
+    (tmp_path / "cache" / "kernels").mkdir(parents=True)
+    (tmp_path / "cache" / "kernels").chmod(0o777)
+    builders = Builders([kernels.build.spec(1)], BYTES_OF_BUILDER)
+    assert not builders.start()
+    assert call(kernels.build(1), 1) == 2, "it is in the memory of this process alone"
+    assert compiled_in(tmp_path) == ["1"]

@@ -83,6 +83,7 @@ def test_layer_that_others_can_write_is_skipped(store, tmp_path, caplog, layer, 
     assert store.find(KEY) is None
     assert not store.has(KEY)
     assert f"chmod go-w {tmp_path / layer}" in caplog.text
+    assert store.keeps() == (layer != "own")
     store.save(KEY, code_of(KEY, b"new"))
     (tmp_path / layer).chmod(0o755)
     found = store.find(KEY)
@@ -168,6 +169,7 @@ def test_kernel_that_cannot_be_written_is_not_kept(tmp_path, caplog):
     store = KernelStore(own=tmp_path / "file" / "kernels", packs=tmp_path)
     store.save(KEY, code_of(KEY))
     assert "cannot keep a compiled kernel" in caplog.text
+    assert not store.keeps()
     with store.compiling(KEY) as mine:
         assert mine
 
