@@ -1,9 +1,9 @@
-"""A builder: `python -m tandem_engine.kernels.cpu.build PLACES SPEC… late SPEC…` compiles kernels into files.
+"""A builder: `python -m tandem_engine.kernels.cpu.build PLACES LOGS SPEC… late SPEC…` compiles kernels into files.
 
 numba's front end holds one lock for a whole process, so only processes compile in parallel. Several builders may have
 the same specs: each passes over what is there or what another compiles. One that finds all PLACES of builders taken
-ends at once. Kernels after `late` are compiled at a low priority, because an engine serves without them. The status is
-1 when a kernel cannot be kept, and 0 also when another builder is still at work.
+ends at once. LOGS is a `LogFormat`. Kernels after `late` are compiled at a low priority, because an engine serves
+without them. The status is 1 when a kernel cannot be kept, and 0 also when another builder is still at work.
 """
 
 import logging
@@ -28,12 +28,12 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit status."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the process that started it; no traceback
-    configure_logging(LogFormat.PLAIN, level=read_environment().level)
+    configure_logging(LogFormat(arguments[1]), level=read_environment().level)
     store = KernelStore.of(kernel_environment())
     with place_of_builder(store, int(arguments[0])) as mine:
         if not mine:
             return 0
-        first, late = _specs(arguments[1:])
+        first, late = _specs(arguments[2:])
         kept = build(first)
         if late and kept:
             os.nice(LOW_PRIORITY)

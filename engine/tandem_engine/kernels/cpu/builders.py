@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tandem_engine.base.environment import environment_with
+from tandem_engine.base.logs import configured_format
 from tandem_engine.base.progress import START, Phase
 from tandem_engine.kernels.cpu.build import LATE
 from tandem_engine.kernels.cpu.kept import expecting, is_there, store
@@ -51,7 +52,8 @@ class Builders:
         self._starts += 1
         level = target()
         # -P: the current folder is no place for modules.
-        command = [sys.executable, "-P", "-m", "tandem_engine.kernels.cpu.build", str(self._places)]
+        command = [sys.executable, "-P", "-m", "tandem_engine.kernels.cpu.build"]
+        command += [str(self._places), configured_format().value]
         for _ in range(min(self._places, len(missing) + len(late))):
             process = subprocess.Popen(
                 [*command, *(spec.text for spec in missing), LATE, *(spec.text for spec in late)],
