@@ -209,9 +209,9 @@ def _comes_later(keys: tuple[KernelKey, ...]) -> bool:
     return any(kernels.comes_later(keys) for kernels in _expected)
 
 
-def compiled_now(function: Build, signature: Any, options: Mapping[str, Any]) -> tuple[CFunc, Any]:
-    """numba's callback of a function, and what its compiler has to say of it."""
-    kernel = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=dict(options))
+def compiled_now(function: Build, signature: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """numba's callback of a function, and the result of its compiler."""
+    kernel: Any = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=dict(options))
     result = _Result()
     kernel._cache = result
     kernel.compile()
