@@ -134,7 +134,7 @@ def _of_transfers(facts: ModelConfig, pages: torch.dtype) -> list[KernelSpec]:
     words = array(f"uint{8 * word_bytes_of(facts.head_dim * pages.itemsize)}", 2)
     places, keys = array("int64", 1), array("uint64", 1)
     return [
-        sampled_digests.spec(words, places, keys, places, "int64", "int64", "int64", "int64", keys),
+        sampled_digests.spec(words, places, keys, places, *["int64"] * 5, keys),
         full_digests.spec(words, places, keys, keys),
         merge_runs.spec(keys, keys, "uint64", "uint64", "uint64", array("uint64", 3)),
     ]

@@ -1,6 +1,7 @@
 """The list of kernels that an engine calls: it follows from the configuration, and lacks nothing."""
 
 import argparse
+import inspect
 import json
 import os
 import shutil
@@ -39,6 +40,9 @@ def functions(config: EngineConfig, facts: ModelConfig) -> tuple[list[str], list
     """Of the step, and others."""
     plan = kernel_plan(config, facts)
     assert len(set(plan.all)) == len(plan.all)
+    for spec in plan.all:
+        if spec.types is not None:
+            assert len(spec.types) == len(inspect.signature(kept_by(spec).py_func).parameters), spec.name
     step, others = ([spec.function.partition(":")[2] for spec in part] for part in plan)
     return step, sorted(others)
 
