@@ -147,7 +147,7 @@ def _add_start(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--exit-when-ready",
         action="store_true",
-        help="stop everything once it is ready, with status 0: for tests, and for images that bring compiled kernels",
+        help="stop everything once it is ready, with status 0: for tests of a start",
     )
 
 
