@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from tandem_services.common.tracing import TracingConfig
 
 
+GATEWAY_DRAIN_S, WORKER_DRAIN_S = 120.0, 25.0
+"""Seconds that running requests have after SIGTERM, by default."""
+
+
 def port_number(text: str) -> int:
     """0 to 65535."""
     port = non_negative_int(text)

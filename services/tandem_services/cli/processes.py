@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,7 +67,7 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509  only prctl runs between fork and exec
+                preexec_fn=_become_child,  # noqa: PLW1509  only prctl and sigaction run between fork and exec
             )
         self.started_at = time.monotonic()
         self.restart_at = None
@@ -102,6 +102,12 @@ class Child:
             return f": {reason[1]} (log: {self.log})"
         tail = "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
         return f"; the end of {self.log}:\n{tail}"
+
+
+def _become_child() -> None:
+    """Between fork and exec. A child takes the SIGINT of its supervisor, also where that one ignores its own."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,26 +151,29 @@ class Supervisor:
                 events.append(f"{child.name} restarted")
         return events
 
-    def stop(self, grace: float) -> None:
-        """End every child; returns when all are gone. Running requests have `grace` seconds to finish."""
-        _stop([child for child in self.children if not child.outlives_others], grace)
-        _stop([child for child in self.children if child.outlives_others], grace)
+    def stop(self, grace: float, *, hurried: Callable[[], bool] = lambda: False) -> None:
+        """End every child; returns when all are gone.
+
+        Running requests have `grace` seconds to finish, or until `hurried`.
+        """
+        _stop([child for child in self.children if not child.outlives_others], grace, hurried)
+        _stop([child for child in self.children if child.outlives_others], grace, hurried)
 
 
-def _stop(children: Sequence[Child], grace: float) -> None:
+def _stop(children: Sequence[Child], grace: float, hurried: Callable[[], bool]) -> None:
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGINT, HURRY_SECONDS), (signal.SIGKILL, None)):
         for child in reversed(children):
             if child.process is not None and child.status is None:
                 child.process.send_signal(number)
-        if _gone_within(children, patience):
+        if _gone_within(children, patience, hurried if number == signal.SIGTERM else lambda: False):
             return
 
 
-def _gone_within(children: Sequence[Child], patience: float | None) -> bool:
-    """Whether every child has exited before `patience` is over; None waits as long as it takes."""
+def _gone_within(children: Sequence[Child], patience: float | None, hurried: Callable[[], bool]) -> bool:
+    """Whether every child has exited before `patience` is over or `hurried`; None waits as long as it takes."""
     deadline = None if patience is None else time.monotonic() + patience
     while any(child.process is not None and child.status is None for child in children):
-        if deadline is not None and time.monotonic() >= deadline:
+        if hurried() or (deadline is not None and time.monotonic() >= deadline):
             return False
         time.sleep(POLL_SECONDS)
     return True

@@ -65,6 +65,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     url: str
     processes: tuple[StartedProcess, ...]
+    grace_s: float = 5.0
+    """Time that running requests have when it is stopped."""
 
 
 class _Document(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from tandem_engine.base.addresses import LOOPBACK, Address, is_loopback, loopback_beside, reachable_here
 from tandem_engine.base.cgroups import usable_cpus
@@ -31,8 +29,11 @@ from tandem_engine.config.flags import (
     non_negative_int,
 )
 from tandem_services.cli.cores import Cores, claim
+from tandem_services.cli.ending import Ending, how_to_end
 from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
+    GATEWAY_DRAIN_S,
+    WORKER_DRAIN_S,
     add_allowed_hosts,
     add_api_keys,
     add_body_memory,
@@ -48,6 +49,7 @@ from tandem_services.cli.flags import (
     add_tracing,
     body_memory_argv,
     model_folder,
+    non_negative_float,
     port_number,
     positive_float,
     served_names,
@@ -65,7 +67,6 @@ from tandem_services.cli.start_watch import Watched
 from tandem_services.common.service_manager import ServiceManager
 from tandem_services.common.settings import read_settings
 from tandem_services.common.sockets import free_port, listen
-from tandem_services.common.tasks import ending_signals
 from tandem_services.common.tracing import require_opentelemetry
 
 
@@ -87,7 +88,7 @@ Tandem serves {model} at {url}
 {_console_line(args, url)}  tandem ctl {address} links   commands to {name}{_others(workers)}
   {run_dir}   logs
 
-Ctrl-C stops everything.
+{how_to_end()} stops everything.
 """
 
 
@@ -170,14 +171,19 @@ def _add_start(group: argparse._ArgumentGroup) -> None:
         help="a start also fails when not everything is ready after S seconds, however busy (default: no limit)",
     )
     group.add_argument(
+        "--grace",
+        type=non_negative_float,
+        default=5.0,
+        metavar="S",
+        help="seconds that running requests have to finish after Ctrl-C, SIGTERM or SIGHUP; a second signal ends them "
+        "now (default: %(default)g)",
+    )
+    group.add_argument(
         "--exit-when-ready",
         action="store_true",
         help="stop everything once it is ready, with status 0: for tests, and for images that bring compiled kernels",
     )
 
-
-STOP_GRACE = 5.0
-"""Running requests may take this long to finish after Ctrl-C."""
 
 POLL_SECONDS = 0.1
 KEYS_FILE = "keys.json"
@@ -335,10 +341,9 @@ def run(args: argparse.Namespace) -> int:
     allow_many_descriptors()
     todo = plan(args)
     cores = claim_cores(args, todo)
-    supervisor = Supervisor()
+    supervisor, ending = Supervisor(), Ending()
     manager = ServiceManager(address=read_settings().notify_socket)
-    for number in ending_signals():
-        signal.signal(number, _interrupt)
+    ending.watch_signals()
     ready = False
     try:
         start(args, todo, supervisor, cores)
@@ -360,18 +365,9 @@ def run(args: argparse.Namespace) -> int:
         print("\ntandem: stopping", file=sys.stderr, flush=True)
         return 130 if interrupt.args == (signal.SIGINT,) and not ready else 0
     finally:
-        # A second Ctrl-C must not leave half of the processes behind.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        manager.stopping()
-        supervisor.stop(STOP_GRACE)
+        ending.stop(supervisor, args.grace, notify=manager.stopping)
         cores.release()
         _record(args, todo, None)
-
-
-def _interrupt(number: int, _: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt(number)
 
 
 def _record(args: argparse.Namespace, todo: Plan, supervisor: Supervisor | None) -> None:
@@ -398,6 +394,7 @@ def _run_of(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, me: Id
         port=todo.port,
         url=_url(args, todo),
         processes=tuple(started),
+        grace_s=args.grace,
     )
 
 
@@ -417,11 +414,11 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: C
         argv = ["worker", "--role", role, "--worker-id", name, "--health-port", str(health_port), *shared]
         argv += ["--host", loopback_beside(args.host), "--health-host", loopback_beside(args.host)]
         progress = todo.run_dir / f"{name}{PROGRESS_SUFFIX}"
-        argv += ["--progress-file", str(progress)]
+        argv += ["--progress-file", str(progress), "--drain-timeout", str(max(WORKER_DRAIN_S, args.grace))]
         supervisor.start(_child(todo, name, [*argv, *engine_argv(args)], progress))
     gateway = ["gateway", "--host", args.host, "--port", str(todo.port), *shared]
     # Nobody but this machine has to learn that it ends.
-    gateway += ["--drain-notice", "0"]
+    gateway += ["--drain-notice", "0", "--drain-timeout", str(max(GATEWAY_DRAIN_S, args.grace))]
     gateway += ["--local-prefill-tokens", str(args.local_prefill_tokens), "--session-ttl", str(args.session_ttl)]
     gateway += ["--tool-call-parser", args.tool_call_parser, "--reasoning-parser", args.reasoning_parser]
     gateway += ["--router-policy", args.router_policy, "--router-exploration", str(args.router_exploration)]
