@@ -40,7 +40,7 @@ from tandem_services.cli.flags import (
     add_cluster,
     add_console,
     add_local_prefill,
-    add_log_format,
+    add_logs,
     add_model,
     add_output_parsers,
     add_redis,
@@ -56,11 +56,12 @@ from tandem_services.cli.flags import (
     tracing_argv,
     tracing_of,
 )
+from tandem_services.cli.logs.pump import LogPump, LogTo
 from tandem_services.cli.parsing.flag_table import without_login
 from tandem_services.cli.proc import Identity
 from tandem_services.cli.processes import Child, Supervisor, python_command
 from tandem_services.cli.redis_process import CONFIG_FILE, require_redis, start_redis
-from tandem_services.cli.run_dir import Run, StartedProcess, prepare_run_dir, record_run
+from tandem_services.cli.run_dir import Run, StartedProcess, prepare_run_dir, record_run, rotate_log
 from tandem_services.cli.runs import default_run_dir
 from tandem_services.cli.start_view import watch_start
 from tandem_services.cli.start_watch import Watched
@@ -117,7 +118,7 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
     add_cluster(redis)
     _add_start(parser.add_argument_group("start"))
     observability = parser.add_argument_group("logs and traces")
-    add_log_format(observability)
+    add_logs(observability)
     add_tracing(observability)
 
 
@@ -341,7 +342,7 @@ def run(args: argparse.Namespace) -> int:
     allow_many_descriptors()
     todo = plan(args)
     cores = claim_cores(args, todo)
-    supervisor, ending = Supervisor(), Ending()
+    supervisor, ending = Supervisor(pump=LogPump(to=LogTo(args.log_to), rotate=rotate_log)), Ending()
     manager = ServiceManager(address=read_settings().notify_socket)
     ending.watch_signals()
     ready = False

@@ -11,6 +11,7 @@ import pytest
 from tandem_services.cli.ending import Ending, how_to_end
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.common.tasks import ending_signals
+from tandem_testing.waiting import wait_for
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -76,7 +77,8 @@ def test_child_takes_the_sigint_that_its_supervisor_ignores(tmp_path):
     child = Child(name="c", argv=[sys.executable, "-c", REPORT], log=tmp_path / "c.log")
     child.start()
     child.process.wait(timeout=60)
-    assert child.log.read_text() == "True\n"
+    wait_for(lambda: child.pump.settled, 60.0)
+    assert child.log.read_text().split()[-1] == "True"
 
 
 STUBBORN = """
