@@ -129,7 +129,7 @@ class LLM:
         """Load the checkpoint in the folder `model`.
 
         `options` are the engine's flags as keywords: page_size, num_pages, mem_fraction_static, dtype, threads,
-        disable_radix_cache, …; `tandem worker --help` explains them. `progress` shows a bar while weights load; a
+        disable_radix_cache, …; `tandem worker --help-all` explains them. `progress` shows a bar while weights load; a
         function is called with each `Progress` instead: phase, done, total, unit.
 
         Raises:

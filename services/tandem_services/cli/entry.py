@@ -84,7 +84,7 @@ class TeachingParser(argparse.ArgumentParser):
         super().__init__(*args, add_help=False, **kwargs)
         if add_help:
             self.add_argument("-h", "--help", action=_Help)
-        # Of nested commands the innermost counts: what is wrong is told by the parser that knows its flags.
+        # Of nested commands the innermost counts: its parser has the flags that an error message is about.
         self.set_defaults(parser=self)
 
     def parse_known_args(  # type: ignore[override]  # argparse's has overloads for a namespace of another class

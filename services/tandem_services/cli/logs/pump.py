@@ -5,7 +5,7 @@
 
 The reader takes lines from all pipes, adds the time to those without one, and puts them into bounded queues. A full
 queue, which is a disk or a terminal that does not keep up, and a failed write, such as on a full disk, drop lines;
-the next write that succeeds says how many.
+the next write that succeeds has their number.
 """
 
 import os
@@ -49,18 +49,27 @@ class Destination:
     """Of the lines of one process. `write` raises `OSError`; what it could not write is counted and reported."""
 
     write: Callable[[bytes], None]
-    dropped: int = 0
+    _dropped: int = 0
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, lines: bytes) -> None:
-        notice = b""
-        if self.dropped:
-            notice = _stamped(f"{self.dropped} lines were dropped: they could not be written in time\n".encode())
+        """Write `lines`, after the number of those that were dropped before."""
+        dropped, notice = self._dropped, b""
+        if dropped:
+            notice = _stamped(f"{dropped} lines were dropped: they could not be written in time\n".encode())
+            notice = b"\n" + notice  # the last line may have been written in part
         try:
             self.write(notice + lines)
         except OSError:
-            self.dropped += lines.count(b"\n")
+            self.drop(lines)
         else:
-            self.dropped = 0
+            with self._counting:
+                self._dropped -= dropped
+
+    def drop(self, lines: bytes) -> None:
+        """Count `lines` and forget them. Called by two threads."""
+        with self._counting:
+            self._dropped += lines.count(b"\n")
 
 
 @dataclass(slots=True)
@@ -79,7 +88,7 @@ class _Writer:
         """Queue `lines`, or drop them."""
         with self._changed:
             if self._bytes + len(lines) > MAX_QUEUE_BYTES:
-                destination.dropped += lines.count(b"\n")
+                destination.drop(lines)
                 return
             self._queue.append((destination, lines))
             self._bytes += len(lines)

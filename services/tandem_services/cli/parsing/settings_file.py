@@ -1,8 +1,8 @@
 """A file of settings: one flat YAML mapping, whose values are text until a flag's own type reads them.
 
-YAML decides nothing about types: `08:00`, `0x10`, `1e3` and `no` arrive as they are written. Only `true`, `false` and
+YAML has no say in types: `08:00`, `0x10`, `1e3` and `no` arrive as they are written. Only `true`, `false` and
 `null` without quotes mean something. `010`, which is 8 to some readers of YAML and 10 to others, is refused. Only
-`models` may be a mapping of its own, of names to models. The file is read event by event, so that no depth of nesting
+`models` may be a nested mapping, of names to models. The file is read event by event, so that no depth of nesting
 is a recursion.
 """
 
