@@ -267,8 +267,11 @@ def check(args: argparse.Namespace) -> Path:
 def describe(args: argparse.Namespace) -> str:
     """What would be started, for --dry-run. Raises `ConfigError`, `StartupError` for what cannot start."""
     todo = decide(args)
-    redis = without_login(args.redis_url) if args.redis_url else "a private server"
-    rows = [("redis", redis), *((name, f"--threads {todo.threads}") for name, _, _ in todo.workers), ("gateway", "")]
+    rows = [
+        ("redis", without_login(args.redis_url or "a private server")),
+        *((name, f"--threads {todo.threads}") for name, _, _ in todo.workers),
+        ("gateway", ""),
+    ]
     processes = "\n".join(f"  {name:<12}{what}".rstrip() for name, what in rows)
     return (
         f"`tandem up` would serve {todo.model_names[0]} ({todo.model}) at {_url(args, todo)}, with logs in "
@@ -277,10 +280,7 @@ def describe(args: argparse.Namespace) -> str:
 
 
 def plan(args: argparse.Namespace) -> Plan:
-    """Check everything that can be checked without starting a process, and make the run directory ready.
-
-    Raises `ConfigError`, `StartupError`.
-    """
+    """As `decide`, and make the run directory ready. Raises `ConfigError`, `StartupError`."""
     todo = decide(args)
     folder = prepare_run_dir(
         todo.run_dir,
@@ -291,7 +291,7 @@ def plan(args: argparse.Namespace) -> Plan:
 
 
 def decide(args: argparse.Namespace) -> Plan:
-    """As `plan`, and write nothing."""
+    """Check everything that can be checked without starting a process or writing a file. Raises as `plan`."""
     model = check(args)
     share = engine_config(args).cache.for_device(args.device).mem_fraction_static
     port = args.port or free_port(args.host)
