@@ -267,11 +267,8 @@ def check(args: argparse.Namespace) -> Path:
 def describe(args: argparse.Namespace) -> str:
     """What would be started, for --dry-run. Raises `ConfigError`, `StartupError` for what cannot start."""
     todo = decide(args)
-    rows = [
-        ("redis", without_login(args.redis_url or "a private server")),
-        *((name, f"--threads {todo.threads}") for name, _, _ in todo.workers),
-        ("gateway", ""),
-    ]
+    workers = ((name, f"--threads {todo.threads}") for name, _, _ in todo.workers)
+    rows = [("redis", without_login(args.redis_url or "a private server")), *workers, ("gateway", "")]
     processes = "\n".join(f"  {name:<12}{what}".rstrip() for name, what in rows)
     return (
         f"`tandem up` would serve {todo.model_names[0]} ({todo.model}) at {_url(args, todo)}, with logs in "
