@@ -32,8 +32,8 @@ KEPT_BYTES = 1 << 18
 
 _CHUNK = 1 << 16
 _POLL_S = 0.005
-_HAS_TIME = re.compile(rb"\d\d:\d\d:\d\d|\{")
-"""Our own lines: plain and JSON."""
+_HAS_TIME = re.compile(rb".{0,24}\b\d\d:\d\d:\d\d\b|\{")
+"""Our own lines, plain and JSON, and those of Redis."""
 
 
 class LogTo(StrEnum):

@@ -42,15 +42,17 @@ class Piped:
 
 def test_lines_get_a_time_where_they_have_none(tmp_path):
     child = Piped(LogPump(), tmp_path)
-    child.write(b'10:00:00.123 INFO x\n{"a": 1}\nno time\nhalf a ')
+    child.write(b'10:00:00.123 INFO x\n{"a": 1}\n1:C 27 Nov 2026 10:00:00.1 * x\nno time\nhalf a ')
     child.write(b"line\nrest")
     child.close()
     lines = child.log.read_text().splitlines()
-    assert lines[:2] == ["10:00:00.123 INFO x", '{"a": 1}']
-    assert [bare(line) for line in lines[2:]] == ["no time", "half a line", "rest"]
-    assert all(STAMP.match(line) for line in lines[2:])
+    assert lines[:3] == ["10:00:00.123 INFO x", '{"a": 1}', "1:C 27 Nov 2026 10:00:00.1 * x"]
+    assert [bare(line) for line in lines[3:]] == ["no time", "half a line", "rest"]
+    assert all(STAMP.match(line) for line in lines[3:])
     assert child.log.stat().st_mode & 0o777 == 0o600
-    assert child.output.received == len('10:00:00.123 INFO x\n{"a": 1}\nno time\nhalf a line\nrest')
+    assert child.output.received == len(
+        '10:00:00.123 INFO x\n{"a": 1}\n1:C 27 Nov 2026 10:00:00.1 * x\nno time\nhalf a line\nrest'
+    )
 
 
 @pytest.mark.parametrize(
