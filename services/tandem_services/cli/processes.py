@@ -8,6 +8,7 @@ Life of a process
                SIGKILL for what is left then. What the others use to say good-bye (Redis) is stopped after them
 """
 
+import os
 import re
 import signal
 import subprocess
