@@ -17,6 +17,7 @@ from tandem_services.cli.doctor import command as doctor
 from tandem_services.cli.entry import TeachingParser, run_command
 from tandem_services.cli.k8s import command as k8s
 from tandem_services.cli.models import command as models
+from tandem_services.cli.parsing import completion
 from tandem_services.common.errors import StartupError
 
 LAB = ("bench", "verify", "accuracy", "simulate")
@@ -36,6 +37,7 @@ COMMANDS: tuple[ModuleType | str, ...] = (
     k8s,
     quarantine,
     keys,
+    completion,
     version,
     kernels,
 )
@@ -61,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve large language models with prefill and decode in separate workers.",
         epilog=EPILOG,
     )
+    parser.set_defaults(root=parser)
     parser.add_argument("--version", action="version", version=f"tandem {product_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=TeachingParser)
     for command in COMMANDS:

@@ -29,6 +29,9 @@ HARMLESS = frozenset(
 HIDDEN = "…"
 
 _PLAIN = re.compile(r"(?:\S+ )?\d\d:\d\d:\d\d\.\d{3} (?P<level>[A-Z]+) ")
+_STAMP = re.compile(r"\d\d:\d\d:\d\d\.\d{3} ")
+"""Added to lines without a time (`logs.pump`)."""
+
 _REDIS = re.compile(r"\d+:[MCSX] \d\d \w{3} \d{4} ")
 _FRAME = re.compile(r"(Traceback \(most recent call last\):|\s+File \".+\", line \d+, in \S+)$")
 _ERROR = re.compile(r"(?P<type>[\w.]+(?:Error|Exception|Interrupt|Exit|Timeout|Warning))(?::.*)?$")
@@ -60,6 +63,7 @@ def _shown_line(line: str) -> str | None:
         return _redacted(line) if record["level"] in _LEVELS else None
     if _REDIS.match(line):
         return _redacted(line)
+    line = _STAMP.sub("", line)
     if _FRAME.match(line):
         return line
     error = _ERROR.match(line)
