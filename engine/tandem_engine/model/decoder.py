@@ -127,13 +127,14 @@ class Decoder:
         return logits if cap is None else soft_cap_(logits, cap)
 
 
-def attention_specs(config: ModelConfig, blocks: Sequence[Block]) -> tuple[AttentionSpec, ...]:
-    """What the attention of each of `blocks`, the first layers, computes."""
+def attention_specs(config: ModelConfig, blocks: Sequence[Block] | None = None) -> tuple[AttentionSpec, ...]:
+    """What the attention of each layer computes; without the sinks where the layers' `blocks` are not loaded."""
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     windows = config.windows or (None,) * config.num_layers
+    sinks = (None,) * len(windows) if blocks is None else tuple(block.attention.sinks for block in blocks)
     return tuple(
-        AttentionSpec(scale=scale, window=window, soft_cap=config.attention_soft_cap, sinks=block.attention.sinks)
-        for window, block in zip(windows, blocks, strict=True)
+        AttentionSpec(scale=scale, window=window, soft_cap=config.attention_soft_cap, sinks=own)
+        for window, own in zip(windows, sinks, strict=True)
     )
 
 
