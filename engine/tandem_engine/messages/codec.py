@@ -4,6 +4,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from tandem_engine.base.decoders import msgpack_decoder
 from tandem_engine.base.errors import WireError
 
 WIRE_VERSION = 1
@@ -19,7 +20,7 @@ class Codec(Generic[T]):
 
     def __init__(self, message_type: object) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgpack_decoder(message_type)
 
     def encode(self, message: T) -> bytes:
         return bytes((WIRE_VERSION,)) + self._encoder.encode(message)

@@ -17,6 +17,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 import torch
 
+from tandem_engine.base.decoders import msgpack_decoder
 from tandem_engine.parallel.group import TpGroup
 from tandem_engine.parallel.inputs import Input
 
@@ -52,7 +53,7 @@ class Agreement:
     def __init__(self, group: TpGroup) -> None:
         self._group = group
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Turn)
+        self._decoder = msgpack_decoder(Turn)
         self._inline = torch.zeros(LENGTH_BYTES + INLINE_BYTES, dtype=torch.uint8)
 
     @property
@@ -73,7 +74,8 @@ class Agreement:
         if self._group.size == 1:
             return value
         data = self._encoder.encode(value) if self._group.rank == 0 else b""
-        return msgspec.msgpack.decode(self._broadcast(data), type=kind)
+        shared: T = msgpack_decoder(kind).decode(self._broadcast(data))
+        return shared
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
         """What each rank passes, of a `kind` that msgspec can encode, on every rank, in order of rank."""
@@ -86,7 +88,8 @@ class Agreement:
         if max(lengths) > GATHERED_BYTES:
             rests = self._gathered(data[GATHERED_BYTES:], width=max(lengths) - GATHERED_BYTES)
             parts = [part + rest for part, rest in zip(parts, rests, strict=True)]
-        return [msgspec.msgpack.decode(part[:length], type=kind) for part, length in zip(parts, lengths, strict=True)]
+        decode = msgpack_decoder(kind).decode
+        return [decode(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
     def least(self, progress: Sequence[int]) -> list[int]:
         """The least over all ranks of how far each fact has come, element by element.
