@@ -24,7 +24,19 @@ from tandem_engine.config.engine import (
     OperationConfig,
     Quantization,
 )
-from tandem_engine.config.model import Activation, ModelConfig, ModelImpl, MoeConfig, NormKind, RopeConfig
+from tandem_engine.config.model import (
+    Activation,
+    ModelConfig,
+    ModelImpl,
+    MoeConfig,
+    NormKind,
+    NormPlacement,
+    QkNorm,
+    QueryScale,
+    RopeConfig,
+    Scoring,
+    SharedExpert,
+)
 from tandem_engine.config.parallel import ParallelConfig
 from tandem_engine.config.scheduler import PreemptionMode, SchedulePolicy, SchedulerConfig
 from tandem_engine.config.speculative import MAX_DRAFT_TOKENS, SpecAlgorithm, SpecConfig
@@ -49,14 +61,19 @@ __all__ = [
     "ModelImpl",
     "MoeConfig",
     "NormKind",
+    "NormPlacement",
     "OperationConfig",
     "ParallelConfig",
     "PreemptionMode",
+    "QkNorm",
     "Quantization",
+    "QueryScale",
     "Role",
     "RopeConfig",
     "SchedulePolicy",
     "SchedulerConfig",
+    "Scoring",
+    "SharedExpert",
     "SpecAlgorithm",
     "SpecConfig",
     "WritePolicy",

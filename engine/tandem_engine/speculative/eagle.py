@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.config import ModelConfig
+from tandem_engine.config import ModelConfig, NormPlacement
 from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.kernels.interface import by_triton
 from tandem_engine.model.attention.backend import AttentionSpec
@@ -48,11 +48,11 @@ from tandem_engine.model.layers.attention import RotaryTable, rotary_table
 from tandem_engine.model.layers.linear import Projection, projection
 from tandem_engine.model.layers.norm import Norm, rms_norm
 from tandem_engine.model.loader import WeightReader
+from tandem_engine.model.tensor_aliases import canonical_tensors
 from tandem_engine.model.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
-    canonical_experts,
     expected_shapes,
     require_weights,
 )
@@ -197,15 +197,20 @@ def read_head_config(path: str, target: ModelConfig) -> ModelConfig:
             f"the draft head in {path} reads hidden states of {config.hidden_size}, the model's have "
             f"{target.hidden_size}; use a head that was trained for this model"
         )
-    _require(head_shapes(config), _tensors(path), where=directory.path)
+    if config.norm_placement is NormPlacement.SHARED or config.query_scale is not None:
+        raise CheckpointError(
+            f"the draft head in {path} is a block of the family {config.family}, which is not supported as a head; use "
+            "a head with the block of another family"
+        )
+    _require(head_shapes(config), _tensors(path, config), where=directory.path)
     return config
 
 
 def load_head(path: str, config: ModelConfig, *, dtype: torch.dtype, device: str, positions: int) -> EagleHead:
     """Read the weights of a head whose config `read_head_config` has accepted. Raises `CheckpointError`."""
     place = torch.device(device)
-    weights = WeightReader(tensors=_tensors(path), dtype=dtype, device=place, advance=lambda _size: None)
-    rope = config.local_rope if 0 in config.local_layers else None
+    weights = WeightReader(tensors=_tensors(path, config), dtype=dtype, device=place, advance=lambda _size: None)
+    rope = config.second_rope if 0 in config.second_layers else None
     return EagleHead(
         fc=projection(weights.stacked(FUSE)),
         block=BlockBuilder(config=config, weights=weights, heads=heads_of_rank(config, 1)).block(0),
@@ -216,8 +221,8 @@ def load_head(path: str, config: ModelConfig, *, dtype: torch.dtype, device: str
     )
 
 
-def _tensors(path: str) -> dict[str, ReadableTensor]:
-    return canonical_experts(open_tensors(open_directory(path)))
+def _tensors(path: str, config: ModelConfig) -> dict[str, ReadableTensor]:
+    return canonical_tensors(open_tensors(open_directory(path)), config)
 
 
 def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tandem_engine.config import Activation, ModelConfig, NormKind
+from tandem_engine.config import Activation, ModelConfig, NormKind, NormPlacement, QkNorm
 from tandem_engine.kernels.cpu.attention_work import STATISTICS
 from tandem_engine.kernels.cpu.decoder_step import PHASES_OF_LAYER, StepKernel, build_step_kernel
 from tandem_engine.kernels.cpu.gemm import steps_of
@@ -287,7 +287,7 @@ def fuse(
     specs: Sequence[AttentionSpec],
 ) -> FusedStack | None:
     """The kernel for a decoder of these parts, or None when it does not cover the model."""
-    if not (_is_plain(config, specs) and _is_here(weights) and _has_whole_steps(config, weights.dtype)):
+    if not (is_plain(config, specs) and _is_here(weights) and _has_whole_steps(config, weights.dtype)):
         return None
     arrays = ModelArrays.of(config, weights.dtype, embedding=embedding, blocks=blocks, rotary=rotary, norm=norm)
     if arrays is None:
@@ -296,15 +296,18 @@ def fuse(
     return FusedStack(kernel=build_step_kernel(dtype_of(weights.dtype), config.head_dim, group), arrays=arrays)
 
 
-def _is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
+def is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
     """Whether the kernel has all that the model computes."""
     kinds, _ = distinct(specs)
     return (
         config.norm is NormKind.PLAIN
-        and not config.sandwich_norms
+        and config.norm_placement is NormPlacement.BEFORE
+        and config.qk_norm in (None, QkNorm.HEADS)
+        and config.query_scale is None
+        and config.residual_scale == 1.0
         and config.activation is Activation.SILU
         and config.moe is None
-        and config.local_rope is None
+        and config.second_rope is None
         and config.embedding_scale == 1.0
         and len(kinds) == 1
         and kinds[0].soft_cap is None

@@ -19,7 +19,7 @@ from tandem_engine.model.quantization.levels import Levels
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRmsNorm:
-    """Implements `Norm`: `RmsNorm`, or `OffsetRmsNorm` where the weight is float32."""
+    """Implements `Norm`: `RmsNorm`, or `Float32RmsNorm` where the weight is float32."""
 
     weight: Tensor
     eps: float

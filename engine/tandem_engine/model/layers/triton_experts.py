@@ -19,7 +19,7 @@ from tandem_engine.config import Activation
 from tandem_engine.kernels.interface import PackedWeight
 from tandem_engine.kernels.triton.fused_moe import ExpertWeights, fused_experts, inputs_of, num_experts_of
 from tandem_engine.kernels.triton.quantized_moe import FEW_ROWS
-from tandem_engine.model.layers.mlp import Router
+from tandem_engine.model.layers.mlp import Router, SharedBlock
 from tandem_engine.model.layers.norm import Norm
 from tandem_engine.model.layers.triton import in_order, packed_weight
 from tandem_engine.model.quantization.levels import Levels
@@ -46,11 +46,21 @@ class DeviceExperts:
     weights: "ExpertStacks"
     activation: Activation
     group: TpGroup
+    shared: SharedBlock | None
 
     @classmethod
-    def of(cls, weights: "ExpertStacks", *, norm: Norm, router: Router, activation: Activation, group: TpGroup) -> Self:
+    def of(
+        cls,
+        weights: "ExpertStacks",
+        *,
+        norm: Norm,
+        router: Router,
+        activation: Activation,
+        group: TpGroup,
+        shared: SharedBlock | None = None,
+    ) -> Self:
         """The block of these experts. Kernels of packed ones are compiled."""
-        layer = cls(norm=norm, router=router, weights=weights, activation=activation, group=group)
+        layer = cls(norm=norm, router=router, weights=weights, activation=activation, group=group, shared=shared)
         if weights.any_packed:
             layer._warm_up()
         return layer
@@ -58,7 +68,8 @@ class DeviceExperts:
     def __call__(self, normed: Tensor) -> Tensor:
         """See `FeedForward`."""
         experts, weights = self.router(normed)
-        return self.group.all_reduce(self._computed(normed, experts, weights))
+        total = self._computed(normed, experts, weights)
+        return self.group.all_reduce(total if self.shared is None else total.add_(self.shared(normed)))
 
     def _computed(self, normed: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         held = self.weights
