@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tandem_engine.base.errors import CheckpointError
+from tandem_engine.checkpoint_source.examination import examine_config
 from tandem_engine.config import ModelImpl
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.text_towers import TOWERS
@@ -118,6 +119,13 @@ def test_no_text_part_is_left_to_transformers(qwen3):
     message = refusal(qwen3)
     assert "text_config.some_new_field" in message
     assert "transformers does not compute the text part" in message
+
+
+def test_the_examination_before_a_start_reads_the_text_part(qwen3):
+    assert examine_config(qwen3, impl=ModelImpl.AUTO)
+    edit(qwen3, inner={"some_new_field": 1})
+    with pytest.raises(CheckpointError, match=r"text_config\.some_new_field"):
+        examine_config(qwen3, impl=ModelImpl.AUTO)
 
 
 def test_gemma3_has_the_sizes_that_published_files_leave_out(tmp_path):
