@@ -494,14 +494,3 @@ def require_uniform_layers(
     uniform = (FULL if window is None else SLIDING,) * num_layers
     if read_layer_kinds(fields, default=uniform) != uniform:
         fields.defer("layer_types", f"must be {uniform[0]} in every layer, in accordance with sliding_window")
-
-
-def qwen_windows(fields: ConfigFields, *, num_layers: int, context: int) -> Windows:
-    """Off unless `use_sliding_window`; then in the layers that `layer_types` names, or from `max_window_layers` on."""
-    first = fields.integer("max_window_layers", least=0, most=1 << 20, default=28)
-    slides = fields.flag("use_sliding_window", default=False) and stated_window(fields, default=4096) is not None
-    default = tuple(SLIDING if slides and layer >= first else FULL for layer in range(num_layers))
-    kinds = read_layer_kinds(fields, default=default)
-    if not slides and SLIDING in kinds:
-        fields.refuse("layer_types", f"may name {SLIDING} only with use_sliding_window and a sliding_window")
-    return in_sliding_layers(fields, kinds, context=context, default=4096)

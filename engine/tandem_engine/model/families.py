@@ -25,10 +25,10 @@ from tandem_engine.model.config_fields import (
     SLIDING,
     ConfigFields,
     Defaults,
+    Windows,
     expert_count,
     in_all_layers,
     in_sliding_layers,
-    qwen_windows,
     read_decoder,
     read_experts,
     read_layer_kinds,
@@ -37,6 +37,7 @@ from tandem_engine.model.config_fields import (
     read_window,
     require_silu,
     require_uniform_layers,
+    stated_window,
 )
 from tandem_engine.model.dense_families import DENSE_FAMILIES
 from tandem_engine.model.expert_families import EXPERT_FAMILIES
@@ -223,6 +224,17 @@ MIXTRAL = Family(
     ),
     read=_read_mixtral,
 )
+
+
+def qwen_windows(fields: ConfigFields, *, num_layers: int, context: int) -> Windows:
+    """Off unless `use_sliding_window`; then in the layers that `layer_types` names, or from `max_window_layers` on."""
+    first = fields.integer("max_window_layers", least=0, most=1 << 20, default=28)
+    slides = fields.flag("use_sliding_window", default=False) and stated_window(fields, default=4096) is not None
+    default = tuple(SLIDING if slides and layer >= first else FULL for layer in range(num_layers))
+    kinds = read_layer_kinds(fields, default=default)
+    if not slides and SLIDING in kinds:
+        fields.refuse("layer_types", f"may name {SLIDING} only with use_sliding_window and a sliding_window")
+    return in_sliding_layers(fields, kinds, context=context, default=4096)
 
 
 def _read_qwen2(fields: ConfigFields) -> ModelConfig:
