@@ -18,7 +18,7 @@ import transformers
 from tandem_engine.config import ModelConfig, NormKind, QkNorm
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.cpu.step import is_plain
-from tandem_engine.model.decoder import attention_specs
+from tandem_engine.model.decoder import specs_without_sinks
 from tandem_engine.model.families import FAMILIES
 from tandem_engine.model.known_fields import Family
 from tandem_engine.model.text_towers import TOWERS
@@ -59,6 +59,14 @@ PUBLISHED = {
     ),
     "gemma3_text": Published(
         "windows in five of six layers, two rotary bases, norms on q and k", "Gemma 3 27B", 62, 16, 128
+    ),
+    "gpt_oss": Published(
+        "attention sinks, every second layer with a window, biases, YaRN without truncation, experts with biases and a "
+        "clamped gate, plain or MXFP4",
+        "gpt-oss 20B",
+        24,
+        8,
+        64,
     ),
     "qwen3_moe": Published(
         "experts (top-k normalized or not, dense layers between), sliding window", "Qwen3 30B-A3B", 48, 4, 128
@@ -170,7 +178,7 @@ def row(family: Family, tiny: dict[str, ModelConfig]) -> tuple[str, ...]:
         "Tandem",
         "yes",
         "yes",
-        "yes" if any(is_plain(each, attention_specs(each)) for each in tiny.values()) else "–",
+        "yes" if any(is_plain(each, specs_without_sinks(each)) for each in tiny.values()) else "–",
         by_torch(config),
         "yes",
         f"{published.kv_bytes:,} ({published.name})",

@@ -13,7 +13,7 @@ from tandem_testing.triton_kernels.checks import KernelChecks
 
 SUITES = [
     KernelChecks(f"tandem_testing.triton_kernels.{name}_kernels")
-    for name in ("layer", "expert", "sampling", "table", "quantized", "quantized_expert")
+    for name in ("layer", "expert", "sampling", "table", "quantized", "quantized_expert", "gpt_oss")
 ]
 CHECKS = [pytest.param(suite, check, id=check) for suite in SUITES for check in suite.on_device]
 pytestmark = [

@@ -27,6 +27,15 @@ NAMED = {
         {"rope_parameters": ABSENT, "rope_scaling": {"type": "linear", "factor": 4.0}},
         {"rope_parameters": ABSENT, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 99.0},
     ],
+    "gpt-oss": [
+        {"rope_parameters": ABSENT},
+        {"rope_parameters": ABSENT, "rope_theta": 700.0},
+        {"rope_parameters": ABSENT, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"layer_types": ABSENT, "sliding_window": 8},
+        {"swiglu_alpha": 0.7, "swiglu_limit": ABSENT},
+        {"attention_bias": False},
+        {"num_experts_per_tok": ABSENT},
+    ],
     "llama-bias": [{"attention_chunk_size": 8}, {"rope_scaling": {}, "rope_parameters": {"rope_theta": 300.0}}],
 }
 

@@ -19,7 +19,7 @@ SIZES = (2, 4)
 def logits(path, prompt: Tensor, parallel: Parallel) -> Tensor:
     """A prompt of 40 tokens in one step, then its last token in another."""
     model = load_model(path, read_model_config(path), torch.float32, progress=False, group=parallel.forward)
-    attend, positions = DenseAttend(), torch.arange(len(prompt))
+    attend, positions = DenseAttend(specs=model.attention), torch.arange(len(prompt))
     results = []
     with torch.inference_mode():
         for part in (slice(0, 40), slice(40, 41)):

@@ -112,13 +112,18 @@ def test_the_examination_allows_for_rounding(arcee, dtype):
         ("stablelm", "its attention cannot be replaced"),
         ("llama4", "layer_types may name only full_attention and sliding_attention"),
         ("deepseek-v3", "keys of 192 and values of 128"),
-        ("gpt-oss", "requires s_aux"),
         ("roberta", "computes other logits than transformers by itself"),
         ("xlm-roberta", "computes other logits than transformers by itself"),
     ],
 )
 def test_a_model_that_does_more_than_paged_attention_is_refused(name, reason, tmp_path):
     assert reason in refusal(write_tiny_checkpoint(name, tmp_path))
+
+
+def test_sinks_are_refused_where_transformers_is_to_compute_them(tmp_path):
+    path = write_tiny_checkpoint("gpt-oss", tmp_path)
+    with pytest.raises(CheckpointError, match="requires s_aux"):
+        load_model(path, read_model_config(path, impl=ModelImpl.TRANSFORMERS), torch.float32, progress=False)
 
 
 def test_layers_without_attention_are_refused_whatever_config_json_says(tmp_path):

@@ -26,6 +26,7 @@ from tandem_engine.config.engine import (
 )
 from tandem_engine.config.model import (
     Activation,
+    GateClamp,
     ModelConfig,
     ModelImpl,
     MoeConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "DeviceDefaults",
     "DisaggConfig",
     "EngineConfig",
+    "GateClamp",
     "GrammarConfig",
     "GraphConfig",
     "HostConfig",

@@ -47,6 +47,18 @@ class Activation(StrEnum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     """GELU by its tanh approximation."""
+    CLAMPED_SWIGLU = "clamped_swiglu"
+    """(up + 1) · gate · sigmoid(alpha · gate) of bounded gate and up (gpt_oss): see `GateClamp`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateClamp:
+    """Numbers of `Activation.CLAMPED_SWIGLU`."""
+
+    alpha: float
+    """Factor of the gate in its sigmoid."""
+    limit: float
+    """gate ≤ limit, −limit ≤ up ≤ limit."""
 
 
 class NormKind(StrEnum):
@@ -56,10 +68,10 @@ class NormKind(StrEnum):
     """Scale by w, after rounding to the model's dtype (Llama)."""
     UNIT_OFFSET = "unit_offset"
     """Scale by 1 + w in float32, then round (Gemma)."""
-    FLOAT32 = "float32"
-    """Scale by w in float32, then round (OLMo 2)."""
+    ROUND_LAST = "round_last"
+    """Scale by w in float32, then round (OLMo 2, gpt_oss)."""
     CENTERED = "centered"
-    """LayerNorm without bias: subtract the mean, then as `FLOAT32` (Cohere 2)."""
+    """LayerNorm without bias: subtract the mean, then as `ROUND_LAST` (Cohere 2)."""
 
 
 class NormPlacement(StrEnum):
@@ -135,6 +147,10 @@ class MoeConfig:
     float32_router: bool = False
     """Whether the router's logits are computed in float32 whatever the dtype of the model."""
     shared: SharedExpert | None = None
+    bias: bool = False
+    """Biases on the router and on both projections of each expert (gpt_oss)."""
+    interleaved: bool = False
+    """Whether gate and up of an expert are stored as one matrix whose outputs alternate (gpt_oss)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +200,11 @@ class ModelConfig:
     """Factor of what each block adds to the hidden states (granite)."""
     logit_scale: float = 1.0
     """Factor of the output logits (cohere2, granite)."""
+    attention_sinks: bool = False
+    """Scores without a token, one for each query head of a layer (gpt_oss)."""
     activation: Activation = Activation.SILU
+    gate_clamp: GateClamp | None = None
+    """Of `Activation.CLAMPED_SWIGLU` alone."""
     norm: NormKind = NormKind.PLAIN
     norm_placement: NormPlacement = NormPlacement.BEFORE
     moe: MoeConfig | None = None

@@ -15,10 +15,11 @@ this is the version for a CPU, without Triton. Source: the E4M3 and E5M2 formats
 
     codes    uint8 [N, K] for numbers of eight bits, [N, K / 2] for those of four
     scales   [groups, N], any float type                         g = k // group_size, one group for group_size ≥ K
-    zeros    uint8 [groups, N]; None: all in the middle, 8 or 128; always None for float8
+    zeros    uint8 [groups, N]; None: all in the middle, 8 or 128; always None for float8 and e2m1
 
     int4, int8   W[n, k] = (code − zero) · scale[g, n]
     float8       W[n, k] = e4m3(code) · scale[g, n]
+    e2m1         W[n, k] = e2m1(code) · scale[g, n]                  floating-point numbers of four bits (MXFP4)
 
 A stack of matrices of one kind, such as the experts of a layer, has one more first dimension. Four-bit numbers are
 packed so that a kernel moves nothing between lanes: in each run of 2 · depth inputs, byte j holds input j in its lower
@@ -86,9 +87,12 @@ class HeadTurn(NamedTuple):
     norm: HeadNorm | None
 
 
-INT4, INT8, PACKED_FLOAT8 = "int4", "int8", "float8"
+INT4, INT8, PACKED_FLOAT8, PACKED_E2M1 = "int4", "int8", "float8", "e2m1"
 
-MIDDLES = {INT4: 8, INT8: 128, PACKED_FLOAT8: 0}
+PAIRED = frozenset({INT4, PACKED_E2M1})
+"""Codings of four bits."""
+
+MIDDLES = {INT4: 8, INT8: 128, PACKED_FLOAT8: 0, PACKED_E2M1: 0}
 """Zero points of symmetric formats."""
 
 DEPTHS = (64, 32)
@@ -112,7 +116,7 @@ class PackedWeight:
     scales: Tensor
     zeros: Tensor | None
     coding: str
-    """`INT4`, `INT8` or `FLOAT8`."""
+    """`INT4`, `INT8`, `PACKED_FLOAT8` or `PACKED_E2M1`."""
     inputs: int
     group_size: int
     depth: int
@@ -127,10 +131,10 @@ class PackedWeight:
             zeros: uint8 [N, groups], or None.
         """
         inputs = codes.shape[1]
-        depth = depth_for(inputs, group_size, paired=coding == INT4)
+        depth = depth_for(inputs, group_size, paired=coding in PAIRED)
         assert depth is not None, f"groups of {group_size} of {inputs} inputs"
         return cls(
-            codes=paired(codes, depth) if coding == INT4 else codes.contiguous(),
+            codes=paired(codes, depth) if coding in PAIRED else codes.contiguous(),
             scales=scales.t().contiguous(),
             zeros=None if zeros is None else zeros.t().contiguous(),
             coding=coding,
@@ -171,7 +175,7 @@ class PackedWeight:
     @property
     def step(self) -> int:
         """Inputs that a program reads together."""
-        return 2 * self.depth if self.coding == INT4 else self.depth
+        return 2 * self.depth if self.coding in PAIRED else self.depth
 
     @property
     def nbytes(self) -> int:

@@ -37,7 +37,8 @@ class GrammarKind(StrEnum):
     STRUCTURAL_TAG = "structural_tag"
     """A JSON object {"structures": [{"begin", "schema", "end"}], "triggers": […]}: free text until it contains a
     trigger, then one of the structures that begin with it, then free text again. With "answer", a JSON schema, the
-    output is JSON of that schema, or structures with "separator" between them, "most" at most."""
+    output is JSON of that schema, or structures with "separator" between them, "most" at most. With "thoughts", two
+    texts, it is one of the structures, and free text between these texts may come before."""
 
 
 MAX_GRAMMAR_BYTES = {

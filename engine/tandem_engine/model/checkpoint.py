@@ -38,6 +38,7 @@ from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor, o
 from tandem_engine.model.checkpoint_folder import ModelDirectory, open_directory, read_json_object, shown
 from tandem_engine.model.config_fields import ConfigFields, read_fields
 from tandem_engine.model.families import find_family, require_family
+from tandem_engine.model.gpt_oss_tensors import outputs_first, unstacked
 from tandem_engine.model.quantization.dequantized import dequantized
 from tandem_engine.model.quantization.kv_scales import without_scales
 from tandem_engine.model.quantization.scheme import Holding, WeightFormat, described, holding_of, read_scheme
@@ -154,7 +155,10 @@ def open_weights(
     Raises:
         CheckpointError: a file is absent or broken, or parts of a quantized matrix do not fit each other.
     """
-    return canonical_tensors(dequantized(without_scales(open_stored(directory, config)), scheme), config)
+    tensors = without_scales(open_stored(directory, config))
+    if config.moe is not None and config.moe.interleaved:
+        return outputs_first(dequantized(unstacked(tensors), scheme))
+    return canonical_tensors(dequantized(tensors, scheme), config)
 
 
 def open_stored(directory: ModelDirectory, config: ModelConfig) -> dict[str, StoredTensor]:

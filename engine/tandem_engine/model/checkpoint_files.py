@@ -41,6 +41,7 @@ DTYPES = {
     "I64": torch.int64,
     "I32": torch.int32,
     "I8": torch.int8,
+    "U8": torch.uint8,
 }
 
 

@@ -10,6 +10,7 @@ The parts are plain frozen objects that hold tensors. At the sizes that run on a
 operations of a few microseconds, to which the bookkeeping of `nn.Module` would add noticeably.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.config import ModelConfig, MoeConfig, NormPlacement, QkNorm, RopeConfig
-from tandem_engine.kernels.interface import by_triton
+from tandem_engine.kernels.interface import GatedActivation, by_triton
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend
 from tandem_engine.model.layers.attention import RotaryTable, SelfAttention, rotary_order, rotary_table
@@ -31,8 +32,11 @@ from tandem_engine.model.tensor_names import (
     FINAL_NORM,
     LM_HEAD,
     ROUTER,
+    ROUTER_BIAS,
     SHARED_EXPERT,
     SHARED_GATE,
+    SINKS,
+    expert_bias_name,
     expert_name,
     has_experts,
     layer_prefix,
@@ -135,8 +139,14 @@ class Decoder:
         return logits if cap is None else soft_cap_(logits, cap)
 
 
-def attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
-    """What each layer's attention computes."""
+def attention_specs(config: ModelConfig, blocks: Sequence[Block]) -> tuple[AttentionSpec, ...]:
+    """What the attention of each of `blocks`, the first layers, computes."""
+    specs = specs_without_sinks(config)
+    return tuple(replace(spec, sinks=block.attention.sinks) for spec, block in zip(specs, blocks, strict=True))
+
+
+def specs_without_sinks(config: ModelConfig) -> tuple[AttentionSpec, ...]:
+    """What `config` alone determines of `attention_specs`."""
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     windows = config.windows or (None,) * config.num_layers
     return tuple(AttentionSpec(scale=scale, window=window, soft_cap=config.attention_soft_cap) for window in windows)
@@ -146,13 +156,12 @@ def build_decoder(config: ModelConfig, weights: Weights, *, positions: int) -> D
     """Assemble a decoder that can place tokens at [0, positions)."""
     embedding, scores = _vocabulary(config, weights)
     builder = BlockBuilder(config=config, weights=weights, heads=heads_of_rank(config, weights.group.size))
-    specs = attention_specs(config)
     rotary = tuple(_rotary(rope, config, weights, positions) for rope in _ropes(config))
     blocks = tuple(builder.block(layer) for layer in range(config.num_layers))
     norm = rms_norm(weights.stacked(FINAL_NORM), eps=config.rms_eps, kind=config.norm)
     decoder = Decoder(
         config=config,
-        attention=specs,
+        attention=attention_specs(config, blocks),
         embedding=embedding,
         rotary=rotary,
         blocks=blocks,
@@ -205,6 +214,11 @@ def _rotary(rope: RopeConfig, config: ModelConfig, weights: Weights, positions: 
     )
 
 
+def gate_first(outputs: int, device: torch.device) -> Tensor:
+    """Indices of outputs of gate and up that alternate: those of gate, then those of up."""
+    return torch.arange(outputs, device=device).view(-1, 2).t().flatten()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockBuilder:
     """Assembles the layers of a decoder from their tensors."""
@@ -250,6 +264,7 @@ class BlockBuilder:
             num_heads=self.heads.query,
             num_kv_heads=self.heads.kv,
             head_dim=config.head_dim,
+            sinks=self.weights.stacked(f"{prefix}{SINKS}", split=OUTPUTS).float() if config.attention_sinks else None,
         )
 
     def _order_of_outputs(self) -> Tensor | None:
@@ -273,7 +288,7 @@ class BlockBuilder:
             gate_up=column_parallel(
                 self.weights, f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj", bias=config.mlp_bias, split=OUTPUTS
             ),
-            activation=gated(config.activation, self.weights.device),
+            activation=self._activation(),
             down=row_parallel(
                 self.weights,
                 f"{prefix}mlp.down_proj",
@@ -294,16 +309,16 @@ class BlockBuilder:
         return SparseFeedForward(
             norm=norm,
             router=router,
-            experts=tuple(self._expert(prefix, expert) for expert in range(moe.num_experts)),
-            activation=gated(self.config.activation, self.weights.device),
+            experts=tuple(self._expert(prefix, expert, moe) for expert in range(moe.num_experts)),
+            activation=self._activation(),
             shared=shared,
             group=self.weights.group,
         )
 
     def _router(self, prefix: str, moe: MoeConfig) -> Router:
-        name = f"{prefix}{ROUTER}"
+        read = self.weights.exact if moe.float32_router else self.weights.stacked
         return Router(
-            weight=projection(self.weights.exact(name) if moe.float32_router else self.weights.stacked(name)),
+            weight=projection(read(f"{prefix}{ROUTER}"), read(f"{prefix}{ROUTER_BIAS}") if moe.bias else None),
             experts_per_token=moe.experts_per_token,
             normalise=moe.normalise,
             scoring=moe.scoring,
@@ -320,41 +335,69 @@ class BlockBuilder:
         weights = self.weights
         return SharedBlock(
             gate_up=column_parallel(weights, gate, up, bias=False, split=OUTPUTS),
-            activation=gated(self.config.activation, weights.device),
+            activation=self._activation(),
             down=held_projection(weights.matrix(f"{down}.weight", split=INPUTS), None, weights.dtype),
             gate=projection(weights.stacked(f"{prefix}{SHARED_GATE}")) if gated_by else None,
         )
 
-    def _expert(self, prefix: str, expert: int) -> Expert:
-        matrices = self._expert_matrices(prefix, expert, self.weights.matrix)
-        gate_up, down = (held_projection(matrix, None, self.weights.dtype) for matrix in matrices)
+    def _activation(self) -> GatedActivation:
+        return gated(self.config.activation, self.weights.device, self.config.gate_clamp)
+
+    def _expert(self, prefix: str, expert: int, moe: MoeConfig) -> Expert:
+        matrices = self._expert_matrices(prefix, expert, moe, self.weights.matrix)
+        biases = self._expert_biases(prefix, expert) if moe.bias else (None, None)
+        gate_up, down = (
+            held_projection(matrix, bias, self.weights.dtype) for matrix, bias in zip(matrices, biases, strict=True)
+        )
         return Expert(gate_up=gate_up, down=down)
 
     def _device_experts(
         self, prefix: str, moe: MoeConfig, norm: Norm, router: Router, shared: SharedBlock | None
     ) -> Tokenwise:
         # Only an engine on a device needs Triton.
-        from tandem_engine.model.layers.triton_experts import DeviceExperts, ExpertMatrices, read_experts
+        from tandem_engine.model.layers.triton_experts import (
+            DeviceExperts,
+            ExpertMatrices,
+            read_experts,
+            stacked_biases,
+        )
 
         weights = self.weights
         stacks = read_experts(
-            lambda expert: ExpertMatrices(*self._expert_matrices(prefix, expert, weights.matrix)),
-            lambda expert: ExpertMatrices(*self._expert_matrices(prefix, expert, weights.stacked)),
+            lambda expert: ExpertMatrices(*self._expert_matrices(prefix, expert, moe, weights.matrix)),
+            lambda expert: ExpertMatrices(*self._expert_matrices(prefix, expert, moe, weights.stacked)),
             count=moe.num_experts,
             dtype=weights.dtype,
             device=weights.device,
         )
+        biases = [self._expert_biases(prefix, expert) for expert in range(moe.num_experts)] if moe.bias else None
         return DeviceExperts.of(
             stacks,
             norm=norm,
             router=router,
             activation=self.config.activation,
+            clamp=self.config.gate_clamp,
             group=weights.group,
+            biases=None if biases is None else stacked_biases(biases),
             shared=shared,
         )
 
-    def _expert_matrices(self, prefix: str, expert: int, read: MatrixReader) -> tuple[Tensor | Levels, Tensor | Levels]:
+    def _expert_biases(self, prefix: str, expert: int) -> tuple[Tensor, Tensor | None]:
+        """[2 * I], gate first, and [hidden], which the first rank alone adds; of a family that interleaves."""
+        gate_up, down = (prefix + expert_bias_name(expert, name) for name in ("gate_up_proj", "down_proj"))
+        both = self.weights.stacked(gate_up, split=OUTPUTS)
+        added = self.weights.stacked(down) if self.weights.group.rank == 0 else None
+        return both[gate_first(len(both), self.weights.device)], added
+
+    def _expert_matrices(
+        self, prefix: str, expert: int, moe: MoeConfig, read: MatrixReader
+    ) -> tuple[Tensor | Levels, Tensor | Levels]:
         """[2 * I, hidden], gate first, and [hidden, I]."""
+        if moe.interleaved:
+            gate_up, down = (prefix + expert_name(expert, name) for name in ("gate_up_proj", "down_proj"))
+            both = read(gate_up, split=OUTPUTS)
+            order = gate_first(both.shape[0], self.weights.device)
+            return both[order] if isinstance(both, Tensor) else both.outputs(order), read(down, split=INPUTS)
         gate, up, down = (prefix + expert_name(expert, name) for name in ("gate_proj", "up_proj", "down_proj"))
         return read(gate, up, split=OUTPUTS), read(down, split=INPUTS)
 

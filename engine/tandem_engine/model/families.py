@@ -11,6 +11,7 @@ and a gated feed-forward part, each after a norm. A family is the reading of its
                     window rotate by another base: config.json has both sets of rotary parameters under
                     `rope_parameters`, or, as published, `rope_theta` and `rope_scaling` for the full layers and
                     `rope_local_base_freq` for the others. Its `max_position_embeddings` is the context after scaling
+    gpt_oss         see `gpt_oss`
 
 Others are in `dense_families`, `norm_families` and `expert_families`.
 """
@@ -19,6 +20,7 @@ import math
 from dataclasses import replace
 
 from tandem_engine.config import Activation, ModelConfig, NormKind, NormPlacement, QkNorm, RopeConfig
+from tandem_engine.model import gpt_oss
 from tandem_engine.model.config_fields import (
     FULL,
     MAX_LAYERS,
@@ -278,7 +280,15 @@ QWEN3 = Family(
 )
 
 
-FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, *EXPERT_FAMILIES, *NORM_FAMILIES, *DENSE_FAMILIES)
+GPT_OSS = Family(name=gpt_oss.NAME, architecture=gpt_oss.ARCHITECTURE, fields=gpt_oss.FIELDS, read=gpt_oss.read_gpt_oss)
+
+
+FAMILIES = (
+    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_OSS),
+    *EXPERT_FAMILIES,
+    *NORM_FAMILIES,
+    *DENSE_FAMILIES,
+)
 
 
 def find_family(config: ConfigFields) -> Family | None:

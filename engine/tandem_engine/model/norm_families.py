@@ -49,7 +49,7 @@ def _as_olmo(fields: ConfigFields, base: ModelConfig) -> ModelConfig:
         activation=require_silu(fields),
         attention_bias=attention_bias,
         output_bias=attention_bias,
-        norm=NormKind.FLOAT32,
+        norm=NormKind.ROUND_LAST,
         norm_placement=NormPlacement.AFTER,
         qk_norm=QkNorm.WHOLE,
     )

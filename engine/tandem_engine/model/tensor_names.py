@@ -24,18 +24,24 @@ from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
 from tandem_engine.model.checkpoint_folder import shown
 from tandem_engine.model.config_fields import MAX_EXPERTS
 
-ROUTER = "mlp.gate.weight"
+ROUTER, ROUTER_BIAS = "mlp.gate.weight", "mlp.gate.bias"
 CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 SHARED_EXPERT = "mlp.shared_expert"
 SHARED_GATE = "mlp.shared_expert_gate.weight"
+SINKS = "self_attn.sinks"
 _MIXTRAL = ".block_sparse_moe."
 _MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _STACKED = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<name>gate_up_proj|down_proj)")
 
 
 def expert_name(expert: int, projection: str) -> str:
-    """Name within its layer of `gate_proj`, `up_proj` or `down_proj` of one expert."""
+    """Name within its layer of `gate_proj`, `up_proj`, `gate_up_proj` or `down_proj` of one expert."""
     return f"mlp.experts.{expert}.{projection}.weight"
+
+
+def expert_bias_name(expert: int, projection: str) -> str:
+    """Of the bias of such a projection."""
+    return f"mlp.experts.{expert}.{projection}.bias"
 
 
 def canonical_experts(tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
@@ -155,6 +161,8 @@ def _attention_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...
     yield from _linear("self_attn.k_proj", kv, hidden, bias=config.attention_bias)
     yield from _linear("self_attn.v_proj", kv, hidden, bias=config.attention_bias)
     yield from _linear("self_attn.o_proj", hidden, q, bias=config.output_bias)
+    if config.attention_sinks:
+        yield SINKS, (config.num_heads,)
     if config.qk_norm is not None:
         whole = config.qk_norm is QkNorm.WHOLE
         yield "self_attn.q_norm.weight", (q if whole else config.head_dim,)
@@ -197,6 +205,13 @@ def _expert_shapes(moe: MoeConfig, hidden: int) -> Iterator[tuple[str, tuple[int
         yield from _gated_block_shapes(SHARED_EXPERT, hidden, moe.shared.intermediate_size, bias=False)
         if moe.shared.gated:
             yield SHARED_GATE, (1, hidden)
+    if moe.bias:
+        yield ROUTER_BIAS, (moe.num_experts,)
+    if moe.interleaved:
+        for expert in range(moe.num_experts):
+            yield from _linear(f"mlp.experts.{expert}.gate_up_proj", 2 * moe.intermediate_size, hidden, bias=moe.bias)
+            yield from _linear(f"mlp.experts.{expert}.down_proj", hidden, moe.intermediate_size, bias=moe.bias)
+        return
     for expert in range(moe.num_experts):
         yield expert_name(expert, "gate_proj"), (moe.intermediate_size, hidden)
         yield expert_name(expert, "up_proj"), (moe.intermediate_size, hidden)

@@ -40,15 +40,14 @@ from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.kernels.interface import by_triton
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend, DraftHead
-from tandem_engine.model.checkpoint import parse_config
-from tandem_engine.model.checkpoint_files import ReadableTensor, open_tensors
+from tandem_engine.model.checkpoint import open_weights, parse_config
+from tandem_engine.model.checkpoint_files import ReadableTensor
 from tandem_engine.model.checkpoint_folder import open_directory, shown
 from tandem_engine.model.decoder import Block, BlockBuilder, attention_specs
 from tandem_engine.model.layers.attention import RotaryTable, rotary_table
 from tandem_engine.model.layers.linear import Projection, projection
 from tandem_engine.model.layers.norm import Norm, rms_norm
 from tandem_engine.model.loader import WeightReader
-from tandem_engine.model.tensor_aliases import canonical_tensors
 from tandem_engine.model.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
@@ -159,7 +158,7 @@ class EagleModel(DraftHead):
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
         """See `CausalLM.attention`."""
-        return attention_specs(self.facts)
+        return attention_specs(self.facts, (self.head.block,))
 
     def forward(self, batch: ForwardBatch, input_ids: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """See `DraftHead.forward`."""
@@ -222,7 +221,7 @@ def load_head(path: str, config: ModelConfig, *, dtype: torch.dtype, device: str
 
 
 def _tensors(path: str, config: ModelConfig) -> dict[str, ReadableTensor]:
-    return canonical_tensors(open_tensors(open_directory(path)), config)
+    return open_weights(open_directory(path), None, config)
 
 
 def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

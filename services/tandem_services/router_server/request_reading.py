@@ -88,7 +88,8 @@ class RequestReading:
                 "prompt",
             )
         else:
-            messages, param = template_messages(ask.messages), "messages"
+            on_channels = reader.model.dialect.channels is not None
+            messages, param = template_messages(ask.messages, on_channels=on_channels), "messages"
             ids = await reader.prompts.encode_chat(
                 messages, add_generation_prompt=True, add_special_tokens=False, variables={}
             )

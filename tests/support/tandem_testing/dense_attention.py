@@ -37,10 +37,21 @@ class DenseAttend:
         if spec.window is not None:
             visible = visible.triu(diagonal=seen - new - spec.window + 1)
         q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
-        if spec.soft_cap is None:
+        if spec.sinks is not None:
+            out = _with_sinks(q, k, v, visible, spec.scale, spec.sinks)
+        elif spec.soft_cap is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=spec.scale, enable_gqa=True)
         else:
             k, v = (rows.repeat_interleave(len(q) // len(k), dim=0) for rows in (k, v))
             scores = spec.soft_cap * torch.tanh(q @ k.mT * spec.scale / spec.soft_cap)
             out = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
         return out.transpose(0, 1).reshape(new, -1)
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, sinks: Tensor) -> Tensor:
+    """The denominator of the softmax has one more term for each head."""
+    k, v = (rows.repeat_interleave(len(q) // len(k), dim=0) for rows in (k, v))
+    scores = (q @ k.mT * scale).masked_fill(~visible, -torch.inf)
+    highest = torch.maximum(scores.amax(-1, keepdim=True), sinks.to(q.dtype)[:, None, None])
+    weights = (scores - highest).exp()
+    return weights @ v / (weights.sum(-1, keepdim=True) + (sinks.to(q.dtype)[:, None, None] - highest).exp())

@@ -41,6 +41,7 @@ REDUCED_PATHS = [
     "qwen2-window",
     "qwen3-moe",
     "qwen3-moe-raw-weights",
+    "gpt-oss",
     "gemma3",
 ]
 """All but the first two have windows shorter than the prompts, or experts."""

@@ -147,6 +147,23 @@ TINY_MODELS = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "gpt-oss": TinyModel(
+        config_class="GptOssConfig",
+        fields={
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 20,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "qwen2-moe": TinyModel(
         config_class="Qwen2MoeConfig",
         fields={
@@ -336,7 +353,6 @@ UNSUPPORTED_MODELS = {
     "deepseek-v3": TinyModel(config_class="DeepseekV3Config"),
     "roberta": TinyModel(config_class="RobertaConfig", fields={"is_decoder": True, "pad_token_id": 1}),
     "xlm-roberta": TinyModel(config_class="XLMRobertaConfig", fields={"is_decoder": True, "pad_token_id": 1}),
-    "gpt-oss": TinyModel(config_class="GptOssConfig", fields={"head_dim": 16, "num_local_experts": 4}),
 }
 """Architectures that keep more than keys and values of one size, or keep callers from their attention."""
 
@@ -369,6 +385,8 @@ def write_tiny_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif parameter_name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
         elif parameter_name.endswith("bias") and not parameter_name.endswith(CHOICE_BIAS):
             torch.nn.init.normal_(parameter, std=0.3)
         elif tiny.config_class.startswith("Gemma") and parameter_name.endswith("embed_tokens.weight"):

@@ -1,6 +1,7 @@
 """Small tokenizers written to disk as checkpoints have them."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,20 @@ def tokenizer_document() -> str:
     return tokenizer.to_str()
 
 
-def write_tokenizer(folder: Path, *, chat_template: str | None = CHATML, **files: Any) -> Path:
-    """Write tokenizer.json, tokenizer_config.json and further JSON files (`generation_config={...}`)."""
+def write_tokenizer(
+    folder: Path, *, chat_template: str | None = CHATML, specials: Sequence[str] = (), **files: Any
+) -> Path:
+    """Write tokenizer.json, tokenizer_config.json and further JSON files (`generation_config={...}`).
+
+    `specials`: further special tokens.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(tokenizer_document(), "utf-8")
+    document = tokenizer_document()
+    if specials:
+        tokenizer = Tokenizer.from_str(document)
+        tokenizer.add_special_tokens([AddedToken(text, special=True) for text in specials])
+        document = tokenizer.to_str()
+    (folder / "tokenizer.json").write_text(document, "utf-8")
     config = {"eos_token": "<|im_end|>", "chat_template": chat_template}
     for name, content in {"tokenizer_config": config, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(content), "utf-8")

@@ -9,7 +9,7 @@ from tandem_engine.kernels.interface import HeadTurn
 from tandem_engine.model.attention.backend import GraphPlan, TurningPlan
 from tandem_engine.model.attention.reference import TorchReferenceBackend, TorchReferencePlan
 from tandem_engine.model.layers.attention import Rotation
-from tandem_engine.model.layers.norm import Float32RmsNorm, RmsNorm
+from tandem_engine.model.layers.norm import LateRoundingRmsNorm, RmsNorm
 
 
 class TurningReference(TorchReferenceBackend):
@@ -48,6 +48,6 @@ class TurningReferencePlan(TurningPlan):
         heads = q.shape[1]
         if turn.norm is not None:
             weight, eps = turn.norm
-            kind = RmsNorm if weight.dtype is q.dtype else Float32RmsNorm
+            kind = RmsNorm if weight.dtype is q.dtype else LateRoundingRmsNorm
             q, k = kind(weight=weight[:heads], eps=eps)(q), kind(weight=weight[heads:], eps=eps)(k)
         return self.inner(layer, rotation.apply(q), rotation.apply(k), v)

@@ -47,6 +47,8 @@ QUERY, TASK_CHUNK = range(2)
 STATISTICS = 2
 """A partial result is head_dim values, then the maximum score and the sum of weights relative to it."""
 
+_NO_SINKS = np.empty(0, np.float32)
+
 _LOG2_E = np.float32(math.log2(math.e))
 
 # exp2 on [-0.5, 0.5] by its Taylor terms ln(2)^n / n!; the first one left out is below 2e-8.
@@ -78,15 +80,15 @@ def store(pages: Array, layer: int, k: Array, v: Array, slots: Array) -> None:
 
 @inlined
 def merge_queries(queries: Array, partial: Array, out: Array, head_dim: int) -> None:
-    """The rows of `out` that belong to the queries, from the partial results of their chunks."""
+    """The rows of `out` that belong to the queries of a layer without sinks, from partial results of their chunks."""
     for index in range(queries.shape[0]):
-        merge_query(queries[index], partial, out, head_dim)
+        merge_query(queries[index], partial, out, head_dim, _NO_SINKS)
 
 
 @inlined
-def merge_query(query: Array, partial: Array, out: Array, head_dim: int) -> None:
-    """The row of `out` that belongs to one query."""
-    _merge(partial[query[FIRST_TASK] : query[END_TASK]], out[query[TOKEN]], head_dim)
+def merge_query(query: Array, partial: Array, out: Array, head_dim: int, sinks: Array) -> None:
+    """The row of `out` that belongs to one query. `sinks` [heads] float32, or nothing."""
+    _merge(partial[query[FIRST_TASK] : query[END_TASK]], out[query[TOKEN]], head_dim, sinks)
 
 
 @inlined
@@ -136,13 +138,16 @@ def exp_shifted(row: Array, exponents: Array, count: int, maximum: float) -> Non
 
 
 @inlined
-def _merge(partial: Array, out: Array, head_dim: int) -> None:
-    """out [heads, D] = the chunks' partial results [chunks, heads, D + 2] as one softmax."""
+def _merge(partial: Array, out: Array, head_dim: int, sinks: Array) -> None:
+    """out [heads, D] = the chunks' partial results [chunks, heads, D + 2] as one softmax; sinks take a share."""
     for head in range(out.shape[0]):
         maximum = partial[0, head, head_dim]
         for chunk in range(1, partial.shape[0]):
             maximum = max(maximum, partial[chunk, head, head_dim])
         total = np.float32(0.0)
+        if sinks.shape[0] > 0:
+            maximum = max(maximum, sinks[head])
+            total = np.exp(sinks[head] - maximum)
         out[head, :] = 0.0
         for chunk in range(partial.shape[0]):
             weight = np.exp(partial[chunk, head, head_dim] - maximum)

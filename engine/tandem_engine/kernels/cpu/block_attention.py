@@ -18,6 +18,7 @@ pairs begin at even positions, and a key that a query does not see adds exact ze
 prompt is cut into chunks, on how the queries are cut into tasks, or on the number of threads.
 """
 
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ from tandem_engine.kernels.cpu.vectors import (
 )
 
 _HALF_BITS = np.uint32(16)
+
+_LN_2 = np.float32(math.log(2))
 
 _PAIRED_BYTES = 2
 """Of a number of a pair."""
@@ -150,6 +153,23 @@ def place_outputs(outputs: Array, totals: Array, kv_head: int, group: int, begin
             lane += 1
 
 
+@inlined
+def add_sinks(
+    totals: Array, maxima: Array, kv_head: int, group: int, begin: int, end: int, scale: np.float32, sinks: Array
+) -> None:
+    """Add the weight of each head's sink [heads] to the totals of its lanes.
+
+    A weight counts from the lane's maximum, whose unit is 1 / `scale` powers of two. A sink so far above it that the
+    weight is infinite leaves outputs of 0, which is what they are to 38 digits.
+    """
+    lane = 0
+    for _ in range(begin, end):
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            panel, column = lane // PANEL, lane % PANEL
+            totals[panel, column] += np.exp(sinks[head] - maxima[panel, column] * scale * _LN_2)
+            lane += 1
+
+
 types: Any = numba_types
 
 KEYS = 64
@@ -186,6 +206,7 @@ WORK = np.dtype(
             "out",
             "window",
             "panels",
+            "sinks",
         )
     ]
     + [("scale", np.float32), ("soft_cap", np.float32)]
@@ -199,7 +220,8 @@ WORK = np.dtype(
     q, out      [T, num_kv_heads · group, head_dim] float32, dense; of `out` the tasks' queries are written
 
 `next_task` counts what has been taken, from 0. `window` is how many of the newest tokens a query sees. `panels` holds
-the queries of any task. `scale` has the factor log2 e where `soft_cap` is 0, else the factor 1 / soft_cap.
+the queries of any task. `scale` has the factor log2 e where `soft_cap` is 0, else the factor 1 / soft_cap. `sinks` is
+the address of float32 [heads], or 0 for a layer without sinks.
 """
 
 
@@ -309,6 +331,10 @@ def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: 
                 hidden = oldest + 1 < key + seen or newest + 1 - work.window > key
                 _attend_panel(panel, key, seen, hidden, scale, work.soft_cap, scratch, pairs)
         key += count
+    if work.sinks != 0:
+        sinks = numba.carray(pointer(work.sinks, types.float32), (work.num_kv_heads * group,))
+        unit = work.scale if pairs and work.soft_cap == 0 else np.float32(1.0)
+        add_sinks(scratch.totals, scratch.maxima, kv_head, group, begin, end, unit, sinks)
     place_outputs(scratch.outputs, scratch.totals, kv_head, group, begin, end, out)
 
 

@@ -288,6 +288,7 @@ ATTEND = np.dtype(
             "q",
             "partial",
             "out",
+            "sinks",
         )
     ]
     + [("scale", np.float32), ("soft_cap", np.float32)]
@@ -303,6 +304,7 @@ ATTEND = np.dtype(
     pages       [page, num_layers, 2, num_kv_heads, page_size, D] float32, or others as `numbers` has them
     q, out      [num_tokens, heads, D] float32; rows of `out` that are the queries' tokens are written
     partial     [num_tasks, heads, D + STATISTICS] float32, scratch
+    sinks       [heads] float32, or 0 for a layer without sinks
 
 Each group is cut into `head_parts` by K/V heads: 1, or all of them. `soft_cap` is read by kernels that cap.
 """
@@ -356,10 +358,11 @@ def build_paged_kernel(dtype: np.dtype[Any], head_dim: int, group: int, *, cappe
             part = take(work.phases)
         wait(work.phases, count)
         out = array_at(work.out, (work.num_tokens, heads, head_dim), types.float32)
+        sinks = array_at(work.sinks, (heads if work.sinks != 0 else 0,), types.float32)
         merging = work.phases + PHASE_BYTES
         index = take(merging)
         while index < work.num_queries:
-            merge_query(queries[index], partial, out, head_dim)
+            merge_query(queries[index], partial, out, head_dim, sinks)
             index = take(merging)
 
     return compiled_callback(attend, types.void(types.CPointer(numba.from_dtype(ATTEND))))

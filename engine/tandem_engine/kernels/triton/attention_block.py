@@ -24,6 +24,8 @@ from torch import Tensor
 
 LOG2_E = math.log2(math.e)
 
+_LOG2_E = tl.constexpr(LOG2_E)
+
 FEWEST = 16
 """Rows and columns of a tensor-core tile."""
 
@@ -33,6 +35,12 @@ def factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     if soft_cap is None:
         return scale * LOG2_E, 0.0
     return 2 * LOG2_E * scale / soft_cap, soft_cap * LOG2_E
+
+
+@triton.jit
+def sink_scores(sinks, query_head):
+    """What the softmax of rows of these query heads starts from, in powers of two: highest so far, of weight 1."""
+    return tl.load(sinks + query_head) * _LOG2_E
 
 
 @triton.jit

@@ -5,7 +5,8 @@ keeps a whole device busy. Two kernels:
 
     split     one program for each (item, K/V head), or several one after the other. The query heads that share the
               head, for all of the row's queries, are the rows of one tensor-core tile: row m is query m // GROUP,
-              head m % GROUP. So K and V are read once. A row of one split is finished here.
+              head m % GROUP. So K and V are read once. A row of one split is finished here. A layer's sinks are the
+              first scores of the first split of a row, and of no other.
     combine   one program for each (row, query, head): Σ acc · 2^(m − M) / Σ total · 2^(m − M) over its splits, where
               M is the highest m. A row without tokens gets zeros.
 
@@ -28,7 +29,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_engine.kernels.triton.attention_block import FEWEST, attend_block, check_layout, factors, operand, page_ids
+from tandem_engine.kernels.triton.attention_block import (
+    FEWEST,
+    attend_block,
+    check_layout,
+    factors,
+    operand,
+    page_ids,
+    sink_scores,
+)
 from tandem_engine.kernels.triton.work_list import Bounds, Rows, Splitting, WorkList, visible_splits
 
 COMBINED_AT_ONCE = tl.constexpr(32)
@@ -54,6 +63,7 @@ def split_kernel(
     partial_stats,
     k_scale,
     v_scale,
+    sinks,
     scale,
     cap,
     window,
@@ -99,6 +109,10 @@ def split_kernel(
             factor = scale * tl.load(k_scale + head)
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        if sinks is not None:  # noqa: SIM102 - decided when the kernel is compiled
+            if packed % MAX_SPLITS == 0:
+                highest = sink_scores(sinks, head * GROUP + m % GROUP)
+                total = tl.full([BLOCK_M], 1.0, tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         of_head = head * (PAGE_SIZE * HEAD_DIM)
         table = page_table + row.to(tl.int64) * table_stride
@@ -255,6 +269,7 @@ def decode_attention(
     multiprocessors: int,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Write the results of all rows with at most `max_queries` queries to `out`, and nothing else.
 
@@ -264,6 +279,7 @@ def decode_attention(
         out: [T, heads, head_dim], dense.
         multiprocessors: of the device: as many programs are launched as they run at once.
         k_scale, v_scale: float32 [kv_heads], what numbers of a pool in float8 are multiplied with; None is 1.
+        sinks: float32 [heads], dense.
     """
     check_layout(q, keys, values, out)
     kv_heads, page_size, head_dim = keys.shape[1:]
@@ -273,7 +289,7 @@ def decode_attention(
     window = work.window or 0
     split_kernel[(min(multiprocessors * tiling.resident, len(work.items) * kv_heads),)](
         q, keys, values, out, rows.page_table, rows.extend_lens, rows.seq_lens, work.starts, work.items, work.totals,
-        partials.acc, partials.stats, k_scale, v_scale, scale, cap, window,
+        partials.acc, partials.stats, k_scale, v_scale, sinks, scale, cap, window,
         q.stride(0), keys.stride(0), rows.page_table.stride(0),
         PAGE_SIZE=page_size, CAPPED=soft_cap is not None, BLOCK_N=tiling.block_n,
         BLOCK_M=decode_block_m(splitting), **constants,

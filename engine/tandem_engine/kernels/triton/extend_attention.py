@@ -14,6 +14,8 @@ are pipelined (`num_stages`). A sequence's last tiles, which see most, come firs
     q, out           [T, KV_HEADS · GROUP, HEAD_DIM], queries of a row adjacent, heads dense
     keys, values     [pages, KV_HEADS, PAGE_SIZE, HEAD_DIM] of one layer, dense but for the first dimension
 
+A layer's sinks are the first scores of each row.
+
 Rows with few queries are left to `decode_attention`.
 
 Source: Dao, FlashAttention-2, 2023; packing of heads as in FlashAttention-3 and FlashInfer.
@@ -25,7 +27,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_engine.kernels.triton.attention_block import FEWEST, attend_block, check_layout, factors, operand, page_ids
+from tandem_engine.kernels.triton.attention_block import (
+    FEWEST,
+    attend_block,
+    check_layout,
+    factors,
+    operand,
+    page_ids,
+    sink_scores,
+)
 from tandem_engine.kernels.triton.work_list import Rows, WorkList
 
 
@@ -47,6 +57,7 @@ def extend_kernel(
     totals,
     k_scale,
     v_scale,
+    sinks,
     scale,
     cap,
     window,
@@ -95,6 +106,9 @@ def extend_kernel(
             factor = scale * tl.load(k_scale + head)
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        if sinks is not None:
+            highest = sink_scores(sinks, head * GROUP + m % GROUP)
+            total = tl.full([BLOCK_M], 1.0, tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         k_head = keys + head * (PAGE_SIZE * HEAD_DIM)
         v_head = values + head * (PAGE_SIZE * HEAD_DIM)
@@ -171,6 +185,7 @@ def extend_attention(
     tiling: ExtendTiling,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Write the results of all rows with more than `max_queries` queries to `out`, and nothing else.
 
@@ -179,6 +194,7 @@ def extend_attention(
         keys, values: [pages, kv_heads, page_size, head_dim] of one layer, dense but for the first dimension.
         out: [T, heads, head_dim], dense.
         k_scale, v_scale: float32 [kv_heads], what numbers of a pool in float8 are multiplied with; None is 1.
+        sinks: float32 [heads], dense.
     """
     check_layout(q, keys, values, out)
     kv_heads, page_size, head_dim = keys.shape[1:]
@@ -191,8 +207,8 @@ def extend_attention(
     )  # fmt: skip
     extend_kernel[(len(work.tile_rows), kv_heads)](
         q, keys, values, out, rows.page_table, rows.extend_lens, rows.seq_lens,
-        work.starts, work.tile_rows, work.tile_numbers, work.totals, k_scale, v_scale, scale, cap, work.window or 0,
-        q.stride(0), keys.stride(0), rows.page_table.stride(0),
+        work.starts, work.tile_rows, work.tile_numbers, work.totals, k_scale, v_scale, sinks,
+        scale, cap, work.window or 0, q.stride(0), keys.stride(0), rows.page_table.stride(0),
         **constants, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
     align      pairs p = t · k + rank of tokens and experts in blocks of one expert each (`expert_blocks`)
     gate, up   inner[p] = round(activation(round(x[t] Gᵀ))) · round(x[t] Uᵀ), the halves G and U of the expert's weight
-    down       result[p] = inner[p] Dᵀ
+    down       result[p] = inner[p] Dᵀ                            biases of experts are added before a sum is rounded
     combine    out[t]: a token's results, weighted and added
 
 Shapes: x [T, H]; experts [T, k] int64, weights [T, k]; gate_up [E, 2 · I, H], gate first, down [E, H, I]; out [T, H].
@@ -28,15 +28,23 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_engine.kernels.interface import PackedWeight
-from tandem_engine.kernels.triton.common import rounded
 from tandem_engine.kernels.triton.expert_blocks import Alignment, align, combine
-from tandem_engine.kernels.triton.norm_activation import ACTIVATIONS, activated
+from tandem_engine.kernels.triton.norm_activation import Clamp, gated_product, product_constants
 from tandem_engine.kernels.triton.quantized_moe import packed_block_rows, packed_down, packed_gate_up, reordered
 
 BLOCK_ROWS = 64
 
 ExpertWeights = Tensor | PackedWeight
 """[E, outputs, inputs]: in the dtype of x, dense, or a packed stack."""
+
+
+class ExpertBiases(NamedTuple):
+    """Of any float type, dense."""
+
+    gate_up: Tensor
+    """[E, 2 · I], gate first"""
+    down: Tensor | None
+    """[E, H]; None where another rank adds it."""
 
 
 class GemmTile(NamedTuple):
@@ -58,12 +66,15 @@ def gate_up_kernel(
     weight,
     pairs,
     owner,
+    bias,
     inner,
     num_pairs,
     CHOSEN: tl.constexpr,
     INNER: tl.constexpr,
     DEPTH: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -89,8 +100,12 @@ def gate_up_kernel(
             live = live_output[None, :] & live_k[:, None]
             gate = tl.dot(left, tl.load(gate_weight + place, mask=live, other=0.0), gate, input_precision="ieee")
             up = tl.dot(left, tl.load(up_weight + place, mask=live, other=0.0), up, input_precision="ieee")
+        if bias is not None:
+            place = bias + expert * (2 * INNER) + output
+            gate += tl.load(place, mask=live_output, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(place + INNER, mask=live_output, other=0.0).to(tl.float32)[None, :]
         dtype = inner.dtype.element_ty
-        product = rounded(activated(rounded(gate, dtype), ACTIVATION), dtype) * rounded(up, dtype)
+        product = gated_product(gate, up, dtype, ACTIVATION, ALPHA, LIMIT)
         target = inner + pair[:, None] * INNER + output[None, :]
         tl.store(target, product.to(dtype), mask=live_row[:, None] & live_output[None, :])
 
@@ -101,6 +116,7 @@ def down_kernel(
     weight,
     pairs,
     owner,
+    bias,
     results,
     num_pairs,
     SIZE: tl.constexpr,
@@ -128,6 +144,8 @@ def down_kernel(
             place = output[None, :] * DEPTH + k[:, None]
             right = tl.load(weight + place, mask=live_output[None, :] & live_k[:, None], other=0.0)
             total = tl.dot(left, right, total, input_precision="ieee")
+        if bias is not None:
+            total += tl.load(bias + expert * SIZE + output, mask=live_output, other=0.0).to(tl.float32)[None, :]
         target = results + pair[:, None] * SIZE + output[None, :]
         tl.store(target, total.to(results.dtype.element_ty), mask=live_row[:, None] & live_output[None, :])
 
@@ -140,13 +158,18 @@ def fused_experts(
     down: ExpertWeights,
     *,
     activation: str,
+    clamp: Clamp | None = None,
+    biases: ExpertBiases | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
     """What the chosen experts make of x, weighted and added: [T, H], dense. All arguments are dense.
 
-    `order`: int32 [E, H], where `gate_up` has the inputs of each expert in a separate order.
+    Args:
+        clamp: of `CLAMPED_SWIGLU`, and of no other activation.
+        order: int32 [E, H], where `gate_up` has the inputs of each expert in a separate order.
     """
-    assert activation in ACTIVATIONS, f"activation {activation!r} is none of {ACTIVATIONS}"
+    gate = product_constants(activation, clamp)
+    of_gate_up, of_down = biases or (None, None)
     tokens, size = x.shape
     num_pairs, num_experts = experts.numel(), num_experts_of(gate_up)
     out = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
@@ -156,8 +179,8 @@ def fused_experts(
     rows = x if order is None else reordered(x, experts, order)
     inner = torch.empty((num_pairs, inputs_of(down)), dtype=x.dtype, device=x.device)
     results = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
-    _multiply_gate_up(rows, gate_up, alignment, inner, activation)
-    _multiply_down(inner, down, alignment, results)
+    _multiply_gate_up(rows, gate_up, of_gate_up, alignment, inner, gate)
+    _multiply_down(inner, down, of_down, alignment, results)
     combine(results, weights, out)
     return out
 
@@ -179,39 +202,48 @@ def inputs_of(weight: ExpertWeights) -> int:
 
 
 def _multiply_gate_up(
-    rows: Tensor, weight: ExpertWeights, alignment: Alignment, inner: Tensor, activation: str
+    rows: Tensor,
+    weight: ExpertWeights,
+    bias: Tensor | None,
+    alignment: Alignment,
+    inner: Tensor,
+    gate: dict[str, str | float],
 ) -> None:
     """Fill `inner` from `rows`, one for each token or one for each pair."""
     if isinstance(weight, PackedWeight):
-        packed_gate_up(rows, weight, alignment, inner, activation)
+        packed_gate_up(rows, weight, bias, alignment, inner, gate)
         return
     num_pairs, size = inner.shape
-    constants = gate_up_constants(num_pairs // len(rows), size, rows.shape[1], activation) | {"ROWS": alignment.rows}
+    constants = gate_up_constants(num_pairs // len(rows), size, rows.shape[1], gate) | {"ROWS": alignment.rows}
     gate_up_kernel[(triton.cdiv(size, GATE_UP.outputs), len(alignment.owner))](
-        rows, weight, alignment.pairs, alignment.owner, inner, num_pairs, **constants,
+        rows, weight, alignment.pairs, alignment.owner, bias, inner, num_pairs, **constants,
         num_warps=GATE_UP.num_warps, num_stages=GATE_UP.num_stages,
     )  # fmt: skip
 
 
-def _multiply_down(inner: Tensor, weight: ExpertWeights, alignment: Alignment, results: Tensor) -> None:
+def _multiply_down(
+    inner: Tensor, weight: ExpertWeights, bias: Tensor | None, alignment: Alignment, results: Tensor
+) -> None:
     if isinstance(weight, PackedWeight):
-        packed_down(inner, weight, alignment, results)
+        packed_down(inner, weight, bias, alignment, results)
         return
     num_pairs, size = results.shape
     constants = down_constants(size, inner.shape[1]) | {"ROWS": alignment.rows}
     down_kernel[(triton.cdiv(size, DOWN.outputs), len(alignment.owner))](
-        inner, weight, alignment.pairs, alignment.owner, results, num_pairs, **constants,
+        inner, weight, alignment.pairs, alignment.owner, bias, results, num_pairs, **constants,
         num_warps=DOWN.num_warps, num_stages=DOWN.num_stages,
     )  # fmt: skip
 
 
-def gate_up_constants(chosen: int, inner: int, depth: int, activation: str) -> dict[str, int | str]:
-    """What `gate_up_kernel` is compiled for."""
+def gate_up_constants(
+    chosen: int, inner: int, depth: int, gate: dict[str, str | float]
+) -> dict[str, int | str | float]:
+    """What `gate_up_kernel` is compiled for; `gate`: `product_constants`."""
     return {
         "CHOSEN": chosen,
         "INNER": inner,
         "DEPTH": depth,
-        "ACTIVATION": activation,
+        **gate,
         "ROWS": BLOCK_ROWS,
         "OUTPUTS": GATE_UP.outputs,
         "BLOCK_K": GATE_UP.depth,

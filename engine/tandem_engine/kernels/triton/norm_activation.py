@@ -26,6 +26,8 @@ Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; the fuse
 GLU Variants Improve Transformer, 2020; Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -149,6 +151,42 @@ def activated(gate, ACTIVATION: tl.constexpr):
     """activation(gate), float32."""
     exponent = gate if ACTIVATION == "silu" else _TWICE_ROOT * (gate + _CUBIC * gate * gate * gate)
     return gate / (1.0 + tl.exp(-exponent))
+
+
+CLAMPED_SWIGLU = "clamped_swiglu"
+"""Of experts alone: see `gated_product`."""
+
+
+class Clamp(NamedTuple):
+    """Numbers of `CLAMPED_SWIGLU`."""
+
+    alpha: float
+    limit: float
+
+
+def product_constants(activation: str, clamp: Clamp | None) -> dict[str, str | float]:
+    """What `gated_product` is compiled for."""
+    known = activation in ACTIVATIONS if clamp is None else activation == CLAMPED_SWIGLU
+    assert known, f"activation {activation!r} with {clamp}"
+    alpha, limit = clamp or (1.0, 0.0)
+    return {"ACTIVATION": activation, "ALPHA": alpha, "LIMIT": limit}
+
+
+@triton.jit
+def gated_product(
+    gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
+):  # fmt: skip
+    """round(activation(gate)) · up of rounded gate and up, float32.
+
+    clamped_swiglu: round(g / (1 + e^(−ALPHA g))) · round(u + 1), where g ≤ LIMIT and −LIMIT ≤ u ≤ LIMIT.
+    """
+    gate, up = rounded(gate, DTYPE), rounded(up, DTYPE)
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = rounded(tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0, DTYPE)
+        return rounded(gate / (1.0 + tl.exp(-ALPHA * gate)), DTYPE) * up
+    return rounded(activated(gate, ACTIVATION), DTYPE) * up
 
 
 @triton.jit

@@ -5,11 +5,11 @@
 
 Shapes: x [T, K] and out [T, N], float32, bfloat16 or float16; W as `packed_weight` has it; b [N] or None.
 
-Exactness: q, code − zero or an e4m3 number, is exact in each of these types, since integers up to 255 in size have
-eight bits and e4m3 has four. So the products are of exact weights; sums are float32 (float32 x: IEEE arithmetic, no
-tensor cores). Scales apply to sums, which is less work than to weights and rounds nothing in between. No instruction
-converts integers: a code in the mantissa of 2^23 is the float32 number 2^23 + code, and one subtraction leaves code −
-zero. e4m3 becomes a float16 with its exponent moved.
+Exactness: q, code − zero or an e4m3 or e2m1 number, is exact in each of these types, since integers up to 255 in size
+have eight bits, e4m3 has four and e2m1 two. So the products are of exact weights; sums are float32 (float32 x: IEEE
+arithmetic, no tensor cores). Scales apply to sums, which is less work than to weights and rounds nothing in between. No
+instruction converts integers: a code in the mantissa of 2^23 is the float32 number 2^23 + code, and one subtraction
+leaves code − zero. e4m3 and e2m1 become a float16 with their exponent moved.
 
 Tiling: a program has OUTPUTS outputs and TOKENS tokens and walks over the inputs, `step` at a time. W is the left
 operand, the one that tensor cores take from registers; x is small and comes from the caches. Few tokens (a decode) are
@@ -53,6 +53,13 @@ def from_float8(codes):
     """e4m3 to float32, exact: its bits are those of a float16 2^8 times as small, subnormal ones included."""
     bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def from_e2m1(codes):
+    """e2m1 in the lowest four bits to float32, exact: its bits are those of a float16 2^14 times as small."""
+    bits = ((codes & 8) << 12) | ((codes & 7) << 9)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
 
 @triton.jit
@@ -108,6 +115,7 @@ IN_FLOAT32 = Tile(tokens=16, outputs=32, num_warps=4, num_stages=3)
 @triton.jit
 def sum_of_pairs(
     rows, columns, scales, zeros, output, live, live_token, first, stop, outputs, group_size,
+    FLOAT: tl.constexpr,
     GROUPED: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     MIDDLE: tl.constexpr,
@@ -125,9 +133,9 @@ def sum_of_pairs(
         upper_x = tl.load(columns + (start + DEPTH + k)[:, None], mask=live_token[None, :], other=0.0)
         group = start // group_size
         zero = zeros_of(zeros, group, output, live, outputs, MIDDLE, OUTPUTS)
-        lower = from_integer(pairs & 15, zero).to(dtype)
+        lower = (from_e2m1(pairs) if FLOAT else from_integer(pairs & 15, zero)).to(dtype)
         if ONE_GROUP:
-            upper = from_upper_half(pairs, zero).to(dtype)
+            upper = (from_e2m1(pairs >> 4) if FLOAT else from_upper_half(pairs, zero)).to(dtype)
             if GROUPED:
                 part = tl.dot(lower, lower_x, input_precision="ieee")
                 part = tl.dot(upper, upper_x, part, input_precision="ieee")
@@ -140,7 +148,7 @@ def sum_of_pairs(
             total += part * scales_of(scales, group, output, live, outputs)
             group = (start + DEPTH) // group_size
             zero = zeros_of(zeros, group, output, live, outputs, MIDDLE, OUTPUTS)
-            upper = from_upper_half(pairs, zero).to(dtype)
+            upper = (from_e2m1(pairs >> 4) if FLOAT else from_upper_half(pairs, zero)).to(dtype)
             part = tl.dot(upper, upper_x, input_precision="ieee")
             total += part * scales_of(scales, group, output, live, outputs)
     return total
@@ -199,10 +207,10 @@ def sum_of_split(
     live, live_token = output < outputs, token < num_tokens
     rows = codes + output.to(tl.int64)[:, None] * row_bytes
     columns = x + token.to(tl.int64)[None, :] * inputs
-    if CODING == "int4":
+    if CODING == "int4" or CODING == "e2m1":  # noqa: PLR1714 - a kernel has no sets
         total = sum_of_pairs(
             rows, columns, scales, zeros, output, live, live_token, first, stop, outputs, group_size,
-            GROUPED, ONE_GROUP, MIDDLE, TOKENS, OUTPUTS, DEPTH,
+            CODING == "e2m1", GROUPED, ONE_GROUP, MIDDLE, TOKENS, OUTPUTS, DEPTH,
         )  # fmt: skip
     else:
         total = sum_of_bytes(
@@ -228,7 +236,7 @@ def split_kernel(
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     # A multiple of a constant: the compiler sees how loads are aligned.
-    split = steps * (2 * DEPTH if CODING == "int4" else DEPTH)
+    split = steps * (2 * DEPTH if CODING == "int4" or CODING == "e2m1" else DEPTH)  # noqa: PLR1714
     first = tl.program_id(1) * split
     total = sum_of_split(
         x, codes, scales, zeros, output, token, first, min(first + split, inputs), num_tokens, outputs, inputs,
@@ -255,7 +263,7 @@ def whole_kernel(
     """out[t, n] of tile j of outputs and tile i of tokens; program (j, i)."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    split = steps * (2 * DEPTH if CODING == "int4" else DEPTH)
+    split = steps * (2 * DEPTH if CODING == "int4" or CODING == "e2m1" else DEPTH)  # noqa: PLR1714
     total = tl.zeros((OUTPUTS, TOKENS), tl.float32)
     for first in range(0, inputs, split):
         total += sum_of_split(

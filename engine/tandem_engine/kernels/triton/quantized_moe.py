@@ -3,6 +3,8 @@
     gate, up   inner[p] = round(activation(round(x[t] Gᵀ))) · round(x[t] Uᵀ)
     down       result[p] = inner[p] Dᵀ
 
+Biases are added as `fused_moe` adds them.
+
 Shapes: x [T, H], or [T · k, H] with a row for each pair; inner [T · k, I]; results [T · k, H], float32, bfloat16 or
 float16. G and U are the halves of a stack of E matrices [2 · I, H], D is one of [H, I], as `packed_weight` has them.
 Sums are those of `quantized_gemm`: exact weights, float32, scales applied to the sums of groups, in one order.
@@ -25,9 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_engine.kernels.interface import PackedWeight
-from tandem_engine.kernels.triton.common import rounded
 from tandem_engine.kernels.triton.expert_blocks import Alignment
-from tandem_engine.kernels.triton.norm_activation import activated
+from tandem_engine.kernels.triton.norm_activation import gated_product
 from tandem_engine.kernels.triton.quantized_gemm import IN_FLOAT32, Tile, constants_of, sum_of_split
 
 FEW_ROWS, MANY_ROWS = 16, 64
@@ -62,9 +63,12 @@ MANY_OF_SMALL_GROUPS = Tiles(
 
 @triton.jit(do_not_specialize=["num_rows", "num_pairs"])
 def packed_gate_up_kernel(
-    x, codes, scales, zeros, pairs, owner, inner, num_rows, num_pairs, outputs, inputs, row_bytes, group_size, groups,
+    x, codes, scales, zeros, bias, pairs, owner, inner, num_rows, num_pairs, outputs, inputs, row_bytes, group_size,
+    groups,
     CHOSEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     CODING: tl.constexpr,
     GROUPED: tl.constexpr,
     ONE_GROUP: tl.constexpr,
@@ -97,15 +101,19 @@ def packed_gate_up_kernel(
             x, codes, scales, zeros, half + output, pair // CHOSEN, 0, inputs, num_rows, outputs, inputs, row_bytes,
             group_size, CODING, GROUPED, ONE_GROUP, MIDDLE, TAIL, TOKENS, OUTPUTS, DEPTH,
         )  # fmt: skip
+        if bias is not None:
+            place, live = bias + expert * outputs + output, output < half
+            gate += tl.load(place, mask=live, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(place + half, mask=live, other=0.0).to(tl.float32)[:, None]
         dtype = inner.dtype.element_ty
-        product = rounded(activated(rounded(gate, dtype), ACTIVATION), dtype) * rounded(up, dtype)
+        product = gated_product(gate, up, dtype, ACTIVATION, ALPHA, LIMIT)
         target = inner + pair.to(tl.int64)[None, :] * half + output[:, None]
         tl.store(target, product.to(dtype), mask=(output < half)[:, None] & (pair < num_pairs)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def packed_down_kernel(
-    inner, codes, scales, zeros, pairs, owner, results, num_pairs, outputs, inputs, row_bytes, group_size, groups,
+    inner, codes, scales, zeros, bias, pairs, owner, results, num_pairs, outputs, inputs, row_bytes, group_size, groups,
     CODING: tl.constexpr,
     GROUPED: tl.constexpr,
     ONE_GROUP: tl.constexpr,
@@ -128,6 +136,9 @@ def packed_down_kernel(
             inner, codes, scales, zeros, output, pair, 0, inputs, num_pairs, outputs, inputs, row_bytes,
             group_size, CODING, GROUPED, ONE_GROUP, MIDDLE, TAIL, TOKENS, OUTPUTS, DEPTH,
         )  # fmt: skip
+        if bias is not None:
+            added = tl.load(bias + expert * outputs + output, mask=output < outputs, other=0.0)
+            total += added.to(tl.float32)[:, None]
         target = results + pair.to(tl.int64)[None, :] * outputs + output[:, None]
         live = (output < outputs)[:, None] & (pair < num_pairs)[None, :]
         tl.store(target, total.to(results.dtype.element_ty), mask=live)
@@ -161,24 +172,36 @@ def reordered(x: Tensor, experts: Tensor, order: Tensor) -> Tensor:
     return rows
 
 
-def packed_gate_up(x: Tensor, weight: PackedWeight, alignment: Alignment, inner: Tensor, activation: str) -> None:
-    """Fill `inner` [T · k, I] from x, dense, which has a row for each token or for each pair."""
+def packed_gate_up(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    alignment: Alignment,
+    inner: Tensor,
+    gate: dict[str, str | float],
+) -> None:
+    """Fill `inner` [T · k, I] from x, dense, which has a row for each token or for each pair.
+
+    `bias` [E, 2 · I]; `gate`: `product_constants`.
+    """
     num_pairs, size = inner.shape
     constants = constants_of(weight)
     tile = tiles_of(alignment.rows, x.dtype, one_group=constants["ONE_GROUP"]).gate_up
     packed_gate_up_kernel[(triton.cdiv(size, tile.outputs), len(alignment.owner))](
-        x, *_tensors(weight), alignment.pairs, alignment.owner, inner, len(x), num_pairs, *_numbers(weight),
-        CHOSEN=num_pairs // len(x), ACTIVATION=activation, **constants, TOKENS=tile.tokens, OUTPUTS=tile.outputs,
+        x, *_tensors(weight), bias, alignment.pairs, alignment.owner, inner, len(x), num_pairs, *_numbers(weight),
+        CHOSEN=num_pairs // len(x), **gate, **constants, TOKENS=tile.tokens, OUTPUTS=tile.outputs,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
-def packed_down(inner: Tensor, weight: PackedWeight, alignment: Alignment, results: Tensor) -> None:
-    """Fill `results` [T · k, H] from `inner` [T · k, I], dense."""
+def packed_down(
+    inner: Tensor, weight: PackedWeight, bias: Tensor | None, alignment: Alignment, results: Tensor
+) -> None:
+    """Fill `results` [T · k, H] from `inner` [T · k, I], dense. `bias` [E, H]."""
     constants = constants_of(weight)
     tile = tiles_of(alignment.rows, inner.dtype, one_group=constants["ONE_GROUP"]).down
     packed_down_kernel[(triton.cdiv(weight.outputs, tile.outputs), len(alignment.owner))](
-        inner, *_tensors(weight), alignment.pairs, alignment.owner, results, len(inner), *_numbers(weight),
+        inner, *_tensors(weight), bias, alignment.pairs, alignment.owner, results, len(inner), *_numbers(weight),
         **constants, TOKENS=tile.tokens, OUTPUTS=tile.outputs, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 

@@ -9,7 +9,8 @@ On a device a plan is a `TurningPlan`: it takes q and k as their projection left
 rotates them on their way to their destination.
 
 `AttentionSpec` is what one layer computes: softmax(cap(q·Kᵀ · scale)) · V over the newest `window` tokens, where
-cap(s) = soft_cap · tanh(s / soft_cap).
+cap(s) = soft_cap · tanh(s / soft_cap). With sinks the softmax has one more score for each query head, which is a number
+of the layer and belongs to no token: it takes its share of the weights and adds nothing.
 
 Contract of every backend
     - A sequence's result depends on its own tokens alone, to the bit: never on other sequences of the batch or on the
@@ -21,7 +22,7 @@ Contract of every backend
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -124,7 +125,10 @@ class GraphBackend(AttentionBackend, Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """One layer. Equal specs are equal work, so a backend plans a step once per distinct spec."""
+    """One layer. Equal specs are equal work, so a backend plans a step once per distinct spec.
+
+    Sinks are not compared: a backend reads them from the spec of the layer itself.
+    """
 
     scale: float
     """Factor of the scores, usually 1 / √head_dim."""
@@ -134,6 +138,8 @@ class AttentionSpec:
     """Bound that scores approach smoothly (Gemma 2); None leaves them alone."""
     value_width: int | None = None
     """Where a layer stores one latent in place of K and V: V is so many numbers at the beginning of K."""
+    sinks: Tensor | None = field(default=None, compare=False)
+    """float32 [query heads], dense: a score of each head that no cap applies to (gpt-oss); None is no sink."""
 
     def first_seen(self, position: int) -> int:
         """The oldest position that the token at `position` sees."""

@@ -131,12 +131,13 @@ class BlockAttention:
         scores = sum(run.length * min(run.position + run.length, int(work["window"][0])) for run in runs)
         return Extend(work=work, owned=(tasks, sequences, table), scores=scores * self._num_heads)
 
-    def attend(self, layer: int, q: Tensor, extend: Extend, out: Tensor) -> None:
+    def attend(self, layer: int, q: Tensor, extend: Extend, out: Tensor, sinks: Tensor | None) -> None:
         """q [T, heads, D] to the rows of `out`, of that shape, that belong to the runs. Both are dense float32."""
         kernel = build_block_kernel(self._pages.dtype)
         work = extend.work
         work["next_task"], work["layer"] = 0, layer
         work["q"], work["out"] = q.data_ptr(), out.data_ptr()
+        work["sinks"] = _address(sinks)
         threads = torch.get_num_threads() if extend.scores >= PARALLEL_SCORES else 1
         team().run(kernel.address, work.ctypes.data, threads)
 
@@ -147,6 +148,11 @@ class BlockAttention:
         while panels > 1 and wanted > self._kv_heads * sum(-(-run.length * group // (panels * PANEL)) for run in runs):
             panels //= 2
         return panels
+
+
+def _address(sinks: Tensor | None) -> int:
+    """As kernels take it: 0 for none."""
+    return 0 if sinks is None else sinks.data_ptr()
 
 
 def width_of_tasks(panels: int, group: int) -> int:
@@ -265,7 +271,7 @@ class PagedKernels:
     def attend(self, layer: int, q: Tensor, work: PagedQueries, spec: AttentionSpec, out: Tensor) -> None:
         """q [T, heads, head_dim] to the rows of `out`, of that shape, that are the queries' tokens.
 
-        Both are dense float32. `work` was planned with the window of `spec`.
+        Both are dense float32. `work` was planned with the window of `spec`, which is that of the layer.
         """
         threads = torch.get_num_threads() if work.rows_read * self._row_bytes >= PARALLEL_BYTES else 1
         partial = np.empty((len(work.tasks), q.shape[1], self._head_dim + STATISTICS), np.float32)
@@ -281,6 +287,7 @@ class PagedKernels:
         record["head_parts"] = self._kv_heads if few else 1
         record["scale"], record["soft_cap"] = spec.scale, spec.soft_cap or 0.0
         record["q"], record["out"] = q.data_ptr(), out.data_ptr()
+        record["sinks"] = _address(spec.sinks)
         arrays = {
             "phases": shared,
             "tasks": work.tasks,
@@ -328,6 +335,8 @@ class CpuPlan:
     slots: Array
     views: tuple[View, ...]
     view_of_layer: tuple[int, ...]
+    specs: Sequence[AttentionSpec]
+    """Of each layer, with its sinks."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.kernels.store(layer, k, v, self.slots)
@@ -335,12 +344,12 @@ class CpuPlan:
 
     def gather(self, layer: int, queries: Tensor) -> Tensor:
         """What queries [T, heads, head_dim], dense float32, gather of stored K and V; the same shape."""
-        view = self.views[self.view_of_layer[layer]]
+        view, spec = self.views[self.view_of_layer[layer]], self.specs[layer]
         out = torch.empty(queries.shape)
         if view.paged is not None:
-            self.kernels.attend(layer, queries, view.paged, view.spec, out)
+            self.kernels.attend(layer, queries, view.paged, spec, out)
         if view.extend is not None:
-            self.blocks.attend(layer, queries, view.extend, out)
+            self.blocks.attend(layer, queries, view.extend, out, spec.sinks)
         return out
 
     def read_in_place(self) -> View | None:
@@ -360,7 +369,7 @@ class CpuAttention:
         """`specs`: one for each layer of the pool."""
         assert pool.value_width is None, "the kernels read K and V"
         assert len(specs) == pool.data.shape[1], f"{len(specs)} specs for a pool of {pool.data.shape[1]} layers"
-        self._pool = pool
+        self._pool, self._specs = pool, specs
         self._longest_short = min(SHORT_EXTEND, SHORT_LANES * pool.data.shape[3] // num_heads)
         self._kinds, self._kind_of_layer = distinct(specs)
         self._kernels = PagedKernels(pool, num_heads=num_heads, specs=self._kinds)
@@ -374,6 +383,7 @@ class CpuAttention:
             slots=batch.out_cache_loc.numpy(),
             views=tuple(self._view(batch, spec) for spec in self._kinds),
             view_of_layer=self._kind_of_layer,
+            specs=self._specs,
         )
         return plan if self._pool.scales is None else ScaledPlan(plan=plan, pool=self._pool)
 

@@ -86,7 +86,8 @@ class TorchGraphPlan:
         seen = position < self.seq_lens[:, None]
         if spec.window is not None:
             seen &= position >= self.seq_lens[:, None] - spec.window
-        weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1)
+        sinks = None if spec.sinks is None else spec.sinks[:, None]
+        weights = _softmax(scores.masked_fill(~seen[:, None], -torch.inf), sinks)
         return torch.einsum("rhs,rshd->rhd", weights, values).to(q.dtype).flatten(1)
 
 
@@ -144,5 +145,14 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, prefix_len: int, spec:
     seen = seen_position <= position
     if spec.window is not None:
         seen &= seen_position > position - spec.window
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+    sinks = None if spec.sinks is None else spec.sinks[:, None, None]
+    weights = _softmax(scores.masked_fill(~seen, -torch.inf), sinks)
     return torch.einsum("hts,shd->thd", weights, values)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension, together with `sinks`, one score for each row, whose weight is left out."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]

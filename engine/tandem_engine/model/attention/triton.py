@@ -55,12 +55,12 @@ class PagedAttention:
         spec, scales = self.specs[layer], self.pool.scales_of(layer)
         k_scale, v_scale = scales or (None, None)
         decode_attention(
-            q, keys, values, out, rows, work, partials, scale=spec.scale, soft_cap=spec.soft_cap,
+            q, keys, values, out, rows, work, partials, scale=spec.scale, soft_cap=spec.soft_cap, sinks=spec.sinks,
             k_scale=k_scale, v_scale=v_scale, tiling=self.decode, multiprocessors=self.multiprocessors,
         )  # fmt: skip
         if work.has_tiles:
             extend_attention(
-                q, keys, values, out, rows, work, scale=spec.scale, soft_cap=spec.soft_cap,
+                q, keys, values, out, rows, work, scale=spec.scale, soft_cap=spec.soft_cap, sinks=spec.sinks,
                 k_scale=k_scale, v_scale=v_scale, tiling=self.extend,
             )  # fmt: skip
 
@@ -217,15 +217,15 @@ class TritonBackend:
         return TritonGraphPlan(plan=plan, page_table=page_table, seq_lens=seq_lens, slots=slots)
 
     def warm_up(self) -> None:
-        """Compile every kernel for every distinct spec, by launches that have no work."""
+        """Compile every kernel for every distinct spec, with sinks and without, by launches that have no work."""
         pool, specs = self._attention.pool.data, self._attention.specs
         none = torch.zeros(1, dtype=torch.int32, device=pool.device)
         rows = Rows(none[:, None], none, none)
         q = torch.zeros((1, self._num_heads, pool.shape[-1]), dtype=self._dtype, device=pool.device)
         for extend_tokens in (0, 1):
             plan = self._attention.plan(rows, none, self._bounds(rows.page_table, extend_tokens=extend_tokens))
-            for spec in dict.fromkeys(specs):
-                plan.attend(specs.index(spec), q)
+            for layer in {(spec, spec.sinks is None): layer for layer, spec in enumerate(specs)}.values():
+                plan.attend(layer, q)
 
     def _shared_partials(self, bounds: Bounds) -> Partials:
         """One memory for all graphs, of which only one runs at a time: that of the largest so far."""

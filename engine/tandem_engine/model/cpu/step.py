@@ -304,6 +304,7 @@ def is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
         and config.norm_placement is NormPlacement.BEFORE
         and config.qk_norm in (None, QkNorm.HEADS)
         and config.query_scale is None
+        and not config.attention_sinks
         and config.residual_scale == 1.0
         and config.activation is Activation.SILU
         and config.moe is None

@@ -211,6 +211,8 @@ class SelfAttention:
     """Of all heads together, before their rotation."""
     rotated_norm: Norm | None = None
     """Of each head after its rotation."""
+    sinks: Tensor | None = None
+    """float32 [H], see `AttentionSpec.sinks`."""
 
     def attend(self, layer: int, normed: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Normalised hidden states [T, hidden] to what each token gathered, [T, H * D]; `project` is yet to come."""

@@ -13,21 +13,24 @@ nor on the other tokens of its experts, except for the rounding that rows of one
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tandem_engine.config import Activation, Scoring
+from tandem_engine.config import Activation, GateClamp, Scoring
 from tandem_engine.kernels.interface import GatedActivation, by_triton
 from tandem_engine.model.layers.linear import Projection
 from tandem_engine.model.layers.norm import Norm
 from tandem_engine.parallel.group import SingleRank, TpGroup
 
 
-def gated(activation: Activation, device: torch.device) -> GatedActivation:
-    """The activation of a block whose weights are on `device`."""
+def gated(activation: Activation, device: torch.device, clamp: GateClamp | None = None) -> GatedActivation:
+    """The activation of a block whose weights are on `device`. On devices experts alone clamp, by their own kernels."""
+    if clamp is not None:
+        return partial(clamp_and_multiply, clamp=clamp)
     if by_triton(device):
         from tandem_engine.model.layers.triton import device_activation
 
@@ -45,6 +48,13 @@ def gelu_tanh_and_multiply(gate_up: Tensor) -> Tensor:
     """GeGLU's middle, GELU by its tanh approximation."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamp_and_multiply(gate_up: Tensor, *, clamp: GateClamp) -> Tensor:
+    """The middle of gpt-oss."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(min=-clamp.limit, max=clamp.limit)
+    return gate.mul(torch.sigmoid(gate * clamp.alpha)).mul_(up.add_(1))
 
 
 GATED: dict[Activation, GatedActivation] = {

@@ -41,7 +41,7 @@ def rms_norm(weight: Tensor, *, eps: float, kind: NormKind) -> Norm:
         from tandem_engine.model.layers.triton import DeviceRmsNorm
 
         return DeviceRmsNorm(weight=scale.contiguous(), eps=eps)
-    return RmsNorm(weight=scale, eps=eps) if kind is NormKind.PLAIN else Float32RmsNorm(weight=scale, eps=eps)
+    return RmsNorm(weight=scale, eps=eps) if kind is NormKind.PLAIN else LateRoundingRmsNorm(weight=scale, eps=eps)
 
 
 def scale_of(weight: Tensor, kind: NormKind) -> Tensor:
@@ -73,11 +73,11 @@ class RmsNorm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Float32RmsNorm:
+class LateRoundingRmsNorm:
     """As `RmsNorm`, but the weight is applied in float32, and only the result is rounded."""
 
     weight: Tensor
-    """float32"""
+    """float32: the stored weight, or 1 + it."""
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Float32RmsNorm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CenteredNorm:
-    """LayerNorm without bias: as `Float32RmsNorm`, after the mean was subtracted. By torch on any device."""
+    """LayerNorm without bias: as `LateRoundingRmsNorm`, after the mean was subtracted. By torch on any device."""
 
     weight: Tensor
     """float32"""

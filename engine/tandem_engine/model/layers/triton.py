@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from tandem_engine.config import Activation
-from tandem_engine.kernels.interface import INT4, INT8, PACKED_FLOAT8, GatedActivation, PackedWeight
+from tandem_engine.kernels.interface import (
+    INT4,
+    INT8,
+    PACKED_E2M1,
+    PACKED_FLOAT8,
+    GatedActivation,
+    PackedWeight,
+)
 from tandem_engine.kernels.triton.norm_activation import add_rms_norm, gated_activation, rms_norm
 from tandem_engine.kernels.triton.quantized_gemm import FEW, quantized_linear
 from tandem_engine.model.quantization.levels import Levels
@@ -19,7 +26,7 @@ from tandem_engine.model.quantization.levels import Levels
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRmsNorm:
-    """Implements `Norm`: `RmsNorm`, or `Float32RmsNorm` where the weight is float32."""
+    """Implements `Norm`: `RmsNorm`, or `LateRoundingRmsNorm` where the weight is float32."""
 
     weight: Tensor
     eps: float
@@ -80,7 +87,10 @@ def in_order(levels: Levels) -> tuple[Levels, Tensor | None]:
 
 def packed_weight(levels: Levels) -> PackedWeight:
     """A matrix whose inputs are in order, as kernels read it."""
-    coding = PACKED_FLOAT8 if levels.is_float8 else INT8 if levels.bits == 8 else INT4
+    if levels.zeros is None:
+        coding = PACKED_FLOAT8 if levels.is_float8 else PACKED_E2M1
+    else:
+        coding = INT8 if levels.bits == 8 else INT4
     return PackedWeight.pack(
         levels.codes.view(torch.uint8), levels.scales, levels.zeros, coding=coding, group_size=levels.group_size
     )

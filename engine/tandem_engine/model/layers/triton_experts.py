@@ -8,16 +8,23 @@ Each expert has its own order of inputs (GPTQ's act-order). That of down becomes
 which costs nothing; that of gate and up is kept, and their kernel gets rows of x in that order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from tandem_engine.config import Activation
+from tandem_engine.config import Activation, GateClamp
 from tandem_engine.kernels.interface import PackedWeight
-from tandem_engine.kernels.triton.fused_moe import ExpertWeights, fused_experts, inputs_of, num_experts_of
+from tandem_engine.kernels.triton.fused_moe import (
+    ExpertBiases,
+    ExpertWeights,
+    fused_experts,
+    inputs_of,
+    num_experts_of,
+)
+from tandem_engine.kernels.triton.norm_activation import Clamp
 from tandem_engine.kernels.triton.quantized_moe import FEW_ROWS
 from tandem_engine.model.layers.mlp import Router, SharedBlock
 from tandem_engine.model.layers.norm import Norm
@@ -45,6 +52,8 @@ class DeviceExperts:
     router: Router
     weights: "ExpertStacks"
     activation: Activation
+    clamp: Clamp | None
+    biases: ExpertBiases | None
     group: TpGroup
     shared: SharedBlock | None
 
@@ -57,10 +66,21 @@ class DeviceExperts:
         router: Router,
         activation: Activation,
         group: TpGroup,
+        clamp: GateClamp | None = None,
+        biases: ExpertBiases | None = None,
         shared: SharedBlock | None = None,
     ) -> Self:
         """The block of these experts. Kernels of packed ones are compiled."""
-        layer = cls(norm=norm, router=router, weights=weights, activation=activation, group=group, shared=shared)
+        layer = cls(
+            norm=norm,
+            router=router,
+            weights=weights,
+            activation=activation,
+            clamp=None if clamp is None else Clamp(clamp.alpha, clamp.limit),
+            biases=biases,
+            group=group,
+            shared=shared,
+        )
         if weights.any_packed:
             layer._warm_up()
         return layer
@@ -74,7 +94,15 @@ class DeviceExperts:
     def _computed(self, normed: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         held = self.weights
         return fused_experts(
-            normed, experts, weights, held.gate_up, held.down, activation=self.activation.value, order=held.order
+            normed,
+            experts,
+            weights,
+            held.gate_up,
+            held.down,
+            activation=self.activation.value,
+            clamp=self.clamp,
+            biases=self.biases,
+            order=held.order,
         )
 
     def _warm_up(self) -> None:
@@ -108,6 +136,12 @@ class ExpertStacks:
     @property
     def hidden_size(self) -> int:
         return inputs_of(self.gate_up)
+
+
+def stacked_biases(biases: Sequence[tuple[Tensor, Tensor | None]]) -> ExpertBiases:
+    """Of all experts, from those of each."""
+    down = [each for _, each in biases if each is not None]
+    return ExpertBiases(torch.stack([gate_up for gate_up, _ in biases]), torch.stack(down) if down else None)
 
 
 def read_experts(

@@ -1,4 +1,4 @@
-"""Formats of quantized weights: AutoAWQ, float8 blocks, GPTQ.
+"""Formats of quantized weights: AutoAWQ, float8 blocks, GPTQ, MXFP4.
 
 AutoAWQ "gemm": four bits with zero points, inputs in groups (Lin et al. 2023, arXiv 2306.00978)
 
@@ -23,6 +23,13 @@ GPTQ: four or eight bits, inputs in groups, in any order (Frantar et al. 2022, a
     W[o, i] = (q[i, o] − z[g, o]) · s[g, o]                g = g_idx[i]
 
 The first format ("gptq") stores z − 1; "gptq_v2" stores z.
+
+MXFP4: floating-point numbers of four bits, 32 inputs to a power of two (OCP Microscaling Formats 1.0), as gpt-oss has
+its experts
+
+    blocks    uint8 [outputs, inputs / 32, 16]    two numbers in a byte, the first in its lower half
+    scales    uint8 [outputs, inputs / 32]        exponents, 127 more than they are
+    W[o, i] = E2M1[code] · 2^(s[o, i / 32] − 127)
 """
 
 from collections.abc import Mapping
@@ -221,3 +228,44 @@ class Gptq:
             group_size=inputs // groups,
             groups=checked_order(order, inputs, groups),
         )
+
+
+BLOCK, BLOCK_BYTES = 32, 16
+UINT8 = frozenset({torch.uint8})
+MANTISSA_BITS = 7
+"""Of bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mxfp4:
+    """Implements `WeightFormat`."""
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return ("blocks", "scales")
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return ()
+
+    def shape(self, parts: Mapping[str, StoredTensor]) -> tuple[int, int]:
+        """See `WeightFormat.shape`. The names of errors are those of the stacks that the experts are in."""
+        stored = parts["blocks"]
+        if len(stored.shape) != 3 or stored.shape[2] != BLOCK_BYTES:
+            raise CheckpointError(
+                f"{stored.path}: tensor {stored.name} has blocks of shape {list(stored.shape)} in each expert; "
+                f"expected [outputs, inputs / {BLOCK}, {BLOCK_BYTES}]"
+            )
+        outputs, groups, _ = stored.shape
+        require(parts, "blocks", stored.shape, UINT8)
+        require(parts, "scales", (outputs, groups), UINT8)
+        return outputs, groups * BLOCK
+
+    def levels(self, parts: Mapping[str, Tensor]) -> Levels:
+        """See `WeightFormat.levels`. An exponent of 255, which is NaN, becomes infinity, which no reader accepts."""
+        blocks = parts["blocks"]
+        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+        # As bits of bfloat16, whose exponents have the same bias; the least power of two is a subnormal number there.
+        exponents = parts["scales"].to(torch.int16)
+        scales = torch.where(exponents == 0, 1 << MANTISSA_BITS - 1, exponents << MANTISSA_BITS).view(torch.bfloat16)
+        return Levels(bits=4, codes=codes, scales=scales, zeros=None, group_size=BLOCK)

@@ -2,6 +2,7 @@
 
     integers    W[o, i] = (codes[o, i] − zeros[o, g]) · scales[o, g]          codes and zeros unsigned
     float8      W[o, i] = codes[o, i] · scales[o, g]
+    e2m1        W[o, i] = E2M1[codes[o, i]] · scales[o, g]
 
 g is the group of input i: groups of `group_size` inputs in a row, or the one that `groups` names.
 """
@@ -19,6 +20,9 @@ INT8_MIDDLE = 128
 
 INT8_LARGEST = 127
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Floating-point numbers of four bits by the lower three; the highest is the sign."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Levels:
@@ -27,11 +31,11 @@ class Levels:
     bits: int
     """2, 4 or 8."""
     codes: Tensor
-    """[outputs, inputs], uint8 below 2^bits, or float8_e4m3fn."""
+    """[outputs, inputs], uint8 below 2^bits, or float8_e4m3fn. Without `zeros` four bits are e2m1."""
     scales: Tensor
     """[outputs, number of groups], a floating-point type."""
     zeros: Tensor | None
-    """uint8 of the shape of `scales`; None for float8."""
+    """uint8 of the shape of `scales`; None for floating-point codes."""
     group_size: int
     """Inputs of a group; the last group may have less."""
     groups: Tensor | None = None
@@ -43,14 +47,18 @@ class Levels:
 
     @property
     def is_float8(self) -> bool:
-        return self.zeros is None
+        return self.zeros is None and self.bits == 8
+
+    @property
+    def is_e2m1(self) -> bool:
+        return self.zeros is None and self.bits == 4
 
     def values(self) -> Tensor:
         """float32 [outputs, inputs]: what it is worth."""
         group = self._group_of_inputs()
         scales = self.scales.float()[:, group]
         if self.zeros is None:
-            return self.codes.float() * scales
+            return self._numbers() * scales
         return (self.codes.int() - self.zeros.int()[:, group]) * scales
 
     def part(self, dim: int, start: int, stop: int) -> "Levels | None":
@@ -142,13 +150,21 @@ class Levels:
         sound = bool(torch.isfinite(self.scales).all())
         return sound and not (self.is_float8 and bool(torch.isnan(self.codes.float()).any()))
 
+    def _numbers(self) -> Tensor:
+        """float32, of floating-point codes."""
+        if self.is_float8:
+            return self.codes.float()
+        table = torch.tensor((*E2M1, *(-number for number in E2M1)), device=self.codes.device)
+        return table[self.codes.int()]
+
     def _group_of_inputs(self) -> Tensor:
         if self.groups is not None:
             return self.groups
         return torch.arange(self.shape[1], device=self.codes.device) // self.group_size
 
     def _is_like(self, other: "Levels") -> bool:
-        same_kind = (self.bits, self.is_float8, self.group_size) == (other.bits, other.is_float8, other.group_size)
+        kinds = [(each.bits, each.zeros is None, each.group_size) for each in (self, other)]
+        same_kind = kinds[0] == kinds[1]
         same_shape = self.shape[1] == other.shape[1] and self.scales.shape[1] == other.scales.shape[1]
         if self.groups is None or other.groups is None:
             same_order = self.groups is other.groups

@@ -14,10 +14,11 @@ from torch import Tensor
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import Quantization
 from tandem_engine.kernels.interface import by_triton
+from tandem_engine.model import gpt_oss
 from tandem_engine.model.checkpoint_files import StoredTensor
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.quantization.compressed_tensors import CompressedTensors, Strategy
-from tandem_engine.model.quantization.formats import Awq, Fp8Blocks, Gptq
+from tandem_engine.model.quantization.formats import Awq, Fp8Blocks, Gptq, Mxfp4
 from tandem_engine.model.quantization.levels import Levels
 
 
@@ -44,6 +45,10 @@ class WeightFormat(Protocol):
 
 
 FIELD = "quantization_config"
+MXFP4 = "mxfp4"
+MXFP4_FIELDS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
+"""Which modules are plain is what the tensors show, and `dequantize` is an option of whoever reads them."""
+
 MAX_GROUP = 1 << 20
 MAX_BLOCK = 1 << 16
 PACKED = "pack-quantized"
@@ -64,6 +69,10 @@ def read_scheme(fields: ConfigFields) -> WeightFormat | None:
         return None
     quantization = fields.inner(FIELD)
     method = quantization.choice("quant_method", tuple(METHODS))
+    has_mxfp4 = gpt_oss.ARCHITECTURE in fields.items("architectures")
+    if has_mxfp4 != (method == MXFP4):
+        rule = f"must be {MXFP4} in a" if has_mxfp4 else f"may be {MXFP4} only in a"
+        quantization.refuse("quant_method", f"{rule} {gpt_oss.ARCHITECTURE}")
     return METHODS[method](quantization)
 
 
@@ -129,11 +138,19 @@ def _group_size(fields: ConfigFields) -> int:
     return size
 
 
+def _mxfp4(fields: ConfigFields) -> Mxfp4:
+    for name, value in fields.values.items():
+        if name not in MXFP4_FIELDS and value is not None:
+            fields.refuse(name, f"is no option of {MXFP4} that is known")
+    return Mxfp4()
+
+
 METHODS: dict[str, Callable[[ConfigFields], WeightFormat]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    MXFP4: _mxfp4,
 }
 
 

@@ -38,7 +38,8 @@ from tandem_services.gateway.http.known_fields import check_no_fields
 from tandem_services.gateway.limits import MAX_MESSAGES, MAX_OUTPUT_TOKENS, check_context
 from tandem_services.gateway.output.reader import OutputReading
 from tandem_services.gateway.output.structured_output import AskedGrammar, asked_grammar
-from tandem_services.gateway.output.tools import ToolUse, tool_use
+from tandem_services.gateway.output.tool_parsers.registry import Channels
+from tandem_services.gateway.output.tools import ToolUse, answer_on_channel, tool_use
 
 VARIABLES = "chat_template_kwargs"
 
@@ -60,8 +61,15 @@ OTHER_CHAT_PARTS = tuple(name for name in ContentPart.__struct_fields__ if name 
 """Fields of parts that are no text."""
 
 
-def template_messages(messages: list[ChatMessage] | None, *, continues: bool = False) -> list[dict[str, Any]]:
-    """`continues`: earlier messages are not among these, so tool messages may answer calls that are not here."""
+def template_messages(
+    messages: list[ChatMessage] | None, *, continues: bool = False, on_channels: bool = False
+) -> list[dict[str, Any]]:
+    """As the chat template gets them.
+
+    Args:
+        continues: earlier messages are not among these, so tool messages may answer calls that are not here.
+        on_channels: the model's outputs are messages on channels.
+    """
     if not messages:
         raise bad_request("messages must have at least one message", "messages")
     if len(messages) > MAX_MESSAGES:
@@ -77,7 +85,14 @@ def template_messages(messages: list[ChatMessage] | None, *, continues: bool = F
         if message.role == "tool" and not continues and message.tool_call_id not in called:
             where = f"{param}.tool_call_id"
             raise bad_request(f"{where}: {quoted(message.tool_call_id)} answers no tool call before it", where)
-    return entries
+    return [_with_one_thought(entry) for entry in entries] if on_channels else entries
+
+
+def _with_one_thought(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates of channels refuse reasoning and content together before calls, and write either as reasoning."""
+    if not (message.get("tool_calls") and message.get("reasoning_content") and message["content"]):
+        return message
+    return {**message, "content": "", "reasoning_content": f"{message['reasoning_content']}\n{message['content']}"}
 
 
 def continues_final(
@@ -215,7 +230,7 @@ class ChatPlanner:
         counts = choice_counts(request, prompts=1)
         wanted = _wanted_tokens(request, self._fewest_tokens)
         tools = _tools(request, served)
-        grammar = _grammar(request, tools)
+        grammar = _grammar(request, tools, _channels(request, served))
         vocab_size = served.prompts.tokenizer.vocab_size
         # Ranges are checked before the prompt is encoded.
         sampling = sampling_params(
@@ -264,7 +279,16 @@ def _tools(request: ChatRequest, served: ReadModel) -> ToolUse | None:
         parallel=request.parallel_tool_calls,
         family=dialect.family,
         template_knows_tools=dialect.knows_tools,
+        channels=_channels(request, served),
     )
+
+
+def _channels(request: ChatRequest, served: ReadModel) -> Channels | None:
+    """How grammars write messages of this model. With a budget they begin behind the reasoning."""
+    channels = served.model.dialect.channels
+    if channels is None or request.thinking_token_budget is None:
+        return channels
+    return channels.behind_reasoning()
 
 
 def _reading(
@@ -277,11 +301,13 @@ def _reading(
     # Tags follow free text, but not those that are there instead of a formatted answer.
     tags = grammar is not None and grammar.spec.kind is GrammarKind.STRUCTURAL_TAG
     at_once = grammar is not None and (not tags or (tools is not None and grammar.field == "response_format"))
+    # Ours are messages on channels there, and those of a client are within its messages.
+    on_channels = tags and served.model.dialect.channels is not None
     return served.model.dialect.reading(
         prompt,
         tools,
         # After a budget it begins with the answer.
-        constrained=at_once and request.thinking_token_budget is None,
+        constrained=at_once and not on_channels and request.thinking_token_budget is None,
         shows_reasoning=request.include_reasoning is not False,
     )
 
@@ -294,7 +320,9 @@ async def _encode(
     truncation: Truncation | None = None,
 ) -> tuple[int, ...]:
     continues = turn is not None and not turn.begins
-    messages = template_messages(request.messages, continues=continues)
+    messages = template_messages(
+        request.messages, continues=continues, on_channels=served.model.dialect.channels is not None
+    )
     shown = None if tools is None else tools.for_template
     final = continues_final(
         request.messages, asked=request.continue_final_message, add_generation_prompt=request.add_generation_prompt
@@ -325,11 +353,11 @@ async def _encode(
     )
 
 
-def _grammar(request: ChatRequest, tools: ToolUse | None) -> AskedGrammar | None:
-    """The form of the output: as the tools require, or as the client requested."""
+def _grammar(request: ChatRequest, tools: ToolUse | None, channels: Channels | None) -> AskedGrammar | None:
+    """The form of the output: as the tools require, or as the client requested. `channels`: of the model's outputs."""
     asked = asked_grammar(request, request.response_format)
     if tools is None:
-        return asked
+        return asked if asked is None or channels is None else answer_on_channel(channels, asked)
     if asked is None:
         return tools.grammar()
     if asked.field != "response_format" or asked.spec.kind is GrammarKind.STRUCTURAL_TAG:

@@ -86,7 +86,7 @@ async def _encode(asked: TokenizeRequest, served: ModelService, caller: Caller) 
             add_special_tokens=asked.add_special_tokens is not False,
             parse_special_tokens=served.prompts.parses_special_tokens(asked.parse_special_tokens, caller),
         )
-    messages = template_messages(asked.messages)
+    messages = template_messages(asked.messages, on_channels=served.model.dialect.channels is not None)
     final = continues_final(
         asked.messages, asked=asked.continue_final_message, add_generation_prompt=asked.add_generation_prompt
     )

@@ -1,6 +1,7 @@
 """Splits the text of one output into parts: first the reasoning, then content and tool calls.
 
 text ──▶ reasoning parser ──▶ tool parser ──▶ parts
+text ──▶ parser of channels ─────────────────▶ parts        of families whose outputs are messages on channels
 
 OutputDialect   how a served model writes reasoning and tool calls. Chosen once when the gateway starts: by flag, or
                 from the chat template, since a model is trained on what its template writes
@@ -24,8 +25,9 @@ from tandem_services.gateway.output.reasoning import (
     ReasoningStyle,
     detect_reasoning,
 )
+from tandem_services.gateway.output.tool_parsers.harmony import MARKERS, HarmonyParser
 from tandem_services.gateway.output.tool_parsers.parser import Schemas, ToolParser
-from tandem_services.gateway.output.tool_parsers.registry import FAMILIES, ToolFamily, detect_family
+from tandem_services.gateway.output.tool_parsers.registry import FAMILIES, HARMONY, Channels, ToolFamily, detect_family
 from tandem_services.gateway.output.tools import ToolUse
 
 
@@ -38,6 +40,8 @@ class OutputReading:
     """The prompt ends inside the reasoning."""
     shows_reasoning: bool = True
     tool_parser: Callable[[Schemas], ToolParser] | None = None
+    channels: bool = False
+    """The output is messages on channels: `reasoning` is not used, and `tool_parser` tells whether there are calls."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parallel: bool = True
     """False: calls after the first are left out."""
@@ -49,9 +53,17 @@ class OutputReading:
     @property
     def is_plain(self) -> bool:
         """All text is content."""
-        return self.reasoning is None and self.tool_parser is None
+        return self.reasoning is None and self.tool_parser is None and not self.channels
 
     def new_reader(self) -> "OutputReader":
+        if self.channels:
+            return OutputReader(
+                None,
+                None,
+                channels=HarmonyParser(self.schemas, calls=self.tool_parser is not None),
+                shows_reasoning=self.shows_reasoning,
+                parallel=self.parallel,
+            )
         return OutputReader(
             None if self.reasoning is None else ReasoningParser(self.reasoning, opened=self.opened),
             None if self.tool_parser is None else self.tool_parser(self.schemas),
@@ -73,7 +85,9 @@ class OutputReader:
         *,
         shows_reasoning: bool,
         parallel: bool,
+        channels: HarmonyParser | None = None,
     ) -> None:
+        self._channels = channels
         self._reasoning = reasoning
         self._tools = tools
         self._shows_reasoning = shows_reasoning
@@ -82,10 +96,13 @@ class OutputReader:
     @property
     def reasons(self) -> bool:
         """The newest text belongs to the reasoning."""
-        return self._reasoning is not None and self._reasoning.reasons
+        reading = self._reasoning if self._channels is None else self._channels
+        return reading is not None and reading.reasons
 
     def feed(self, text: str) -> list[Part]:
         """The parts that `text` completes."""
+        if self._channels is not None:
+            return self._shown(self._channels.feed(text))
         if self._reasoning is None:
             return self._shown(self._answer(text))
         reasoning, rest = self._reasoning.feed(text)
@@ -93,6 +110,8 @@ class OutputReader:
 
     def finish(self) -> list[Part]:
         """The rest, when the output has ended."""
+        if self._channels is not None:
+            return self._shown(self._channels.finish())
         parts: list[Part] = []
         if self._reasoning is not None:
             reasoning, rest = self._reasoning.finish()
@@ -139,6 +158,13 @@ class OutputDialect:
     visible: frozenset[int]
     """Special tokens that are markers."""
 
+    @property
+    def channels(self) -> Channels | None:
+        """Of a model whose outputs are messages on channels."""
+        if self.family is not None and self.family.channels is not None:
+            return self.family.channels
+        return HARMONY if self.reasoning is not None and self.reasoning.channels else None
+
     @staticmethod
     def of(tokenizer: TextTokenizer, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> "OutputDialect":
         """By the names in `TOOL_CALL_PARSERS` and `REASONING_PARSERS`."""
@@ -173,7 +199,9 @@ class OutputDialect:
         self, prompt: Sequence[int], tools: ToolUse | None, *, constrained: bool, shows_reasoning: bool
     ) -> OutputReading:
         """How to read the outputs of `prompt`. `constrained`: a grammar holds from the first token on, so there is
-        no reasoning."""
+        no reasoning, and no message on a channel."""
+        if self.channels is not None and not constrained:
+            return self._of_channels(tools, shows_reasoning=shows_reasoning)
         reasoning = None if constrained else self.reasoning
         end = self.vocabulary.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
         return OutputReading(
@@ -187,10 +215,20 @@ class OutputDialect:
             call_id_characters=None if tools is None else tools.family.id_characters,
         )
 
+    def _of_channels(self, tools: ToolUse | None, *, shows_reasoning: bool) -> OutputReading:
+        return OutputReading(
+            channels=True,
+            shows_reasoning=shows_reasoning,
+            tool_parser=None if tools is None else tools.parser,
+            schemas={} if tools is None else tools.schemas,
+            parallel=tools is None or tools.parallel,
+            visible=self.visible,
+        )
+
 
 def _visible(vocabulary: Vocabulary, family: ToolFamily | None, reasoning: ReasoningStyle | None) -> frozenset[int]:
     markers = set() if family is None else set(family.markers)
     if reasoning is not None:
-        markers |= {reasoning.begin, reasoning.end}
+        markers |= set(MARKERS) if reasoning.channels else {reasoning.begin, reasoning.end}
     spelled = {marker.encode() for marker in markers}
     return frozenset(token for token in vocabulary.special_ids if vocabulary.bytes_of(token) in spelled)

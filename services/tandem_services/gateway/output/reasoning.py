@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tandem_engine.messages.sampling import ReasoningBudget
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.output.parts import Part, Reasoning
+from tandem_services.gateway.output.tool_parsers import harmony
 from tandem_services.gateway.output.tool_parsers.parser import find_marker
 
 
@@ -22,6 +23,8 @@ class ReasoningStyle:
     end: str
     always: bool
     """Outputs begin with reasoning even when the prompt has not opened it."""
+    channels: bool = False
+    """All of an output is messages on channels, which `harmony.HarmonyParser` reads."""
 
     def opened(self, prompt_end: str) -> bool:
         """Whether an output after this prompt begins with reasoning."""
@@ -32,6 +35,7 @@ class ReasoningStyle:
 
 
 STYLES: Mapping[str, ReasoningStyle] = {
+    "openai_gptoss": ReasoningStyle(begin=harmony.THOUGHTS[0], end=harmony.THOUGHTS[1], always=False, channels=True),
     "deepseek_r1": ReasoningStyle(begin="<think>", end="</think>", always=True),
     "qwen3": ReasoningStyle(begin="<think>", end="</think>", always=False),
     "mistral": ReasoningStyle(begin="[THINK]", end="[/THINK]", always=False),
@@ -43,6 +47,8 @@ REASONING_PARSERS = ("auto", "none", *sorted(STYLES))
 
 def detect_reasoning(template: str) -> ReasoningStyle | None:
     """The style of a model by its chat template; None when it does not mention reasoning."""
+    if harmony.HINT in template:
+        return STYLES["openai_gptoss"]
     if "[THINK]" in template:
         return STYLES["mistral"]
     if "</think>" not in template:

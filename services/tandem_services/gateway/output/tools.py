@@ -7,7 +7,8 @@
     required     a JSON array of calls, from the first token                 as that array
     a name       as required, of one call of this tool                       as that array
 
-The array does not depend on the model, so required calls are valid for every model family.
+The array does not depend on the model, so required calls are valid for every model family. A family of channels
+(`registry.Channels`) has messages instead: one of a tool, or of JSON for a formatted answer, and reasoning before it.
 
 `check_parameters` rejects mistakes in the JSON schema of a tool that would only confuse the model. The engine checks
 meaning and cost of a schema when a grammar needs it.
@@ -28,7 +29,7 @@ from tandem_services.gateway.http.known_fields import check_no_fields
 from tandem_services.gateway.output.structured_output import AskedGrammar
 from tandem_services.gateway.output.tool_parsers.json_calls import CallArray
 from tandem_services.gateway.output.tool_parsers.parser import Schemas, ToolParser
-from tandem_services.gateway.output.tool_parsers.registry import ToolFamily
+from tandem_services.gateway.output.tool_parsers.registry import Channels, ToolFamily
 
 _TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 _OF_SCHEMAS = ("properties", "$defs", "definitions", "patternProperties")
@@ -133,6 +134,18 @@ def tag_document(
     return {"triggers": [trigger], "structures": structures}
 
 
+def channel_document(
+    channels: Channels, *, calls: Mapping[str, Mapping[str, Any]], answer: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """One message: a call of these tools, or an answer of JSON by the schema `answer`. Reasoning may come before it."""
+    structures = [
+        {"begin": channels.call.format(name=name), "schema": as_object(schema)} for name, schema in calls.items()
+    ]
+    if answer is not None:
+        structures.append({"begin": channels.answer, "schema": dict(answer)})
+    return {"triggers": [channels.markers[0]], "structures": structures, "thoughts": list(channels.thoughts)}
+
+
 MAX_TOOLS = 128
 
 MAX_TOOL_BYTES = 256 << 10
@@ -191,6 +204,8 @@ class ToolUse:
     callable: tuple[str, ...] | None
     """What must be called; None when that is up to the model."""
     parallel: bool
+    channels: Channels | None = None
+    """Where the family's outputs are messages: how grammars write them."""
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
@@ -222,6 +237,8 @@ class ToolUse:
         Raises `ApiError` 400 when the family's calls are not JSON after a fixed beginning.
         """
         field = "response_format"
+        if self.channels is not None:
+            return answer_on_channel(self.channels, AskedGrammar(field, answer), calls=self._loose_schemas)
         if self.family.tag is None:
             raise bad_request(
                 f"{field} cannot be combined with tools and tool_choice auto in the {self.family.name} form of tool "
@@ -245,17 +262,56 @@ class ToolUse:
         return AskedGrammar(field, spec)
 
     @property
+    def _loose_schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """Tools that are not strict take any object."""
+        strict = self._strict
+        return {name: schema if name in strict else {"type": "object"} for name, schema in self.schemas.items()}
+
+    @property
     def _strict(self) -> frozenset[str]:
         return frozenset(str(function.name) for function in self.functions if function.strict)
 
     def _constraint(self) -> tuple[GrammarKind, dict[str, Any] | None]:
         if self.callable is not None:
             schemas = {name: self.schemas[name] for name in self.callable}
+            if self.channels is not None:
+                return GrammarKind.STRUCTURAL_TAG, channel_document(self.channels, calls=schemas)
             return GrammarKind.JSON_SCHEMA, call_array_schema(schemas, most=None if self.parallel else 1)
         strict = self._strict
         if not strict or self.family.tag is None:
             return GrammarKind.STRUCTURAL_TAG, None
         return GrammarKind.STRUCTURAL_TAG, tag_document(self.schemas, self.family.tag, strict=strict)
+
+
+_JSON_KINDS = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT})
+
+
+def answer_on_channel(
+    channels: Channels, asked: AskedGrammar, *, calls: Mapping[str, Mapping[str, Any]] | None = None
+) -> AskedGrammar:
+    """The grammar of an answer of JSON, or of `calls`, as messages. What is no JSON has no channel and stays as it is.
+
+    Raises `ApiError` 400 when that is too much for a grammar.
+    """
+    spec = asked.spec
+    if spec.kind not in _JSON_KINDS:
+        return asked
+    try:
+        schema = msgspec.json.decode(spec.source) if spec.source else {"type": "object"}
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        # The engine says what is wrong with it.
+        return asked
+    if not isinstance(schema, dict):
+        return asked
+    document = channel_document(channels, calls=calls or {}, answer=schema)
+    framed = msgspec.structs.replace(
+        spec, kind=GrammarKind.STRUCTURAL_TAG, source=msgspec.json.encode(document).decode()
+    )
+    try:
+        framed.check()
+    except InvalidRequestError as error:
+        raise bad_request(f"{asked.field}: {error}", asked.field) from error
+    return AskedGrammar(asked.field, framed)
 
 
 def tool_use(
@@ -265,8 +321,9 @@ def tool_use(
     parallel: bool | None,
     family: ToolFamily | None,
     template_knows_tools: bool,
+    channels: Channels | None = None,
 ) -> ToolUse | None:
-    """None when nothing may be called. Raises `ApiError` 400 naming the field at fault."""
+    """None when nothing may be called. `channels`: see `ToolUse`. Raises `ApiError` 400 naming the field at fault."""
     functions = _functions(tools or ())
     if isinstance(choice, AllowedTools):
         functions = _allowed(functions, choice.allowed_tools)
@@ -293,6 +350,7 @@ def tool_use(
         family=family,
         callable=_callable(names, choice),
         parallel=parallel is not False and not named,
+        channels=channels,
     )
 
 

@@ -17,6 +17,7 @@ NATIVE = (
     "qwen3-moe",
     "gemma2",
     "gemma3",
+    "gpt-oss",
     "qwen2-moe",
     "olmo2",
     "olmo3",

@@ -33,8 +33,14 @@ class Heads:
     page_size: int = 16
     dtype: torch.dtype = torch.float32
 
-    def spec(self, *, window: int | None = None, soft_cap: float | None = None) -> AttentionSpec:
-        return AttentionSpec(scale=self.head_dim**-0.5, window=window, soft_cap=soft_cap)
+    def spec(
+        self, *, window: int | None = None, soft_cap: float | None = None, sinks: Tensor | None = None
+    ) -> AttentionSpec:
+        return AttentionSpec(scale=self.head_dim**-0.5, window=window, soft_cap=soft_cap, sinks=sinks)
+
+    def sinks(self, device: str) -> Tensor:
+        """One that takes all the weight, one that takes none, and some between."""
+        return torch.tensor([20.0, -20.0, 1.5, 3.0] * self.heads, device=device)[: self.heads].contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +150,13 @@ class Case:
         out = torch.full(self.q.shape, torch.nan, dtype=self.q.dtype, device=device)
         what = (self.q, self.keys, self.values, out, self.rows, work)
         k_scale, v_scale = scales or (None, None)
-        how = {"scale": spec.scale, "soft_cap": spec.soft_cap, "k_scale": k_scale, "v_scale": v_scale}
+        how = {
+            "scale": spec.scale,
+            "soft_cap": spec.soft_cap,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "sinks": spec.sinks,
+        }
         tiling = decode_tiling(
             heads.head_dim,
             itemsize,

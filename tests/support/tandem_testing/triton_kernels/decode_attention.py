@@ -1,5 +1,7 @@
 """Decode attention: against float64, alone and in company, and compiled for the shapes of real models."""
 
+from dataclasses import replace
+
 import torch
 
 from tandem_engine.kernels.triton.decode_attention import (
@@ -97,6 +99,22 @@ def check_nan_of_a_sequence_stays_its_own(device: str) -> None:
         assert out[1].isfinite().all()
 
 
+def check_sinks_count_once_in_any_number_of_splits(device: str) -> None:
+    heads = Heads(heads=8)
+    lens = ((1, 1), (1, 31), (1, 33), (1, 128), (1, 385))
+    fine = replace(FINE, group=4)
+    for window, soft_cap in ((None, None), (70, None), (None, 2.0)):
+        spec = heads.spec(window=window, soft_cap=soft_cap, sinks=heads.sinks(device))
+        Case.make(heads, lens, device).check(spec, splitting=fine)
+    Case.make(heads, ((2, 2), (3, 40), (1, 600)), device).check(heads.spec(sinks=heads.sinks(device)), max_queries=3)
+
+
+def check_rows_of_no_tokens_get_zeros_with_sinks(device: str) -> None:
+    heads = Heads()
+    out = Case.make(heads, ((1, 40), (1, 0)), device).attend(heads.spec(sinks=heads.sinks(device)))
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+
+
 def check_float8_pages_with_a_scale_for_each_head(device: str) -> None:
     heads = Heads(dtype=torch.bfloat16)
     case = Case.make(heads, DECODES[2:5], device)
@@ -123,6 +141,14 @@ def compile_for_gemma() -> None:
         decode_fits(8, 4, 256, arch=arch, windowed=True, capped=True)
 
 
+def compile_for_sinks() -> None:
+    """Layers of gpt-oss, with the window and without."""
+    for arch in ARCHITECTURES:
+        for windowed in (True, False):
+            decode_fits(64, 8, 64, arch=arch, windowed=windowed, sinks=True)
+    decode_fits(64, 8, 64, arch=HOPPER, pool_kind="fp8e4nv", sinks=True)
+
+
 def compile_for_float32_and_padded_heads() -> None:
     decode_fits(4, 2, 80, arch=HOPPER, kind="fp32")
 
@@ -143,6 +169,7 @@ def decode_fits(
     page_size: int = 16,
     windowed: bool = False,
     capped: bool = False,
+    sinks: bool = False,
     max_queries: int = 1,
 ) -> None:
     """Both kernels fit the device, and the first of them reads pages while it computes."""
@@ -174,8 +201,10 @@ def decode_fits(
             **lens,
             **partials,
             **(scales if pool_kind else {}),
+            **({"sinks": "*fp32:16"} if sinks else {}),
         },
         {
+            **({} if sinks else {"sinks": None}),
             **({} if pool_kind else scales),
             "PAGE_SIZE": page_size,
             "CAPPED": capped,

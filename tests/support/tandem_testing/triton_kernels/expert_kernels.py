@@ -20,6 +20,7 @@ from tandem_engine.config import (
     SharedExpert,
 )
 from tandem_engine.kernels.triton import expert_blocks, fused_moe
+from tandem_engine.kernels.triton.norm_activation import product_constants
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model import decoder
 from tandem_engine.model.attention.reference import TorchReferenceBackend
@@ -80,7 +81,7 @@ def check_decoders_of_kernels_are_those_of_layers(device: str) -> None:
     gemma = {"norm": NormKind.UNIT_OFFSET, "norm_placement": NormPlacement.AROUND, "activation": Activation.GELU_TANH}
     experts = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=16, normalise=True, dense_layers=(0,))
     halves = {"rope": RopeConfig(rotary_dim=4, interleaved=True), "qk_norm": QkNorm.WHOLE, "logit_scale": 0.5}
-    after = halves | {"norm": NormKind.FLOAT32, "norm_placement": NormPlacement.AFTER}
+    after = halves | {"norm": NormKind.ROUND_LAST, "norm_placement": NormPlacement.AFTER}
     parallel = {"norm": NormKind.CENTERED, "norm_placement": NormPlacement.SHARED, "second_rope": NO_ROTATION}
     shared = replace(
         experts,
@@ -187,13 +188,13 @@ def compile_fused_moe() -> None:
             (
                 fused_moe.gate_up_kernel,
                 ("x", "weight", "inner"),
-                fused_moe.gate_up_constants(8, 768, 2048, "silu"),
+                fused_moe.gate_up_constants(8, 768, 2048, product_constants("silu", None)) | {"bias": None},
                 fused_moe.GATE_UP,
             ),
             (
                 fused_moe.down_kernel,
                 ("inner", "weight", "results"),
-                fused_moe.down_constants(2048, 768),
+                fused_moe.down_constants(2048, 768) | {"bias": None},
                 fused_moe.DOWN,
             ),
         ):

@@ -61,6 +61,13 @@ def check_company_changes_no_bit(device: str) -> None:
             start += queries
 
 
+def check_sinks(device: str) -> None:
+    heads = Heads(heads=8)
+    for window, soft_cap in ((None, None), (25, None), (None, 2.0)):
+        spec = heads.spec(window=window, soft_cap=soft_cap, sinks=heads.sinks(device))
+        Case.make(heads, MIXED, device).check(spec)
+
+
 def check_float8_pages_with_a_scale_for_each_head(device: str) -> None:
     heads = Heads(dtype=torch.bfloat16)
     case = Case.make(heads, EXTENDS[2:4], device)
@@ -80,6 +87,14 @@ def compile_for_gemma() -> None:
     """Heads of 256, a window and a cap."""
     for arch in ARCHITECTURES:
         extend_fits(8, 4, 256, arch=arch, windowed=True, capped=True)
+
+
+def compile_for_sinks() -> None:
+    """Layers of gpt-oss, with the window and without."""
+    for arch in ARCHITECTURES:
+        for windowed in (True, False):
+            extend_fits(64, 8, 64, arch=arch, windowed=windowed, sinks=True)
+    extend_fits(64, 8, 64, arch=HOPPER, pool_kind="fp8e4nv", sinks=True)
 
 
 def compile_for_heads_of_64() -> None:
@@ -106,6 +121,7 @@ def extend_fits(
     page_size: int = 16,
     windowed: bool = False,
     capped: bool = False,
+    sinks: bool = False,
     tiling: ExtendTiling | None = None,
 ) -> None:
     """It fits the device, and reads pages while it computes."""
@@ -125,8 +141,10 @@ def extend_fits(
             **dict.fromkeys(("token_stride", "page_stride"), "i32:16"),
             "table_stride": "i32",
             **(scales if pool_kind else {}),
+            **({"sinks": "*fp32:16"} if sinks else {}),
         },
         {
+            **({} if sinks else {"sinks": None}),
             **({} if pool_kind else scales),
             **extend_constants(
                 group=heads // kv_heads,

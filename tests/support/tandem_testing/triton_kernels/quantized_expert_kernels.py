@@ -11,9 +11,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tandem_engine.config import Quantization
-from tandem_engine.kernels.interface import INT4, INT8, PACKED_FLOAT8, PackedWeight
+from tandem_engine.kernels.interface import INT4, INT8, PACKED_FLOAT8, PAIRED, PackedWeight
 from tandem_engine.kernels.triton import quantized_moe
-from tandem_engine.kernels.triton.fused_moe import fused_experts
+from tandem_engine.kernels.triton.fused_moe import ExpertBiases, fused_experts
+from tandem_engine.kernels.triton.norm_activation import Clamp, product_constants
 from tandem_engine.model.layers.mlp import Choice
 from tandem_engine.model.layers.triton import DeviceQuantizedLinear
 from tandem_engine.model.layers.triton_experts import DeviceExperts, ExpertMatrices, ExpertStacks, read_experts
@@ -39,7 +40,7 @@ def levels_of_experts(
         random_levels(coding, outputs, inputs, min(group_size, inputs), symmetric=symmetric, seed=10 * seed + expert)
         for expert in range(count)
     ]
-    return drawn if coding == INT4 else [replace(levels, scales=levels.scales / 16) for levels in drawn]
+    return drawn if coding in PAIRED else [replace(levels, scales=levels.scales / 16) for levels in drawn]
 
 
 def in_another_order(levels: Sequence[Levels]) -> list[Levels]:
@@ -74,24 +75,41 @@ def choice_of(tokens: int, dtype: torch.dtype, device: str, *, count: int = EXPE
     return Choice(ids.to(device), weights.to(dtype).to(device))
 
 
-def computed(x: Tensor, choice: Choice, stacks: ExpertStacks, activation: str = "silu") -> Tensor:
-    return fused_experts(x, *choice, stacks.gate_up, stacks.down, activation=activation, order=stacks.order)
+def computed(x: Tensor, choice: Choice, stacks: ExpertStacks, activation: str = "silu", **options: Any) -> Tensor:
+    """`options`: of `fused_experts`."""
+    return fused_experts(x, *choice, stacks.gate_up, stacks.down, activation=activation, order=stacks.order, **options)
 
 
 def in_float64(
-    x: Tensor, choice: Choice, gate_up: Sequence[Levels | Tensor], down: Sequence[Levels | Tensor], activation: str
+    x: Tensor,
+    choice: Choice,
+    gate_up: Sequence[Levels | Tensor],
+    down: Sequence[Levels | Tensor],
+    activation: str,
+    *,
+    biases: ExpertBiases | None = None,
+    clamp: Clamp | None = None,
 ) -> Tensor:
     """Expert after expert, rounded to x's dtype where `model.layers.mlp` rounds and nowhere else."""
 
     def rounded(numbers: Tensor) -> Tensor:
         return numbers.to(x.dtype).double()
 
+    def added(stack: Tensor | None, expert: int) -> Tensor | float:
+        return 0.0 if stack is None else stack[expert].cpu().double()
+
+    of_gate_up, of_down = biases or (None, None)
     total = torch.zeros(x.shape, dtype=torch.float64)
     for rank in range(choice.experts.shape[1]):
         for token, expert in enumerate(choice.experts[:, rank].tolist()):
-            gate, up = rounded(values_of(gate_up[expert]).double() @ x[token].cpu().double()).chunk(2)
-            inner = rounded(rounded(ACTIVATIONS[activation](gate)) * up)
-            result = rounded(values_of(down[expert]).double() @ inner)
+            both = values_of(gate_up[expert]).double() @ x[token].cpu().double() + added(of_gate_up, expert)
+            gate, up = rounded(both).chunk(2)
+            if clamp is None:
+                inner = rounded(rounded(ACTIVATIONS[activation](gate)) * up)
+            else:
+                gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+                inner = rounded(rounded(gate * torch.sigmoid(clamp.alpha * gate)) * rounded(up + 1))
+            result = rounded(values_of(down[expert]).double() @ inner + added(of_down, expert))
             total[token] += rounded(result * choice.weights[token, rank].cpu().double())
     return total
 
@@ -105,12 +123,13 @@ def agrees(
     tokens: int,
     activation: str = "silu",
     chosen: int = CHOSEN,
+    **options: Any,
 ) -> None:
     """Within the rounding of the result, and of float32 sums before each of the roundings on the way."""
     x = random_floats(tokens, gate_up[0].shape[1], seed=5, dtype=dtype, device=device)
     choice = choice_of(tokens, dtype, device, count=len(gate_up), chosen=chosen)
-    found = computed(x, choice, stacks_of(gate_up, down, device), activation)
-    exact = in_float64(x, choice, gate_up, down, activation)
+    found = computed(x, choice, stacks_of(gate_up, down, device), activation, **options)
+    exact = in_float64(x, choice, gate_up, down, activation, **options)
     size = float(exact.abs().mean())
     assert size > 0.01, "there is something to compare"
     if dtype is FLOAT32:
@@ -276,7 +295,8 @@ def compile_packed_experts() -> None:
                 constants: dict[str, Any] = quantized_moe.constants_of(
                     shape_alone(coding, group_size, symmetric=symmetric)
                 )
-                constants |= {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "CHOSEN": 8, "ACTIVATION": "silu"}
+                constants |= {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "CHOSEN": 8, "bias": None}
+                constants |= product_constants("silu", None)
                 built = compile_kernel(
                     kernel, *only_for(kernel, types, constants), arch=arch, num_warps=tile.num_warps,
                     num_stages=tile.num_stages,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tandem_engine.config import Quantization
-from tandem_engine.kernels.interface import INT4, INT8, PACKED_FLOAT8, PackedWeight
+from tandem_engine.kernels.interface import INT4, INT8, PACKED_E2M1, PACKED_FLOAT8, PAIRED, PackedWeight
 from tandem_engine.kernels.triton import quantized_gemm
 from tandem_engine.kernels.triton.quantized_gemm import quantized_linear
 from tandem_engine.model.checkpoint import read_model_config
@@ -31,8 +31,10 @@ def random_levels(coding: str, outputs: int, inputs: int, group_size: int, *, sy
     dice = torch.Generator().manual_seed(seed)
     groups = -(-inputs // group_size)
     scales = torch.rand((outputs, groups), generator=dice) * 0.02 + 0.001
-    bits = 4 if coding == INT4 else 8
+    bits = 4 if coding in PAIRED else 8
     codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=dice, dtype=torch.uint8)
+    if coding == PACKED_E2M1:
+        return Levels(bits=4, codes=codes, scales=scales.bfloat16(), zeros=None, group_size=group_size)
     if coding == PACKED_FLOAT8:
         codes[(codes & 0x7F) == 0x7F] = 0x42
         return Levels(bits=8, codes=codes.view(torch.float8_e4m3fn), scales=scales, zeros=None, group_size=group_size)
@@ -90,7 +92,7 @@ def check_float16(device: str) -> None:
 def check_every_code_is_the_number_that_it_stands_for(device: str) -> None:
     """All codes against all zero points, through products with one."""
     one = torch.eye(128, dtype=BFLOAT16, device=device)
-    for coding, values in ((INT4, 16), (INT8, 256), (PACKED_FLOAT8, 256)):
+    for coding, values in ((INT4, 16), (INT8, 256), (PACKED_FLOAT8, 256), (PACKED_E2M1, 16)):
         outputs = 2 * values
         codes = (torch.arange(128)[None] + 3 * torch.arange(outputs)[:, None]) % values
         codes = codes.to(torch.uint8)
@@ -98,6 +100,8 @@ def check_every_code_is_the_number_that_it_stands_for(device: str) -> None:
         if coding == PACKED_FLOAT8:
             codes[(codes & 0x7F) == 0x7F] = 0x01
             levels = Levels(bits=8, codes=codes.view(torch.float8_e4m3fn), scales=scales, zeros=None, group_size=128)
+        elif coding == PACKED_E2M1:
+            levels = Levels(bits=4, codes=codes, scales=scales, zeros=None, group_size=128)
         else:
             zeros = (torch.arange(outputs) % values).to(torch.uint8)[:, None]
             levels = Levels(bits=4 if coding == INT4 else 8, codes=codes, scales=scales, zeros=zeros, group_size=128)

@@ -25,7 +25,8 @@ def pools(device: str, **shape):
 
 def agrees(sequences, here, there, device: str, specs, *, max_queries: int = 1) -> None:
     batch = make_batch(sequences, page_size=here.page_size)
-    reference = TorchReferenceBackend(here, specs=specs).plan(batch)
+    specs_here = [replace(spec, sinks=None if spec.sinks is None else spec.sinks.cpu()) for spec in specs]
+    reference = TorchReferenceBackend(here, specs=specs_here).plan(batch)
     plan = TritonBackend(there, num_heads=NUM_HEADS, specs=specs, max_queries=max_queries).plan(batch)
     for layer in range(len(specs)):
         qkv = make_qkv(batch.num_tokens, seed=layer)
@@ -58,6 +59,16 @@ def check_float8_with_a_scale_for_each_head(device: str) -> None:
         here, there = pools(device, dtype=dtype)
         dealer = PageDealer(pool=here)
         agrees([dealer.seq(20, 20), dealer.seq(70, 30), dealer.decode(37)], here, there, device, SPECS)
+
+
+def check_sinks_of_each_layer(device: str) -> None:
+    specs = tuple(
+        AttentionSpec(scale=SCALE, window=window, sinks=torch.linspace(low, 4.0, NUM_HEADS, device=device))
+        for window, low in ((20, -3.0), (20, 2.0))
+    )
+    here, there = pools(device)
+    dealer = PageDealer(pool=here)
+    agrees([dealer.seq(150, 60), dealer.seq(21, 1), dealer.decode(300)], here, there, device, specs)
 
 
 def check_drafts_behind_a_token(device: str) -> None:

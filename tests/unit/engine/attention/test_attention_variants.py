@@ -1,5 +1,7 @@
 """Windows, capped scores and scales: every way of the CPU backend against the reference, for any page size."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, PageDealer, Seq
 LONG_PROMPT = 296
 """Several blocks of queries and of keys."""
 SCALE = HEAD_DIM**-0.5
+SINKS = torch.tensor([20.0, -20.0, 1.5, 100.0])[:NUM_HEADS]
+"""One that takes nearly all the weight, one that takes none, one between, and one that takes all."""
 VARIANTS = {
     "window": AttentionSpec(scale=SCALE, window=20),
     "window of one": AttentionSpec(scale=SCALE, window=1),
@@ -20,6 +24,9 @@ VARIANTS = {
     "scale": AttentionSpec(scale=0.6),
     "capped": AttentionSpec(scale=SCALE, soft_cap=2.0),
     "capped window": AttentionSpec(scale=0.3, window=33, soft_cap=2.0),
+    "sinks": AttentionSpec(scale=SCALE, sinks=SINKS),
+    "sinks, window": AttentionSpec(scale=SCALE, window=33, sinks=SINKS),
+    "sinks, capped": AttentionSpec(scale=SCALE, soft_cap=2.0, sinks=SINKS),
 }
 
 
@@ -77,6 +84,27 @@ def test_bfloat16_pages_with_a_window_and_a_cap():
     qkv = make_qkv(num_tokens(sequences), dtype=torch.bfloat16)
     expected = attend(pools[0], sequences, qkv, (spec, spec), reference=True)
     torch.testing.assert_close(attend(pools[1], sequences, qkv, (spec, spec)), expected, rtol=3e-2, atol=3e-2)
+
+
+def test_bfloat16_pages_with_sinks():
+    spec = VARIANTS["sinks, window"]
+    pools = [make_pool(num_pages=140, dtype=torch.bfloat16) for _ in range(2)]
+    sequences = sequences_of(PageDealer(pool=pools[0]))
+    qkv = make_qkv(num_tokens(sequences), dtype=torch.bfloat16)
+    expected = attend(pools[0], sequences, qkv, (spec, spec), reference=True)
+    torch.testing.assert_close(attend(pools[1], sequences, qkv, (spec, spec)), expected, rtol=3e-2, atol=3e-2)
+
+
+def test_sinks_are_those_of_the_layer_itself():
+    first = VARIANTS["sinks"]
+    pool = make_pool(num_pages=140)
+    sequences = sequences_of(PageDealer(pool=pool))
+    qkv = make_qkv(num_tokens(sequences))
+    for sinks in (SINKS.flip(0).contiguous(), None):
+        specs = (first, replace(first, sinks=sinks))
+        for layer in range(2):
+            expected = attend(pool, sequences, qkv, specs, layer=layer, reference=True)
+            torch.testing.assert_close(attend(pool, sequences, qkv, specs, layer=layer), expected, rtol=1e-5, atol=2e-5)
 
 
 def test_each_layer_attends_by_its_own_spec():

@@ -15,6 +15,8 @@ SPECS = {
     "window over all": AttentionSpec(scale=SCALE, window=23),
     "scale": AttentionSpec(scale=0.7),
     "capped": AttentionSpec(scale=SCALE, soft_cap=1.5),
+    "sinks": AttentionSpec(scale=SCALE, sinks=torch.tensor([20.0, -20.0, 1.5, 0.0])),
+    "sinks, window": AttentionSpec(scale=SCALE, window=6, sinks=torch.tensor([20.0, -20.0, 1.5, 0.0])),
     "all at once": AttentionSpec(scale=0.7, window=6, soft_cap=1.5),
 }
 

@@ -36,6 +36,7 @@ NEEDED = {
             "llama_4_scaling_beta": 0.1,
         }
     },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 

@@ -106,7 +106,7 @@ def test_olmo3_scales_the_rotation_of_full_layers_alone(parse):
     config = parse(**OLMO3, rope_scaling=YARN, sliding_window=16)
     assert (config.rope.rope_type, config.second_rope) == ("yarn", RopeConfig(theta=5e5))
     assert (config.second_layers, config.windows) == ((0, 1, 2), (16, 16, 16, None))
-    assert (config.norm, config.norm_placement) == (NormKind.FLOAT32, NormPlacement.AFTER)
+    assert (config.norm, config.norm_placement) == (NormKind.ROUND_LAST, NormPlacement.AFTER)
 
 
 def test_glm4_rotates_half_of_a_head_in_pairs(parse):

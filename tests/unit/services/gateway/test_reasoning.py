@@ -64,6 +64,7 @@ def test_the_prompt_tells_whether_reasoning_has_begun(style, prompt, opened):
         ("a<｜Assistant｜>b</think>", "deepseek_r1"),
         ("{{ content.split('</think>') }}", "qwen3"),
         ("[THINK]{{ x }}[/THINK]", "mistral"),
+        ("<|start|>assistant<|channel|>analysis<|message|>{{ thinking }}", "openai_gptoss"),
     ],
 )
 def test_a_style_is_known_by_its_template(template, style):

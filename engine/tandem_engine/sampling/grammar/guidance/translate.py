@@ -4,6 +4,7 @@ Runs in the probe process alone: part of the work is Python, recursive, and hold
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,9 @@ WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
 no other, and one that began to would go on with blanks until its output is full."""
 
 EXCERPT = 300
+
+_CONTROL = re.compile(r"(<\|[^<>|]+\|>)")
+"""What may be a control token."""
 
 
 def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
@@ -102,6 +106,9 @@ class StructuralTags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Between structures, with `answer`."""
     most: int | None = None
     """Structures of one output, with `answer`."""
+    thoughts: tuple[str, str] | None = None
+    """Tandem's: the output is one structure, and free text between these two texts, if there are any, may come before
+    it."""
 
 
 def _structural_tag(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
@@ -117,6 +124,8 @@ def _structural_tag(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
     control = {_is_control(trigger, tokenizer) for trigger in tags.triggers}
     if len(control) > 1:
         raise refusal(spec.kind, "its triggers must be all control tokens or all plain text")
+    if tags.thoughts is not None:
+        return LLMatcher.grammar_from_lark(_thoughts_and_tag(spec, tags, tags.thoughts, tokenizer))
     structures = [_tag(tags, structure) for structure in tags.structures]
     if tags.answer is not None:
         return LLMatcher.grammar_from_lark(_answer_or_tags(spec, tags, structures, special=control == {True}))
@@ -131,8 +140,6 @@ def _tag(tags: StructuralTags, structure: Structure) -> StructTag:
 
 
 def _answer_or_tags(spec: GrammarSpec, tags: StructuralTags, structures: list[StructTag], *, special: bool) -> str:
-    pattern = WHITESPACE if spec.whitespace_pattern is None else spec.whitespace_pattern
-    options = {"whitespace_pattern": pattern, "lenient": spec.lenient}
     further = f"({json.dumps(tags.separator)} tag)" if tags.separator else "tag"
     if tags.most is None:
         several = f"tag {further}*"
@@ -140,7 +147,7 @@ def _answer_or_tags(spec: GrammarSpec, tags: StructuralTags, structures: list[St
         several = f"tag {further}{{0,{tags.most - 1}}}" if tags.most > 1 else "tag"
     rules = [
         "start: answer | tags",
-        f"answer: %json {json.dumps({**(tags.answer or {}), 'x-guidance': options})}",
+        f"answer: %json {_with_options(tags.answer or {}, spec)}",
         f"tags: {several}",
         "tag: " + " | ".join(f"tag_{number}" for number in range(len(structures))),
     ]
@@ -149,6 +156,36 @@ def _answer_or_tags(spec: GrammarSpec, tags: StructuralTags, structures: list[St
         begin = f"{tag.trigger} {_quoted(tag.begin[len(tag.trigger) :])}" if special else _quoted(tag.begin)
         rules.append(f"tag_{number}: {begin} %json {json.dumps(tag.grammar)} {_quoted(tag.end)}")
     return "\n".join(rules)
+
+
+def _thoughts_and_tag(
+    spec: GrammarSpec, tags: StructuralTags, thoughts: tuple[str, str], tokenizer: LLTokenizer
+) -> str:
+    """Control tokens within these texts are only ever the tokens."""
+    before, behind = (_with_controls(text, tokenizer) for text in thoughts)
+    rules = [
+        *(
+            ["start: thoughts? tag", f"thoughts: {before} TEXT {behind}", r"TEXT: /(.|\n)*/"]
+            if any(thoughts)
+            else ["start: tag"]
+        ),
+        "tag: " + " | ".join(f"tag_{number}" for number in range(len(tags.structures))),
+    ]
+    for number, structure in enumerate(tags.structures):
+        begin, end = (_with_controls(text, tokenizer) for text in (structure.begin, structure.end))
+        rules.append(f"tag_{number}: {begin} %json {_with_options(structure.schema, spec)} {end}")
+    return "\n".join(rules)
+
+
+def _with_controls(text: str, tokenizer: LLTokenizer) -> str:
+    """`text` in Lark: control tokens by their names, all else as strings."""
+    pieces = [piece for piece in _CONTROL.split(text) if piece]
+    return " ".join(piece if _is_control(piece, tokenizer) else _quoted(piece) for piece in pieces)
+
+
+def _with_options(schema: dict[str, Any], spec: GrammarSpec) -> str:
+    pattern = WHITESPACE if spec.whitespace_pattern is None else spec.whitespace_pattern
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": pattern, "lenient": spec.lenient}})
 
 
 def _quoted(text: str) -> str:

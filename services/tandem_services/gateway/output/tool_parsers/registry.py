@@ -1,10 +1,32 @@
 """Tool-call parsers by their name in `--tool-call-parser`, and detection of the one that a model needs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tandem_services.gateway.output.tool_parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
+from tandem_services.gateway.output.tool_parsers import harmony, hermes, llama3_json, mistral, pythonic, qwen3_coder
 from tandem_services.gateway.output.tool_parsers.parser import Schemas, ToolParser
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Channels:
+    """How a family writes messages on channels. Its parser reads all of an output, reasoning and content too."""
+
+    markers: tuple[str, ...]
+    call: str
+    """What a call of the tool `{name}` begins with; its arguments and nothing else follow."""
+    answer: str
+    """What an answer begins with."""
+    thoughts: tuple[str, str]
+    """What is around reasoning before either of them; two empty texts: no reasoning comes before."""
+
+    def behind_reasoning(self) -> "Channels":
+        """For grammars that hold from the end of the reasoning on."""
+        return replace(self, thoughts=("", ""))
+
+
+HARMONY = Channels(
+    markers=harmony.MARKERS, call=harmony.CALL_BEGIN, answer=harmony.ANSWER_BEGIN, thoughts=harmony.THOUGHTS
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,11 +45,20 @@ class ToolFamily:
     """(trigger, text before the arguments, text after them), where a call is one text with JSON in it."""
     separator: str = "\n"
     """Between the calls of one output, in that form."""
+    channels: Channels | None = None
+    """Where all of an output is messages."""
 
 
 FAMILIES: Mapping[str, ToolFamily] = {
     family.name: family
     for family in (
+        ToolFamily(
+            name="openai",
+            parser=harmony.HarmonyParser,
+            markers=harmony.MARKERS,
+            hint=harmony.HINT,
+            channels=HARMONY,
+        ),
         ToolFamily(
             name="qwen3_coder",
             parser=qwen3_coder.Qwen3CoderParser,

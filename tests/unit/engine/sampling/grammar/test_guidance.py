@@ -108,6 +108,43 @@ KINDS = [
     ),
 ]
 
+THOUGHTS = {
+    "structures": [
+        {
+            "begin": "<|im_start|>add <|endoftext|>",
+            "schema": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        },
+        {"begin": "<|im_start|>now <|endoftext|>", "schema": {"type": "object", "additionalProperties": False}},
+    ],
+    "triggers": ["<|im_start|>"],
+    "thoughts": ["<|im_start|>think <|endoftext|>", "<|endoftext|><|im_start|>so"],
+}
+"""Control tokens within the texts, as models of channels write them."""
+KINDS.append(
+    (
+        spec(GrammarKind.STRUCTURAL_TAG, THOUGHTS),
+        [
+            '<|im_start|>add <|endoftext|>{"x": 1}',
+            "<|im_start|>think <|endoftext|>a {\n<|endoftext|><|im_start|>so<|im_start|>now <|endoftext|>{}",
+        ],
+        [
+            "{}",
+            "hello",
+            '<|im_start|>add <|endoftext|>{"x": "1"}',
+            "<|im_start|>sub <|endoftext|>{}",
+            "<|im_start|>think <|endoftext|>a<|endoftext|><|im_start|>so",
+            "<|im_start|>now <|endoftext|>{}<|im_start|>now <|endoftext|>{}",
+        ],
+    )
+)
+KINDS.append(
+    (
+        spec(GrammarKind.STRUCTURAL_TAG, {**THOUGHTS, "thoughts": ["", ""]}),
+        ["<|im_start|>now <|endoftext|>{}"],
+        ["<|im_start|>think <|endoftext|>a<|endoftext|><|im_start|>so<|im_start|>now <|endoftext|>{}"],
+    )
+)
+
 
 @pytest.mark.parametrize(("grammar", "good", "bad"), KINDS, ids=lambda value: str(value)[:50])
 def test_each_kind_lets_through_what_it_describes_and_nothing_else(backend, tokenizer, grammar, good, bad):

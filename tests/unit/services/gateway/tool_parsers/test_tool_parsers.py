@@ -1,8 +1,11 @@
 """What each family's tool calls are read as, in whole and in pieces."""
 
+from random import Random
+
 import pytest
 
-from tandem_services.gateway.output.parts import CallArguments, CallBegin, Content, joined
+from tandem_services.gateway.output.parts import CallArguments, CallBegin, Content, Reasoning, joined
+from tandem_services.gateway.output.tool_parsers import harmony
 from tandem_services.gateway.output.tool_parsers.json_calls import CallArray
 from tandem_services.gateway.output.tool_parsers.registry import FAMILIES, detect_family
 
@@ -112,6 +115,33 @@ OUTPUTS = [
     ("pythonic", "[h(a=1)]", [Content("[h(a=1)]")]),
     ("pythonic", "[f, 2] and more", [Content("[f, 2] and more")]),
     ("pythonic", "hello [f(a=1)]", [Content("hello [f(a=1)]")]),
+    (
+        "openai",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>"
+        'json<|message|>{"a": 1}<|call|>',
+        [Reasoning("Hm."), *call(0, "f", '{"a": 1}')],
+    ),
+    (
+        "openai",
+        "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>analysis<|message|>B<|end|><|start|>"
+        "assistant<|channel|>final<|message|>Yes <b>\n",
+        [Reasoning("A\nB"), Content("Yes <b>\n")],
+    ),
+    (
+        "openai",
+        "<|channel|>commentary<|message|>Let me see.\n<|end|><|start|>assistant to=functions.f<|channel|>commentary"
+        '<|constrain|>json<|message|> {"s": "<|x|>"}<|call|><|start|>assistant to=g<|channel|>analysis code<|message|>'
+        "<|call|>",
+        [Content("Let me see."), *call(0, "f", '{"s": "<|x|>"}'), *call(1, "g", "{}")],
+    ),
+    ("openai", " to=functions.f<|channel|>commentary json<|message|>{}", call(0, "f", "{}")),
+    ("openai", "<|channel|>analysis to=python<|message|>1 + 1", [Reasoning("1 + 1")]),
+    ("openai", "Yes to=functions.f <|e", [Content("Yes to=functions.f <|e")]),
+    ("openai", "<|message|>Yes<|return|>", [Content("Yes")]),
+    ("openai", "<|channel|>final", []),
+    ("openai", '<|channel|>commentary to=functions.f<|message|>{"a', call(0, "f", '{"a')),
+    ("openai", "<|channel|>" + "x" * 600, [Content("x" * 600)]),
+    ("openai", "<|channel|>final<|message|>A<|channel|>final<|message|>B", [Content("A\nB")]),
     ("array", '[{"name": "f", "arguments": {"a": 1}}]', call(0, "f", '{"a": 1}')),
     (
         "array",
@@ -135,6 +165,31 @@ def test_cuts_mean_nothing(family, text, expected):
         assert read(family, text[:cut], text[cut:]) == expected
 
 
+PIECES = (
+    *harmony.MARKERS,
+    "assistant",
+    " to=functions.f ",
+    "to=g",
+    "analysis",
+    "final",
+    "json",
+    " ",
+    "\n",
+    "<|",
+    '{"a": 1}',
+)
+
+
+def test_cuts_of_messages_in_any_order_mean_nothing():
+    dice = Random(3)
+    for _ in range(300):
+        text = "".join(dice.choices(PIECES, k=dice.randint(1, 14)))
+        whole = read("openai", text)
+        assert read("openai", *text) == whole, text
+        cut = dice.randint(0, len(text))
+        assert read("openai", text[:cut], text[cut:]) == whole, (text, cut)
+
+
 @pytest.mark.parametrize(
     ("family", "text"),
     [
@@ -143,6 +198,7 @@ def test_cuts_mean_nothing(family, text, expected):
         ("mistral", "[TOOL_CALLS]f[ARGS]{"),
         ("qwen3_coder", "<function=f>"),
         ("pythonic", "[f("),
+        ("openai", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"),
         ("array", '[{"name":"f"'),
     ],
 )
@@ -159,6 +215,7 @@ def test_a_call_begins_as_soon_as_its_name_is_complete(family, text):
         ("llama3_json", '{"name":"f","parameters":{"s":"', "x"),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"s":"', "x"),
         ("qwen3_coder", "<function=f><parameter=s>", "x"),
+        ("openai", '<|channel|>commentary to=functions.f<|message|>{"s":"', "x"),
         ("array", '[{"name":"f","arguments":{"s":"', "x"),
     ],
 )
@@ -171,7 +228,22 @@ def test_each_piece_of_a_string_argument_is_passed_on_at_once(family, begin, pie
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("family", [*FAMILIES, "array"])
 @pytest.mark.parametrize(
-    "text", ["<", "[", "{", '"', "(", "\\", "<tool_call>", "[TOOL_CALLS]", "[f(", '{"name":', "f(a="]
+    "text",
+    [
+        "<|start|>",
+        "<|message|>",
+        "<",
+        "[",
+        "{",
+        '"',
+        "(",
+        "\\",
+        "<tool_call>",
+        "[TOOL_CALLS]",
+        "[f(",
+        '{"name":',
+        "f(a=",
+    ],
 )
 def test_the_work_is_linear_in_what_a_model_writes(family, text):  # [linear-parsers]
     """Long outputs, in pieces larger than tokens: what is quadratic does not come to an end in the time a test has."""
@@ -188,6 +260,7 @@ def test_the_work_is_linear_in_what_a_model_writes(family, text):  # [linear-par
         ("… <tool_call>\n{{ call | tojson }}\n</tool_call> …", "hermes"),
         ("[TOOL_CALLS] [", "mistral"),
         ('{"name": function name, "parameters": dictionary}', "llama3_json"),
+        ('<|start|>assistant<|channel|>analysis<|message|> "parameters"', "openai"),
         ('[func_name1(params_name1=params_value1)] {"parameters"', "pythonic"),
     ],
 )
