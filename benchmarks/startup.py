@@ -2,8 +2,9 @@
 
     python benchmarks/startup.py [--rounds 3] [--json]
 
-The first start of each is not counted: it reads files that no one has read since the machine was started and, after an
-update, compiles kernels. What each process took is told as well.
+Before the rounds one start, with an empty folder for kernels, is measured by itself: it compiles them, and reads files
+that no one has read since the machine was started. `--help` and `import torch` run once before they count. Ratios are
+to `import torch` in the same run, which shows how fast the machine was. What each process took is printed as well.
 """
 
 import argparse
@@ -33,37 +34,51 @@ class Startup:
     """Medians, in seconds."""
 
     ready_s: float
+    first_s: float
+    """Of the start that compiles kernels; one measurement."""
     help_s: float
+    torch_s: float
+    """Of `import torch`."""
     parts: dict[str, float]
     """Seconds until each process of the last start was ready."""
 
 
 def measure(rounds: int) -> Startup:
-    helped = [_help_seconds() for _ in range(rounds + 1)][1:]
-    started = [_ready_seconds() for _ in range(rounds + 1)][1:]
+    helped = [_seconds_of(*COMMAND, "--help") for _ in range(rounds + 1)][1:]
+    imported = [_seconds_of(sys.executable, "-c", "import torch") for _ in range(rounds + 1)][1:]
+    with tempfile.TemporaryDirectory(prefix="tandem-kernels-") as cache:
+        first, _ = _ready_seconds(cache)
+        # The kernel of small steps comes after a start; the starts that count have it.
+        subprocess.run([*COMMAND, "kernels", "build"], env=_environment(cache), stdout=subprocess.DEVNULL, check=True)
+        started = [_ready_seconds(cache) for _ in range(rounds)]
     return Startup(
         ready_s=statistics.median(seconds for seconds, _ in started),
+        first_s=first,
         help_s=statistics.median(helped),
+        torch_s=statistics.median(imported),
         parts=started[-1][1],
     )
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("engine", "services"))}
+def _environment(cache: str | None = None) -> dict[str, str]:
+    """`cache`: folder for kernels."""
+    path = os.pathsep.join(str(ROOT / part) for part in ("engine", "services"))
+    kept = {} if cache is None else {"TANDEM_CACHE_DIR": cache}
+    return {**os.environ, "PYTHONPATH": path, **kept}
 
 
-def _help_seconds() -> float:
+def _seconds_of(*command: str) -> float:
     began = time.perf_counter()
-    subprocess.run([*COMMAND, "--help"], env=_environment(), stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(command, env=_environment(), stdout=subprocess.DEVNULL, check=True)
     return time.perf_counter() - began
 
 
-def _ready_seconds() -> tuple[float, dict[str, float]]:
+def _ready_seconds(cache: str) -> tuple[float, dict[str, float]]:
     """From the command to its greeting, and what it said of its processes on the way."""
     with tempfile.TemporaryDirectory(prefix="tandem-startup-") as folder, Path(folder, "err").open("w+") as err:
         argv = [*COMMAND, "up", "--port", str(free_port()), "--run-dir", f"{folder}/run"]
         began = time.perf_counter()
-        with subprocess.Popen(argv, env=_environment(), stdout=subprocess.PIPE, stderr=err, text=True) as process:
+        with subprocess.Popen(argv, env=_environment(cache), stdout=subprocess.PIPE, stderr=err, text=True) as process:
             try:
                 assert process.stdout is not None, "opened with a pipe"
                 greeted = any("Tandem serves" in line for line in process.stdout)
@@ -86,8 +101,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json:
         print(json.dumps(asdict(startup)))
         return
-    print(f"tandem up, ready   {startup.ready_s:.2f} s")
-    print(f"tandem --help      {startup.help_s:.2f} s")
+    for name, seconds in (
+        ("tandem up, ready", startup.ready_s),
+        ("the first time", startup.first_s),
+        ("tandem --help", startup.help_s),
+        ("import torch", startup.torch_s),
+    ):
+        print(f"{name:<18} {seconds:6.2f} s   {seconds / startup.torch_s:5.2f} of import torch")
     for name, seconds in startup.parts.items():
         print(f"  {name:<20} {seconds:.1f} s")
 

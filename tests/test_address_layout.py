@@ -23,6 +23,12 @@ OTHER_COLONS = {
     "engine/tandem_engine/base/cgroups.py": {"line.split(':', 2)"},
     "engine/tandem_engine/executor/memory_profile.py": {"line.partition(':')"},
     "services/tandem_services/cli/k8s/cluster.py": {"str(config.KUBE_CONFIG_DEFAULT_LOCATION).split(':')"},
+    # Functions of modules.
+    "engine/tandem_engine/kernels/store/keys.py": {
+        "self.function.rpartition(':')",
+        "self.spec.function.rpartition(':')",
+    },
+    "engine/tandem_engine/kernels/cpu/kept.py": {"spec.function.partition(':')"},
     "services/tandem_services/cli/doctor/processor.py": {"line.partition(':')"},
     "lab/tandem_lab/cli/simulate.py": {"part.partition(':')"},
     "services/tandem_services/common/redis_client.py": {"credentials.partition(':')"},

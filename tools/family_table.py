@@ -18,7 +18,7 @@ import transformers
 from tandem_engine.config import ModelConfig, NormKind, QkNorm
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.cpu.step import is_plain
-from tandem_engine.model.decoder import specs_without_sinks
+from tandem_engine.model.decoder import attention_specs
 from tandem_engine.model.families import FAMILIES
 from tandem_engine.model.known_fields import Family
 from tandem_engine.model.text_towers import TOWERS
@@ -178,7 +178,7 @@ def row(family: Family, tiny: dict[str, ModelConfig]) -> tuple[str, ...]:
         "Tandem",
         "yes",
         "yes",
-        "yes" if any(is_plain(each, specs_without_sinks(each)) for each in tiny.values()) else "–",
+        "yes" if any(is_plain(each, attention_specs(each)) for each in tiny.values()) else "–",
         by_torch(config),
         "yes",
         f"{published.kv_bytes:,} ({published.name})",

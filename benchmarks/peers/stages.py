@@ -146,7 +146,7 @@ def startup(session: Session) -> None:
     told = told_by(
         [sys.executable, str(BENCHMARKS / "startup.py"), "--json"],
         log=session.log("start-up"),
-        limit_s=session.deadline.wait_s(180),
+        limit_s=session.deadline.wait_s(300),
         environment=python_path(),
     )
     session.results.startup = msgspec.json.decode(told, type=StartupTimes)

@@ -2,6 +2,7 @@
 
 serve    one engine process for a worker service; with --tensor-parallel-size it starts its further ranks
 follow   the ranks of a further machine of an engine with --nnodes
+kernels  compile, list or delete kernels of engines on a CPU
 """
 
 import argparse
@@ -35,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_follow(commands)
     _add_rank(commands)
+    _add_kernels(commands)
     return parser
 
 
@@ -128,6 +130,35 @@ def _rank(args: argparse.Namespace) -> int:
 
     # All else is in the order that comes on standard input.
     return run_rank(sys.stdin.buffer)
+
+
+def _add_kernels(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("kernels", help="compile, list or delete kernels of a CPU", allow_abbrev=False)
+    parser.add_argument("action", choices=("build", "list", "prune"))
+    parser.add_argument("--model", metavar="PATH", help="checkpoint directory; not for prune")
+    parser.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
+    parser.add_argument("--missing", action="store_true", help="list only those that are in no file")
+    add_engine_flags(parser)
+    parser.set_defaults(run=_kernels)
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    from tandem_engine.engine import kernel_commands
+
+    if args.action == "prune":
+        for name in kernel_commands.delete_unused():
+            print(f"deleted  {name}")
+        return 0
+    if args.model is None:
+        raise ConfigError(f"kernels {args.action} requires --model")
+    if args.action == "build":
+        print(kernel_commands.build(engine_config(args)))
+        return 0
+    states = kernel_commands.listed(engine_config(args))
+    for name, present in states:
+        if not (present and args.missing):
+            print(f"{'present' if present else 'missing'}  {name}")
+    return 0 if all(present for _, present in states) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -38,6 +38,27 @@ def read_environment() -> Environment:
         )
 
 
+KERNEL_VARIABLES = (
+    "TANDEM_CACHE_DIR",
+    "TANDEM_KERNELS_PATH",
+    "TANDEM_KERNEL_TARGET",
+    "ATEN_CPU_CAPABILITY",
+    "XDG_CACHE_HOME",
+)
+
+
+def kernel_environment() -> dict[str, str]:
+    """Those of `KERNEL_VARIABLES` that are set: what kernels of a CPU are compiled for, and where they are kept."""
+    with _lending:
+        return {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
+
+
+def environment_with(changes: Mapping[str, str]) -> dict[str, str]:
+    """For a process to be started: the environment of this one, but for `changes`."""
+    with _lending:
+        return {**os.environ, **changes}
+
+
 def set_default(name: str, value: str) -> None:
     """Give a third-party library (UCX, NIXL, OpenMP) a default that the user's environment overrides."""
     os.environ.setdefault(name, value)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from tandem_engine.base.addresses import Address
 from tandem_engine.base.environment import set_default
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.checkpoint_source.source import ModelSource, is_commit, is_repo
@@ -58,7 +59,9 @@ class Hub:
     def name(self) -> str:
         """For messages: without credentials."""
         parts = urlsplit(self.endpoint)
-        return f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname or "the hub"
+        return (
+            str(Address(parts.hostname, parts.port)) if parts.hostname and parts.port else parts.hostname or "the hub"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem_engine.kernels.cpu.jit import compiled
+from tandem_engine.kernels.cpu.jit import compiled, piece
 from tandem_engine.memory.pool import PageLayout
 
 Words = npt.NDArray[Any]
@@ -51,7 +51,12 @@ _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 def word_bytes(layout: PageLayout) -> int:
     """Bytes of the words that are read: the most, up to 8, that divide a row."""
-    return next(size for size in (8, 4, 2, 1) if layout.row_bytes % size == 0)
+    return word_bytes_of(layout.row_bytes)
+
+
+def word_bytes_of(row_bytes: int) -> int:
+    """The same for rows of so many bytes."""
+    return next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
 
 
 def _mix_word(x: np.uint64) -> np.uint64:
@@ -60,7 +65,7 @@ def _mix_word(x: np.uint64) -> np.uint64:
     return x ^ (x >> _S31)
 
 
-mix = compiled(_mix_word, inline="always")
+mix = piece(_mix_word, inline="always")
 """`_mix_word` for compiled callers."""
 
 
@@ -156,7 +161,7 @@ def _choose(place: np.uint64, bits: np.uint64, count: np.uint64) -> np.uint64:
     return (((place >> bits) & _FIELD) * count) >> _FIELD_BITS
 
 
-_chosen = compiled(_choose, inline="always")
+_chosen = piece(_choose, inline="always")
 
 
 def _sampled_digests(

@@ -45,6 +45,7 @@ from tandem_engine.base.linux import die_with_parent
 from tandem_engine.base.progress import START, Phase, Progress
 from tandem_engine.config import EngineConfig, device_defaults, with_device_defaults
 from tandem_engine.engine import Engine, EnginePort
+from tandem_engine.engine.kernel_plan import kernels_built
 from tandem_engine.engine.loaded_model import load, require_loadable
 from tandem_engine.executor.memory_profile import meter_for
 from tandem_engine.ipc.channels import IpcContext, PairChannel
@@ -81,7 +82,7 @@ def launched_engine(
     Args:
         progress: what shows how the engine loads.
         self_test: the caller calls `Engine.self_test` and `Engine.warm_up` before anything else; with several ranks all
-            take part.
+            take part. Small steps may then wait for their kernel until after it serves (`kernels_built`).
         sink, port: see `Engine.build`.
         nodes: how other nodes reach this one, which leads them.
 
@@ -98,6 +99,7 @@ def launched_engine(
         parallel = stack.enter_context(other_ranks(config, self_test=self_test, gathered=gathered))
         watch_compiler(config)
         with _shown(progress) as bar:
+            stack.enter_context(kernels_built(config, late_step=self_test))
             START.report(Phase.WEIGHTS)
             loaded = load(config, progress=bar, parallel=parallel)
             START.report(Phase.MEMORY)
@@ -271,8 +273,10 @@ def _follow_rank(order: RankOrder) -> None:
         host=None if order.meeting is None else order.meeting.host,
     )
     watch_compiler(config)
-    loaded = load(config, progress=False, parallel=parallel)
-    with Engine.build(loaded, loaded.config, sink=discard) as engine:
+    with ExitStack() as stack:
+        stack.enter_context(kernels_built(config, late_step=order.self_test))
+        loaded = load(config, progress=False, parallel=parallel)
+        engine = stack.enter_context(Engine.build(loaded, loaded.config, sink=discard))
         if order.self_test:
             engine.self_test()
             engine.warm_up()

@@ -139,17 +139,15 @@ class Decoder:
         return logits if cap is None else soft_cap_(logits, cap)
 
 
-def attention_specs(config: ModelConfig, blocks: Sequence[Block]) -> tuple[AttentionSpec, ...]:
-    """What the attention of each of `blocks`, the first layers, computes."""
-    specs = specs_without_sinks(config)
-    return tuple(replace(spec, sinks=block.attention.sinks) for spec, block in zip(specs, blocks, strict=True))
-
-
-def specs_without_sinks(config: ModelConfig) -> tuple[AttentionSpec, ...]:
-    """What `config` alone determines of `attention_specs`."""
+def attention_specs(config: ModelConfig, blocks: Sequence[Block] | None = None) -> tuple[AttentionSpec, ...]:
+    """What the attention of each layer computes; without the sinks where the layers' `blocks` are not loaded."""
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     windows = config.windows or (None,) * config.num_layers
-    return tuple(AttentionSpec(scale=scale, window=window, soft_cap=config.attention_soft_cap) for window in windows)
+    sinks = (None,) * len(windows) if blocks is None else tuple(block.attention.sinks for block in blocks)
+    return tuple(
+        AttentionSpec(scale=scale, window=window, soft_cap=config.attention_soft_cap, sinks=own)
+        for window, own in zip(windows, sinks, strict=True)
+    )
 
 
 def build_decoder(config: ModelConfig, weights: Weights, *, positions: int) -> Decoder:

@@ -130,7 +130,7 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
         return best, token_ids
     best = logits.amax(dim=1)
     token_ids = torch.zeros(len(logits), dtype=torch.int64)
-    _find(logits.contiguous().numpy(), best.numpy(), token_ids.numpy())
+    find_in_blocks(logits.contiguous().numpy(), best.numpy(), token_ids.numpy())
     return best, token_ids
 
 
@@ -153,7 +153,7 @@ def _find_in_blocks(
                 break
 
 
-_find = compiled(_find_in_blocks)
+find_in_blocks = compiled(_find_in_blocks)
 
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15, the increment of splitmix64

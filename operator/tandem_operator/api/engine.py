@@ -1,6 +1,6 @@
 """Settings of the engine: each is a flag of `tandem worker`, and unset ones have that flag's default.
 
-`builders.engine_flags` names the flags, `tandem worker --help` explains them at length, and docs/features.md says what
+`builders.engine_flags` names the flags, `tandem worker --help-all` explains them, and docs/features.md says what
 goes with what.
 """
 

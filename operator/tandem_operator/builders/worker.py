@@ -183,7 +183,7 @@ def _environment(spec: ModelServiceSpec, part: Role, revision: str, *, standby: 
         value("TANDEM_LOG_LEVEL", spec.observability.log_level),
         value("HOME", TMP),
         # Compiled kernels are kept where the container may write.
-        value("NUMBA_CACHE_DIR", f"{TMP}/numba"),
+        value("TANDEM_CACHE_DIR", f"{TMP}/tandem"),
         value("TRITON_CACHE_DIR", f"{TMP}/triton"),
     ]
     ucx = [value(name, text) for name, text in sorted(spec.transfer.ucx.items())]

@@ -75,16 +75,16 @@ class TeachingParser(argparse.ArgumentParser):
     `teach` makes the flags of one settings, with other sources than the command line.
     """
 
-    def __init__(self, *args: Any, add_help: bool = True, **kwargs: Any) -> None:
+    def __init__(self, *, add_help: bool = True, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", HelpText)
         self.common: tuple[str, ...] = ()
         self.sources: Sources | None = None
         self.serves = False
-        super().__init__(*args, add_help=False, **kwargs)
+        super().__init__(add_help=False, **kwargs)
         if add_help:
             self.add_argument("-h", "--help", action=_Help)
-        # Of nested commands the innermost counts: what is wrong is told by the parser that knows its flags.
+        # Of nested commands the innermost counts: its parser has the flags that an error message is about.
         self.set_defaults(parser=self)
 
     def parse_known_args(  # type: ignore[override]  # argparse's has overloads for a namespace of another class

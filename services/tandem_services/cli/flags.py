@@ -15,12 +15,17 @@ from typing import TYPE_CHECKING
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config.flags import count, non_negative_int, positive_mib
+from tandem_services.cli.logs.pump import LogTo
 from tandem_services.common.settings import read_settings
 from tandem_services.gateway.output.reasoning import REASONING_PARSERS
 from tandem_services.gateway.output.tool_parsers.registry import TOOL_CALL_PARSERS
 
 if TYPE_CHECKING:
     from tandem_services.common.tracing import TracingConfig
+
+
+GATEWAY_DRAIN_S, WORKER_DRAIN_S = 120.0, 25.0
+"""Seconds that running requests have after SIGTERM, by default."""
 
 
 def port_number(text: str) -> int:
@@ -128,6 +133,18 @@ def add_log_format(parser: argparse._ActionsContainer) -> None:
         choices=("plain", "json"),
         default="plain",
         help="format of log lines, json for machines (default: plain)",
+    )
+
+
+def add_logs(parser: argparse._ActionsContainer) -> None:
+    """Of a command that starts others."""
+    add_log_format(parser)
+    parser.add_argument(
+        "--log-to",
+        choices=[to.value for to in LogTo],
+        default=LogTo.FILES.value,
+        help="where the lines of all processes go: files in the run directory, standard output with the name of the "
+        "process, or both (default: files)",
     )
 
 

@@ -10,6 +10,7 @@ from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
 from tandem_engine.config.flags import host_address, non_negative_int
 from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
+    GATEWAY_DRAIN_S,
     add_allowed_hosts,
     add_api_keys,
     add_body_memory,
@@ -173,7 +174,7 @@ def _add_queue_and_stop(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--drain-timeout",
         type=positive_float,
-        default=120.0,
+        default=GATEWAY_DRAIN_S,
         metavar="S",
         help="seconds that running requests then have to finish; keep a pod's grace period above the sum of both "
         "(default: 120)",

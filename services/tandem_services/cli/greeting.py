@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem_engine.base.addresses import Address, is_loopback, loopback_beside
+from tandem_services.cli.ending import how_to_end
 
 
 def greeting(args: argparse.Namespace, *, url: str, model: str, workers: Mapping[str, int], run_dir: Path) -> str:
@@ -25,7 +26,7 @@ Tandem serves {model} at {url}
 {_console_line(args, url)}  tandem ctl {address} links   commands to {name}{_others(workers)}
   {run_dir}   logs
 
-Ctrl-C stops everything.
+{how_to_end()} stops everything.
 """
 
 

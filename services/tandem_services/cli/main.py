@@ -12,11 +12,12 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from tandem_engine.base.version import install_hint, product_version
-from tandem_services.cli import chat, ctl, gateway, keys, quarantine, router, runs, serve, up, version, worker
+from tandem_services.cli import chat, ctl, gateway, kernels, keys, quarantine, router, runs, serve, up, version, worker
 from tandem_services.cli.doctor import command as doctor
 from tandem_services.cli.entry import TeachingParser, run_command
 from tandem_services.cli.k8s import command as k8s
 from tandem_services.cli.models import command as models
+from tandem_services.cli.parsing import completion
 from tandem_services.common.errors import StartupError
 
 LAB = ("bench", "verify", "accuracy", "simulate")
@@ -36,7 +37,9 @@ COMMANDS: tuple[ModuleType | str, ...] = (
     k8s,
     quarantine,
     keys,
+    completion,
     version,
+    kernels,
 )
 
 EPILOG = """\
@@ -60,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve large language models with prefill and decode in separate workers.",
         epilog=EPILOG,
     )
+    parser.set_defaults(root=parser)
     parser.add_argument("--version", action="version", version=f"tandem {product_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=TeachingParser)
     for command in COMMANDS:

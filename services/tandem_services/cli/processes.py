@@ -1,24 +1,26 @@
 """The processes that `tandem up` starts, watches, restarts and stops.
 
 Life of a process
-    start      argv without a shell, output to a log file, killed by the kernel when the parent dies
+    start      argv without a shell, output to a pipe (`logs.pump`), killed by the kernel when the parent dies
     exit while starting up   the whole start-up fails, with the reason it gave or the last lines of its log
     exit while serving       restarted after a pause that doubles from 1 s to 30 s
     stop       SIGTERM in reverse order of start: finish what runs. SIGINT after the grace period: end now.
                SIGKILL for what is left then. What the others use to say good-bye (Redis) is stopped after them
 """
 
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import die_with_parent
+from tandem_services.cli.logs.pump import LogPump, Output
 from tandem_services.common.errors import StartupError
 
 FIRST_PAUSE = 1.0
@@ -35,9 +37,7 @@ POLL_SECONDS = 0.02
 USAGE = 2
 """Exit status of a process whose flags cannot work."""
 
-_TAIL_BYTES = 4096
-
-_REASON = re.compile(r"(?:\bERROR +\S+|^tandem(?:-engine)?: error:) (.+)$", re.MULTILINE)
+_REASON = re.compile(r"(?:\bERROR +\S+|^[\d:.]+ tandem(?:-engine)?: error:) (.+)$", re.MULTILINE)
 """An error in a child's log, from its logger or from its command line."""
 
 
@@ -56,19 +56,24 @@ class Child:
     """Stopped once the others are gone."""
     progress: Path | None = None
     """File in which it reports what it does until it serves (`base.progress`)."""
+    pump: LogPump = field(default_factory=LogPump)
+    output: Output | None = None
 
     def start(self) -> None:
         if self.progress is not None:
             self.progress.unlink(missing_ok=True)
-        with self.log.open("ab") as log:
+        writing, self.output = self.pump.open(self.name, self.log)
+        try:
             self.process = subprocess.Popen(
                 self.argv,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=writing,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509  only prctl runs between fork and exec
+                preexec_fn=_become_child,  # noqa: PLW1509  only prctl and sigaction run between fork and exec
             )
+        finally:
+            os.close(writing)
         self.started_at = time.monotonic()
         self.restart_at = None
 
@@ -82,26 +87,39 @@ class Child:
         """Id of the session that it leads; 0 before the first start."""
         return 0 if self.process is None else self.process.pid
 
+    @property
+    def log_place(self) -> str:
+        """Where its output can be read."""
+        return str(self.log) if self.pump.writes_files else "standard output"
+
     def log_bytes(self) -> int:
-        """Size of its log."""
-        return self.log.stat().st_size if self.log.exists() else 0
+        """Bytes that it has written since its start."""
+        return 0 if self.output is None else self.output.received
 
     def last_line(self) -> str:
-        """A clause with the last line of its log."""
-        with self.log.open("rb") as log:
-            log.seek(max(0, self.log_bytes() - _TAIL_BYTES))
-            lines = log.read(_TAIL_BYTES).decode("utf-8", "replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        """A clause with the last line that it wrote."""
+        last = next((line.strip() for line in reversed(self._written().split("\n")) if line.strip()), "")
         return f"the last line of its log: {last}" if last else "its log is empty"
 
     def last_words(self, lines: int = 5) -> str:
         """The first error it logged on purpose; without one, or after a crash, the end of its log."""
-        text = self.log.read_text("utf-8", "replace").strip()
+        text = self._written().strip()
         reason = _REASON.search(text)
         if reason is not None and "Traceback" not in text:
-            return f": {reason[1]} (log: {self.log})"
+            return f": {reason[1]} (log: {self.log_place})"
         tail = "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
-        return f"; the end of {self.log}:\n{tail}"
+        return f"; the end of {self.log_place}:\n{tail}"
+
+    def _written(self) -> str:
+        """The end of what it has written since its start."""
+        self.pump.settle()
+        return "" if self.output is None else self.output.tail.decode("utf-8", "replace")
+
+
+def _become_child() -> None:
+    """Between fork and exec. A child takes the SIGINT of its supervisor, also where that one ignores its own."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -109,8 +127,10 @@ class Supervisor:
     """All children, in the order they were started."""
 
     children: list[Child] = field(default_factory=list)
+    pump: LogPump = field(default_factory=LogPump)
 
     def start(self, child: Child) -> None:
+        child.pump = self.pump
         child.start()
         self.children.append(child)
 
@@ -137,34 +157,38 @@ class Supervisor:
             if child.restart_at is None:
                 if now - child.started_at > STABLE_AFTER:
                     child.pause = FIRST_PAUSE
-                child.restart_at = now + child.pause
-                events.append(f"{child.name} {_describe(status)}; restarting in {child.pause:g} s (log: {child.log})")
+                child.restart_at, place = now + child.pause, child.log_place
+                events.append(f"{child.name} {_describe(status)}; restarting in {child.pause:g} s (log: {place})")
                 child.pause = min(child.pause * 2, LONGEST_PAUSE)
             elif now >= child.restart_at:
                 child.start()
                 events.append(f"{child.name} restarted")
         return events
 
-    def stop(self, grace: float) -> None:
-        """End every child; returns when all are gone. Running requests have `grace` seconds to finish."""
-        _stop([child for child in self.children if not child.outlives_others], grace)
-        _stop([child for child in self.children if child.outlives_others], grace)
+    def stop(self, grace: float, *, hurried: Callable[[], bool] = lambda: False) -> None:
+        """End every child; returns when all are gone.
+
+        Running requests have `grace` seconds to finish, or until `hurried`.
+        """
+        _stop([child for child in self.children if not child.outlives_others], grace, hurried)
+        _stop([child for child in self.children if child.outlives_others], grace, hurried)
+        self.pump.close()
 
 
-def _stop(children: Sequence[Child], grace: float) -> None:
+def _stop(children: Sequence[Child], grace: float, hurried: Callable[[], bool]) -> None:
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGINT, HURRY_SECONDS), (signal.SIGKILL, None)):
         for child in reversed(children):
             if child.process is not None and child.status is None:
                 child.process.send_signal(number)
-        if _gone_within(children, patience):
+        if _gone_within(children, patience, hurried if number == signal.SIGTERM else lambda: False):
             return
 
 
-def _gone_within(children: Sequence[Child], patience: float | None) -> bool:
-    """Whether every child has exited before `patience` is over; None waits as long as it takes."""
+def _gone_within(children: Sequence[Child], patience: float | None, hurried: Callable[[], bool]) -> bool:
+    """Whether every child has exited before `patience` is over or `hurried`; None waits as long as it takes."""
     deadline = None if patience is None else time.monotonic() + patience
     while any(child.process is not None and child.status is None for child in children):
-        if deadline is not None and time.monotonic() >= deadline:
+        if hurried() or (deadline is not None and time.monotonic() >= deadline):
             return False
         time.sleep(POLL_SECONDS)
     return True

@@ -2,12 +2,13 @@
 
 `run.json` lists the files that `tandem up` made there. Any other file is never written, renamed or deleted: a name
 that is needed and belongs to a file that is not listed is an error. Logs of earlier starts are kept as NAME.log.1
-(the newest) to NAME.log.5.
+(the newest) to NAME.log.5; a log that is full becomes one, too.
 
 While `tandem up` runs, `run.json` also has its process, version, model, URL and the processes that it started.
 """
 
 import stat
+import threading
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
@@ -22,6 +23,9 @@ from tandem_services.common.private_folder import new_contents
 RUN_FILE = "run.json"
 KEPT_LOGS = 5
 _MAX_RUN_FILE_BYTES = 1 << 20
+
+_WRITING = threading.Lock()
+"""Of `run.json`."""
 
 
 def prepare_run_dir(path: Path, *, files: Iterable[str], logs: Iterable[str]) -> Path:
@@ -67,6 +71,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     url: str
     processes: tuple[StartedProcess, ...]
+    grace_s: float = 5.0
+    """Time that running requests have when it is stopped."""
 
 
 class _Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +85,18 @@ class _Document(msgspec.Struct, frozen=True, kw_only=True):
 
 def record_run(path: Path, run: Run | None) -> None:
     """`run` uses the folder; None: nothing does. Raises `OSError`."""
-    _write(path, _listed(path), run)
+    with _WRITING:
+        _write(path, _listed(path), run)
+
+
+def rotate_log(log: Path) -> None:
+    """Rename a log as at the next start, so that a new one can begin. Called by any thread. Raises `OSError`."""
+    with _WRITING:
+        document = _read(log.parent)
+        if document is None:
+            return
+        ours = frozenset(document.files)
+        _write(log.parent, ours | {*_rotate(log.parent, log.name, ours)}, document.run)
 
 
 def read_run(path: Path) -> Run | None:

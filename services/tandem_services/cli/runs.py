@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tandem_services.cli.run_dir import Run
 
 STOP_S = 60.0
-"""From the signal until all processes are gone: twice the grace that running requests have, and more."""
+"""From the end of the grace that running requests have until all processes are gone."""
 
 
 def state_folder() -> Path:
@@ -46,7 +46,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "stop",
         help="stop what `tandem serve` or `tandem up` runs",
         description="Stop a `tandem serve` or `tandem up` of this user like Ctrl-C in its terminal: running requests "
-        "have 5 s to finish. Exit status 1 if nothing runs there.",
+        "have its --grace to finish. Exit status 1 if nothing runs there.",
     )
     stop.add_argument("port", nargs="?", type=port_number, metavar="PORT", help="of its API; needed if several run")
     _add_run_dir(stop)
@@ -102,8 +102,9 @@ def _stop(run: "Run") -> None:
         signal.pidfd_send_signal(descriptor, signal.SIGTERM)
         ended = select.poll()
         ended.register(descriptor, select.POLLIN)
-        if not ended.poll(STOP_S * 1000):
-            raise StartupError(f"the tandem up with process id {run.up.pid} still runs {STOP_S:g} s after SIGTERM")
+        limit_s = run.grace_s + STOP_S
+        if not ended.poll(limit_s * 1000):
+            raise StartupError(f"the tandem up with process id {run.up.pid} still runs {limit_s:g} s after SIGTERM")
     except PermissionError as error:
         raise StartupError(f"process {run.up.pid} belongs to another user") from error
     finally:

@@ -211,14 +211,14 @@ class StartWatch:
             elif each.quiet_s >= self.stall_s:
                 raise StartupError(
                     f"{each.label} made no progress for {self.stall_s:g} s while starting ({each.doing}); "
-                    f"{each.child.last_line()} (log: {each.child.log}). Wait longer with --stall-timeout"
+                    f"{each.child.last_line()} (log: {each.child.log_place}). Wait longer with --stall-timeout"
                 )
 
     def _require_in_time(self, now: float) -> None:
         waiting = self._waiting()
         if waiting and self.limit_s is not None and now - self._began > self.limit_s:
             missing = ", ".join(f"{each.label} ({each.doing})" for each in waiting)
-            logs = ", ".join(str(each.child.log) for each in waiting)
+            logs = ", ".join(each.child.log_place for each in waiting)
             raise StartupError(
                 f"not ready after {self.limit_s:g} s: {missing}; logs: {logs}. Without --ready-timeout only a process "
                 "that makes no progress ends a start"

@@ -12,8 +12,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from tandem_engine.base.addresses import LOOPBACK, Address, loopback_beside, reachable_here
 from tandem_engine.base.cgroups import usable_cpus
@@ -31,15 +30,18 @@ from tandem_engine.config.flags import (
     non_negative_int,
 )
 from tandem_services.cli.cores import Cores, claim
+from tandem_services.cli.ending import Ending
 from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
+    GATEWAY_DRAIN_S,
+    WORKER_DRAIN_S,
     add_allowed_hosts,
     add_api_keys,
     add_body_memory,
     add_cluster,
     add_console,
     add_local_prefill,
-    add_log_format,
+    add_logs,
     add_output_parsers,
     add_redis,
     add_router_policy,
@@ -47,25 +49,26 @@ from tandem_services.cli.flags import (
     add_special_tokens,
     add_tracing,
     body_memory_argv,
+    non_negative_float,
     port_number,
     positive_float,
     tracing_argv,
     tracing_of,
 )
 from tandem_services.cli.greeting import greeting
+from tandem_services.cli.logs.pump import LogPump, LogTo
 from tandem_services.cli.models.locate import add_model_source, find_here, is_bundled, locate, model_source, needs_of
 from tandem_services.cli.parsing.flag_table import Sources, without_login
 from tandem_services.cli.proc import Identity
 from tandem_services.cli.processes import Child, Supervisor, python_command
 from tandem_services.cli.redis_process import CONFIG_FILE, require_redis, start_redis
-from tandem_services.cli.run_dir import Run, StartedProcess, prepare_run_dir, record_run
+from tandem_services.cli.run_dir import Run, StartedProcess, prepare_run_dir, record_run, rotate_log
 from tandem_services.cli.runs import default_run_dir
 from tandem_services.cli.start_view import watch_start
 from tandem_services.cli.start_watch import Watched
 from tandem_services.common.service_manager import ServiceManager
 from tandem_services.common.settings import read_settings
 from tandem_services.common.sockets import free_port, listen
-from tandem_services.common.tasks import ending_signals
 from tandem_services.common.tracing import require_opentelemetry
 
 if TYPE_CHECKING:
@@ -93,7 +96,7 @@ def add_up_flags(parser: argparse.ArgumentParser, *, operand: bool = False, work
     add_cluster(redis)
     _add_start(parser.add_argument_group("start"))
     observability = parser.add_argument_group("logs and traces")
-    add_log_format(observability)
+    add_logs(observability)
     add_tracing(observability)
 
 
@@ -145,14 +148,19 @@ def _add_start(group: argparse._ArgumentGroup) -> None:
         help="a start also fails when not everything is ready after S seconds, however busy (default: no limit)",
     )
     group.add_argument(
+        "--grace",
+        type=non_negative_float,
+        default=5.0,
+        metavar="S",
+        help="seconds that running requests have to finish after Ctrl-C, SIGTERM or SIGHUP; a second signal ends them "
+        "now (default: %(default)g)",
+    )
+    group.add_argument(
         "--exit-when-ready",
         action="store_true",
-        help="stop everything once it is ready, with status 0: for tests, and for images that bring compiled kernels",
+        help="stop everything once it is ready, with status 0: for tests of a start",
     )
 
-
-STOP_GRACE = 5.0
-"""Running requests may take this long to finish after Ctrl-C."""
 
 POLL_SECONDS = 0.1
 KEYS_FILE = "keys.json"
@@ -245,8 +253,8 @@ def describe(args: argparse.Namespace) -> str:
     found = find_here(source, needs=needs_of(args))
     place = "to be downloaded" if found is None else found.folder
     todo = decide(args, found or ResolvedModel(folder=Path(), repo=source.repo))
-    redis = without_login(args.redis_url) if args.redis_url else "a private server"
-    rows = [("redis", redis), *((name, f"--threads {todo.threads}") for name, _, _ in todo.workers), ("gateway", "")]
+    workers = ((name, f"--threads {todo.threads}") for name, _, _ in todo.workers)
+    rows = [("redis", without_login(args.redis_url or "a private server")), *workers, ("gateway", "")]
     processes = "\n".join(f"  {name:<12}{what}".rstrip() for name, what in rows)
     return (
         f"`{args.parser.prog}` would serve {todo.model_names[0]} ({place}) at {_url(args, todo)}, "
@@ -326,10 +334,9 @@ def run(args: argparse.Namespace) -> int:
     if todo.model.root:
         print(f"tandem: {todo.model.root}", file=sys.stderr, flush=True)
     cores = claim_cores(args, todo)
-    supervisor = Supervisor()
+    supervisor, ending = Supervisor(pump=LogPump(to=LogTo(args.log_to), rotate=rotate_log)), Ending()
     manager = ServiceManager(address=read_settings().notify_socket)
-    for number in ending_signals():
-        signal.signal(number, _interrupt)
+    ending.watch_signals()
     ready = False
     try:
         start(args, todo, supervisor, cores)
@@ -351,18 +358,9 @@ def run(args: argparse.Namespace) -> int:
         print("\ntandem: stopping", file=sys.stderr, flush=True)
         return 130 if interrupt.args == (signal.SIGINT,) and not ready else 0
     finally:
-        # A second Ctrl-C must not leave half of the processes behind.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        manager.stopping()
-        supervisor.stop(STOP_GRACE)
+        ending.stop(supervisor, args.grace, notify=manager.stopping)
         cores.release()
         _record(args, todo, None)
-
-
-def _interrupt(number: int, _: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt(number)
 
 
 def _record(args: argparse.Namespace, todo: Plan, supervisor: Supervisor | None) -> None:
@@ -390,6 +388,7 @@ def _run_of(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, me: Id
         port=todo.port,
         url=_url(args, todo),
         processes=tuple(started),
+        grace_s=args.grace,
     )
 
 
@@ -409,11 +408,11 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: C
         argv = ["worker", "--role", role, "--worker-id", name, "--health-port", str(health_port), *shared]
         argv += ["--host", loopback_beside(args.host), "--health-host", loopback_beside(args.host)]
         progress = todo.run_dir / f"{name}{PROGRESS_SUFFIX}"
-        argv += ["--progress-file", str(progress)]
+        argv += ["--progress-file", str(progress), "--drain-timeout", str(max(WORKER_DRAIN_S, args.grace))]
         supervisor.start(_child(todo, name, [*argv, *engine_argv(args)], progress))
     gateway = ["gateway", "--host", args.host, "--port", str(todo.port), *shared]
     # Nobody but this machine has to learn that it ends.
-    gateway += ["--drain-notice", "0"]
+    gateway += ["--drain-notice", "0", "--drain-timeout", str(max(GATEWAY_DRAIN_S, args.grace))]
     gateway += ["--local-prefill-tokens", str(args.local_prefill_tokens), "--session-ttl", str(args.session_ttl)]
     gateway += ["--tool-call-parser", args.tool_call_parser, "--reasoning-parser", args.reasoning_parser]
     gateway += ["--router-policy", args.router_policy, "--router-exploration", str(args.router_exploration)]

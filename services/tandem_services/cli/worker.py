@@ -11,6 +11,7 @@ from tandem_engine.config import Role
 from tandem_engine.config.flags import add_engine_flags, engine_argv, engine_config, host_address
 from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
+    WORKER_DRAIN_S,
     add_allowed_hosts,
     add_deployment,
     add_log_format,
@@ -93,7 +94,7 @@ def _add_worker(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--drain-timeout",
         type=positive_float,
-        default=25.0,
+        default=WORKER_DRAIN_S,
         metavar="S",
         help="seconds that running requests have to migrate or finish after SIGTERM; the rest is computed again on "
         "other workers. Keep it some seconds below the pod's grace period (default: %(default)g)",

@@ -48,6 +48,9 @@ async def for_ever(
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """SIGINT, SIGTERM, and SIGHUP unless it is ignored: what `nohup` starts is to outlive its terminal."""
-    hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-    return (signal.SIGINT, signal.SIGTERM, *hang_up)
+    """SIGTERM, and SIGINT and SIGHUP unless they are ignored.
+
+    What `nohup` starts is to outlive its terminal, and Ctrl-C is not for what a script starts with `&`.
+    """
+    optional = (signal.SIGINT, signal.SIGHUP)
+    return (signal.SIGTERM, *(number for number in optional if signal.getsignal(number) is not signal.SIG_IGN))

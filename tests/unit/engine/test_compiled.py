@@ -1,32 +1,14 @@
 import ast
 import importlib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from numba.extending import is_jitted
 
 from tandem_engine.disaggregation.digest_words import full_digests, sampled_digests
-from tandem_engine.disaggregation.nixl.layout import _describe
+from tandem_engine.disaggregation.nixl.layout import merge_runs
 from tandem_engine.kernels.cpu.attention_work import cut_queries, group_tasks, listed, shared_end
-from tandem_engine.kernels.cpu.jit import revision_of
-from tandem_engine.sampling.sampler import _find
-
-
-@pytest.fixture
-def module(tmp_path) -> ModuleType:
-    module = ModuleType("piece")
-    module.__file__ = str(tmp_path / "piece.py")
-    (tmp_path / "piece.py").write_text("x = 1\n")
-    return module
-
-
-def test_a_revision_changes_with_source_and_constant(module, tmp_path):
-    before = revision_of(module, constant=32)
-    assert before == revision_of(module, constant=32) > 0
-    assert before != revision_of(module, constant=16)
-    (tmp_path / "piece.py").write_text("x = 2\n")
-    assert before != revision_of(module, constant=32)
+from tandem_engine.sampling.sampler import find_in_blocks
 
 
 def names_from_elsewhere(kernel) -> set[str]:
@@ -43,7 +25,7 @@ def names_from_elsewhere(kernel) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "kernel", [cut_queries, shared_end, listed, group_tasks, sampled_digests, full_digests, _describe, _find]
+    "kernel", [cut_queries, shared_end, listed, group_tasks, sampled_digests, full_digests, merge_runs, find_in_blocks]
 )
 def test_code_that_is_kept_takes_nothing_from_other_files(kernel):
     """It is found again by its own file alone, and would compute with what the other one had before a change."""

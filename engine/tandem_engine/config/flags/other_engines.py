@@ -60,7 +60,7 @@ EQUIVALENT: dict[str, tuple[Equivalent, ...]] = {
     "--distributed-timeout-seconds": (Equivalent("--dist-timeout"),),
     "--master-addr": (Equivalent("--role", "--dist-init-addr HOST:PORT here"),),
     "--master-port": (Equivalent("--role", "--dist-init-addr HOST:PORT here"),),
-    "--shutdown-timeout": (Equivalent("--drain-timeout"),),
+    "--shutdown-timeout": (Equivalent("--drain-timeout"), Equivalent("--grace")),
     "--load-balance-method": (Equivalent("--router-policy"),),
     "--profiler-config": (Equivalent("--torch-profiler-dir"),),
     "--data-parallel-size": (_REPLICAS,),

@@ -73,7 +73,7 @@ def describe(
     sources, targets = (np.fromiter(pages, np.uint64, len(pages)) for pages in (source, target))
     ranges = np.empty((2, len(sources), 3), np.uint64)
     ranges[0, :, 2], ranges[1, :, 2] = here.device_id, there.device_id
-    count = _describe(
+    count = merge_runs(
         sources, targets, np.uint64(here.address), np.uint64(there.address), np.uint64(here.page_bytes), ranges
     )
     return Descriptors(ranges[0, :count], ranges[1, :count])
@@ -129,7 +129,7 @@ def _merge_runs(
     return count
 
 
-_describe = compiled(_merge_runs)
+merge_runs = compiled(_merge_runs)
 
 
 def warm_up() -> None:

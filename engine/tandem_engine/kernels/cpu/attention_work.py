@@ -25,7 +25,7 @@ import torch
 from numba.core import types
 from numba.extending import overload, register_jitable
 
-from tandem_engine.kernels.cpu.jit import compiled
+from tandem_engine.kernels.cpu.jit import compiled, piece
 from tandem_engine.kernels.cpu.numbers import bits_of_codes
 from tandem_engine.kernels.cpu.pieces import Array, compiled_kernel, inlined, kernel_piece_options
 
@@ -288,8 +288,8 @@ def _listed(group_of: Array, sizes: Array, ends: Array) -> tuple[Array, Array]:
     return groups, members
 
 
-shared_end = compiled(_shared_end, nogil=False)
-listed = compiled(_listed, nogil=False)
+shared_end = piece(_shared_end)
+listed = piece(_listed)
 
 
 def _group_tasks(tasks: Array, queries: Array, page_table: Array, page_size: int, tile: int, threads: int) -> Any:

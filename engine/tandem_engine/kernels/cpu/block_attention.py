@@ -19,16 +19,14 @@ prompt is cut into chunks, on how the queries are cut into tasks, or on the numb
 """
 
 import math
-from functools import cache
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 from numba.core import types as numba_types
 
-from tandem_engine.kernels.cpu import attention_work, pieces, softmax, threads, vectors
 from tandem_engine.kernels.cpu.attention_work import as_float32, halved
-from tandem_engine.kernels.cpu.jit import revision_of
+from tandem_engine.kernels.cpu.kept import kept
 from tandem_engine.kernels.cpu.pieces import Array, compiled_callback, inlined
 from tandem_engine.kernels.cpu.softmax import bound, hide, pair_up, weigh
 from tandem_engine.kernels.cpu.threads import pointer, take
@@ -257,17 +255,14 @@ BlockKernel = Any
 """A compiled callback of the address of a `WORK` record; takes tasks until none is left."""
 
 
-@cache
+@kept
 def build_block_kernel(pages_dtype: np.dtype[Any]) -> BlockKernel:
     """The kernel for pages of float32, or of others as `numbers` has them. A head_dim is even."""
-    revision = revision_of(pieces, attention_work, threads, vectors, softmax, constant=PANEL)
     number = numba.from_dtype(pages_dtype)
     pairs = MULTIPLIES_PAIRS and pages_dtype == np.uint16
 
     def attend_blocks(data: Any) -> None:
         work = numba.carray(data, 1)[0]
-        if revision == 0:  # never: it is mentioned here to be closed over
-            return
         pages = numba.carray(
             pointer(work.pages, number), (1, work.num_layers, 2, work.num_kv_heads, work.page_size, work.head_dim)
         )

@@ -15,20 +15,17 @@ panels of weights, tokens, parts of attention. Each thread computes cheap parts 
 is faster than waiting for another. No result depends on which thread computes it.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 from numba.core import types as numba_types
 
-from tandem_engine.kernels.cpu import gemm, numbers, row_ops, vectors
 from tandem_engine.kernels.cpu.attention_work import GROUP_COLUMNS, QUERY_COLUMNS, STATISTICS, merge_queries
 from tandem_engine.kernels.cpu.gemm import OUTPUTS, WORD_BYTES, multiply_panel
-from tandem_engine.kernels.cpu.jit import revision_of
+from tandem_engine.kernels.cpu.kept import kept
 from tandem_engine.kernels.cpu.numbers import narrowed, rounded, widened
 from tandem_engine.kernels.cpu.paged_attention import (
-    PIECES,
     AttendGroup,
     Scratch,
     Work,
@@ -195,10 +192,9 @@ StepKernel = Any
 """A compiled callback of the address of a `STEP` record."""
 
 
-@cache
+@kept
 def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKernel:
     """The kernel for a model of `dtype`, heads of `head_dim` and `group` query heads per K/V head."""
-    revision = revision_of(*PIECES, row_ops, numbers, gemm, constant=vectors.LANES + vectors.MULTIPLIES_PAIRS)
     number = numba.from_dtype(dtype)
     attend_group = build_attend_group(dtype, head_dim, group, capped=False)
     allocate = build_scratch(dtype, head_dim, group, capped=False)
@@ -206,8 +202,6 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
 
     def compute_step(data: Any) -> None:
         work = numba.carray(data, 1)[0]
-        if revision == 0:  # never: it is mentioned here to be closed over
-            return
         tokens, heads = work.tokens, work.num_kv_heads * group
         all_heads = heads + 2 * work.num_kv_heads
         normed_heads = work.num_layers if work.head_norm != 0 else 0

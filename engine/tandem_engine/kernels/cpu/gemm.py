@@ -38,9 +38,7 @@ from numba.core import types as numba_types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from tandem_engine.kernels.cpu import attention_work, numbers, pieces, vectors
-from tandem_engine.kernels.cpu import threads as phases
-from tandem_engine.kernels.cpu.jit import revision_of
+from tandem_engine.kernels.cpu.kept import kept
 from tandem_engine.kernels.cpu.numbers import as_numbers, cut, dtype_of, narrowed
 from tandem_engine.kernels.cpu.pieces import Array, compiled_callback, inlined, kernel_piece_options
 from tandem_engine.kernels.cpu.threads import array_at, take, team
@@ -344,19 +342,14 @@ ProductKernel = Any
 """A compiled callback of the address of a `PRODUCT` record; takes panels until none is left."""
 
 
-@cache
+@kept
 def build_product_kernel(dtype: np.dtype[Any], *, int8: bool = False) -> ProductKernel:
     """The kernel for weights of float32, of bfloat16 seen as uint16, or of `int8` and an x of one of these."""
-    revision = revision_of(
-        pieces, attention_work, phases, vectors, numbers, constant=vectors.LANES + vectors.MULTIPLIES_PAIRS + 2 * int8
-    )
     multiply = multiply_int8_panel if int8 else multiply_panel
     number = numba.from_dtype(dtype)
 
     def multiply_panels(data: Any) -> None:
         work = numba.carray(data, 1)[0]
-        if revision == 0:  # never: it is mentioned here to be closed over
-            return
         x = array_at(work.x, (work.tokens, work.inputs), number)
         out = array_at(work.out, (work.tokens, work.outputs), number)
         sums = np.empty((work.tokens, OUTPUTS), np.float32)

@@ -18,7 +18,6 @@ for each K/V head of a tile all members are computed in turn, first on K, then o
 a tile together, because one long run of bytes loads faster than the same bytes in pieces.
 """
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -27,7 +26,6 @@ import numba
 import numpy as np
 from numba.core import types as numba_types
 
-from tandem_engine.kernels.cpu import attention_rows, attention_work, pieces, softmax, threads, vectors
 from tandem_engine.kernels.cpu.attention_rows import build_row_pieces, by_pairs, fold, highest, weigh_row
 from tandem_engine.kernels.cpu.attention_work import (
     CHUNK,
@@ -50,7 +48,7 @@ from tandem_engine.kernels.cpu.attention_work import (
     pages_of_tile,
     pair_up_queries,
 )
-from tandem_engine.kernels.cpu.jit import revision_of
+from tandem_engine.kernels.cpu.kept import kept
 from tandem_engine.kernels.cpu.pieces import Array, compiled_callback, inlined
 from tandem_engine.kernels.cpu.threads import PHASE_BYTES, array_at, finish, take, wait
 from tandem_engine.kernels.cpu.vectors import FLOAT_BYTES, LANES
@@ -260,9 +258,6 @@ types: Any = numba_types
 PHASES = 2
 """Of the kernel: attention, and the merging of its chunks."""
 
-PIECES = (pieces, attention_work, sys.modules[__name__], threads, vectors, softmax, attention_rows)
-"""Modules that kernels over pages are made of."""
-
 ATTEND = np.dtype(
     [
         (name, np.int64)
@@ -313,25 +308,18 @@ PagedKernel = Any
 """A compiled callback of the address of an `ATTEND` record, for any number of threads."""
 
 
-def revision(*, capped: bool) -> int:
-    """Of what the kernel is made of."""
-    return revision_of(*PIECES, constant=2 * (LANES + vectors.MULTIPLIES_PAIRS) + capped)
-
-
-@cache
+@kept
 def build_paged_kernel(dtype: np.dtype[Any], head_dim: int, group: int, *, capped: bool) -> PagedKernel:
     """The kernel for pages of `dtype`, heads of `head_dim` and `group` query heads per K/V head.
 
     With `capped` a score s becomes soft_cap · tanh(s / soft_cap).
     """
-    made_of, number = revision(capped=capped), numba.from_dtype(dtype)
+    number = numba.from_dtype(dtype)
     attend_group = build_attend_group(dtype, head_dim, group, capped=capped)
     allocate = build_scratch(dtype, head_dim, group, capped=capped)
 
     def attend(data: Any) -> None:
         work = numba.carray(data, 1)[0]
-        if made_of == 0:  # never: it is mentioned here to be closed over
-            return
         heads = work.num_kv_heads * group
         partial = array_at(work.partial, (work.num_tasks, heads, head_dim + STATISTICS), types.float32)
         queries = array_at(work.queries, (work.num_queries, QUERY_COLUMNS), types.int64)

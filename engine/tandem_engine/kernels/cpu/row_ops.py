@@ -22,9 +22,8 @@ from numba.core import cgutils
 from numba.core import types as numba_types
 from numba.extending import intrinsic
 
-from tandem_engine.kernels.cpu import attention_work, numbers, pieces, threads, vectors
 from tandem_engine.kernels.cpu.attention_work import exp_shifted
-from tandem_engine.kernels.cpu.jit import revision_of
+from tandem_engine.kernels.cpu.kept import kept
 from tandem_engine.kernels.cpu.numbers import narrowed, rounded, widened
 from tandem_engine.kernels.cpu.pieces import Array, compiled_callback, inlined
 from tandem_engine.kernels.cpu.threads import array_at, take
@@ -308,19 +307,13 @@ RowKernel = Any
 """A compiled callback of the address of a record; takes runs of `TASK_ROWS` tokens until none is left."""
 
 
-def _revision() -> int:
-    return revision_of(pieces, attention_work, threads, vectors, numbers)
-
-
-@cache
+@kept
 def build_norm_kernel(dtype: np.dtype[Any]) -> RowKernel:
     """Of a `NORM`, for models of `dtype`."""
-    revision, number = _revision(), numba.from_dtype(dtype)
+    number = numba.from_dtype(dtype)
 
     def add_and_norm(data: Any) -> None:
         work = numba.carray(data, 1)[0]
-        if revision == 0:  # never: it is mentioned here to be closed over
-            return
         hidden = array_at(work.hidden, (work.tokens, work.size), number)
         out = array_at(work.out, (work.tokens, work.size), number)
         weight = array_at(work.weight, (work.size,), types.float32)
@@ -339,16 +332,14 @@ def build_norm_kernel(dtype: np.dtype[Any]) -> RowKernel:
     return compiled_callback(add_and_norm, _signature(NORM))
 
 
-@cache
+@kept
 def build_place_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> RowKernel:
     """Of a `PLACE`, for models of `dtype`, heads of `head_dim` and `group` query heads per K/V head."""
-    revision, number = _revision(), numba.from_dtype(dtype)
+    number = numba.from_dtype(dtype)
     place_heads = build_place_heads(dtype, head_dim)
 
     def place(data: Any) -> None:
         work = numba.carray(data, 1)[0]
-        if revision == 0:  # never, as above
-            return
         heads = work.num_kv_heads * group
         all_heads = heads + 2 * work.num_kv_heads
         qkv = array_at(work.qkv, (work.tokens, all_heads * head_dim), number)
@@ -379,15 +370,13 @@ def build_place_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> RowKe
     return compiled_callback(place, _signature(PLACE))
 
 
-@cache
+@kept
 def build_gate_kernel(dtype: np.dtype[Any]) -> RowKernel:
     """Of a `GATE`, for models of `dtype`."""
-    revision, number = _revision(), numba.from_dtype(dtype)
+    number = numba.from_dtype(dtype)
 
     def gate(data: Any) -> None:
         work = numba.carray(data, 1)[0]
-        if revision == 0:  # never, as above
-            return
         gate_up = array_at(work.gate_up, (work.tokens, 2 * work.inner), number)
         out = array_at(work.out, (work.tokens, work.inner), number)
         row = np.empty(2 * work.inner, np.float32)

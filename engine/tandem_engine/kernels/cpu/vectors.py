@@ -16,15 +16,15 @@ from typing import Any
 
 import llvmlite.binding
 import llvmlite.ir
-import torch
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from tandem_engine.kernels.cpu.pieces import inlined
+from tandem_engine.kernels.cpu.target import target
 
 ir: Any = llvmlite.ir
 _llvm: Any = llvmlite.binding
-_WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
+_WIDE = target().wide
 
 LANES = 16 if _WIDE else 8
 """float32 numbers of a vector register, on other machines than x86 of two."""
@@ -44,7 +44,7 @@ LINE_BYTES = 64
 SHORT_BYTES = 2
 """Of a bfloat16."""
 
-MULTIPLIES_PAIRS = _WIDE and bool(_llvm.get_host_cpu_features().get("avx512bf16"))
+MULTIPLIES_PAIRS = target().pairs
 _HALF_BITS, _JUST_BELOW_HALF, _UPPER_HALF = 16, 0x7FFF, 0xFFFF0000
 _ADDRESS_BITS = 64
 Tile = Callable[[int, int, int, int, int, int, int, int], None]

@@ -4,7 +4,8 @@
                     before a SwiGLU feed-forward, one rotation, one kind of attention and no cap on its scores
     small step      at most `FEW_TOKENS`, all of whose attention reads pages in place: decodes, drafts, a few tokens on
                     a cached prefix. One call (`kernels.cpu.decoder_step`)
-    large step      any other: products by oneDNN, and what is between them by compiled calls over rows
+    large step      any other: products by oneDNN, and what is between them by compiled calls over rows; at first also
+                    small ones, when another process still compiles their kernel
 
 Every other model takes the layers of `Decoder` one by one. A large step:
 
@@ -32,6 +33,7 @@ from tandem_engine.config import Activation, ModelConfig, NormKind, NormPlacemen
 from tandem_engine.kernels.cpu.attention_work import STATISTICS
 from tandem_engine.kernels.cpu.decoder_step import PHASES_OF_LAYER, StepKernel, build_step_kernel
 from tandem_engine.kernels.cpu.gemm import steps_of
+from tandem_engine.kernels.cpu.kept import LateKernel
 from tandem_engine.kernels.cpu.numbers import dtype_of
 from tandem_engine.kernels.cpu.pieces import Array
 from tandem_engine.kernels.cpu.row_ops import (
@@ -262,7 +264,8 @@ FEW_TOKENS = 32
 class FusedStack:
     """A decoder up to its last norm."""
 
-    kernel: StepKernel
+    kernel: LateKernel
+    """Of small steps. Until it is there they are large ones."""
     arrays: ModelArrays
 
     def step_of(self, attend: Attend, tokens: int) -> SmallStep | LargeStep | None:
@@ -271,9 +274,10 @@ class FusedStack:
         if not isinstance(plan, CpuPlan) or plan.kernels.pages.dtype != dtype_of(self.arrays.dtype):
             return None
         view = plan.read_in_place() if tokens <= FEW_TOKENS and wrote is None else None
-        if view is None or view.paged is None:
+        kernel = None if view is None else self.kernel.get()
+        if view is None or view.paged is None or kernel is None:
             return LargeStep(model=self.arrays, plan=plan, wrote=wrote)
-        return SmallStep(kernel=self.kernel, model=self.arrays, plan=plan, queries=view.paged, scale=view.spec.scale)
+        return SmallStep(kernel=kernel, model=self.arrays, plan=plan, queries=view.paged, scale=view.spec.scale)
 
 
 def fuse(
@@ -287,13 +291,21 @@ def fuse(
     specs: Sequence[AttentionSpec],
 ) -> FusedStack | None:
     """The kernel for a decoder of these parts, or None when it does not cover the model."""
-    if not (is_plain(config, specs) and _is_here(weights) and _has_whole_steps(config, weights.dtype)):
+    if not (_is_here(weights) and covers(config, weights.dtype, specs)):
         return None
     arrays = ModelArrays.of(config, weights.dtype, embedding=embedding, blocks=blocks, rotary=rotary, norm=norm)
     if arrays is None:
         return None
     group = config.num_heads // config.num_kv_heads
-    return FusedStack(kernel=build_step_kernel(dtype_of(weights.dtype), config.head_dim, group), arrays=arrays)
+    return FusedStack(
+        kernel=LateKernel(build_step_kernel, dtype_of(weights.dtype), config.head_dim, group), arrays=arrays
+    )
+
+
+def covers(config: ModelConfig, dtype: torch.dtype, specs: Sequence[AttentionSpec]) -> bool:
+    """Whether the kernel computes such a model, where that is whole on a CPU and its projections are not quantized."""
+    supported = dtype in (torch.float32, torch.bfloat16)
+    return supported and is_plain(config, specs) and _has_whole_steps(config, dtype)
 
 
 def is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
@@ -316,8 +328,7 @@ def is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
 
 
 def _is_here(weights: Weights) -> bool:
-    supported = weights.dtype in (torch.float32, torch.bfloat16)
-    return supported and weights.group.size == 1 and weights.device.type == "cpu"
+    return weights.group.size == 1 and weights.device.type == "cpu"
 
 
 def _has_whole_steps(config: ModelConfig, dtype: torch.dtype) -> bool:

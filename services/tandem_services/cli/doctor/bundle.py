@@ -20,7 +20,8 @@ MAX_LOG_BYTES = 256 << 10
 PREFIXES = ("TANDEM_", "HF_", "UCX_", "NIXL_", "NCCL_", "CUDA_", "NVIDIA_", "OMP_", "NUMBA_", "XDG_", "OTEL_", "LD_")
 HARMLESS = frozenset(
     """TANDEM_CLUSTER TANDEM_LOG_LEVEL TANDEM_HOST TANDEM_HEALTH_HOST TANDEM_WORKER_ID TANDEM_STANDBY TANDEM_PEER_GROUP
-    HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE UCX_TLS UCX_NET_DEVICES CUDA_VISIBLE_DEVICES OMP_NUM_THREADS NUMBA_CACHE_DIR
+    TANDEM_CACHE_DIR TANDEM_KERNELS_PATH TANDEM_KERNEL_TARGET
+    HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE UCX_TLS UCX_NET_DEVICES CUDA_VISIBLE_DEVICES OMP_NUM_THREADS
     XDG_CACHE_HOME XDG_STATE_HOME LD_LIBRARY_PATH""".split()
 )
 """Variables whose values may be shown."""
@@ -28,6 +29,9 @@ HARMLESS = frozenset(
 HIDDEN = "…"
 
 _PLAIN = re.compile(r"(?:\S+ )?\d\d:\d\d:\d\d\.\d{3} (?P<level>[A-Z]+) ")
+_STAMP = re.compile(r"\d\d:\d\d:\d\d\.\d{3} ")
+"""Added to lines without a time (`logs.pump`)."""
+
 _REDIS = re.compile(r"\d+:[MCSX] \d\d \w{3} \d{4} ")
 _FRAME = re.compile(r"(Traceback \(most recent call last\):|\s+File \".+\", line \d+, in \S+)$")
 _ERROR = re.compile(r"(?P<type>[\w.]+(?:Error|Exception|Interrupt|Exit|Timeout|Warning))(?::.*)?$")
@@ -59,6 +63,7 @@ def _shown_line(line: str) -> str | None:
         return _redacted(line) if record["level"] in _LEVELS else None
     if _REDIS.match(line):
         return _redacted(line)
+    line = _STAMP.sub("", line)
     if _FRAME.match(line):
         return line
     error = _ERROR.match(line)

@@ -63,7 +63,7 @@ def one_usage_line(parser: argparse.ArgumentParser) -> str:
     usage = parser.format_usage()
     if usage.count("\n") == 1:
         return usage
-    formatter = parser.formatter_class(parser.prog)
+    formatter = parser.formatter_class(prog=parser.prog)
     operands = [action for action in parser._actions if not action.option_strings]
     formatter.add_usage(None, operands, [], prefix="")
     words = " ".join(formatter.format_help().split())[len(parser.prog) :].strip()
@@ -116,7 +116,7 @@ def _examples(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _full(parser: argparse.ArgumentParser, title: str, actions: Sequence[argparse.Action]) -> str:
-    formatter = parser.formatter_class(parser.prog)
+    formatter = parser.formatter_class(prog=parser.prog)
     formatter.start_section(title or parser.prog)
     formatter.add_arguments(actions)
     formatter.end_section()

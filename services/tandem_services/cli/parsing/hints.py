@@ -50,7 +50,7 @@ def about_flag(flag: str, flags: Sequence[str], *, serves: bool) -> str:
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """The nearest of `known`, in brackets; "" when none is near."""
-    # Without the dashes, which would make short names alike.
+    # Without the dashes, which would make short names similar.
     bare = {name.lstrip("-"): name for name in known}
     near = difflib.get_close_matches(word[:80].lstrip("-"), bare, n=1, cutoff=_CUTOFF)
     return f" (did you mean {bare[near[0]]}?)" if near else ""

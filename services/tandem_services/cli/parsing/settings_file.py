@@ -1,8 +1,8 @@
 """A file of settings: one flat YAML mapping, whose values are text until a flag's own type reads them.
 
-YAML decides nothing about types: `08:00`, `0x10`, `1e3` and `no` arrive as they are written. Only `true`, `false` and
+YAML has no say in types: `08:00`, `0x10`, `1e3` and `no` arrive as they are written. Only `true`, `false` and
 `null` without quotes mean something. `010`, which is 8 to some readers of YAML and 10 to others, is refused. Only
-`models` may be a mapping of its own, of names to models. The file is read event by event, so that no depth of nesting
+`models` may be a nested mapping, of names to models. The file is read event by event, so that no depth of nesting
 is a recursion.
 """
 
@@ -73,7 +73,7 @@ def _entries(events: Iterator[yaml.Event], path: str) -> Iterator[Entry]:
         require_plain_text(key, place)
         if key in seen:
             raise ConfigError(f"{place}: {key}: given twice, first in line {seen[key]}")
-        seen[key] = event.start_mark.line + 1
+        seen[key] = _line(event)
         yield _entry(key, place, next(events), events, path)
     next(events)  # DocumentEnd
     if not isinstance(after := next(events), yaml.StreamEndEvent):
@@ -104,15 +104,20 @@ def _names(events: Iterator[yaml.Event], path: str) -> dict[str, str]:
     """A mapping of names to text, up to its end."""
     names: dict[str, str] = {}
     while not isinstance(event := next(events), yaml.MappingEndEvent):
-        place, value = f"{_place(path, event)}: {MODELS}", next(events)
-        for each in (event, value):
-            _require_bare(each, path)
-            if not isinstance(each, yaml.ScalarEvent) or not isinstance(_scalar(each, place), tuple):
-                raise ConfigError(f"{place}: must be lines of a name and a model, such as `small: org/name`")
-        if event.value in names:
-            raise ConfigError(f"{place}: {event.value}: given twice")
-        names[event.value] = value.value
+        place = f"{_place(path, event)}: {MODELS}"
+        name, model = (_name(each, place, path) for each in (event, next(events)))
+        if name in names:
+            raise ConfigError(f"{place}: {name}: given twice")
+        names[name] = model
     return names
+
+
+def _name(event: yaml.Event, place: str, path: str) -> str:
+    _require_bare(event, path)
+    word = _scalar(event, place) if isinstance(event, yaml.ScalarEvent) else None
+    if not isinstance(word, tuple):
+        raise ConfigError(f"{place}: must be lines of a name and a model, such as `small: org/name`")
+    return word[0]
 
 
 def _scalar(event: yaml.ScalarEvent, place: str) -> bool | tuple[str, ...] | None:
@@ -141,4 +146,10 @@ def _require_bare(event: yaml.Event, path: str) -> None:
 
 
 def _place(path: str, event: yaml.Event) -> str:
-    return f"{path}:{event.start_mark.line + 1}"
+    return f"{path}:{_line(event)}"
+
+
+def _line(event: yaml.Event) -> int:
+    if event.start_mark is None:
+        raise TypeError("an event of a text has a place in it")
+    return event.start_mark.line + 1

@@ -42,6 +42,23 @@ def test_kernels_agree_as_on_another_cpu(kind, capability, checks):
     assert done.stdout.strip() == f"{', '.join(checks)} agree on {capability}"
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this CPU has no AVX-512")
+def test_kernels_agree_without_the_instruction_for_pairs():
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem_testing.other_cpu", "products"],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+            "TANDEM_KERNEL_TARGET": "x86-64-v4",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "products agree on AVX512"
+
+
 def test_a_cpu_that_nobody_knows_is_refused():
     done = subprocess.run([AS_CPU, "sse9", "true"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.strip()) == (2, "as_cpu: sse9 is none of avx2, portable")

@@ -251,6 +251,28 @@ def test_a_tied_table_is_read_from_the_panels_of_the_scores(dtype, monkeypatch):
             compute(model, filled_pool(config, dtype=dtype), beyond)
 
 
+class Arriving:
+    """A kernel that is there at the look number `after`, counted from 0."""
+
+    def __init__(self, kernel, after: int) -> None:
+        self._kernel, self._left = kernel, after
+
+    def get(self):
+        self._left -= 1
+        return None if self._left >= 0 else self._kernel
+
+
+def test_small_steps_are_large_until_their_kernel_is_there():
+    model = build(small_config())
+    assert model.fused is not None
+    kernel = model.fused.kernel.get()
+    dealer = dealer_of(model)
+    decodes = [dealer.decode(length) for length in (2, 17, 40)]
+    late = replace(model, fused=replace(model.fused, kernel=Arriving(kernel, after=2)))
+    assert_same(late, 16, decodes, kind=LargeStep)
+    assert_same(late, 16, decodes)
+
+
 def test_a_prompt_takes_a_large_step():
     model = build(small_config())
     dealer, pool = dealer_of(model), filled_pool(model.config)

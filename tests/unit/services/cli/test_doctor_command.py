@@ -76,6 +76,9 @@ Traceback (most recent call last):
   File "/opt/tandem/gateway.py", line 7, in answer
     raise ValueError("{PROMPT}")
 ValueError: invalid text {PROMPT}
+09:10:12.200   File "/opt/tandem/worker.py", line 8, in answer
+09:10:12.200 KeyError: invalid text {PROMPT}
+09:10:12.200 {PROMPT}
 {PROMPT}
 {{"time": "t", "level": "INFO", "logger": "l", "message": "done", "text": "{PROMPT}", "exception": "{PROMPT}"}}
 {{"time": "t", "level": "DEBUG", "logger": "l", "message": "{PROMPT}"}}
@@ -95,6 +98,8 @@ def test_log_of_a_bundle_has_events_without_texts_and_secrets():
         "Traceback (most recent call last):",
         '  File "/opt/tandem/gateway.py", line 7, in answer',
         "ValueError",
+        '  File "/opt/tandem/worker.py", line 8, in answer',
+        "KeyError",
         '{"time": "t", "level": "INFO", "logger": "l", "message": "done"}',
         "123:M 27 Nov 2026 08:53:49.547 * Ready to accept connections",
         "09:10:13.000 INFO    tandem.worker download with … and password=…",

@@ -98,12 +98,12 @@ def report(child: Child, phase: str, done: int = 0, total: int = 0) -> None:
 def test_silent_sleeper_ends_the_start_by_name(start):
     child = start.child("decode-0")
     report(child, "kernels", 7, 16)
-    child.log.write_text("first\nreading weights\n")
+    child.output.take(b"10:00:00.000 first\n10:00:00.000 reading weights\n")
     with pytest.raises(StartupError) as raised:
         start.run()
     assert str(raised.value) == (
         "decode-0 made no progress for 120 s while starting (kernels 7 of 16); the last line of its log: "
-        f"reading weights (log: {child.log}). Wait longer with --stall-timeout"
+        f"10:00:00.000 reading weights (log: {child.log}). Wait longer with --stall-timeout"
     )
     assert STALL_S <= start.time_s <= STALL_S + 2
 
@@ -127,8 +127,7 @@ def test_logging_child_is_waited_for(start):
 
     def log() -> None:
         if start.time_s % 100 == 0:
-            with child.log.open("a") as opened:
-                opened.write("a line\n")
+            child.output.take(b"a line\n")
 
     start.each_turn.append(log)
     start.run()
