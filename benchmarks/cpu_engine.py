@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.base.linux import to_huge_pages
-from tandem_engine.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig, SchedulerConfig
+from tandem_engine.config import CacheConfig, EngineConfig, ModelConfig, QkNorm, RopeConfig, SchedulerConfig
 from tandem_engine.engine import Engine
 from tandem_engine.engine.loaded_model import LoadedModel, weight_memory
 from tandem_engine.model.decoder import Block, Decoder, build_decoder
@@ -71,7 +71,7 @@ def qwen3(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_
         rms_eps=1e-6,
         rope=RopeConfig(theta=1e6),
         tie_embeddings=True,
-        qk_norm=True,
+        qk_norm=QkNorm.HEADS,
     )
 
 

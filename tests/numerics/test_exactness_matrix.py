@@ -24,10 +24,13 @@ from tandem_lab.verify.paths import make_paths
 from tandem_lab.verify.reference import ReferenceOutput
 from tandem_lab.verify.verification import Verification
 from tandem_testing.exactness import (
+    ADDED_PATHS,
+    ALL_PATHS,
     CACHED,
     CHUNKED,
     DISAGGREGATED,
     MIXED,
+    REDUCED_PATHS,
     RETRACTED,
     SHARED,
     UNEQUAL,
@@ -38,23 +41,8 @@ from tandem_testing.exactness import (
 )
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 
-FAMILIES = ["qwen3", "gemma2"]
-"""Heads that are normalised; windows, soft caps and a second norm: between them all that paths treat apart."""
-REDUCED = [
-    "llama-llama3-rope",
-    "qwen2",
-    "mistral",
-    "mixtral",
-    "qwen2-window",
-    "qwen3-moe",
-    "qwen3-moe-raw-weights",
-    "gpt-oss",
-    "gemma3",
-]
-"""All but the first two have windows shorter than the prompts, or experts."""
 
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ALL_PATHS)
 def family(request) -> str:
     return request.param
 
@@ -69,7 +57,7 @@ def checkpoint(family, tmp_path_factory):
 @pytest.fixture(scope="module")
 def verified(family, checkpoint) -> tuple[int, dict[str, Any]]:
     """Exit status and report of all paths. Each family takes every second prompt: between them they take all."""
-    with redirect_stdout(StringIO()) as out, every_second_prompt(FAMILIES.index(family)), one_grammar_process():
+    with redirect_stdout(StringIO()) as out, every_second_prompt(ALL_PATHS.index(family)), one_grammar_process():
         status = main(["verify", "--model", str(checkpoint), "--json"])
     return status, json.loads(out.getvalue().splitlines()[-1])
 
@@ -96,11 +84,17 @@ def test_every_path_gives_the_tokens_and_logprobs_of_transformers(verified) -> N
     } <= {row["path"] for row in report["paths"]}
 
 
-@pytest.mark.parametrize("name", REDUCED)
+@pytest.mark.parametrize("name", REDUCED_PATHS)
 def test_the_other_families_take_the_paths_on_which_pages_meet(name, tmp_path) -> None:
     checkpoint = write_tiny_checkpoint(name, tmp_path)
     results = run_paths(checkpoint, [CHUNKED, CACHED, MIXED, RETRACTED, DISAGGREGATED, SHARED, *UNEQUAL])
     assert [result.difference for result in results] == [None] * 8
+
+
+@pytest.mark.parametrize("name", ADDED_PATHS)
+def test_a_family_takes_the_paths_that_it_adds_something_to(name, tmp_path) -> None:
+    results = run_paths(write_tiny_checkpoint(name, tmp_path), ADDED_PATHS[name])
+    assert [(result.path, result.difference) for result in results] == [(path, None) for path in ADDED_PATHS[name]]
 
 
 @pytest.mark.parametrize("transports", ["all", "tcp"])

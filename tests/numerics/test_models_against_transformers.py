@@ -123,7 +123,10 @@ def test_logits_are_computed_for_the_tokens_asked_for(pair):
             torch.testing.assert_close(logits, whole[wanted], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama-bias", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3-moe"])
+BFLOAT16 = ["llama-bias", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3-moe", "olmo3", "cohere2", "glm4", "glm4-moe"]
+
+
+@pytest.mark.parametrize("name", BFLOAT16)
 def test_bfloat16_rounds_like_transformers(name, checkpoints):
     path = write_tiny_checkpoint(name, checkpoints / f"{name}-bfloat16")
     pair = load_pair(name, path, torch.bfloat16)

@@ -11,7 +11,7 @@ from tandem_testing.mutated_configs.mutations import ABSENT, FULL, SLIDING, Muta
 from tandem_testing.mutated_configs.run import run
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
-SAMPLED = ("mistral", "gemma3", "qwen3-moe")
+SAMPLED = ("mistral", "gemma3", "qwen3-moe", "cohere2", "glm4-moe", "ministral3")
 EVERY = 61
 NAMED = {
     "mistral": [

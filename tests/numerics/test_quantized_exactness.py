@@ -24,6 +24,16 @@ def write_worth(checkpoint, worth) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
 
 
+@pytest.mark.parametrize("name", ["phi4-mini", "glm4-moe"])
+def test_int8_weights_of_joined_and_reordered_projections(name, tmp_path) -> None:
+    """Rows of a joined matrix, rows in another order, and a shared expert on two ranks."""
+    checkpoint, worth = write_tiny_checkpoint(name, tmp_path / "stored"), tmp_path / "worth"
+    write_worth(checkpoint, worth)
+    config = EngineConfig(model_path=str(checkpoint), dtype="float32", quantization=Quantization.INT8)
+    results = run_paths_of(load(config, progress=False), (CHUNKED, SHARED), every=4, worth=worth)
+    assert [result.difference for result in results] == [None, None]
+
+
 @pytest.mark.parametrize("name", ["llama-bias", "gemma2", "qwen3-moe"])
 def test_int8_weights_take_the_paths_on_which_pages_meet(name, tmp_path) -> None:
     checkpoint, worth = write_tiny_checkpoint(name, tmp_path / "stored"), tmp_path / "worth"

@@ -48,8 +48,8 @@ def refusal(directory) -> str:
 
 
 @pytest.fixture
-def olmo2(tmp_path):
-    return write_tiny_checkpoint("olmo2", tmp_path)
+def arcee(tmp_path):
+    return write_tiny_checkpoint("arcee", tmp_path)
 
 
 @pytest.mark.parametrize("name", FALLBACK_MODELS)
@@ -60,13 +60,15 @@ def test_greedy_output_and_logprobs_are_those_of_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["cohere2", "granite"])
 def test_on_every_way_that_pages_travel(name, tmp_path):
-    results = run_paths(write_tiny_checkpoint(name, tmp_path), [CHUNKED, RETRACTED, DISAGGREGATED])
+    checkpoint = write_tiny_checkpoint(name, tmp_path)
+    results = run_paths(checkpoint, [CHUNKED, RETRACTED, DISAGGREGATED], impl=ModelImpl.TRANSFORMERS)
     assert [result.difference for result in results] == [None] * 3
 
 
 @pytest.mark.parametrize("name", ["cohere2", "granite"])
 def test_on_every_way_through_lower_tiers(name, tmp_path):
-    results = run_paths(write_tiny_checkpoint(name, tmp_path), [SWAPPED, HOST, FILES, CONTINUED])
+    checkpoint = write_tiny_checkpoint(name, tmp_path)
+    results = run_paths(checkpoint, [SWAPPED, HOST, FILES, CONTINUED], impl=ModelImpl.TRANSFORMERS)
     assert [result.difference for result in results] == [None] * 4
 
 
@@ -77,7 +79,7 @@ def test_families_of_ours_can_be_computed_by_transformers_too(name, tmp_path):
 
 
 def test_layers_tell_what_their_attention_is(tmp_path):
-    model = load(write_tiny_checkpoint("cohere2", tmp_path))
+    model = load(write_tiny_checkpoint("cohere2", tmp_path), ModelImpl.TRANSFORMERS)
     assert [spec.window for spec in model.attention] == [20, None, 20]
     assert model.config.impl is ModelImpl.TRANSFORMERS
     assert (model.config.num_heads, model.config.num_kv_heads, model.config.head_dim) == (4, 2, 16)
@@ -89,8 +91,8 @@ def test_a_soft_cap_reaches_our_attention(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_examination_allows_for_rounding(olmo2, dtype):
-    model = load_model(olmo2, read_model_config(olmo2, impl=ModelImpl.AUTO), dtype, progress=False)
+def test_the_examination_allows_for_rounding(arcee, dtype):
+    model = load_model(arcee, read_model_config(arcee, impl=ModelImpl.AUTO), dtype, progress=False)
     hidden = torch.zeros(2, 64, dtype=dtype)
     with torch.inference_mode():
         assert model.logits(hidden).dtype == torch.float32
@@ -143,8 +145,8 @@ def test_layers_without_attention_are_refused_whatever_config_json_says(tmp_path
     assert "calls transformers' attention interface 1 times" in refusal(tmp_path)
 
 
-def test_a_model_whose_tokens_meet_outside_attention_is_refused(olmo2):
-    model = load(olmo2)
+def test_a_model_whose_tokens_meet_outside_attention_is_refused(arcee):
+    model = load(arcee)
     facts = model.config
 
     def shift(_module, _inputs, hidden: torch.Tensor) -> torch.Tensor:
@@ -161,10 +163,10 @@ def test_a_model_whose_tokens_meet_outside_attention_is_refused(olmo2):
         )
 
 
-def test_code_in_a_checkpoint_is_never_run(olmo2):
-    edit_config(olmo2, model_type="evil", architectures=["EvilForCausalLM"], auto_map={"AutoConfig": "evil.Config"})
-    (olmo2 / "evil.py").write_text("raise SystemExit('this ran')")
-    message = refusal(olmo2)
+def test_code_in_a_checkpoint_is_never_run(arcee):
+    edit_config(arcee, model_type="evil", architectures=["EvilForCausalLM"], auto_map={"AutoConfig": "evil.Config"})
+    (arcee / "evil.py").write_text("raise SystemExit('this ran')")
+    message = refusal(arcee)
     assert "auto_map" in message
     assert "never run" in message
 
@@ -184,39 +186,39 @@ def test_code_in_a_checkpoint_is_never_run(olmo2):
         ({"sliding_window": 16}, "sliding_window"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused_by_name(olmo2, changes, name):
-    edit_config(olmo2, architectures=["Olmo2ForCausalLM"], **changes)
-    assert name in refusal(olmo2)
+def test_a_config_that_cannot_work_is_refused_by_name(arcee, changes, name):
+    edit_config(arcee, architectures=["ArceeForCausalLM"], **changes)
+    assert name in refusal(arcee)
 
 
-def test_an_unknown_architecture_is_refused_where_only_ours_are_wanted(olmo2):
+def test_an_unknown_architecture_is_refused_where_only_ours_are_wanted(arcee):
     with pytest.raises(CheckpointError, match="architectures must name a supported architecture"):
-        read_model_config(olmo2, impl=ModelImpl.TANDEM)
+        read_model_config(arcee, impl=ModelImpl.TANDEM)
 
 
-def test_a_config_is_checked_without_its_weights(olmo2, capsys):
-    for file in olmo2.glob("*.safetensors"):
+def test_a_config_is_checked_without_its_weights(arcee, capsys):
+    for file in arcee.glob("*.safetensors"):
         file.unlink()
-    assert (fallback_check(str(olmo2)), capsys.readouterr().out) == (0, "")
-    config = json.loads((olmo2 / "config.json").read_text())
-    (olmo2 / "config.json").write_text(json.dumps(config | {"model_type": "odd"}))
-    assert fallback_check(str(olmo2)) == 1
+    assert (fallback_check(str(arcee)), capsys.readouterr().out) == (0, "")
+    config = json.loads((arcee / "config.json").read_text())
+    (arcee / "config.json").write_text(json.dumps(config | {"model_type": "odd"}))
+    assert fallback_check(str(arcee)) == 1
     assert "model_type is not known to transformers" in capsys.readouterr().out
 
 
-def test_missing_weights_are_refused_by_name(olmo2):
+def test_missing_weights_are_refused_by_name(arcee):
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(olmo2 / "model.safetensors")
+    tensors = load_file(arcee / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, olmo2 / "model.safetensors", metadata={"format": "pt"})
-    assert "model.layers.1.mlp.up_proj.weight" in refusal(olmo2)
+    save_file(tensors, arcee / "model.safetensors", metadata={"format": "pt"})
+    assert "model.layers.1.mlp.up_proj.weight" in refusal(arcee)
 
 
-def test_two_models_with_the_same_weights_and_another_config_never_exchange_pages(olmo2):
-    before = read_model_config(olmo2, impl=ModelImpl.AUTO).fingerprint
-    edit_config(olmo2, rms_norm_eps=1e-3)
-    assert read_model_config(olmo2, impl=ModelImpl.AUTO).fingerprint != before
+def test_two_models_with_the_same_weights_and_another_config_never_exchange_pages(arcee):
+    before = read_model_config(arcee, impl=ModelImpl.AUTO).fingerprint
+    edit_config(arcee, rms_norm_eps=1e-3)
+    assert read_model_config(arcee, impl=ModelImpl.AUTO).fingerprint != before
 
 
 LONGROPE = {
@@ -228,12 +230,13 @@ LONGROPE = {
 }
 
 
+@pytest.mark.parametrize("impl", [ModelImpl.TANDEM, ModelImpl.TRANSFORMERS])
 @pytest.mark.parametrize(("context", "length"), [(64, 50), (256, 100)])
-def test_longrope_has_the_angles_of_its_context(tmp_path, context, length):
+def test_longrope_has_the_angles_of_its_context(tmp_path, context, length, impl):
     """Up to the original context the short ones, with a longer one those of prompts beyond it."""
     write_tiny_checkpoint("phi3", tmp_path)
     edit_config(tmp_path, rope_parameters=LONGROPE, original_max_position_embeddings=64, sliding_window="absent")
-    config = read_model_config(tmp_path, impl=ModelImpl.AUTO)
+    config = read_model_config(tmp_path, impl=impl)
     assert config.max_position == 512
     assert default_context(config, 4096) == 64
     model = load_model(tmp_path, config, torch.float32, context_length=context, progress=False)
@@ -253,13 +256,13 @@ def test_longrope_has_the_angles_of_its_context(tmp_path, context, length):
 def test_longrope_workers_of_other_angles_differ_in_identity(tmp_path):
     write_tiny_checkpoint("phi3", tmp_path)
     edit_config(tmp_path, rope_parameters=LONGROPE, original_max_position_embeddings=64)
-    config = read_model_config(tmp_path, impl=ModelImpl.AUTO)
+    config = read_model_config(tmp_path, impl=ModelImpl.TRANSFORMERS)
     assert fingerprint_of(config, 64) == config.fingerprint
     assert fingerprint_of(config, 65) == fingerprint_of(config, 512) != config.fingerprint
 
 
 def test_dynamic_rope_bounds_the_context_of_the_fallback(tmp_path):
-    write_tiny_checkpoint("olmo2", tmp_path)
+    write_tiny_checkpoint("arcee", tmp_path)
     edit_config(tmp_path, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     assert load(tmp_path).config.max_position == 512
 
@@ -267,7 +270,7 @@ def test_dynamic_rope_bounds_the_context_of_the_fallback(tmp_path):
 @pytest.mark.parametrize("reach", [512, 16])
 def test_windows_that_only_masks_apply_are_refused(tmp_path, monkeypatch, reach):
     """Layers keep their window from the interface: found by a prompt beyond it, and by a shorter window."""
-    model = load(write_tiny_checkpoint("olmo3", tmp_path))
+    model = load(write_tiny_checkpoint("olmo3", tmp_path), ModelImpl.TRANSFORMERS)
     for layer in model.body.layers:
         layer.self_attn.sliding_window = None
     monkeypatch.setattr("tandem_engine.model.fallback.LONGEST", reach)
@@ -279,9 +282,9 @@ def test_windows_that_only_masks_apply_are_refused(tmp_path, monkeypatch, reach)
 @pytest.mark.parametrize(
     "changes", [{"hidden_act": 3}, {"hidden_size": "64"}, {"rope_parameters": 3}, {"pad_token_id": 1 << 40}]
 )
-def test_errors_of_transformers_are_one_sentence(olmo2, changes):
-    edit_config(olmo2, **changes)
-    assert "\n" not in refusal(olmo2)
+def test_errors_of_transformers_are_one_sentence(arcee, changes):
+    edit_config(arcee, **changes)
+    assert "\n" not in refusal(arcee)
 
 
 def test_gemma4_text_is_refused_in_one_sentence(tmp_path):

@@ -25,6 +25,7 @@ from tandem_engine.model.checkpoint_folder import (
 )
 from tandem_engine.model.config_fields import ConfigFields, read_fields
 from tandem_engine.model.families import FAMILIES, find_family
+from tandem_engine.model.text_towers import text_part
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
@@ -87,15 +88,16 @@ def examine_config(folder: Path, *, impl: ModelImpl) -> bool:
     Raises:
         CheckpointError, ConfigError: it can be computed by none of them.
     """
-    fields = read_fields(open_directory(folder))
+    whole = read_fields(open_directory(folder))
     if impl is ModelImpl.TRANSFORMERS:
         return False
+    fields = text_part(whole)
     family = find_family(fields)
     if family is not None:
         try:
             family.parse(fields)
         except UnsupportedVariantError:
-            if impl is ModelImpl.TANDEM or not _has_transformers():
+            if impl is ModelImpl.TANDEM or fields is not whole or not _has_transformers():
                 raise
             return False
         return True

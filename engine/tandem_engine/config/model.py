@@ -9,7 +9,7 @@ class RopeConfig:
     """Rotary embedding parameters as in Hugging Face `rope_parameters` / `rope_scaling`."""
 
     rope_type: str = "default"
-    """default, linear, dynamic, llama3 or yarn; longrope where transformers computes the model."""
+    """default, linear, dynamic, llama3, yarn or longrope; none of layers without rotation (NoPE)."""
     theta: float = 10000.0
     factor: float = 1.0
     original_max_position: int | None = None
@@ -21,6 +21,14 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    """Divisors of the frequencies up to the original context (longrope), one per pair of dimensions."""
+    long_factors: tuple[float, ...] = ()
+    """The same beyond it."""
+    rotary_dim: int | None = None
+    """Dimensions of each head that rotate, the first ones; None is all."""
+    interleaved: bool = False
+    """Whether the checkpoint rotates neighbors, 2i and 2i + 1, instead of i and i + half."""
 
 
 class ModelImpl(StrEnum):
@@ -61,7 +69,57 @@ class NormKind(StrEnum):
     UNIT_OFFSET = "unit_offset"
     """Scale by 1 + w in float32, then round (Gemma)."""
     ROUND_LAST = "round_last"
-    """Scale by w in float32, then round (gpt_oss)."""
+    """Scale by w in float32, then round (OLMo 2, gpt_oss)."""
+    CENTERED = "centered"
+    """LayerNorm without bias: subtract the mean, then as `ROUND_LAST` (Cohere 2)."""
+
+
+class NormPlacement(StrEnum):
+    """Where a layer has its norms. Both blocks add their results to the hidden states."""
+
+    BEFORE = "before"
+    """One before each block (Llama)."""
+    AROUND = "around"
+    """One before and one after each block (Gemma, GLM-4)."""
+    AFTER = "after"
+    """One after each block, which reads the hidden states as they are (OLMo 2)."""
+    SHARED = "shared"
+    """One before both blocks, which read the same states (Cohere 2)."""
+
+
+class QkNorm(StrEnum):
+    """What the norms of q and k span."""
+
+    HEADS = "heads"
+    """Each head, before it is rotated (Qwen3)."""
+    ROTATED_HEADS = "rotated_heads"
+    """Each head, after it was rotated (Hunyuan)."""
+    WHOLE = "whole"
+    """All heads of q together, and all of k, before they are rotated (OLMo 2)."""
+
+
+class Scoring(StrEnum):
+    """How router logits become scores of experts."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueryScale:
+    """Factor of queries that grows with their position p: 1 + beta · ln(1 + ⌊p / period⌋) (Ministral 3)."""
+
+    beta: float
+    period: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedExpert:
+    """A feed-forward block for every token, whose result is added to that of the chosen experts."""
+
+    intermediate_size: int
+    gated: bool = False
+    """Whether the sigmoid of one more projection multiplies its result (Qwen2-MoE)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +134,19 @@ class MoeConfig:
     """Whether the weights of a token's chosen experts are scaled to sum to 1."""
     dense_layers: tuple[int, ...] = ()
     """Layers that keep an ordinary feed-forward block."""
+    scoring: Scoring = Scoring.SOFTMAX
+    choice_bias: bool = False
+    """Whether experts are chosen by score plus a bias, which does not count in their weights."""
+    groups: int = 1
+    """Experts are chosen from the best `kept_groups` of so many groups, ordered by their two best experts."""
+    kept_groups: int = 1
+    least_sum: float = 0.0
+    """Bound from below of the sum that weights are divided by."""
+    scale: float = 1.0
+    """Factor of the weights of the chosen experts."""
+    float32_router: bool = False
+    """Whether the router's logits are computed in float32 whatever the dtype of the model."""
+    shared: SharedExpert | None = None
     bias: bool = False
     """Biases on the router and on both projections of each expert (gpt_oss)."""
     interleaved: bool = False
@@ -108,30 +179,37 @@ class ModelConfig:
     output_bias: bool = False
     """Bias on o_proj (llama when `attention_bias`)."""
     mlp_bias: bool = False
-    qk_norm: bool = False
-    """RMSNorm over head_dim on q and k (qwen3, gemma3)."""
+    qk_norm: QkNorm | None = None
+    """RMSNorm on q and k."""
     windows: tuple[int | None, ...] = ()
     """Per layer, how many tokens a token sees, itself included; None is all. () when no layer has a window."""
-    local_rope: RopeConfig | None = None
-    """Rotary parameters of `local_layers`, where layers differ (gemma3)."""
-    local_layers: tuple[int, ...] = ()
+    second_rope: RopeConfig | None = None
+    """Rotary parameters of `second_layers`, where layers differ: those with a window (gemma3), those that do not
+    rotate (smollm3)."""
+    second_layers: tuple[int, ...] = ()
     attention_scale: float | None = None
     """Factor of attention scores; None is 1 / √head_dim."""
+    query_scale: QueryScale | None = None
     attention_soft_cap: float | None = None
     """Bound of attention scores (gemma2)."""
     logit_soft_cap: float | None = None
     """Bound of the output logits (gemma2)."""
     embedding_scale: float = 1.0
     """Factor of the embeddings (gemma: √hidden_size)."""
+    residual_scale: float = 1.0
+    """Factor of what each block adds to the hidden states (granite)."""
+    logit_scale: float = 1.0
+    """Factor of the output logits (cohere2, granite)."""
     attention_sinks: bool = False
     """Scores without a token, one for each query head of a layer (gpt_oss)."""
     activation: Activation = Activation.SILU
     gate_clamp: GateClamp | None = None
     """Of `Activation.CLAMPED_SWIGLU` alone."""
     norm: NormKind = NormKind.PLAIN
-    sandwich_norms: bool = False
-    """Norms after attention and after the feed-forward block too, before each is added (gemma)."""
+    norm_placement: NormPlacement = NormPlacement.BEFORE
     moe: MoeConfig | None = None
+    text_part: bool = False
+    """Whether the checkpoint has parts for images too, which are not served."""
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"
     """dtype that the checkpoint declares: float32, bfloat16 or float16."""

@@ -42,7 +42,9 @@ from tandem_engine.model.gpt_oss_tensors import outputs_first, unstacked
 from tandem_engine.model.quantization.dequantized import dequantized
 from tandem_engine.model.quantization.kv_scales import without_scales
 from tandem_engine.model.quantization.scheme import Holding, WeightFormat, described, holding_of, read_scheme
-from tandem_engine.model.tensor_names import EMBEDDING, LM_HEAD, canonical_experts, require_tensors
+from tandem_engine.model.tensor_aliases import canonical_tensors
+from tandem_engine.model.tensor_names import EMBEDDING, LM_HEAD, require_tensors
+from tandem_engine.model.text_towers import text_part, text_tensors, tower_of
 
 MAX_GENERATION_CONFIG = 1 << 20
 MAX_EOS_TOKENS = 64
@@ -144,24 +146,25 @@ def _same_rows(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def open_weights(
-    directory: ModelDirectory, scheme: WeightFormat | None, *, interleaved: bool = False
+    directory: ModelDirectory, scheme: WeightFormat | None, config: ModelConfig
 ) -> dict[str, ReadableTensor]:
-    """Headers alone are read. Scales of KV are no weights and left out: see `kv_scales`.
+    """The weights of a model of `config`, under our names. Headers alone are read.
 
-    `interleaved`: `MoeConfig.interleaved` of the model.
+    Scales of KV are no weights and left out: see `kv_scales`.
 
     Raises:
         CheckpointError: a file is absent or broken, or parts of a quantized matrix do not fit each other.
     """
-    tensors = without_scales(open_tensors(directory))
-    if interleaved:
+    tensors = without_scales(open_stored(directory, config))
+    if config.moe is not None and config.moe.interleaved:
         return outputs_first(dequantized(unstacked(tensors), scheme))
-    return canonical_experts(dequantized(tensors, scheme))
+    return canonical_tensors(dequantized(tensors, scheme), config)
 
 
-def has_interleaved_experts(config: ModelConfig) -> bool:
-    """Of `open_weights`."""
-    return config.moe is not None and config.moe.interleaved
+def open_stored(directory: ModelDirectory, config: ModelConfig) -> dict[str, StoredTensor]:
+    """What the files hold of a model of `config`. Raises `CheckpointError`: a file is absent or broken."""
+    stored = open_tensors(directory)
+    return text_tensors(stored) if config.text_part else stored
 
 
 def read_model_config(
@@ -198,7 +201,7 @@ def read_model_config(
     config = replace(parse_config(directory), quantization=described(scheme, holding))
     if load_format is LoadFormat.DUMMY:
         return replace(config, fingerprint=fingerprint(config, {}))
-    tensors = open_weights(directory, scheme, interleaved=has_interleaved_experts(config))
+    tensors = open_weights(directory, scheme, config)
     config = with_stored_head(config, tensors)
     require_tensors(config, tensors, where=directory.path)
     return replace(config, fingerprint=fingerprint(config, tensors))
@@ -206,8 +209,13 @@ def read_model_config(
 
 def parse_config(directory: ModelDirectory) -> ModelConfig:
     """The part of `read_model_config` that needs no weights, of a model we compute; the fingerprint stays empty."""
-    fields = read_fields(directory)
-    config = replace(require_family(fields).parse(fields), quantization=described(read_scheme(fields), Holding.DTYPE))
+    whole = read_fields(directory)
+    fields = text_part(whole)
+    config = replace(
+        require_family(fields).parse(fields),
+        quantization=described(read_scheme(whole), Holding.DTYPE),
+        text_part=fields is not whole,
+    )
     return replace(config, eos_token_ids=read_eos(directory, fields, vocab_size=config.vocab_size))
 
 
@@ -215,11 +223,12 @@ def _why_transformers(fields: ConfigFields, impl: ModelImpl) -> str | None:
     """Why transformers is to compute the model; None for one that we compute. Raises `CheckpointError`."""
     if impl is ModelImpl.TRANSFORMERS:
         return "--model-impl is transformers"
-    family = find_family(fields)
-    if family is None:
-        return f"{fields.path}: architectures names none of those that Tandem computes itself"
     try:
-        family.parse(fields)
+        served = text_part(fields)
+        family = find_family(served)
+        if family is None:
+            return f"{fields.path}: architectures names none of those that Tandem computes itself"
+        family.parse(served)
     except UnsupportedVariantError as error:
         return str(error)
     return None
@@ -227,6 +236,8 @@ def _why_transformers(fields: ConfigFields, impl: ModelImpl) -> str | None:
 
 def _read_fallback(directory: ModelDirectory, fields: ConfigFields, reason: str) -> ModelConfig:
     """`reason`: why we do not compute it ourselves."""
+    if tower_of(fields) is not None:
+        raise CheckpointError(f"{reason}; transformers does not compute the text part of a model that takes images")
     try:
         # Nobody else needs transformers installed, or waits for its import.
         from tandem_engine.model.fallback_config import fallback_fingerprint, read_fallback_config

@@ -153,21 +153,29 @@ class YarnFields(TypedDict, total=False):
     truncate: bool
 
 
-def read_rope(config: ConfigFields, *, max_position: int, theta: float = 10000.0) -> RopeConfig:
+def read_rope(config: ConfigFields, *, max_position: int, theta: float = 10000.0, partial: bool = False) -> RopeConfig:
     """Parse the rotary parameters of a config whose `max_position_embeddings` is `max_position`.
 
     Args:
         theta: the base when the config names none.
+        partial: whether only a part of each head may rotate.
 
     Raises:
         CheckpointError: unknown kind, a value out of bounds, or a variant that is not supported.
     """
-    fields = config.inner("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
+    fields = rotary_fields(config)
     # A value at the top of the file wins, as in transformers (Phi-3 has it there).
     original = config if config.has(ORIGINAL) else fields
     base = fields if fields.has("rope_theta") else config
-    require_whole_rotation(config)
+    if not partial:
+        require_whole_rotation(config)
+        require_whole_rotation(fields)
     return read_parameters(fields, original=original, base=base, max_position=max_position, theta=theta)
+
+
+def rotary_fields(config: ConfigFields) -> ConfigFields:
+    """The set of rotary parameters, of a config with one."""
+    return config.inner("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
 
 
 def read_parameters(
@@ -186,7 +194,6 @@ def read_parameters(
     for name, value in fields.values.items():
         if name not in ROPE_FIELDS and value is not None:
             fields.defer(name, "is no rotary parameter that is known")
-    require_whole_rotation(fields)
     spelling = "type" if fields.has("type") and not fields.has("rope_type") else "rope_type"
     if fields.has(spelling) and fields.values[spelling] not in ROPE_TYPES:
         fields.defer(spelling, f"must be one of {', '.join(ROPE_TYPES)}")
@@ -289,16 +296,22 @@ class Defaults:
     rms_eps: float = 1e-6
     rope_theta: float = 10000.0
     tie_embeddings: bool = False
+    eps_field: str = "rms_norm_eps"
+    null_head_dim: bool = False
+    """Whether a `head_dim` of null is hidden_size / num_attention_heads in spite of the default."""
 
 
-def read_decoder(fields: ConfigFields, *, family: str, defaults: Defaults) -> ModelConfig:
+def read_decoder(fields: ConfigFields, *, family: str, defaults: Defaults, partial: bool = False) -> ModelConfig:
     """A plain pre-norm SwiGLU decoder with one set of rotary parameters; families `replace` what they do otherwise.
+
+    Args:
+        partial: whether the family reads how much of each head rotates (`rotary_fields.read_partial_decoder`).
 
     Raises:
         CheckpointError: a field is missing, out of bounds, or not supported.
     """
     max_position = read_positions(fields)
-    rope = read_rope(fields, max_position=max_position, theta=defaults.rope_theta)
+    rope = read_rope(fields, max_position=max_position, theta=defaults.rope_theta, partial=partial)
     context = longest_context(rope, max_position=max_position)
     if context > MAX_POSITION:
         fields.refuse("max_position_embeddings", f"times the rope factor exceeds {MAX_POSITION} ({context})")
@@ -322,9 +335,9 @@ def read_sizes(fields: ConfigFields, *, family: str, defaults: Defaults, rope: R
         num_layers=fields.integer("num_hidden_layers", least=1, most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, num_heads, absent=defaults.num_kv_heads),
-        head_dim=_head_dim(fields, hidden_size, num_heads, default=defaults.head_dim),
+        head_dim=_head_dim(fields, hidden_size, num_heads, defaults=defaults),
         max_position=context,
-        rms_eps=fields.number("rms_norm_eps", least=1e-12, most=0.1, default=defaults.rms_eps),
+        rms_eps=fields.number(defaults.eps_field, least=1e-12, most=0.1, default=defaults.rms_eps),
         rope=rope,
         tie_embeddings=fields.flag("tie_word_embeddings", default=defaults.tie_embeddings),
         dtype=read_dtype(fields),
@@ -336,6 +349,14 @@ def require_silu(fields: ConfigFields) -> Activation:
     if fields.has("hidden_act") and fields.values["hidden_act"] != "silu":
         fields.defer("hidden_act", "must be silu")
     return Activation.SILU
+
+
+MAX_SCALE = 1e6
+
+
+def read_scale(fields: ConfigFields, name: str, *, default: float = 1.0) -> float:
+    """A positive factor."""
+    return fields.number(name, least=1 / MAX_SCALE, most=MAX_SCALE, default=default)
 
 
 def read_dtype(fields: ConfigFields) -> str:
@@ -353,7 +374,8 @@ def _num_kv_heads(fields: ConfigFields, num_heads: int, *, absent: int | None) -
     return count
 
 
-def _head_dim(fields: ConfigFields, hidden_size: int, num_heads: int, *, default: int | None) -> int:
+def _head_dim(fields: ConfigFields, hidden_size: int, num_heads: int, *, defaults: Defaults) -> int:
+    default = None if defaults.null_head_dim and "head_dim" in fields.values else defaults.head_dim
     if not fields.has("head_dim") and default is None:
         if hidden_size % num_heads:
             fields.refuse("num_attention_heads", f"must divide hidden_size ({hidden_size}) without a head_dim")
@@ -368,16 +390,18 @@ MAX_EXPERTS = 4096
 MAX_EXPERTS_PER_TOKEN = 256
 
 
-def read_experts(fields: ConfigFields, *, count: str, size: str) -> MoeConfig:
+def read_experts(
+    fields: ConfigFields, *, count: str, size: str, chosen_field: str = "num_experts_per_tok"
+) -> MoeConfig:
     """Experts whose number is in field `count` and whose width is in field `size`, weights normalised.
 
     Raises:
         CheckpointError: a number is missing or out of bounds, or a token would choose more than there are.
     """
     num_experts = fields.integer(count, least=1, most=MAX_EXPERTS)
-    chosen = fields.integer("num_experts_per_tok", least=1, most=MAX_EXPERTS_PER_TOKEN)
+    chosen = fields.integer(chosen_field, least=1, most=MAX_EXPERTS_PER_TOKEN)
     if chosen > num_experts:
-        fields.refuse("num_experts_per_tok", f"must be at most {count} ({num_experts})")
+        fields.refuse(chosen_field, f"must be at most {count} ({num_experts})")
     return MoeConfig(
         num_experts=num_experts,
         experts_per_token=chosen,
@@ -470,14 +494,3 @@ def require_uniform_layers(
     uniform = (FULL if window is None else SLIDING,) * num_layers
     if read_layer_kinds(fields, default=uniform) != uniform:
         fields.defer("layer_types", f"must be {uniform[0]} in every layer, in accordance with sliding_window")
-
-
-def qwen_windows(fields: ConfigFields, *, num_layers: int, context: int) -> Windows:
-    """Off unless `use_sliding_window`; then in the layers that `layer_types` names, or from `max_window_layers` on."""
-    first = fields.integer("max_window_layers", least=0, most=1 << 20, default=28)
-    slides = fields.flag("use_sliding_window", default=False) and stated_window(fields, default=4096) is not None
-    default = tuple(SLIDING if slides and layer >= first else FULL for layer in range(num_layers))
-    kinds = read_layer_kinds(fields, default=default)
-    if not slides and SLIDING in kinds:
-        fields.refuse("layer_types", f"may name {SLIDING} only with use_sliding_window and a sliding_window")
-    return in_sliding_layers(fields, kinds, context=context, default=4096)

@@ -3,8 +3,8 @@
     hidden ─┬▶ self-attention ─(+)─┬▶ feed-forward, or a mixture of experts ─(+)─▶ … ─▶ norm ─▶ lm_head
             └─────────────────┘   └──────────────────────────────────────┘
 
-Differences between families are fields of their `ModelConfig`: a bias, norms on q and k or after a block, a window,
-another base for the rotation of some layers. The blocks themselves are in `layers`.
+Differences between families are fields of their `ModelConfig`: a bias, norms on q and k, before or after a block, a
+window, another rotation of some layers, factors, a shared expert. The blocks themselves are in `layers`.
 
 The parts are plain frozen objects that hold tensors. At the sizes that run on a CPU, a decode step consists of
 operations of a few microseconds, to which the bookkeeping of `nn.Module` would add noticeably.
@@ -17,21 +17,24 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from tandem_engine.config import ModelConfig, MoeConfig, RopeConfig
-from tandem_engine.kernels.interface import by_triton
+from tandem_engine.config import ModelConfig, MoeConfig, NormPlacement, QkNorm, RopeConfig
+from tandem_engine.kernels.interface import GatedActivation, by_triton
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend
-from tandem_engine.model.layers.attention import RotaryTable, SelfAttention, rotary_table
+from tandem_engine.model.layers.attention import RotaryTable, SelfAttention, rotary_order, rotary_table
 from tandem_engine.model.layers.linear import Projection, TokenEmbedding, projection
-from tandem_engine.model.layers.mlp import Expert, FeedForward, Router, SparseFeedForward, gated
-from tandem_engine.model.layers.norm import Norm, rms_norm
+from tandem_engine.model.layers.mlp import Expert, FeedForward, Router, SharedBlock, SparseFeedForward, gated
+from tandem_engine.model.layers.norm import NoNorm, Norm, WholeHeadsNorm, rms_norm, scale_of
 from tandem_engine.model.quantization.levels import Levels
 from tandem_engine.model.tensor_names import (
+    CHOICE_BIAS,
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
     ROUTER,
     ROUTER_BIAS,
+    SHARED_EXPERT,
+    SHARED_GATE,
     SINKS,
     expert_bias_name,
     expert_name,
@@ -79,6 +82,8 @@ class Block:
     feed_forward: Tokenwise
     rotary: int
     """Index of its table among those of the decoder."""
+    parallel: bool = False
+    """Whether the feed-forward block reads what attention reads, and not the sum with its result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +94,7 @@ class Decoder:
     attention: tuple[AttentionSpec, ...]
     embedding: TokenEmbedding
     rotary: tuple[RotaryTable, ...]
-    """One, or one of the layers with full attention and one of the local layers."""
+    """One, or one of most layers and one of `ModelConfig.second_layers`."""
     blocks: tuple[Block, ...]
     norm: Norm
     lm_head: Projection
@@ -111,7 +116,12 @@ class Decoder:
                 # From here on a token serves only itself: most of a prompt need go no further.
                 hidden = hidden.index_select(0, wanted)
                 gathered = gathered.index_select(0, wanted)
-            normed = block.feed_forward.norm.of_sum(hidden, block.attention.project(gathered))
+            added = block.attention.project(gathered)
+            if block.parallel:
+                hidden.add_(added)
+                normed = normed.index_select(0, wanted) if layer == last else normed
+            else:
+                normed = block.feed_forward.norm.of_sum(hidden, added)
             following = self.norm if layer == last else self.blocks[layer + 1].attention.norm
             normed = following.of_sum(hidden, block.feed_forward(normed))
         return normed
@@ -123,6 +133,8 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
         logits = self.lm_head(hidden).float()
+        if self.config.logit_scale != 1.0:
+            logits = logits.mul_(self.config.logit_scale)
         cap = self.config.logit_soft_cap
         return logits if cap is None else soft_cap_(logits, cap)
 
@@ -186,11 +198,18 @@ def _fused(decoder: Decoder, weights: Weights) -> Decoder:
 
 
 def _ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
-    return (config.rope,) if config.local_rope is None else (config.rope, config.local_rope)
+    return (config.rope,) if config.second_rope is None else (config.rope, config.second_rope)
 
 
 def _rotary(rope: RopeConfig, config: ModelConfig, weights: Weights, positions: int) -> RotaryTable:
-    return rotary_table(rope, head_dim=config.head_dim, positions=positions, dtype=weights.dtype, device=weights.device)
+    return rotary_table(
+        rope,
+        head_dim=config.head_dim,
+        positions=positions,
+        dtype=weights.dtype,
+        device=weights.device,
+        query_scale=config.query_scale,
+    )
 
 
 def gate_first(outputs: int, device: torch.device) -> Tensor:
@@ -213,63 +232,114 @@ class BlockBuilder:
         return Block(
             attention=self._attention(prefix),
             feed_forward=self._feed_forward(prefix) if moe is None else self._sparse(prefix, moe),
-            rotary=int(layer in self.config.local_layers),
+            rotary=int(layer in self.config.second_layers),
+            parallel=self.config.norm_placement is NormPlacement.SHARED,
         )
 
     def _attention(self, prefix: str) -> SelfAttention:
         config = self.config
         names = [f"{prefix}self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")]
-        sandwich = config.sandwich_norms
         return SelfAttention(
-            norm=self._norm(f"{prefix}input_layernorm"),
+            norm=NoNorm() if self._norms_after_only else self._norm(f"{prefix}input_layernorm"),
             qkv=column_parallel(
-                self.weights, *names, bias=config.attention_bias, split=Split(dim=0, unit=config.head_dim)
+                self.weights,
+                *names,
+                bias=config.attention_bias,
+                split=Split(dim=0, unit=config.head_dim),
+                order=self._order_of_outputs(),
             ),
-            qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
+            qk_norm=self._qk_norm(prefix) if config.qk_norm is QkNorm.HEADS else None,
+            whole_norm=self._whole_norm(prefix) if config.qk_norm is QkNorm.WHOLE else None,
+            rotated_norm=self._qk_norm(prefix) if config.qk_norm is QkNorm.ROTATED_HEADS else None,
             output=row_parallel(
                 self.weights,
                 f"{prefix}self_attn.o_proj",
                 bias=config.output_bias,
                 split=Split(dim=1, unit=config.head_dim),
+                scale=config.residual_scale,
             ),
-            output_norm=self._norm(f"{prefix}post_attention_layernorm") if sandwich else None,
+            output_norm=self._norm(f"{prefix}post_attention_layernorm") if self._norms_after else None,
             num_heads=self.heads.query,
             num_kv_heads=self.heads.kv,
             head_dim=config.head_dim,
             sinks=self.weights.stacked(f"{prefix}{SINKS}", split=OUTPUTS).float() if config.attention_sinks else None,
         )
 
+    def _order_of_outputs(self) -> Tensor | None:
+        """Of q, k and v stacked, where heads of the checkpoint rotate otherwise than ours."""
+        order = self._order_of_head()
+        if order is None:
+            return None
+        heads = torch.arange(self.heads.query + 2 * self.heads.kv)[:, None] * self.config.head_dim
+        rows = (heads + order).view(-1)
+        values = (self.heads.query + self.heads.kv) * self.config.head_dim
+        rows[values:] = torch.arange(values, len(rows))
+        return rows
+
+    def _order_of_head(self) -> Tensor | None:
+        return rotary_order(self.config.rope, head_dim=self.config.head_dim)
+
     def _feed_forward(self, prefix: str) -> FeedForward:
         config = self.config
         return FeedForward(
-            norm=self._norm(f"{prefix}{self._before_feed_forward}"),
+            norm=self._feed_forward_norm(prefix),
             gate_up=column_parallel(
                 self.weights, f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj", bias=config.mlp_bias, split=OUTPUTS
             ),
-            activation=gated(config.activation, self.weights.device),
-            down=row_parallel(self.weights, f"{prefix}mlp.down_proj", bias=config.mlp_bias, split=INPUTS),
-            output_norm=self._norm(f"{prefix}post_feedforward_layernorm") if config.sandwich_norms else None,
+            activation=self._activation(),
+            down=row_parallel(
+                self.weights,
+                f"{prefix}mlp.down_proj",
+                bias=config.mlp_bias,
+                split=INPUTS,
+                scale=config.residual_scale,
+            ),
+            output_norm=self._norm(f"{prefix}post_feedforward_layernorm") if self._norms_after else None,
         )
 
     def _sparse(self, prefix: str, moe: MoeConfig) -> Tokenwise:
-        norm = self._norm(f"{prefix}{self._before_feed_forward}")
-        router = Router(
-            weight=projection(
-                self.weights.stacked(f"{prefix}{ROUTER}"),
-                self.weights.stacked(f"{prefix}{ROUTER_BIAS}") if moe.bias else None,
-            ),
-            experts_per_token=moe.experts_per_token,
-            normalise=moe.normalise,
-        )
+        assert self.config.residual_scale == 1.0, "no family with experts scales what blocks add"
+        assert not self._norms_after, "no family with experts has norms after its blocks"
+        norm, router = self._feed_forward_norm(prefix), self._router(prefix, moe)
+        shared = None if moe.shared is None else self._shared_block(prefix, gated_by=moe.shared.gated)
         if by_triton(self.weights.device):
-            return self._device_experts(prefix, moe, norm, router)
+            return self._device_experts(prefix, moe, norm, router, shared)
         return SparseFeedForward(
             norm=norm,
             router=router,
             experts=tuple(self._expert(prefix, expert, moe) for expert in range(moe.num_experts)),
-            activation=gated(self.config.activation, self.weights.device, self.config.gate_clamp),
+            activation=self._activation(),
+            shared=shared,
             group=self.weights.group,
         )
+
+    def _router(self, prefix: str, moe: MoeConfig) -> Router:
+        read = self.weights.exact if moe.float32_router else self.weights.stacked
+        return Router(
+            weight=projection(read(f"{prefix}{ROUTER}"), read(f"{prefix}{ROUTER_BIAS}") if moe.bias else None),
+            experts_per_token=moe.experts_per_token,
+            normalise=moe.normalise,
+            scoring=moe.scoring,
+            bias=self.weights.exact(f"{prefix}{CHOICE_BIAS}") if moe.choice_bias else None,
+            groups=moe.groups,
+            kept_groups=moe.kept_groups,
+            least_sum=moe.least_sum,
+            scale=moe.scale,
+            float32=moe.float32_router,
+        )
+
+    def _shared_block(self, prefix: str, *, gated_by: bool) -> SharedBlock:
+        gate, up, down = (f"{prefix}{SHARED_EXPERT}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+        weights = self.weights
+        return SharedBlock(
+            gate_up=column_parallel(weights, gate, up, bias=False, split=OUTPUTS),
+            activation=self._activation(),
+            down=held_projection(weights.matrix(f"{down}.weight", split=INPUTS), None, weights.dtype),
+            gate=projection(weights.stacked(f"{prefix}{SHARED_GATE}")) if gated_by else None,
+        )
+
+    def _activation(self) -> GatedActivation:
+        return gated(self.config.activation, self.weights.device, self.config.gate_clamp)
 
     def _expert(self, prefix: str, expert: int, moe: MoeConfig) -> Expert:
         matrices = self._expert_matrices(prefix, expert, moe, self.weights.matrix)
@@ -279,7 +349,9 @@ class BlockBuilder:
         )
         return Expert(gate_up=gate_up, down=down)
 
-    def _device_experts(self, prefix: str, moe: MoeConfig, norm: Norm, router: Router) -> Tokenwise:
+    def _device_experts(
+        self, prefix: str, moe: MoeConfig, norm: Norm, router: Router, shared: SharedBlock | None
+    ) -> Tokenwise:
         # Only an engine on a device needs Triton.
         from tandem_engine.model.layers.triton_experts import (
             DeviceExperts,
@@ -305,6 +377,7 @@ class BlockBuilder:
             clamp=self.config.gate_clamp,
             group=weights.group,
             biases=None if biases is None else stacked_biases(biases),
+            shared=shared,
         )
 
     def _expert_biases(self, prefix: str, expert: int) -> tuple[Tensor, Tensor | None]:
@@ -327,9 +400,22 @@ class BlockBuilder:
         return read(gate, up, split=OUTPUTS), read(down, split=INPUTS)
 
     @property
-    def _before_feed_forward(self) -> str:
+    def _norms_after(self) -> bool:
+        return self.config.norm_placement in (NormPlacement.AROUND, NormPlacement.AFTER)
+
+    @property
+    def _norms_after_only(self) -> bool:
+        return self.config.norm_placement is NormPlacement.AFTER
+
+    def _feed_forward_norm(self, prefix: str) -> Norm:
         """Gemma needs the usual name, "after attention", for the norm that really comes after it."""
-        return "pre_feedforward_layernorm" if self.config.sandwich_norms else "post_attention_layernorm"
+        match self.config.norm_placement:
+            case NormPlacement.BEFORE:
+                return self._norm(f"{prefix}post_attention_layernorm")
+            case NormPlacement.AROUND:
+                return self._norm(f"{prefix}pre_feedforward_layernorm")
+            case NormPlacement.AFTER | NormPlacement.SHARED:
+                return NoNorm()
 
     def _norm(self, name: str) -> Norm:
         weight = self.weights.stacked(f"{name}.weight")
@@ -339,4 +425,22 @@ class BlockBuilder:
         """All query heads share one weight and all key heads another; repeat them to norm both at once."""
         query = self.weights.stacked(f"{prefix}self_attn.q_norm.weight").expand(self.heads.query, -1)
         key = self.weights.stacked(f"{prefix}self_attn.k_norm.weight").expand(self.heads.kv, -1)
-        return rms_norm(torch.cat((query, key)), eps=self.config.rms_eps, kind=self.config.norm)
+        weight = self._in_order_of_head(torch.cat((query, key)))
+        return rms_norm(weight, eps=self.config.rms_eps, kind=self.config.norm)
+
+    def _whole_norm(self, prefix: str) -> Norm:
+        """The weights of all heads of q lie one after the other, and those of k."""
+        split = Split(dim=0, unit=self.config.head_dim)
+        names = [f"{prefix}self_attn.{name}.weight" for name in ("q_norm", "k_norm")]
+        weight = self.weights.stacked(*names, split=split).view(-1, self.config.head_dim)
+        return WholeHeadsNorm(
+            weight=scale_of(self._in_order_of_head(weight), self.config.norm),
+            eps=self.config.rms_eps,
+            num_heads=self.heads.query,
+            group=self.weights.group,
+        )
+
+    def _in_order_of_head(self, weight: Tensor) -> Tensor:
+        """[heads, D]"""
+        order = self._order_of_head()
+        return weight if order is None else weight.index_select(1, order.to(weight.device))

@@ -1,15 +1,11 @@
 """The rotary modules of a `longrope` model, set to the angles of long contexts for good."""
 
-import logging
-
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.model.long_context import LONGROPE
-
-logger = logging.getLogger(__name__)
+from tandem_engine.model.long_context import LONGROPE, log_long_angles
 
 
 def set_long_angles(body: PreTrainedModel, config: PreTrainedConfig) -> None:
@@ -30,11 +26,7 @@ def set_long_angles(body: PreTrainedModel, config: PreTrainedConfig) -> None:
         module.original_inv_freq = long
         module.long_inv_freq = long
         module.inv_freq = long.clone()
-    logger.warning(
-        "the context is longer than the original one, so all requests have the rotary angles of long contexts; "
-        "prompts within the original context differ from transformers",
-        extra={"fields": {"original_context": original}},
-    )
+    log_long_angles(original)
 
 
 def _is_rotary(module: nn.Module) -> bool:

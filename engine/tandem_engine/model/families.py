@@ -11,16 +11,15 @@ and a gated feed-forward part, each after a norm. A family is the reading of its
                     window rotate by another base: config.json has both sets of rotary parameters under
                     `rope_parameters`, or, as published, `rope_theta` and `rope_scaling` for the full layers and
                     `rope_local_base_freq` for the others. Its `max_position_embeddings` is the context after scaling
-    Qwen3-MoE       Qwen3 with experts as feed-forward blocks. Layers in `mlp_only_layers` are dense, and of every
-                    `decoder_sparse_step` layers only the last has experts
     gpt_oss         see `gpt_oss`
+
+Others are in `dense_families`, `norm_families` and `expert_families`.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind, RopeConfig
+from tandem_engine.config import Activation, ModelConfig, NormKind, NormPlacement, QkNorm, RopeConfig
 from tandem_engine.model import gpt_oss
 from tandem_engine.model.config_fields import (
     FULL,
@@ -28,48 +27,25 @@ from tandem_engine.model.config_fields import (
     SLIDING,
     ConfigFields,
     Defaults,
+    Windows,
     expert_count,
     in_all_layers,
     in_sliding_layers,
-    qwen_windows,
     read_decoder,
     read_experts,
     read_layer_kinds,
-    read_parameters,
     read_positions,
     read_sizes,
     read_window,
     require_silu,
     require_uniform_layers,
-    require_whole_rotation,
+    stated_window,
 )
-from tandem_engine.model.known_fields import KnownFields, decoder_fields
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
-    """A model family and how to read its config.json."""
-
-    name: str
-    """As in `model_type` of config.json."""
-    architecture: str
-    """As in `architectures` of config.json."""
-    fields: KnownFields
-    """Every field that `read` looks at, and what else may stand in the file."""
-    read: Callable[[ConfigFields], ModelConfig]
-    """Everything but the end-of-sequence ids and the fingerprint. Raises `CheckpointError`."""
-
-    def parse(self, config: ConfigFields) -> ModelConfig:
-        """As `read`, of a file in which every field is understood.
-
-        Raises:
-            UnsupportedVariantError: the file says something that the family does not do.
-            CheckpointError: a field is missing or out of bounds.
-        """
-        for name, rule in self.fields.unknown(config):
-            config.defer(name, rule)
-        return self.read(config)
-
+from tandem_engine.model.dense_families import DENSE_FAMILIES
+from tandem_engine.model.expert_families import EXPERT_FAMILIES
+from tandem_engine.model.known_fields import Family, decoder_fields
+from tandem_engine.model.norm_families import NORM_FAMILIES
+from tandem_engine.model.rotary_fields import read_rope_set
 
 GEMMA_FIELDS = (
     "attention_bias",
@@ -101,7 +77,7 @@ def as_gemma(fields: ConfigFields, base: ModelConfig) -> ModelConfig:
         embedding_scale=math.sqrt(base.hidden_size),
         activation=Activation.GELU_TANH,
         norm=NormKind.UNIT_OFFSET,
-        sandwich_norms=True,
+        norm_placement=NormPlacement.AROUND,
     )
 
 
@@ -144,19 +120,23 @@ THETA_FIELD = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
 
 def _read_gemma3(fields: ConfigFields) -> ModelConfig:
     context = read_positions(fields)
-    rope = _rope(fields, FULL, max_position=context)
+    rope = _rope_of(fields, FULL, max_position=context)
     base = read_sizes(fields, family=GEMMA3.name, defaults=DEFAULTS, rope=rope, context=context)
     if fields.has("attn_logit_softcapping"):
         fields.defer("attn_logit_softcapping", "must be null; Gemma 3 does not cap attention scores")
     kinds = _layer_kinds(fields, base.num_layers)
     return replace(
         as_gemma(fields, base),
-        qk_norm=True,
+        qk_norm=QkNorm.HEADS,
         windows=in_sliding_layers(fields, kinds, context=context, default=DEFAULT_WINDOW),
-        local_rope=_rope(fields, SLIDING, max_position=context),
-        local_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING),
+        second_rope=_rope_of(fields, SLIDING, max_position=context),
+        second_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING),
         logit_soft_cap=fields.optional_number("final_logit_softcapping", least=1e-3, most=MAX_CAP, default=None),
     )
+
+
+def _rope_of(fields: ConfigFields, kind: str, *, max_position: int) -> RopeConfig:
+    return read_rope_set(fields, kind, max_position=max_position, theta_field=THETA_FIELD[kind], thetas=DEFAULT_THETA)
 
 
 def _layer_kinds(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
@@ -164,43 +144,6 @@ def _layer_kinds(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
     pattern = fields.integer("sliding_window_pattern", least=1, most=MAX_LAYERS, default=DEFAULT_PATTERN)
     default = tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))
     return read_layer_kinds(fields, default=default)
-
-
-def _rope(fields: ConfigFields, kind: str, *, max_position: int) -> RopeConfig:
-    """Rotary parameters of the layers of `kind`."""
-    require_whole_rotation(fields)
-    own = _parameters(fields, kind)
-    theta = fields.number(THETA_FIELD[kind], least=1.001, most=1e12, default=DEFAULT_THETA[kind])
-    return read_parameters(own, original=own, base=own, max_position=max_position, theta=theta)
-
-
-def _parameters(fields: ConfigFields, kind: str) -> ConfigFields:
-    """The set of `kind`, wherever it stands.
-
-    Raises:
-        CheckpointError: the file has two, or one for all kinds, which transformers passes over.
-    """
-    sets = fields.inner("rope_parameters")
-    for name, value in sets.values.items():
-        if name not in (FULL, SLIDING) and value is not None:
-            fields.defer("rope_parameters", f"must have one object for {FULL} and one for {SLIDING}, and nothing else")
-    if not fields.values.get("rope_scaling"):
-        return _untruncated(sets.inner(kind))
-    if sets.values:
-        fields.refuse("rope_scaling", "and rope_parameters contradict each other; remove one")
-    if kind == SLIDING:
-        return sets.inner(kind)
-    scaling = fields.inner("rope_scaling")
-    if scaling.has("type") and not scaling.has("rope_type"):
-        scaling.defer("type", "must be spelled rope_type; transformers reads nothing else in a Gemma 3")
-    return _untruncated(scaling)
-
-
-def _untruncated(own: ConfigFields) -> ConfigFields:
-    """transformers looks for `truncate` beside the sets, where it cannot stand."""
-    if "truncate" in own.values and own.values["truncate"] is not True:
-        own.defer("truncate", "must be true")
-    return own
 
 
 GEMMA3 = Family(
@@ -285,6 +228,17 @@ MIXTRAL = Family(
 )
 
 
+def qwen_windows(fields: ConfigFields, *, num_layers: int, context: int) -> Windows:
+    """Off unless `use_sliding_window`; then in the layers that `layer_types` names, or from `max_window_layers` on."""
+    first = fields.integer("max_window_layers", least=0, most=1 << 20, default=28)
+    slides = fields.flag("use_sliding_window", default=False) and stated_window(fields, default=4096) is not None
+    default = tuple(SLIDING if slides and layer >= first else FULL for layer in range(num_layers))
+    kinds = read_layer_kinds(fields, default=default)
+    if not slides and SLIDING in kinds:
+        fields.refuse("layer_types", f"may name {SLIDING} only with use_sliding_window and a sliding_window")
+    return in_sliding_layers(fields, kinds, context=context, default=4096)
+
+
 def _read_qwen2(fields: ConfigFields) -> ModelConfig:
     base = read_decoder(fields, family=QWEN2.name, defaults=Defaults(num_kv_heads=32))
     return replace(
@@ -311,7 +265,7 @@ def _read_qwen3(fields: ConfigFields) -> ModelConfig:
         activation=require_silu(fields),
         attention_bias=attention_bias,
         output_bias=attention_bias,
-        qk_norm=True,
+        qk_norm=QkNorm.HEADS,
         windows=qwen_windows(fields, num_layers=base.num_layers, context=base.max_position),
     )
 
@@ -326,74 +280,15 @@ QWEN3 = Family(
 )
 
 
-def _read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
-    # Unlike dense Qwen3, transformers derives the size of a head when the config is silent.
-    base = read_decoder(fields, family=QWEN3_MOE.name, defaults=Defaults(num_kv_heads=4))
-    attention_bias = fields.flag("attention_bias", default=False)
-    return replace(
-        base,
-        activation=require_silu(fields),
-        attention_bias=attention_bias,
-        output_bias=attention_bias,
-        qk_norm=True,
-        windows=_windows(fields, base),
-        moe=_moe(fields, base.num_layers),
-    )
-
-
-def _windows(fields: ConfigFields, base: ModelConfig) -> tuple[int | None, ...]:
-    """All layers or none."""
-    slides = fields.flag("use_sliding_window", default=False)
-    require_uniform_layers(fields, num_layers=base.num_layers, default_window=DEFAULT_WINDOW, slides=slides)
-    if not slides:
-        return ()
-    window = read_window(fields, context=base.max_position, default=DEFAULT_WINDOW)
-    return in_all_layers(window, num_layers=base.num_layers)
-
-
-def _moe(fields: ConfigFields, num_layers: int) -> MoeConfig:
-    return replace(
-        read_experts(fields, count=expert_count(fields, "num_experts"), size="moe_intermediate_size"),
-        normalise=fields.flag("norm_topk_prob", default=False),
-        dense_layers=_dense_layers(fields, num_layers),
-    )
-
-
-def _dense_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
-    named = fields.items("mlp_only_layers")
-    for layer in named:
-        if type(layer) is not int or not 0 <= layer < num_layers:
-            fields.refuse("mlp_only_layers", f"must name layers from 0 to {num_layers - 1}")
-    step = fields.integer("decoder_sparse_step", least=1, most=MAX_LAYERS, default=1)
-    return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
-
-
-QWEN3_MOE = Family(
-    name="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
-    fields=decoder_fields(
-        "hidden_act",
-        "attention_bias",
-        "use_sliding_window",
-        "sliding_window",
-        "layer_types",
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "mlp_only_layers",
-        "decoder_sparse_step",
-        no_effect=("max_window_layers",),
-    ),
-    read=_read_qwen3_moe,
-)
-
-
 GPT_OSS = Family(name=gpt_oss.NAME, architecture=gpt_oss.ARCHITECTURE, fields=gpt_oss.FIELDS, read=gpt_oss.read_gpt_oss)
 
 
-FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, GPT_OSS)
+FAMILIES = (
+    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_OSS),
+    *EXPERT_FAMILIES,
+    *NORM_FAMILIES,
+    *DENSE_FAMILIES,
+)
 
 
 def find_family(config: ConfigFields) -> Family | None:

@@ -13,9 +13,10 @@ To add a field: put its name into the table of the family, or below if no family
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from tandem_engine.config import ModelConfig
 from tandem_engine.model.config_fields import ConfigFields
 
 IDENTITY = frozenset({"architectures", "model_type", "quantization_config", "eos_token_id"})
@@ -223,3 +224,28 @@ def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
 
 def _listed(allowed: tuple[object, ...]) -> str:
     return json.dumps(allowed[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """A model family and how to read its config.json."""
+
+    name: str
+    """As in `model_type` of config.json."""
+    architecture: str
+    """As in `architectures` of config.json."""
+    fields: KnownFields
+    """Every field that `read` looks at, and what else may stand in the file."""
+    read: Callable[[ConfigFields], ModelConfig]
+    """Everything but the end-of-sequence ids and the fingerprint. Raises `CheckpointError`."""
+
+    def parse(self, config: ConfigFields) -> ModelConfig:
+        """As `read`, of a file in which every field is understood.
+
+        Raises:
+            UnsupportedVariantError: the file says something that the family does not do.
+            CheckpointError: a field is missing or out of bounds.
+        """
+        for name, rule in self.fields.unknown(config):
+            config.defer(name, rule)
+        return self.read(config)

@@ -33,13 +33,14 @@ from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.base.progress import START, Phase
 from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
 from tandem_engine.model.base import CausalLM
-from tandem_engine.model.checkpoint import has_interleaved_experts, open_weights
-from tandem_engine.model.checkpoint_files import ReadableTensor, open_tensors
+from tandem_engine.model.checkpoint import open_stored, open_weights
+from tandem_engine.model.checkpoint_files import ReadableTensor
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.config_fields import read_fields
 from tandem_engine.model.decoder import build_decoder
 from tandem_engine.model.layers.linear import can_multiply
-from tandem_engine.model.quantization.dequantized import DequantizedTensor
+from tandem_engine.model.long_context import has_long_angles, log_long_angles
+from tandem_engine.model.quantization.dequantized import DequantizedRows, DequantizedTensor
 from tandem_engine.model.quantization.kv_scales import read_kv_scales
 from tandem_engine.model.quantization.levels import Levels, int8_levels
 from tandem_engine.model.quantization.scheme import Holding, holding_of, read_scheme
@@ -77,6 +78,10 @@ class DummyWeights:
         target = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self.dtype, device=self.device)
         target.normal_(0.0, STD, generator=self._dice(names, split))
         return target.add_(1.0) if all(name.endswith("norm.weight") for name in names) else target
+
+    def exact(self, name: str) -> Tensor:
+        """See `Weights.exact`."""
+        return self.stacked(name).float()
 
     def _held(self, shape: tuple[int, ...], split: Split | None) -> tuple[int, ...]:
         return shape_of_part(shape, *part_of(shape, split, rank=self.group.rank, size=self.group.size))
@@ -227,12 +232,14 @@ def load_model(
         return load_fallback(
             directory, config, dtype, torch.device(device), context_length=positions, progress=progress
         )
+    if has_long_angles(config, positions):
+        log_long_angles(config.rope.original_max_position or positions)
     place, scheme = torch.device(device), read_scheme(read_fields(directory))
     holding = holding_of(quantization, scheme, place)
     if load_format is LoadFormat.DUMMY:
         dummy = DummyWeights(shapes=expected_shapes(config), dtype=dtype, device=place, group=group, holding=holding)
         return build_decoder(config, dummy, positions=positions)
-    tensors = open_weights(directory, scheme, interleaved=has_interleaved_experts(config))
+    tensors = open_weights(directory, scheme, config)
     require_tensors(config, tensors, where=directory.path)
     total = sum(tensors[name].size for name in expected_shapes(config))
     with load_progress(total, shown=progress) as advance:
@@ -247,7 +254,7 @@ def load_kv_scales(path: str | Path, config: ModelConfig, *, load_format: LoadFo
     if load_format is LoadFormat.DUMMY:
         return None
     directory = open_directory(path)
-    return read_kv_scales(open_tensors(directory), config, read_fields(directory))
+    return read_kv_scales(open_stored(directory, config), config, read_fields(directory))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,7 +303,7 @@ class WeightReader:
 
     def _whole(self, stored: ReadableTensor, *, rounded: bool) -> Levels | None:
         """All of it even if a rank holds a part: that must not depend on how many ranks there are."""
-        if isinstance(stored, DequantizedTensor):
+        if isinstance(stored, DequantizedTensor | DequantizedRows):
             return stored.levels()
         if not (rounded and self.holding is Holding.INT8):
             return None
@@ -307,9 +314,16 @@ class WeightReader:
 
         With `split`, this rank's part of each.
         """
+        return self._read(*names, split=split, dtype=self.dtype)
+
+    def exact(self, name: str) -> torch.Tensor:
+        """See `Weights.exact`."""
+        return self._read(name, split=None, dtype=torch.float32)
+
+    def _read(self, *names: str, split: Split | None, dtype: torch.dtype) -> torch.Tensor:
         parts = [StoredPart.of(self.tensors[name], split, self.group) for name in names]
         rows = [part.shape[0] for part in parts]
-        target = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
+        target = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=dtype, device=self.device)
         for name, values, part in zip(names, target.split_with_sizes(rows), parts, strict=True):
             part.read_into(values)
             self._require_sound(values, part.stored)

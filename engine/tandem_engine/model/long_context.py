@@ -7,16 +7,28 @@ longer than the original context. Workers with different angles never exchange K
 """
 
 import hashlib
+import logging
 
 from tandem_engine.config import ModelConfig
 
 LONGROPE = "longrope"
+
+logger = logging.getLogger(__name__)
 
 
 def has_long_angles(config: ModelConfig, context_length: int) -> bool:
     """Whether all requests of an engine with `context_length` have the angles of long contexts."""
     original = config.rope.original_max_position
     return config.rope.rope_type == LONGROPE and original is not None and context_length > original
+
+
+def log_long_angles(original: int) -> None:
+    """Warn that requests within the `original` context have other angles than in transformers."""
+    logger.warning(
+        "the context is longer than the original one, so all requests have the rotary angles of long contexts; "
+        "prompts within the original context differ from transformers",
+        extra={"fields": {"original_context": original}},
+    )
 
 
 def default_context(config: ModelConfig, limit: int) -> int:

@@ -19,12 +19,15 @@ from pathlib import Path
 import torch
 
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.config import ModelConfig, MoeConfig
+from tandem_engine.config import ModelConfig, MoeConfig, NormPlacement, QkNorm
 from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
 from tandem_engine.model.checkpoint_folder import shown
 from tandem_engine.model.config_fields import MAX_EXPERTS
 
 ROUTER, ROUTER_BIAS = "mlp.gate.weight", "mlp.gate.bias"
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
+SHARED_EXPERT = "mlp.shared_expert"
+SHARED_GATE = "mlp.shared_expert_gate.weight"
 SINKS = "self_attn.sinks"
 _MIXTRAL = ".block_sparse_moe."
 _MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -160,28 +163,48 @@ def _attention_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...
     yield from _linear("self_attn.o_proj", hidden, q, bias=config.output_bias)
     if config.attention_sinks:
         yield SINKS, (config.num_heads,)
-    if config.qk_norm:
-        yield "self_attn.q_norm.weight", (config.head_dim,)
-        yield "self_attn.k_norm.weight", (config.head_dim,)
+    if config.qk_norm is not None:
+        whole = config.qk_norm is QkNorm.WHOLE
+        yield "self_attn.q_norm.weight", (q if whole else config.head_dim,)
+        yield "self_attn.k_norm.weight", (kv if whole else config.head_dim,)
+
+
+_NORMS = {
+    NormPlacement.BEFORE: ("input_layernorm", "post_attention_layernorm"),
+    NormPlacement.AROUND: (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    NormPlacement.AFTER: ("post_attention_layernorm", "post_feedforward_layernorm"),
+    NormPlacement.SHARED: ("input_layernorm",),
+}
 
 
 def _norm_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    if config.sandwich_norms:
-        names += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-    for name in names:
+    for name in _NORMS[config.norm_placement]:
         yield f"{name}.weight", (config.hidden_size,)
 
 
 def _feed_forward_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    yield from _linear("mlp.gate_proj", inner, hidden, bias=config.mlp_bias)
-    yield from _linear("mlp.up_proj", inner, hidden, bias=config.mlp_bias)
-    yield from _linear("mlp.down_proj", hidden, inner, bias=config.mlp_bias)
+    yield from _gated_block_shapes("mlp", config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+
+def _gated_block_shapes(name: str, hidden: int, inner: int, *, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from _linear(f"{name}.gate_proj", inner, hidden, bias=bias)
+    yield from _linear(f"{name}.up_proj", inner, hidden, bias=bias)
+    yield from _linear(f"{name}.down_proj", hidden, inner, bias=bias)
 
 
 def _expert_shapes(moe: MoeConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield ROUTER, (moe.num_experts, hidden)
+    if moe.choice_bias:
+        yield CHOICE_BIAS, (moe.num_experts,)
+    if moe.shared is not None:
+        yield from _gated_block_shapes(SHARED_EXPERT, hidden, moe.shared.intermediate_size, bias=False)
+        if moe.shared.gated:
+            yield SHARED_GATE, (1, hidden)
     if moe.bias:
         yield ROUTER_BIAS, (moe.num_experts,)
     if moe.interleaved:

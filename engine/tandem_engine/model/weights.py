@@ -15,6 +15,7 @@ from tandem_engine.model.layers.linear import (
     Embedding,
     Projection,
     RowParallel,
+    ScaledProjection,
     TokenEmbedding,
     VocabularyEmbedding,
     VocabularyHead,
@@ -54,6 +55,10 @@ class Weights(Protocol):
         """
         ...
 
+    def exact(self, name: str) -> Tensor:
+        """One whole tensor in float32, whatever the model's dtype."""
+        ...
+
     def matrix(self, *names: str, split: Split | None = None, rounded: bool = True) -> Tensor | Levels:
         """As `stacked`, for a projection: quantized if it is to be held so and there is a kernel for it.
 
@@ -67,24 +72,33 @@ def held_projection(matrix: Tensor | Levels, bias: Tensor | None, dtype: torch.d
     return quantized_projection(matrix, bias, dtype) if isinstance(matrix, Levels) else projection(matrix, bias)
 
 
-def column_parallel(weights: Weights, *names: str, bias: bool, split: Split) -> Projection:
-    """The named projections as one; each rank computes its share of the outputs of each."""
-    return held_projection(
-        weights.matrix(*(f"{name}.weight" for name in names), split=split),
-        weights.stacked(*(f"{name}.bias" for name in names), split=split) if bias else None,
-        weights.dtype,
-    )
+def column_parallel(weights: Weights, *names: str, bias: bool, split: Split, order: Tensor | None = None) -> Projection:
+    """The named projections as one; each rank computes its share of the outputs of each.
+
+    `order`: int64, which of this rank's stacked outputs stands at each place; None as they are.
+    """
+    matrix = weights.matrix(*(f"{name}.weight" for name in names), split=split)
+    biases = weights.stacked(*(f"{name}.bias" for name in names), split=split) if bias else None
+    if order is not None:
+        order = order.to(weights.device)
+        matrix = matrix.outputs(order) if isinstance(matrix, Levels) else matrix.index_select(0, order)
+        biases = None if biases is None else biases.index_select(0, order)
+    return held_projection(matrix, biases, weights.dtype)
 
 
-def row_parallel(weights: Weights, name: str, *, bias: bool, split: Split) -> Projection:
-    """The named projection, from a share of its inputs on each rank to all of its outputs on every rank."""
+def row_parallel(weights: Weights, name: str, *, bias: bool, split: Split, scale: float = 1.0) -> Projection:
+    """The named projection, from a share of its inputs on each rank to all of its outputs on every rank.
+
+    `scale`: factor of the outputs.
+    """
     adds_bias = bias and weights.group.rank == 0
     local = held_projection(
         weights.matrix(f"{name}.weight", split=split),
         weights.stacked(f"{name}.bias") if adds_bias else None,
         weights.dtype,
     )
-    return local if weights.group.size == 1 else RowParallel(local=local, group=weights.group)
+    whole = local if weights.group.size == 1 else RowParallel(local=local, group=weights.group)
+    return whole if scale == 1.0 else ScaledProjection(projection=whole, factor=scale)
 
 
 def token_embedding(
@@ -150,3 +164,5 @@ def _inner_sizes(config: ModelConfig) -> Iterator[int]:
         yield config.intermediate_size
     if config.moe is not None:
         yield config.moe.intermediate_size
+        if config.moe.shared is not None:
+            yield config.moe.shared.intermediate_size

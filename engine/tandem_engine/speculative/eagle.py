@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.config import ModelConfig
+from tandem_engine.config import ModelConfig, NormPlacement
 from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.kernels.interface import by_triton
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend, DraftHead
-from tandem_engine.model.checkpoint import has_interleaved_experts, open_weights, parse_config
+from tandem_engine.model.checkpoint import open_weights, parse_config
 from tandem_engine.model.checkpoint_files import ReadableTensor
 from tandem_engine.model.checkpoint_folder import open_directory, shown
 from tandem_engine.model.decoder import Block, BlockBuilder, attention_specs
@@ -196,6 +196,11 @@ def read_head_config(path: str, target: ModelConfig) -> ModelConfig:
             f"the draft head in {path} reads hidden states of {config.hidden_size}, the model's have "
             f"{target.hidden_size}; use a head that was trained for this model"
         )
+    if config.norm_placement is NormPlacement.SHARED or config.query_scale is not None:
+        raise CheckpointError(
+            f"the draft head in {path} is a block of the family {config.family}, which is not supported as a head; use "
+            "a head with the block of another family"
+        )
     _require(head_shapes(config), _tensors(path, config), where=directory.path)
     return config
 
@@ -204,7 +209,7 @@ def load_head(path: str, config: ModelConfig, *, dtype: torch.dtype, device: str
     """Read the weights of a head whose config `read_head_config` has accepted. Raises `CheckpointError`."""
     place = torch.device(device)
     weights = WeightReader(tensors=_tensors(path, config), dtype=dtype, device=place, advance=lambda _size: None)
-    rope = config.local_rope if 0 in config.local_layers else None
+    rope = config.second_rope if 0 in config.second_layers else None
     return EagleHead(
         fc=projection(weights.stacked(FUSE)),
         block=BlockBuilder(config=config, weights=weights, heads=heads_of_rank(config, 1)).block(0),
@@ -216,7 +221,7 @@ def load_head(path: str, config: ModelConfig, *, dtype: torch.dtype, device: str
 
 
 def _tensors(path: str, config: ModelConfig) -> dict[str, ReadableTensor]:
-    return open_weights(open_directory(path), None, interleaved=has_interleaved_experts(config))
+    return open_weights(open_directory(path), None, config)
 
 
 def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,20 +127,34 @@ class ReferenceOutput:
     reasoning_budget: ReasoningBudget | None = None
 
 
+def load_reference(model_path: str | Path) -> Any:
+    """The model of transformers in float32, with all of its parts if it takes images too."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    whole = config.get_text_config(decoder=True) is not config
+    kind = AutoModelForImageTextToText if whole else AutoModelForCausalLM
+    return kind.from_pretrained(
+        model_path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    ).eval()
+
+
 class TransformersReference:
-    """`AutoModelForCausalLM`, in float32 unless told otherwise, eager attention, one prompt at a time."""
+    """`load_reference`, in float32 unless told otherwise, eager attention, one prompt at a time."""
 
     def __init__(
         self, model_path: str, *, weights: torch.dtype = torch.float32, computes: torch.dtype = torch.float32
     ) -> None:
         """`weights`: of the numbers that it computes with; `computes`: of activations."""
-        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self._model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-        ).eval()
+        self._model = load_reference(model_path)
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(weights).to(computes)
         self._cache_field = cache_field(self._model)

@@ -31,6 +31,41 @@ SWAPPED, HOST, FILES = "swapped (forced)", "host cache, write_back", "files, aft
 SHARED = "mixed, staggered, 2 ranks"
 UNEQUAL = ("disaggregated over NIXL, 1 to 2 ranks", "disaggregated over NIXL, 2 to 1 ranks")
 
+ALL_PATHS = ["qwen3", "gemma2"]
+"""Tiny models that take every path: normalized heads; windows, soft caps and a second norm."""
+REDUCED_PATHS = [
+    "llama-llama3-rope",
+    "qwen2",
+    "mistral",
+    "mixtral",
+    "qwen2-window",
+    "qwen3-moe",
+    "qwen3-moe-raw-weights",
+    "gpt-oss",
+    "gemma3",
+]
+"""All but the first two have windows shorter than the prompts, or experts."""
+
+ADDED_PATHS = {
+    # Layers that do not rotate next to layers with windows; two blocks that read one norm.
+    "cohere2": (CHUNKED, CACHED, DISAGGREGATED),
+    # Pages of keys in another order than the checkpoint's, between unequal numbers of ranks; a shared expert on each.
+    "glm4-moe": (MIXED, SHARED, *UNEQUAL),
+    # Keys normalized after their rotation.
+    "hunyuan": (CACHED, SHARED),
+    # Projections that are stored as one matrix, on two ranks.
+    "phi4-mini": (CHUNKED, SHARED),
+    # Queries that depend on their position: a chunk, a cached prefix and a receiver must know it.
+    "ministral3": (CHUNKED, CACHED, DISAGGREGATED),
+    # One norm over the heads of all ranks, twice over key heads that ranks share.
+    "minimax-m2": (RETRACTED, SHARED, *UNEQUAL),
+    # Two rotations and windows; blocks that read the hidden states as they are.
+    "olmo3": (CHUNKED, RETRACTED),
+    # A gated shared expert next to experts in every second layer.
+    "qwen2-moe": (MIXED, SHARED),
+}
+"""Paths by what a family adds to them; `test_models_against_transformers` compares its layers."""
+
 
 class SharedBackend:
     """A `GrammarBackend` that outlives the engines that use it.

@@ -48,6 +48,10 @@ class RandomWeights:
         """Plain, as `stacked`."""
         return self.stacked(*names, split=split)
 
+    def exact(self, name: str) -> Tensor:
+        """As `stacked`, in float32."""
+        return self.stacked(name).float()
+
     def _tensor(self, name: str) -> Tensor:
         shapes = expected_shapes(self.config)
         values = torch.randn(shapes[name], generator=torch.Generator().manual_seed(sorted(shapes).index(name)))

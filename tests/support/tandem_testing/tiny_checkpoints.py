@@ -16,6 +16,8 @@ END_OF_TEXT, IM_START, IM_END = 256, 257, 258
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 259
 SHARD_SIZE = "100KB"
+CHOICE_BIAS = "e_score_correction_bias"
+"""Scores lie between 0 and 1: a bias around 0.1 changes which experts some tokens choose, and not those of all."""
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -44,6 +46,8 @@ class TinyModel:
     config_class: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     sharded: bool = False
+    vision: Mapping[str, Any] | None = None
+    """Of the image part, in a model that has one; `fields` are then those of its text part."""
 
 
 TINY_MODELS = {
@@ -160,13 +164,39 @@ TINY_MODELS = {
             },
         },
     ),
-}
-
-FALLBACK_MODELS = {
-    "apertus": TinyModel(config_class="ApertusConfig", fields={"rope_parameters": {"rope_theta": 1e4}}),
-    "arcee": TinyModel(config_class="ArceeConfig"),
-    "biogpt": TinyModel(config_class="BioGptConfig"),
-    "cohere": TinyModel(config_class="CohereConfig", fields={"logit_scale": 0.5}),
+    "qwen2-moe": TinyModel(
+        config_class="Qwen2MoeConfig",
+        fields={
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "olmo2": TinyModel(config_class="Olmo2Config"),
+    "olmo3": TinyModel(
+        config_class="Olmo3Config",
+        fields={
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            },
+        },
+    ),
+    "exaone4": TinyModel(
+        config_class="Exaone4Config",
+        fields={"sliding_window": 20, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    ),
+    "glm4": TinyModel(config_class="Glm4Config", fields={"head_dim": 16}),
     "cohere2": TinyModel(
         config_class="Cohere2Config",
         fields={
@@ -175,33 +205,136 @@ FALLBACK_MODELS = {
             "logit_scale": 0.5,
         },
     ),
-    "exaone4": TinyModel(
-        config_class="Exaone4Config",
-        fields={"sliding_window": 20, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "phi3": TinyModel(config_class="Phi3Config", fields={"sliding_window": 20}),
+    "phi4-mini": TinyModel(
+        config_class="Phi3Config",
+        fields={
+            # As long as the context: another test has longer ones, whose angles depend on the engine.
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "factor": 4.0,
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
+                "long_factor": [2.0 + pair for pair in range(6)],
+                "original_max_position_embeddings": 512,
+            },
+        },
     ),
-    "gemma": TinyModel(config_class="GemmaConfig", fields={"head_dim": 16}),
-    "glm4": TinyModel(config_class="Glm4Config", fields={"head_dim": 16}),
-    "gpt2": TinyModel(config_class="GPT2Config"),
-    "gpt-neox": TinyModel(config_class="GPTNeoXConfig"),
     "granite": TinyModel(
         config_class="GraniteConfig",
         fields={
+            "attention_bias": True,
             "logits_scaling": 3.0,
             "attention_multiplier": 0.3,
             "residual_multiplier": 0.7,
             "embedding_multiplier": 2.0,
         },
     ),
-    "olmo2": TinyModel(config_class="Olmo2Config"),
-    "olmo3": TinyModel(
-        config_class="Olmo3Config",
-        fields={"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "smollm3": TinyModel(
+        config_class="SmolLM3Config",
+        fields={"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 20},
     ),
+    "seed-oss": TinyModel(config_class="SeedOssConfig", fields={"head_dim": 32, "attention_out_bias": True}),
+    "ernie": TinyModel(config_class="Ernie4_5Config", fields={"head_dim": 16, "tie_word_embeddings": False}),
+    "hunyuan": TinyModel(
+        config_class="HunYuanDenseV1Config",
+        fields={
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "ministral3": TinyModel(
+        config_class="Ministral3Config",
+        fields={
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
+    "glm4-moe": TinyModel(
+        config_class="Glm4MoeConfig",
+        fields={
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "ernie-moe": TinyModel(
+        config_class="Ernie4_5_MoeConfig",
+        fields={"moe_intermediate_size": 24, "moe_num_experts": 5, "moe_k": 2, "tie_word_embeddings": False},
+    ),
+    "hunyuan-moe": TinyModel(
+        config_class="HunYuanMoEV1Config", fields={"head_dim": 16, "num_experts": 4, "moe_topk": 2}
+    ),
+    "minimax-m2": TinyModel(
+        config_class="MiniMaxM2Config",
+        fields={
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        },
+    ),
+}
+
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
+_QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+
+TOWER_MODELS = {
+    "gemma3-tower": TinyModel(
+        config_class="Gemma3Config",
+        fields={"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 24},
+        vision={**_VISION, "image_size": 16},
+    ),
+    "mistral3-tower": TinyModel(
+        config_class="Mistral3Config",
+        fields={**TINY_MODELS["ministral3"].fields, "model_type": "ministral3"},
+        vision={**_VISION, "model_type": "pixtral", "image_size": 16, "head_dim": 16},
+    ),
+    "qwen2-tower": TinyModel(
+        config_class="Qwen2_5_VLConfig", fields={"rope_parameters": _SECTIONS}, vision=_QWEN_VISION
+    ),
+    "qwen3-tower": TinyModel(
+        config_class="Qwen3VLConfig",
+        fields={"head_dim": 16, "rope_parameters": {**_SECTIONS, "mrope_interleaved": True}},
+        vision={**_QWEN_VISION, "deepstack_visual_indexes": [0]},
+    ),
+}
+"""Models that take images, of whose text part the family is served."""
+
+FALLBACK_MODELS = {
+    "apertus": TinyModel(config_class="ApertusConfig", fields={"rope_parameters": {"rope_theta": 1e4}}),
+    "arcee": TinyModel(config_class="ArceeConfig"),
+    "biogpt": TinyModel(config_class="BioGptConfig"),
+    "cohere": TinyModel(config_class="CohereConfig", fields={"logit_scale": 0.5}),
+    "gemma": TinyModel(config_class="GemmaConfig", fields={"head_dim": 16}),
+    "gpt2": TinyModel(config_class="GPT2Config"),
+    "gpt-neox": TinyModel(config_class="GPTNeoXConfig"),
     "olmoe": TinyModel(config_class="OlmoeConfig", fields={"num_experts": 4, "num_experts_per_tok": 2}),
     "opt": TinyModel(config_class="OPTConfig", fields={"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "phi": TinyModel(config_class="PhiConfig"),
-    "phi3": TinyModel(config_class="Phi3Config", fields={"sliding_window": 20}),
-    "smollm3": TinyModel(config_class="SmolLM3Config"),
     "starcoder2": TinyModel(config_class="Starcoder2Config", fields={"sliding_window": 20}),
 }
 """Architectures that only transformers computes."""
@@ -224,25 +357,44 @@ UNSUPPORTED_MODELS = {
 """Architectures that keep more than keys and values of one size, or keep callers from their attention."""
 
 
+def tiny_config(name: str) -> Any:
+    """The config of transformers of the model of that name."""
+    import transformers
+
+    tiny = _tiny_model(name)
+    fields = {**_SIZES, **tiny.fields}
+    if tiny.vision is not None:
+        fields = {"text_config": fields, "vision_config": dict(tiny.vision), "tie_word_embeddings": False}
+    return getattr(transformers, tiny.config_class)(**fields)
+
+
+def _tiny_model(name: str) -> TinyModel:
+    return {**TINY_MODELS, **TOWER_MODELS, **FALLBACK_MODELS, **UNSUPPORTED_MODELS}[name]
+
+
 def write_tiny_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
     """Write the model of that name, with its tokenizer, into `directory` in float32, and return it."""
     import torch
-    import transformers
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    tiny = {**TINY_MODELS, **FALLBACK_MODELS, **UNSUPPORTED_MODELS}[name]
-    config = getattr(transformers, tiny.config_class)(**{**_SIZES, **tiny.fields})
+    tiny = _tiny_model(name)
+    kind = AutoModelForCausalLM if tiny.vision is None else AutoModelForImageTextToText
+    config = tiny_config(name)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = kind.from_config(config, dtype=torch.float32)
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif parameter_name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
-        elif parameter_name.endswith("bias"):
+        elif parameter_name.endswith("bias") and not parameter_name.endswith(CHOICE_BIAS):
             torch.nn.init.normal_(parameter, std=0.3)
         elif tiny.config_class.startswith("Gemma") and parameter_name.endswith("embed_tokens.weight"):
             # Scaled by √hidden_size and tied to the output, a larger one would repeat its own token for ever.
             torch.nn.init.normal_(parameter, std=0.04)
+    for name_of_bias, bias in (*model.named_parameters(), *model.named_buffers()):
+        if name_of_bias.endswith(CHOICE_BIAS):
+            torch.nn.init.normal_(bias, std=0.1)
     model.generation_config.eos_token_id = [IM_END, END_OF_TEXT]
     model.save_pretrained(directory, **({"max_shard_size": SHARD_SIZE} if tiny.sharded else {}))
     write_byte_tokenizer(directory)

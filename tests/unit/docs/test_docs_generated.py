@@ -14,6 +14,7 @@ PAGES = [
     ("request-fields.md", "request_fields.py"),
     ("flags.md", "flags_page.py"),
     ("metrics.md", "metrics_page.py"),
+    ("models.md", "family_table.py"),
 ]
 
 

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tandem_engine.config import Activation, ModelConfig, NormKind
+from tandem_engine.config import Activation, ModelConfig, NormKind, NormPlacement, QkNorm
 from tandem_engine.kernels.cpu.attention_work import STATISTICS
 from tandem_engine.kernels.cpu.decoder_step import PHASES_OF_LAYER, StepKernel, build_step_kernel
 from tandem_engine.kernels.cpu.gemm import steps_of
@@ -305,22 +305,25 @@ def fuse(
 def covers(config: ModelConfig, dtype: torch.dtype, specs: Sequence[AttentionSpec]) -> bool:
     """Whether the kernel computes such a model, where that is whole on a CPU and its projections are not quantized."""
     supported = dtype in (torch.float32, torch.bfloat16)
-    return supported and _is_plain(config, specs) and _has_whole_steps(config, dtype)
+    return supported and is_plain(config, specs) and _has_whole_steps(config, dtype)
 
 
-def _is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
+def is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
     """Whether the kernel has all that the model computes."""
     kinds, _ = distinct(specs)
     return (
         config.norm is NormKind.PLAIN
-        and not config.sandwich_norms
+        and config.norm_placement is NormPlacement.BEFORE
+        and config.qk_norm in (None, QkNorm.HEADS)
+        and config.query_scale is None
+        and not config.attention_sinks
+        and config.residual_scale == 1.0
         and config.activation is Activation.SILU
         and config.moe is None
-        and config.local_rope is None
+        and config.second_rope is None
         and config.embedding_scale == 1.0
         and len(kinds) == 1
         and kinds[0].soft_cap is None
-        and all(spec.sinks is None for spec in specs)
     )
 
 

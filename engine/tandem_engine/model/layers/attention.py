@@ -3,6 +3,10 @@
     (norm) ─▶ qkv ─▶ (q, k norm) ─▶ rotate ─▶ attend ─▶ output ─▶ (norm) ─▶ added to the hidden states
                      └── on a device by the plan ──┘
 
+All rotations turn dimension i with i + D/2. Checkpoints that turn other pairs, or only the first dimensions of a head,
+have the rows of q and k reordered when they are read (`rotary_order`); scores do not depend on the order. Pairs that
+do not rotate have an angle of 0, so no kernel distinguishes them.
+
 Shapes use  T = tokens of the step, H = query heads, KV = key/value heads, D = head_dim.
 
 `Rotation` has the scalings of Hugging Face checkpoints. With each of them, cos and sin are a pure function of a token's
@@ -19,9 +23,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tandem_engine.config import RopeConfig
+from tandem_engine.config import QueryScale, RopeConfig
 from tandem_engine.kernels.interface import HeadNorm, HeadTurn, by_triton
 from tandem_engine.model.attention.backend import TurningPlan
 from tandem_engine.model.base import Attend
@@ -35,6 +40,8 @@ class Rotation(NamedTuple):
     cos: Tensor
     signed_sin: Tensor
     """sin, negated in the first half: rotate_half(x) * sin equals roll(x) * signed_sin."""
+    query_scale: Tensor | None = None
+    """[T, 1, 1], factor of q."""
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate [T, heads, D]; same shape and dtype."""
@@ -56,29 +63,64 @@ class RotaryTable:
 
     angles: Tensor
     """[positions, 2, D] in the model's dtype, computed in float32."""
+    query_scales: Tensor | None = None
+    """[positions, 1, 1] in the model's dtype, factor of q at each position."""
 
     def at(self, positions: Tensor) -> Rotation:
         """Angles of [T] int64 positions."""
         rows = self.angles.index_select(0, positions)
         cos, signed_sin = rows.split_with_sizes((1, 1), dim=1)
-        return Rotation(cos, signed_sin)
+        scales = self.query_scales
+        return Rotation(cos, signed_sin, None if scales is None else scales.index_select(0, positions))
 
 
 def rotary_table(
-    rope: RopeConfig, *, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
+    rope: RopeConfig,
+    *,
+    head_dim: int,
+    positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    query_scale: QueryScale | None = None,
 ) -> RotaryTable:
     """Tabulate positions [0, positions)."""
     position = torch.arange(positions, dtype=torch.float32)
-    half = position[:, None] * inverse_frequencies(rope, head_dim=head_dim)
-    scale = attention_scale(rope)
-    cos, sin = half.cos() * scale, half.sin() * scale
+    width = rope.rotary_dim or head_dim
+    half = position[:, None] * inverse_frequencies(rope, head_dim=width, positions=positions)
+    scale, still = attention_scale(rope), (0, (head_dim - width) // 2)
+    cos, sin = F.pad(half.cos() * scale, still, value=1.0), F.pad(half.sin() * scale, still)
     angles = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
-    return RotaryTable(angles=angles.to(device=device, dtype=dtype))
+    scales = None
+    if query_scale is not None:
+        periods = (position / query_scale.period).floor()
+        scales = (1 + query_scale.beta * (1 + periods).log())[:, None, None].to(device=device, dtype=dtype)
+    return RotaryTable(angles=angles.to(device=device, dtype=dtype), query_scales=scales)
 
 
-def inverse_frequencies(rope: RopeConfig, *, head_dim: int) -> Tensor:
-    """Radians per position of each pair of dimensions: float32 [D/2]."""
+def rotary_order(rope: RopeConfig, *, head_dim: int) -> Tensor | None:
+    """int64 [D]: the dimension of a checkpoint's head that stands at each place of ours; None where both are equal."""
+    width = rope.rotary_dim or head_dim
+    if width == head_dim and not rope.interleaved:
+        return None
+    turning, still = torch.arange(width), torch.arange(width, head_dim)
+    first, second = (turning[::2], turning[1::2]) if rope.interleaved else turning.chunk(2)
+    passed, rest = still.chunk(2) if len(still) else (still, still)
+    return torch.cat((first, passed, second, rest))
+
+
+def inverse_frequencies(rope: RopeConfig, *, head_dim: int, positions: int = 0) -> Tensor:
+    """Radians per position of each pair of dimensions: float32 [D/2].
+
+    Args:
+        head_dim: D, the dimensions that rotate.
+        positions: context of the engine, for rotations that depend on it (`model.long_context`).
+    """
     match rope.rope_type:
+        case "none":
+            return torch.zeros(head_dim // 2)
+        case "longrope":
+            factors = rope.long_factors if positions > _original(rope) else rope.short_factors
+            return torch.as_tensor(1.0 / (torch.tensor(factors) * rope.theta ** _exponents(head_dim)))
         case "default" | "dynamic":
             return _plain(rope.theta, head_dim)
         case "linear":
@@ -91,11 +133,13 @@ def inverse_frequencies(rope: RopeConfig, *, head_dim: int) -> Tensor:
 
 
 def attention_scale(rope: RopeConfig) -> float:
-    """Factor on cos and sin, so that q·k carries its square: YaRN's temperature, else 1."""
-    if rope.rope_type != "yarn":
+    """Factor on cos and sin, so that q·k carries its square: the temperature of YaRN and longrope, else 1."""
+    if rope.rope_type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.rope_type == "longrope":
+        return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(_original(rope)))
     if rope.mscale and rope.mscale_all_dim:
         return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(rope.factor, rope.mscale_all_dim)
     return _yarn_mscale(rope.factor, 1.0)
@@ -157,12 +201,16 @@ class SelfAttention:
     """Before the block; applied by the decoder, which adds to the hidden states on the way."""
     qkv: Projection
     qk_norm: Norm | None
-    """Of weight [H + KV, D]: one operation for all heads of q and k."""
+    """Of each head before its rotation, of weight [H + KV, D]: one operation for all heads of q and k."""
     output: Projection
     output_norm: Norm | None
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    whole_norm: Norm | None = None
+    """Of all heads together, before their rotation."""
+    rotated_norm: Norm | None = None
+    """Of each head after its rotation."""
     sinks: Tensor | None = None
     """float32 [H], see `AttentionSpec.sinks`."""
 
@@ -170,14 +218,21 @@ class SelfAttention:
         """Normalised hidden states [T, hidden] to what each token gathered, [T, H * D]; `project` is yet to come."""
         rotated, num_kv = self.num_heads + self.num_kv_heads, self.num_kv_heads
         heads = self.qkv(normed).view(normed.shape[0], rotated + num_kv, self.head_dim)
-        if isinstance(attend, TurningPlan):
-            q, k, v = heads.split_with_sizes((self.num_heads, num_kv, num_kv), dim=1)
+        if rotation.query_scale is not None:
+            heads[:, : self.num_heads].mul_(rotation.query_scale)
+        qk, v = heads.split_with_sizes((rotated, num_kv), dim=1)
+        if self.whole_norm is not None:
+            qk = self.whole_norm(qk)
+        if self.rotated_norm is None and isinstance(attend, TurningPlan):
+            q, k = qk.split_with_sizes((self.num_heads, num_kv), dim=1)
             norm = None if self.qk_norm is None else HeadNorm(self.qk_norm.weight, self.qk_norm.eps)
             return attend.turn_and_attend(layer, q, k, v, rotation.turn(norm))
-        qk, v = heads.split_with_sizes((rotated, num_kv), dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        q, k = rotation.apply(qk).split_with_sizes((self.num_heads, num_kv), dim=1)
+        qk = rotation.apply(qk)
+        if self.rotated_norm is not None:
+            qk = self.rotated_norm(qk)
+        q, k = qk.split_with_sizes((self.num_heads, num_kv), dim=1)
         return attend(layer, q, k, v)
 
     def project(self, gathered: Tensor) -> Tensor:

@@ -234,6 +234,17 @@ class VocabularyHead:
         return self.group.all_gather(self.local(x))[:, : self.vocab_size].contiguous()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledProjection:
+    """Implements `Projection`: another one, whose results are multiplied by a factor."""
+
+    projection: Projection
+    factor: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.projection(x).mul_(self.factor)
+
+
 def can_multiply(levels: Levels, device: torch.device) -> bool:
     """Whether there is a kernel for such a matrix on `device`."""
     if by_triton(device):

@@ -2,10 +2,11 @@
 
 In a mixture, a router selects a few of many small feed-forward blocks for each token.
 
-    1. scores    softmax over all experts in float32, the best k of each token, scaled to sum to 1 if so trained
+    1. scores    softmax over all experts or the sigmoid of each, in float32; the best k of each token, with a bias or
+                 from the best groups if so trained; their weights scaled to sum to 1 if so trained
     2. group     (token, expert) pairs are sorted by expert and their tokens gathered once, so that each expert is one
                  pair of matrix products over just its tokens; experts without tokens are skipped
-    3. combine   a token's results are weighted and added, best expert first
+    3. combine   a token's results are weighted and added, best expert first; then that of the shared expert
 
 A token's results have separate places before they are added. So its output depends neither on the order of the groups
 nor on the other tokens of its experts, except for the rounding that rows of one matrix product share in any layer.
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tandem_engine.config import Activation, GateClamp
+from tandem_engine.config import Activation, GateClamp, Scoring
 from tandem_engine.kernels.interface import GatedActivation, by_triton
 from tandem_engine.model.layers.linear import Projection
 from tandem_engine.model.layers.norm import Norm
@@ -93,17 +94,45 @@ class Router:
     """Chooses experts. Shapes use  T = tokens, E = experts, k = experts per token."""
 
     weight: Projection
-    """[T, hidden] to [T, E]."""
+    """[T, hidden] to [T, E]; of float32 if `float32`."""
     experts_per_token: int
     normalise: bool
+    scoring: Scoring = Scoring.SOFTMAX
+    bias: Tensor | None = None
+    """float32 [E], added to the scores that experts are chosen by."""
+    groups: int = 1
+    """Experts are chosen from the best `kept_groups` of so many groups, ordered by the sum of their two best."""
+    kept_groups: int = 1
+    least_sum: float = 0.0
+    """Bound from below of what weights are divided by."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    float32: bool = False
 
     def __call__(self, normed: Tensor) -> Choice:
         """[T, hidden] to each token's experts, with weights in the dtype of `normed`."""
-        scores = self.weight(normed).float().softmax(dim=-1)
-        weights, experts = scores.topk(self.experts_per_token, dim=-1)
+        logits = self.weight(normed.float() if self.float32 else normed).float()
+        scores = logits.sigmoid() if self.scoring is Scoring.SIGMOID else logits.softmax(dim=-1)
+        ranked = scores if self.bias is None else scores + self.bias
+        if self.groups > 1:
+            ranked = self._in_best_groups(ranked)
+        weights, experts = ranked.topk(self.experts_per_token, dim=-1)
+        if ranked is not scores:
+            weights = scores.gather(1, experts)
         if self.normalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+            total = weights.sum(dim=-1, keepdim=True)
+            weights = weights / (total.clamp_min(self.least_sum) if self.least_sum else total)
+        if self.scale != 1.0:
+            weights = weights * self.scale
         return Choice(experts, weights.to(normed.dtype))
+
+    def _in_best_groups(self, ranked: Tensor) -> Tensor:
+        """[T, E] with -inf for the experts of all other groups."""
+        tokens, count = ranked.shape
+        grouped = ranked.view(tokens, self.groups, count // self.groups)
+        best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(self.kept_groups, dim=-1).indices
+        dropped = torch.ones((tokens, self.groups), dtype=torch.bool, device=ranked.device).scatter_(1, best, False)
+        return grouped.masked_fill(dropped[..., None], float("-inf")).view(tokens, count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +144,22 @@ class Expert:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SharedBlock:
+    """The feed-forward block of all tokens beside the chosen experts, or this rank's share of it."""
+
+    gate_up: Projection
+    activation: GatedActivation
+    down: Projection
+    gate: Projection | None
+    """[T, hidden] to [T, 1], whose sigmoid multiplies the result."""
+
+    def __call__(self, normed: Tensor) -> Tensor:
+        """This rank's part of the sum over the ranks."""
+        out = self.down(self.activation(self.gate_up(normed)))
+        return out if self.gate is None else out.mul_(self.gate(normed).sigmoid())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SparseFeedForward:
     """Stands where `FeedForward` stands."""
 
@@ -122,6 +167,7 @@ class SparseFeedForward:
     router: Router
     experts: tuple[Expert, ...]
     activation: GatedActivation
+    shared: SharedBlock | None = None
     group: TpGroup = field(default_factory=SingleRank)
     """The ranks, each with a share of every expert's inner dimension. Token by token they choose alike."""
 
@@ -139,4 +185,5 @@ class SparseFeedForward:
         ]
         grouped = torch.cat(outputs) if outputs else normed  # without tokens that is as empty
         results = torch.empty_like(grouped).index_copy_(0, pairs, grouped).view(-1, chosen, normed.shape[1])
-        return self.group.all_reduce((results * weights[..., None]).sum(dim=1))
+        total = (results * weights[..., None]).sum(dim=1)
+        return self.group.all_reduce(total if self.shared is None else total.add_(self.shared(normed)))

@@ -26,7 +26,7 @@ from tandem_engine.kernels.triton.fused_moe import (
 )
 from tandem_engine.kernels.triton.norm_activation import Clamp
 from tandem_engine.kernels.triton.quantized_moe import FEW_ROWS
-from tandem_engine.model.layers.mlp import Router
+from tandem_engine.model.layers.mlp import Router, SharedBlock
 from tandem_engine.model.layers.norm import Norm
 from tandem_engine.model.layers.triton import in_order, packed_weight
 from tandem_engine.model.quantization.levels import Levels
@@ -55,6 +55,7 @@ class DeviceExperts:
     clamp: Clamp | None
     biases: ExpertBiases | None
     group: TpGroup
+    shared: SharedBlock | None
 
     @classmethod
     def of(
@@ -67,6 +68,7 @@ class DeviceExperts:
         group: TpGroup,
         clamp: GateClamp | None = None,
         biases: ExpertBiases | None = None,
+        shared: SharedBlock | None = None,
     ) -> Self:
         """The block of these experts. Kernels of packed ones are compiled."""
         layer = cls(
@@ -77,6 +79,7 @@ class DeviceExperts:
             clamp=None if clamp is None else Clamp(clamp.alpha, clamp.limit),
             biases=biases,
             group=group,
+            shared=shared,
         )
         if weights.any_packed:
             layer._warm_up()
@@ -85,7 +88,8 @@ class DeviceExperts:
     def __call__(self, normed: Tensor) -> Tensor:
         """See `FeedForward`."""
         experts, weights = self.router(normed)
-        return self.group.all_reduce(self._computed(normed, experts, weights))
+        total = self._computed(normed, experts, weights)
+        return self.group.all_reduce(total if self.shared is None else total.add_(self.shared(normed)))
 
     def _computed(self, normed: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         held = self.weights

@@ -64,6 +64,48 @@ class DequantizedTensor:
             raise CheckpointError(f"{self.path}: tensor {shown(self.name)} cannot be put together: {error}") from error
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DequantizedRows:
+    """Implements `ReadableTensor`: some outputs of a matrix that is stored with those of others."""
+
+    name: str
+    whole: DequantizedTensor
+    start: int
+    stop: int
+
+    @property
+    def path(self) -> Path:
+        """Of the whole."""
+        return self.whole.path
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is read."""
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start, *self.whole.shape[1:])
+
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        """Of the whole."""
+        return self.whole.sources
+
+    @property
+    def size(self) -> int:
+        """Its share of the bytes of the whole."""
+        return self.whole.size * (self.stop - self.start) // self.whole.shape[0]
+
+    def read_part(self, dim: int, start: int, stop: int) -> Tensor:
+        """See `ReadableTensor.read_part`. The whole matrix is put together first."""
+        return self.levels().values().narrow(dim, start, stop - start)
+
+    def levels(self) -> Levels:
+        """As `DequantizedTensor.levels`."""
+        return self.whole.levels().outputs(slice(self.start, self.stop))
+
+
 def dequantized(tensors: Mapping[str, StoredTensor], scheme: WeightFormat | None) -> dict[str, ReadableTensor]:
     """`tensors` with one for each matrix of `scheme`; all others as they are.
 

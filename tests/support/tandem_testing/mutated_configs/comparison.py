@@ -15,6 +15,7 @@ from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.long_context import default_context
+from tandem_lab.verify.reference import load_reference
 from tandem_testing.dense_attention import DenseAttend
 
 LENGTHS = (70, 19)
@@ -113,16 +114,7 @@ def _extend(model: CausalLM, attend: DenseAttend, ids: list[Tensor], starts: lis
 @torch.inference_mode()
 def _theirs(directory: Path, prompts: list[Tensor]) -> Computed:
     """By transformers, which gets tokens and nothing else."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-    ).eval()
+    model = load_reference(directory)
     logits = tuple(model(prompt[None], use_cache=False).logits[0].float() for prompt in prompts)
     out = model.generate(
         prompts[0][None], do_sample=False, num_beams=1, max_new_tokens=STEPS, min_new_tokens=STEPS, eos_token_id=None

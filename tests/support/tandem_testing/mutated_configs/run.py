@@ -8,8 +8,40 @@ from tandem_testing.mutated_configs.comparison import Comparison, compare
 from tandem_testing.mutated_configs.mutations import Mutation, mutations
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
-NATIVE = ("llama-bias", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-moe", "gemma2", "gemma3", "gpt-oss")
-FALLBACK = ("phi3", "olmo2", "cohere2", "gpt2")
+NATIVE = (
+    "llama-bias",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3-moe",
+    "gemma2",
+    "gemma3",
+    "gpt-oss",
+    "qwen2-moe",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "glm4",
+    "cohere2",
+    "phi3",
+    "phi4-mini",
+    "granite",
+    "smollm3",
+    "seed-oss",
+    "ernie",
+    "hunyuan",
+    "ministral3",
+    "glm4-moe",
+    "ernie-moe",
+    "hunyuan-moe",
+    "minimax-m2",
+    "gemma3-tower",
+    "mistral3-tower",
+    "qwen2-tower",
+    "qwen3-tower",
+)
+FALLBACK = ("arcee", "starcoder2", "cohere", "gpt2")
 MODELS = (*NATIVE, *FALLBACK)
 
 

@@ -2,11 +2,23 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind
+from tandem_engine.config import (
+    Activation,
+    ModelConfig,
+    MoeConfig,
+    NormKind,
+    NormPlacement,
+    QkNorm,
+    QueryScale,
+    RopeConfig,
+    Scoring,
+    SharedExpert,
+)
 from tandem_engine.kernels.triton import expert_blocks, fused_moe
 from tandem_engine.kernels.triton.norm_activation import product_constants
 from tandem_engine.memory.pool import KvPool
@@ -16,6 +28,7 @@ from tandem_engine.model.cpu import step
 from tandem_engine.model.layers import mlp as cpu_activation
 from tandem_engine.model.layers.linear import Linear
 from tandem_engine.model.layers.mlp import Choice, Expert, SparseFeedForward
+from tandem_engine.model.rotary_fields import NO_ROTATION
 from tandem_testing.forward_builders import Seq, make_batch
 from tandem_testing.random_weights import RandomWeights, small_config
 from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, compile_kernel
@@ -63,11 +76,25 @@ def check_experts_of_a_token_do_not_depend_on_the_others(device: str) -> None:
 
 
 def check_decoders_of_kernels_are_those_of_layers(device: str) -> None:
-    """Every kernel where the model calls it: head norms, Gemma's norms and gates, experts."""
+    """Every kernel where the model calls it: norms in all places, gates, rotations, experts."""
     small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "head_dim": 8, "max_position": 64}
-    gemma = {"norm": NormKind.UNIT_OFFSET, "sandwich_norms": True, "activation": Activation.GELU_TANH}
+    gemma = {"norm": NormKind.UNIT_OFFSET, "norm_placement": NormPlacement.AROUND, "activation": Activation.GELU_TANH}
     experts = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=16, normalise=True, dense_layers=(0,))
-    for fields in ({"qk_norm": True}, gemma | {"embedding_scale": 32**0.5}, {"moe": experts}):
+    halves = {"rope": RopeConfig(rotary_dim=4, interleaved=True), "qk_norm": QkNorm.WHOLE, "logit_scale": 0.5}
+    after = halves | {"norm": NormKind.ROUND_LAST, "norm_placement": NormPlacement.AFTER}
+    parallel = {"norm": NormKind.CENTERED, "norm_placement": NormPlacement.SHARED, "second_rope": NO_ROTATION}
+    shared = replace(
+        experts,
+        scoring=Scoring.SIGMOID,
+        choice_bias=True,
+        groups=2,
+        scale=1.5,
+        float32_router=True,
+        shared=SharedExpert(intermediate_size=16, gated=True),
+    )
+    late = {"qk_norm": QkNorm.ROTATED_HEADS, "query_scale": QueryScale(beta=0.4, period=3), "moe": shared}
+    plain = ({"qk_norm": QkNorm.HEADS}, gemma | {"embedding_scale": 32**0.5}, {"moe": experts})
+    for fields in (*plain, after, parallel | {"second_layers": (1,), "residual_scale": 0.7}, late):
         config = small_config(**small, **fields)
         expected, stored = logits_of(config, "cpu")
         with layers_by_kernels(device):

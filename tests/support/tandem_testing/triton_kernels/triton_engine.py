@@ -40,6 +40,13 @@ def check_chunks_and_mixed_steps_with_windows_and_caps(device: str) -> None:
     equals_transformers("gemma2", (CHUNKED, MIXED))
 
 
+def check_norms_of_q_and_k_that_the_plan_does_not_apply(device: str) -> None:
+    """Over all heads before the plan rotates them; and after a rotation, which the plan then leaves to the layer."""
+    prompts = PromptSet(prompts=(tuple(range(30, 49)), (5, 9, 200)), max_tokens=3)
+    for name in ("minimax-m2", "hunyuan"):
+        equals_transformers(name, (CHUNKED,), prompts=prompts)
+
+
 def equals_transformers(
     name: str, paths: tuple[str, ...], *, platform: PlatformMaker = Interpreted, prompts: PromptSet | None = None
 ) -> None:

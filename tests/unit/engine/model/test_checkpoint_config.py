@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.config import ModelConfig, RopeConfig
+from tandem_engine.config import ModelConfig, QkNorm, RopeConfig
 from tandem_engine.model.checkpoint import parse_config
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_testing.checkpoint_files import write_config
@@ -63,7 +63,7 @@ def test_qwen2_always_has_a_bias_on_q_k_and_v_alone(parse):
 
 def test_qwen3_norms_q_and_k_and_has_heads_of_128_by_default(parse):
     config = parse(**QWEN3)
-    assert (config.family, config.qk_norm, config.head_dim) == ("qwen3", True, 128)
+    assert (config.family, config.qk_norm, config.head_dim) == ("qwen3", QkNorm.HEADS, 128)
     assert parse(**QWEN3, head_dim=32).head_dim == 32
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind, RopeConfig
+from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind, NormPlacement, RopeConfig
 from tandem_engine.model.checkpoint import parse_config
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_testing.checkpoint_files import write_config
@@ -129,7 +129,7 @@ def test_gemma_scales_embeddings_and_scores_and_norms_in_its_own_way(parse):
     assert config.attention_scale == pytest.approx(1 / 12)
     assert parse(**GEMMA2).attention_scale == 1 / 16
     assert (config.activation, config.norm) == (Activation.GELU_TANH, NormKind.UNIT_OFFSET)
-    assert config.sandwich_norms
+    assert config.norm_placement is NormPlacement.AROUND
     assert config.tie_embeddings
     assert not parse(**GEMMA2, tie_word_embeddings=False).tie_embeddings
 
@@ -137,16 +137,16 @@ def test_gemma_scales_embeddings_and_scores_and_norms_in_its_own_way(parse):
 def test_gemma3_has_a_full_layer_after_five_with_a_window(parse):
     config = parse(**GEMMA3, sliding_window=32)
     assert config.windows == (32,) * 5 + (None, 32)
-    assert config.local_layers == (0, 1, 2, 3, 4, 6)
+    assert config.second_layers == (0, 1, 2, 3, 4, 6)
     assert config.qk_norm
     assert config.attention_soft_cap is None
-    assert parse(**GEMMA3, sliding_window=32, sliding_window_pattern=2).local_layers == (0, 2, 4, 6)
+    assert parse(**GEMMA3, sliding_window=32, sliding_window_pattern=2).second_layers == (0, 2, 4, 6)
 
 
-def test_gemma3_local_layers_rotate_alike_when_their_window_never_binds(parse):
+def test_gemma3_window_layers_rotate_alike_when_no_window_binds(parse):
     config = parse(**GEMMA3, sliding_window=4096)
     assert config.windows == ()
-    assert config.local_layers == (0, 1, 2, 3, 4, 6)
+    assert config.second_layers == (0, 1, 2, 3, 4, 6)
 
 
 def test_gemma3_rotary_parameters_mean_the_same_in_both_spellings(parse):
@@ -160,10 +160,10 @@ def test_gemma3_rotary_parameters_mean_the_same_in_both_spellings(parse):
     since = parse(**GEMMA3, rope_parameters=rope_parameters)
     assert published == since
     assert published.rope == RopeConfig(rope_type="linear", theta=5e5, factor=8.0)
-    assert published.local_rope == RopeConfig(theta=2e4)
+    assert published.second_rope == RopeConfig(theta=2e4)
 
 
 def test_gemma3_rotary_bases_have_defaults(parse):
     config = parse(**GEMMA3)
-    assert (config.rope.theta, config.local_rope.theta) == (1e6, 1e4)
+    assert (config.rope.theta, config.second_rope.theta) == (1e6, 1e4)
     assert math.isclose(config.embedding_scale, 4.0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind, RopeConfig
+from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind, NormPlacement, QkNorm, RopeConfig
 from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.kernels.cpu.attention_work import CHUNK
 from tandem_engine.memory.pool import KvPool
@@ -98,11 +98,11 @@ DTYPES = [torch.float32, torch.bfloat16]
     "fields",
     [
         {},
-        {"qk_norm": True},
+        {"qk_norm": QkNorm.HEADS},
         BIASED,
         {"num_kv_heads": 4},
         {"num_kv_heads": 1},
-        {"num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "qk_norm": True},
+        {"num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "qk_norm": QkNorm.HEADS},
         {"hidden_size": 32, "intermediate_size": 32, "head_dim": 64, "num_layers": 3},
         {"attention_scale": 0.5},
         {"windows": (24, 24)},
@@ -119,7 +119,7 @@ def test_every_kind_of_model_computes_the_same(fields, page_size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fields", [{"qk_norm": True, **BIASED}, {"hidden_size": 72, "intermediate_size": 34}])
+@pytest.mark.parametrize("fields", [{"qk_norm": QkNorm.HEADS, **BIASED}, {"hidden_size": 72, "intermediate_size": 34}])
 def test_sizes_and_dtypes_of_all_kinds_compute_the_same(fields, dtype):
     model = build(small_config(**fields), dtype)
     dealer = dealer_of(model)
@@ -129,7 +129,7 @@ def test_sizes_and_dtypes_of_all_kinds_compute_the_same(fields, dtype):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13, 31, FEW_TOKENS])
 def test_every_size_of_batch_computes_the_same(count):
-    model = build(small_config(qk_norm=True))
+    model = build(small_config(qk_norm=QkNorm.HEADS))
     dealer = dealer_of(model)
     assert_same(model, 16, [dealer.decode(1 + number % 20) for number in range(count)])
 
@@ -148,7 +148,7 @@ def test_tokens_on_a_cached_prefix_compute_the_same():
 
 
 def test_a_sequence_has_the_same_bits_in_any_batch():
-    model = build(small_config(qk_norm=True))
+    model = build(small_config(qk_norm=QkNorm.HEADS))
     dealer = dealer_of(model)
     sequences = with_ids([dealer.decode(length) for length in (5, 40, 17, 64, 33, 2, 9, 21, 50)])
     together = compute(model, filled_pool(model.config), make_batch(sequences))
@@ -194,12 +194,12 @@ def test_what_lies_outside_of_a_table_is_refused(ids, positions):
     "fields",
     [
         {"norm": NormKind.UNIT_OFFSET},
-        {"sandwich_norms": True},
+        {"norm_placement": NormPlacement.AROUND},
         {"activation": Activation.GELU_TANH},
         {"attention_soft_cap": 20.0},
         {"embedding_scale": 2.0},
         {"windows": (None, 24)},
-        {"local_rope": RopeConfig(theta=500.0), "local_layers": (1,)},
+        {"second_rope": RopeConfig(theta=500.0), "second_layers": (1,)},
         {"moe": MoeConfig(num_experts=2, experts_per_token=1, intermediate_size=32, normalise=True)},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -289,7 +289,7 @@ def test_pages_of_another_dtype_take_the_layers_one_by_one():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_number_of_threads_computes_the_same_bits(dtype, monkeypatch):
     monkeypatch.setattr(step, "PARALLEL_BYTES", 0)
-    model = build(small_config(qk_norm=True, num_layers=3), dtype)
+    model = build(small_config(qk_norm=QkNorm.HEADS, num_layers=3), dtype)
     dealer = dealer_of(model)
     batches = [
         make_batch(with_ids([dealer.decode(length) for length in (5, 2 * CHUNK + 9, 17)])),
@@ -342,7 +342,7 @@ def test_many_tokens_take_a_large_step():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [33, 34, 64, 129, 160])
 def test_rows_that_pad_a_large_step_change_no_token(count, dtype):
-    model = build(small_config(qk_norm=True, **BIASED), dtype)
+    model = build(small_config(qk_norm=QkNorm.HEADS, **BIASED), dtype)
     dealer = dealer_of(model)
     assert_same(model, 16, [dealer.seq(count - 2, count - 2), dealer.decode(5), dealer.decode(20)], kind=LargeStep)
 

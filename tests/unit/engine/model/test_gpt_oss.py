@@ -119,7 +119,7 @@ def packed(tmp_path_factory):
 
 def opened(path):
     directory = open_directory(path)
-    return open_weights(directory, read_scheme(read_fields(directory)), interleaved=True)
+    return open_weights(directory, read_scheme(read_fields(directory)), parse_config(directory))
 
 
 def test_each_expert_is_its_part_of_what_is_stored(packed):

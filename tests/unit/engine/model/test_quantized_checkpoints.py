@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from tandem_engine import LLM, SamplingParams
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.model.checkpoint import open_weights, read_model_config
+from tandem_engine.model.checkpoint import open_weights, parse_config, read_model_config
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.config_fields import read_fields
 from tandem_engine.model.quantization.scheme import read_scheme
@@ -21,7 +21,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 def opened(path):
     directory = open_directory(path)
-    return open_weights(directory, read_scheme(read_fields(directory)))
+    return open_weights(directory, read_scheme(read_fields(directory)), parse_config(directory))
 
 
 def generated(path) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.config import LoadFormat, Quantization
 from tandem_engine.config.flags import add_engine_flags, engine_config
-from tandem_engine.model.checkpoint import open_weights, read_model_config
+from tandem_engine.model.checkpoint import open_weights, parse_config, read_model_config
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.config_fields import read_fields
 from tandem_engine.model.decoder import Decoder
@@ -44,7 +44,7 @@ class Rank:
 
 def reader(path, holding: Holding, group: object = None) -> WeightReader:
     directory = open_directory(path)
-    tensors = open_weights(directory, read_scheme(read_fields(directory)))
+    tensors = open_weights(directory, read_scheme(read_fields(directory)), parse_config(directory))
     rank = {} if group is None else {"group": group}
     return WeightReader(
         tensors=tensors, dtype=torch.float32, device=CPU, advance=lambda _: None, holding=holding, **rank

@@ -76,3 +76,9 @@ def test_a_folder_without_weights_is_no_head(head, facts, tmp_path):
     assert json.loads((tmp_path / "other" / "config.json").read_text())["num_hidden_layers"] == 1
     with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
         read_head_config(str(tmp_path / "other"), facts)
+
+
+def test_a_head_whose_blocks_read_one_norm_is_refused(facts, tmp_path):
+    head = write_tiny_head(write_tiny_checkpoint("cohere2", tmp_path / "target"), tmp_path / "head")
+    with pytest.raises(CheckpointError, match="a block of the family cohere2, which is not supported as a head"):
+        read_head_config(str(head), facts)

@@ -1,0 +1,132 @@
+"""Tensors of checkpoints under our names: families that name or join them otherwise.
+
+`tensor_names` has our names, and those of experts, which several families share. Here a family's names are
+
+    renamed     parts of a name
+    joined      one matrix for several projections with the same input, which become ranges of its rows. They are read,
+                checked and shared by ranks like any other matrix
+    skipped     weights of parts that are not served: layers beyond the last, which predict several tokens (MTP)
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from tandem_engine.config import ModelConfig
+from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
+from tandem_engine.model.quantization.dequantized import DequantizedRows, DequantizedTensor
+from tandem_engine.model.tensor_names import CHOICE_BIAS, canonical_experts
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+
+_LAYER = re.compile(r"model\.layers\.(?P<layer>\d{1,6})\.(?P<name>.+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Aliases:
+    """How a family's names differ from ours."""
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names, to ours. At most one applies to a name: the first that occurs in it."""
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names within a layer, to those of the projections, in the order of their rows."""
+    extra_layers: bool = False
+    """Whether there may be layers beyond the last one."""
+    skipped: tuple[str, ...] = ()
+    """Beginnings of names of what is not served."""
+
+
+_HUNYUAN = {"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"}
+
+ALIASES: Mapping[str, Aliases] = {
+    "ernie4_5_moe": Aliases(
+        renamed={
+            "mlp.gate.moe_statics": "mlp.gate",
+            "mlp.moe_statics": "mlp.gate",
+            "mlp.shared_experts": "mlp.shared_expert",
+        },
+        skipped=("model.mtp_",),
+    ),
+    "glm4": Aliases(
+        renamed={
+            "post_self_attn_layernorm": "post_attention_layernorm",
+            "post_attention_layernorm": "pre_feedforward_layernorm",
+            "post_mlp_layernorm": "post_feedforward_layernorm",
+        },
+        joined={"mlp.gate_up_proj": GATE_UP},
+    ),
+    "glm4_moe": Aliases(renamed={"mlp.shared_experts": "mlp.shared_expert"}, extra_layers=True),
+    "hunyuan_v1_dense": Aliases(renamed=_HUNYUAN),
+    "hunyuan_v1_moe": Aliases(
+        renamed={**_HUNYUAN, "mlp.gate.wg": "mlp.gate", "mlp.shared_mlp": "mlp.shared_expert"},
+    ),
+    "minimax_m2": Aliases(renamed={"mlp.e_score_correction_bias": CHOICE_BIAS}),
+    "phi3": Aliases(joined={"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP}),
+}
+"""By family."""
+
+
+def canonical_tensors(tensors: Mapping[str, ReadableTensor], config: ModelConfig) -> dict[str, ReadableTensor]:
+    """`tensors` of a checkpoint of `config` under our names; what has an odd shape keeps its name."""
+    aliases, found = ALIASES.get(config.family, Aliases()), canonical_experts(tensors)
+    result: dict[str, ReadableTensor] = {}
+    for name, tensor in found.items():
+        if not _is_skipped(name, aliases, config):
+            result |= dict(_ours(_renamed(name, aliases), tensor, aliases, config))
+    return result
+
+
+def _is_skipped(name: str, aliases: Aliases, config: ModelConfig) -> bool:
+    match = _LAYER.fullmatch(name) if aliases.extra_layers else None
+    beyond = match is not None and int(match["layer"]) >= config.num_layers
+    return beyond or name.startswith(aliases.skipped)
+
+
+def _renamed(name: str, aliases: Aliases) -> str:
+    dotted = f".{name}."
+    part = next((part for part in aliases.renamed if f".{part}." in dotted), None)
+    return name if part is None else dotted.replace(f".{part}.", f".{aliases.renamed[part]}.")[1:-1]
+
+
+def _ours(
+    name: str, tensor: ReadableTensor, aliases: Aliases, config: ModelConfig
+) -> Iterator[tuple[str, ReadableTensor]]:
+    """The tensor, or the projections that are joined in it."""
+    if isinstance(tensor, StoredTensor) and name.endswith(CHOICE_BIAS) and tensor.shape[:1] == (1,):
+        tensor = replace(tensor, shape=tensor.shape[1:])  # ERNIE has a row for each kind of input
+    match = _LAYER.fullmatch(name)
+    base, _, kind = (match["name"] if match else "").rpartition(".")
+    parts = aliases.joined.get(base)
+    if match is None or parts is None or sum(_rows(config, part) for part in parts) != tensor.shape[0]:
+        yield name, tensor
+        return
+    start = 0
+    for part in parts:
+        stop = start + _rows(config, part)
+        ours = f"model.layers.{match['layer']}.{part}.{kind}"
+        yield ours, _range_of(tensor, ours, start, stop)
+        start = stop
+
+
+def _rows(config: ModelConfig, projection: str) -> int:
+    match projection.rpartition(".")[2]:
+        case "q_proj":
+            return config.num_heads * config.head_dim
+        case "k_proj" | "v_proj":
+            return config.num_kv_heads * config.head_dim
+    return config.intermediate_size
+
+
+def _range_of(tensor: ReadableTensor, name: str, start: int, stop: int) -> ReadableTensor:
+    """Rows [start, stop)."""
+    if isinstance(tensor, DequantizedTensor):
+        return DequantizedRows(name=name, whole=tensor, start=start, stop=stop)
+    assert isinstance(tensor, StoredTensor), f"rows of a {type(tensor).__name__}"
+    row = tensor.size // tensor.shape[0]
+    return replace(
+        tensor,
+        shape=(stop - start, *tensor.shape[1:]),
+        offset=tensor.offset + start * row,
+        size=(stop - start) * row,
+    )
