@@ -41,6 +41,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# A test that needs a model hub starts one. No other request leaves this machine: nothing listens on this port.
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
+
 # On a machine with much to do the first of two equal examples takes longer than any bound that would find anything. And
 # every run tries the same examples; `--hypothesis-profile searching` tries others each time.
 settings.register_profile("searching", deadline=None)

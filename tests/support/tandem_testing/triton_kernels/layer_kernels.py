@@ -37,13 +37,17 @@ class Heads:
     page: int
 
 
+RMS_KINDS = tuple(kind for kind in NormKind if kind is not NormKind.CENTERED)
+"""Those that this kernel computes."""
+
+
 def check_rms_norm(device: str) -> None:
-    for dtype, kind, size in product((FLOAT32, BFLOAT16), NormKind, (1, 24, 100, 5000)):
+    for dtype, kind, size in product((FLOAT32, BFLOAT16), RMS_KINDS, (1, 24, 100, 5000)):
         norm_agrees(device, dtype, kind, tokens=3, size=size)
 
 
 def check_rms_norm_of_heads(device: str) -> None:
-    for dtype, kind in product((FLOAT32, BFLOAT16), NormKind):
+    for dtype, kind in product((FLOAT32, BFLOAT16), RMS_KINDS):
         head_norm_agrees(device, dtype, kind, tokens=5, heads=3, size=24)
 
 
@@ -80,7 +84,7 @@ def check_part_of_a_head_is_rotated(device: str) -> None:
 
 def check_heads_are_normalised_before_their_rotation(device: str) -> None:
     heads = Heads(tokens=4, query=5, kv=2, size=16, rotary=16, page=2)
-    for dtype, kind in product((FLOAT32, BFLOAT16), NormKind):
+    for dtype, kind in product((FLOAT32, BFLOAT16), RMS_KINDS):
         rotation_agrees(device, dtype, heads, kind)
 
 

@@ -29,8 +29,7 @@ from tandem_engine.config import (
     SpecConfig,
 )
 from tandem_engine.disaggregation.digest import digesters_on_device
-from tandem_engine.engine import Engine
-from tandem_engine.engine import engine as lone_runs
+from tandem_engine.engine import Engine, standalone_runs
 from tandem_engine.engine.loaded_model import load
 from tandem_engine.executor.warm_up import LISTED_ROWS, Room, WarmStep, list_sizes
 from tandem_engine.kernels import compiles
@@ -211,7 +210,7 @@ def compile_a_kernel_while_serving_and_it_is_counted_and_named() -> None:
 
 def compile_less_and_a_step_left_out_of_the_list_is_found() -> None:
     """Each way in which a request's kernels differ from a plain one's is missed when its step is."""
-    everything = lone_runs.request_steps
+    everything = standalone_runs.request_steps
     for missing, kernel in (
         ("penalties, a grammar, allowed tokens", "edit_kernel"),
         ("copied pages", "copy_pages_kernel"),
@@ -221,7 +220,7 @@ def compile_less_and_a_step_left_out_of_the_list_is_found() -> None:
             return (step for step in everything(room, **facts) if step.name != missing)
 
         with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(prefix="tandem-warm-") as folder:
-            patch.setattr(lone_runs, "request_steps", without)
+            patch.setattr(standalone_runs, "request_steps", without)
             with device_engine(write_tiny_checkpoint("qwen2", Path(folder) / "model")) as (engine, noted):
                 engine.warm_up()
                 found = new_launches(engine, noted, requests_of_every_kind())
