@@ -71,7 +71,7 @@ PUBLISHED = {
     "qwen3_moe": Published(
         "experts (top-k normalized or not, dense layers between), sliding window", "Qwen3 30B-A3B", 48, 4, 128
     ),
-    "qwen2_moe": Published("experts and a gated shared one, q, k, v bias", "Qwen1.5-MoE-A2.7B", 24, 16, 128),
+    "qwen2_moe": Published("experts and a gated shared one, q, k, v bias", "Qwen2-57B-A14B", 28, 4, 128),
     "glm4_moe": Published(
         "experts chosen by sigmoid, correction bias and group; shared expert; half of each head rotates",
         "GLM-4.5-Air",
