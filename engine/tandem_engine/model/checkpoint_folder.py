@@ -83,7 +83,7 @@ class ModelDirectory:
         return (self.path / name).exists()
 
     def file(self, name: str, *, named_by: str = "") -> Path:
-        """Path of a regular file that must be there; `named_by` tells who says so.
+        """Path of a regular file that must be there; `named_by`: the file that names it.
 
         Raises:
             CheckpointError: it is absent, not a plain file name, not a file, or leads out of the directory.

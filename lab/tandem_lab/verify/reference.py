@@ -145,7 +145,7 @@ def load_reference(model_path: str | Path) -> Any:
 
 
 class TransformersReference:
-    """`load_reference`, in float32 unless told otherwise, eager attention, one prompt at a time."""
+    """`load_reference`, in float32 by default, eager attention, one prompt at a time."""
 
     def __init__(
         self, model_path: str, *, weights: torch.dtype = torch.float32, computes: torch.dtype = torch.float32

@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import ConfigError
-from tandem_engine.config.flags import count, non_negative_int, positive_mib
+from tandem_engine.config.flags import count, host_address, non_negative_int, positive_mib
 from tandem_services.cli.logs.pump import LogTo
 from tandem_services.common.settings import read_settings
 from tandem_services.gateway.output.reasoning import REASONING_PARSERS
@@ -105,6 +106,15 @@ def add_output_parsers(parser: argparse._ActionsContainer) -> None:
         choices=REASONING_PARSERS,
         default="auto",
         help="format of the model's reasoning; auto: by its chat template (default: auto)",
+    )
+
+
+def add_listen_host(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--host",
+        type=host_address,
+        default=LOOPBACK,
+        help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default: %(default)s)",
     )
 
 

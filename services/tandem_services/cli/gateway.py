@@ -16,6 +16,7 @@ from tandem_services.cli.flags import (
     add_body_memory,
     add_console,
     add_deployment,
+    add_listen_host,
     add_local_prefill,
     add_log_format,
     add_model,
@@ -86,12 +87,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_api(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--host",
-        type=host_address,
-        default=LOOPBACK,
-        help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default: %(default)s)",
-    )
+    add_listen_host(group)
     group.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: 8000)")
     group.add_argument(
         "--model-root",

@@ -117,8 +117,8 @@ def server_version(path: str) -> str | None:
 
 
 def _socket_path(run_dir: Path) -> Path:
-    """In the run directory. In another folder of this user where that path is too long for the kernel or somebody
-    else's file has the name, which redis-server would remove.
+    """In the run directory. In another folder of this user where that path is too long for the kernel, or where a file
+    of another program has the name, which redis-server would remove.
     """
     path = run_dir / SOCKET_FILE
     if len(os.fsencode(path)) <= MAX_SOCKET_BYTES and (path.is_socket() or not os.path.lexists(path)):

@@ -4,14 +4,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
-from tandem_engine.config.flags import host_address
 from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
     add_allowed_hosts,
     add_deployment,
+    add_listen_host,
     add_local_prefill,
     add_log_format,
     add_router_policy,
@@ -115,12 +114,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_apis(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--host",
-        type=host_address,
-        default=LOOPBACK,
-        help="address to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv6 and IPv4 (default: %(default)s)",
-    )
+    add_listen_host(group)
     group.add_argument("--port", type=port_number, default=8100, help="port of the HTTP API (default: 8100)")
     group.add_argument(
         "--grpc-port",

@@ -57,7 +57,7 @@ from tandem_services.gateway.console.fleet_document import (
 )
 from tandem_services.gateway.console.routes import Console, SharedDocument
 from tandem_services.gateway.http.accepting import Acceptor, needs_acceptor
-from tandem_services.gateway.http.connection import GatewayConnection
+from tandem_services.gateway.http.connection import GatewayConnection, end_one
 from tandem_services.gateway.http.middleware import Closing
 from tandem_services.gateway.models.catalog import LiveModels
 from tandem_services.gateway.models.file import ModelsFileMetrics, ModelsWatch
@@ -264,14 +264,7 @@ class GatewayServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _end_an_idle_connection(self) -> bool:
-        connections = self.server_state.connections
-        ours = (each for each in connections if isinstance(each, GatewayConnection))
-        idle = next((each for each in ours if each.has_rested(IDLE_S)), None)
-        if idle is None:
-            return False
-        connections.discard(idle)
-        idle.end()
-        return True
+        return end_one(self.server_state.connections, lambda each: each.has_rested(IDLE_S))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -5,7 +5,7 @@
     3. `packs` of this package                                                   read
 
 To call a kernel is to execute its file. So folders and files of 1 and 2 must belong to this user or to root, and
-nobody else may be able to write to them; others are skipped with a warning. Folders are checked by the descriptor that
+no other user may be able to write to them; others are skipped with a warning. The check uses the descriptor that
 files are then opened from, so that nothing can take their place in between. The packs are as trusted as the code next
 to them.
 
@@ -177,7 +177,7 @@ class KernelStore:
             if not trusted and folder not in self._refused:
                 self._refused.add(folder)
                 logger.warning(
-                    "kernels in %s are not used: the folder must belong to this user or to root, and nobody else may "
+                    "kernels in %s are not used: the folder must belong to this user or to root, and no other user may "
                     "write to it (chmod go-w %s)",
                     folder,
                     folder,

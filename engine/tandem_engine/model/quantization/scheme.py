@@ -47,7 +47,7 @@ class WeightFormat(Protocol):
 FIELD = "quantization_config"
 MXFP4 = "mxfp4"
 MXFP4_FIELDS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
-"""Which modules are plain is what the tensors show, and `dequantize` is an option of whoever reads them."""
+"""Which modules are plain is what the tensors show, and `dequantize` is an option of the reader."""
 
 MAX_GROUP = 1 << 20
 MAX_BLOCK = 1 << 16

@@ -21,6 +21,7 @@ that is impossible, as during the response to a request whose body still arrives
 import asyncio
 import math
 import uuid
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -142,13 +143,7 @@ class GatewayConnection(HttpToolsProtocol):
         self.transport.close()
 
     def _end_an_idle_one(self) -> bool:
-        others = (connection for connection in self.connections if connection is not self)
-        idle = next((other for other in others if isinstance(other, GatewayConnection) and not other.answering), None)
-        if idle is None:
-            return False
-        self.connections.discard(idle)
-        idle.end()
-        return True
+        return end_one(self.connections, lambda other: other is not self and not other.answering)
 
     def _expect_head(self) -> None:
         if self._deadline is None:
@@ -217,6 +212,16 @@ class GatewayConnection(HttpToolsProtocol):
             # What still arrives of a body whose request was refused has had its answer.
             return not cycle.more_body
         return cycle.more_body and not cycle.response_started and not self.pipeline
+
+
+def end_one(connections: set[Any], may_end: Callable[[GatewayConnection], bool]) -> bool:
+    """Close one of `connections` that may end. Returns whether there was one."""
+    for each in connections:
+        if isinstance(each, GatewayConnection) and may_end(each):
+            connections.discard(each)
+            each.end()
+            return True
+    return False
 
 
 def _whole_response(refusal: ApiError) -> bytes:

@@ -41,7 +41,7 @@ class OutputReading:
     shows_reasoning: bool = True
     tool_parser: Callable[[Schemas], ToolParser] | None = None
     channels: bool = False
-    """The output is messages on channels: `reasoning` is not used, and `tool_parser` tells whether there are calls."""
+    """The output is messages on channels: `reasoning` is not used, and `tool_parser` is set if there may be calls."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parallel: bool = True
     """False: calls after the first are left out."""
