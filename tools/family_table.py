@@ -37,11 +37,13 @@ class Published(NamedTuple):
     layers: int
     kv_heads: int
     head_dim: int
+    parts: int = 2
+    """K and V, or one latent."""
 
     @property
     def kv_bytes(self) -> int:
-        """Of K and V of one token in bfloat16, in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * 2
+        """Of one token in bfloat16, in all layers."""
+        return self.parts * self.layers * self.kv_heads * self.head_dim * 2
 
 
 PUBLISHED = {
@@ -112,6 +114,25 @@ PUBLISHED = {
     "ernie4_5": Published("neighboring pairs rotate", "ERNIE 4.5 0.3B", 18, 2, 128),
     "hunyuan_v1_dense": Published("norms on q and k after their rotation", "Hunyuan 7B", 32, 8, 128),
     "ministral3": Published("queries scaled by position, yarn", "Ministral 3 8B", 34, 8, 128),
+    "deepseek_v2": Published(
+        "latents (MLA); experts chosen by softmax, `greedy` or `group_limited_greedy`; shared experts",
+        "DeepSeek V2 Lite",
+        27,
+        1,
+        576,
+        parts=1,
+    ),
+    "deepseek_v3": Published(
+        "latents; experts chosen by sigmoid, correction bias and group; shared experts; R1, V3.1 and Kimi K2 too",
+        "DeepSeek V3, Kimi K2",
+        61,
+        1,
+        576,
+        parts=1,
+    ),
+    "glm4_moe_lite": Published(
+        "as deepseek_v3; dense layers by `mlp_layer_types`", "GLM-4.7-Flash", 47, 1, 576, parts=1
+    ),
 }
 
 COLUMNS = (
@@ -188,7 +209,7 @@ def row(family: Family, tiny: dict[str, ModelConfig]) -> tuple[str, ...]:
 
 def by_torch(config: ModelConfig) -> str:
     """What has no Triton kernel of its own."""
-    parts = []
+    parts = ["attention"] if config.latent is not None else []
     if config.norm is NormKind.CENTERED:
         parts.append("norms")
     if config.qk_norm is QkNorm.WHOLE:

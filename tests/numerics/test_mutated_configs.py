@@ -11,7 +11,7 @@ from tandem_testing.mutated_configs.mutations import ABSENT, FULL, SLIDING, Muta
 from tandem_testing.mutated_configs.run import run
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
-SAMPLED = ("mistral", "gemma3", "qwen3-moe", "cohere2", "glm4-moe", "ministral3")
+SAMPLED = ("mistral", "gemma3", "qwen3-moe", "cohere2", "glm4-moe", "ministral3", "deepseek-v3")
 EVERY = 61
 NAMED = {
     "mistral": [
@@ -36,6 +36,24 @@ NAMED = {
         {"attention_bias": False},
         {"num_experts_per_tok": ABSENT},
     ],
+    "deepseek-v3": [
+        {"head_dim": 8},
+        {"num_key_value_heads": 2},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 2.0}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 2.0}},
+        {"rope_interleave": False, "rms_norm_eps": 0.5},
+        {"topk_group": 1},
+        {"num_experts_per_tok": 4, "n_group": 2, "topk_group": 1},
+        {"norm_topk_prob": False, "routed_scaling_factor": 0.5},
+    ],
+    "deepseek-v2-groups": [
+        {"topk_method": "greedy"},
+        {"norm_topk_prob": True},
+        {"n_group": None},
+        {"scoring_func": "sigmoid"},
+    ],
+    "glm4-moe-lite": [{"first_k_dense_replace": 1}, {"rms_norm_eps": ABSENT}],
     "llama-bias": [{"attention_chunk_size": 8}, {"rope_scaling": {}, "rope_parameters": {"rope_theta": 300.0}}],
 }
 

@@ -111,7 +111,6 @@ def test_the_examination_allows_for_rounding(arcee, dtype):
         ("falcon", "transformers cannot load"),
         ("stablelm", "its attention cannot be replaced"),
         ("llama4", "layer_types may name only full_attention and sliding_attention"),
-        ("deepseek-v3", "keys of 192 and values of 128"),
         ("roberta", "computes other logits than transformers by itself"),
         ("xlm-roberta", "computes other logits than transformers by itself"),
     ],
@@ -124,6 +123,12 @@ def test_sinks_are_refused_where_transformers_is_to_compute_them(tmp_path):
     path = write_tiny_checkpoint("gpt-oss", tmp_path)
     with pytest.raises(CheckpointError, match="requires s_aux"):
         load_model(path, read_model_config(path, impl=ModelImpl.TRANSFORMERS), torch.float32, progress=False)
+
+
+def test_keys_and_values_of_two_sizes_are_refused(tmp_path):
+    checkpoint = write_tiny_checkpoint("deepseek-v3", tmp_path)
+    with pytest.raises(CheckpointError, match="keys of 36 and values of 12"):
+        load(checkpoint, ModelImpl.TRANSFORMERS)
 
 
 def test_layers_without_attention_are_refused_whatever_config_json_says(tmp_path):

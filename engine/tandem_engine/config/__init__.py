@@ -27,6 +27,7 @@ from tandem_engine.config.engine import (
 from tandem_engine.config.model import (
     Activation,
     GateClamp,
+    LatentConfig,
     ModelConfig,
     ModelImpl,
     MoeConfig,
@@ -58,6 +59,7 @@ __all__ = [
     "GraphConfig",
     "HostConfig",
     "KvCacheDtype",
+    "LatentConfig",
     "LoadFormat",
     "ModelConfig",
     "ModelImpl",

@@ -1,5 +1,6 @@
 """Architecture of a model, read from its checkpoint's `config.json` (`model.checkpoint`)."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,6 +30,10 @@ class RopeConfig:
     """Dimensions of each head that rotate, the first ones; None is all."""
     interleaved: bool = False
     """Whether the checkpoint rotates neighbors, 2i and 2i + 1, instead of i and i + half."""
+
+    def yarn_mscale(self, scale: float) -> float:
+        """YaRN's temperature for so much `scale`."""
+        return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
 
 class ModelImpl(StrEnum):
@@ -138,8 +143,10 @@ class MoeConfig:
     choice_bias: bool = False
     """Whether experts are chosen by score plus a bias, which does not count in their weights."""
     groups: int = 1
-    """Experts are chosen from the best `kept_groups` of so many groups, ordered by their two best experts."""
+    """Experts are chosen from the best `kept_groups` of so many groups."""
     kept_groups: int = 1
+    group_top: int = 2
+    """A group is worth the scores of so many of its experts, the best ones."""
     least_sum: float = 0.0
     """Bound from below of the sum that weights are divided by."""
     scale: float = 1.0
@@ -151,6 +158,33 @@ class MoeConfig:
     """Biases on the router and on both projections of each expert (gpt_oss)."""
     interleaved: bool = False
     """Whether gate and up of an expert are stored as one matrix whose outputs alternate (gpt_oss)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentConfig:
+    """Attention over one latent per token, from which all heads compute their keys and values (MLA)."""
+
+    query_rank: int | None
+    """Numbers that queries are computed from; None is the hidden state."""
+    rank: int
+    """Numbers that keys and values are computed from."""
+    plain_size: int
+    """Of a query or key, the dimensions without positions, which come first."""
+    rotated_size: int
+    """Of a query or key, the dimensions that rotate. All heads have the same of a key."""
+    value_size: int
+    interleaved: bool
+    """Dimensions that rotate together are neighbors; otherwise half of `rotated_size` apart."""
+
+    @property
+    def query_size(self) -> int:
+        """Of one head."""
+        return self.plain_size + self.rotated_size
+
+    @property
+    def width(self) -> int:
+        """Numbers that a layer keeps of a token."""
+        return self.rank + self.rotated_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,6 +242,8 @@ class ModelConfig:
     norm: NormKind = NormKind.PLAIN
     norm_placement: NormPlacement = NormPlacement.BEFORE
     moe: MoeConfig | None = None
+    latent: LatentConfig | None = None
+    """Where attention keeps a latent: `num_kv_heads` is then 1, and `head_dim` the size of what is kept."""
     text_part: bool = False
     """Whether the checkpoint has parts for images too, which are not served."""
     eos_token_ids: tuple[int, ...] = ()
@@ -217,3 +253,8 @@ class ModelConfig:
     """How the checkpoint stores its matrices and how they are held; empty: as they are, in the dtype."""
     fingerprint: str = ""
     """Digest of config and weight headers: two workers with different ones never exchange KV."""
+
+    @property
+    def rotary_heads(self) -> int:
+        """Size of the heads, or parts of heads, that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rotated_size

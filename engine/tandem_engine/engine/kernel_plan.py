@@ -43,8 +43,10 @@ def kernel_plan(config: EngineConfig, facts: ModelConfig) -> KernelPlan:
     pages = kv_dtype(config.cache.dtype, dtype)
     transfers = _of_transfers(facts, pages) if config.disagg.transport != NO_TRANSPORT else []
     rows, step = _of_fused_steps(facts, dtype) if _is_fused(config, facts, dtype) else ([], [])
-    attention = _of_attention(config, facts, pages)
-    return KernelPlan(tuple(step), (*attention, *rows, *_of_products(facts, dtype), *_of_steps(pages), *transfers))
+    attention = _of_attention(config, facts, pages) if facts.latent is None else []
+    return KernelPlan(
+        tuple(step), (*attention, *rows, *_of_products(facts, dtype), *_of_steps(facts, pages), *transfers)
+    )
 
 
 @contextmanager
@@ -109,8 +111,8 @@ def _of_products(facts: ModelConfig, dtype: torch.dtype) -> list[KernelSpec]:
     return [build_product_kernel.spec(dtype_of(dtype), int8=int8) for int8 in kinds]
 
 
-def _of_steps(pages: torch.dtype) -> list[KernelSpec]:
-    """What steps of any model call from Python."""
+def _of_steps(facts: ModelConfig, pages: torch.dtype) -> list[KernelSpec]:
+    """What steps of any model call from Python; torch attends over latents."""
     from tandem_engine.kernels.cpu.attention_work import cut_queries, group_tasks, store
     from tandem_engine.kernels.cpu.numbers import as_array
     from tandem_engine.kernels.cpu.type_text import array
@@ -118,11 +120,14 @@ def _of_steps(pages: torch.dtype) -> list[KernelSpec]:
 
     number = as_array(torch.empty(0, dtype=pages)).dtype.name
     some, many = array("int64", 1), array("int64", 2)
+    sampling = find_in_blocks.spec(array("float32", 2), array("float32", 1), some)
+    if facts.latent is not None:
+        return [sampling]
     return [
         group_tasks.spec(many, many, array("int32", 2), "int64", "int64", "int64"),
         store.spec(array(number, 6), "int64", array(number, 3), array(number, 3), some),
         cut_queries.spec(many, "int64", some, "int64", "int64", "int64"),
-        find_in_blocks.spec(array("float32", 2), array("float32", 1), some),
+        sampling,
     ]
 
 

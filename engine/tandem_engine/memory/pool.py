@@ -151,6 +151,9 @@ class KvPool:
 
     def gathered(self, layer: int, pages: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the tokens in `slots` of `pages`, both int64 [N], each float32 [N, num_kv_heads, head_dim]."""
+        if self.value_width is not None:
+            latents = self.data[:, layer, 0][pages, :, slots].float()
+            return latents, latents[..., : self.value_width]
         sides = (side[pages, :, slots] for side in map(_indexable, self.key_value(layer)))
         scales = self.scales_of(layer)
         if scales is None:

@@ -21,7 +21,9 @@ from tandem_engine.config import ModelConfig, MoeConfig, NormPlacement, QkNorm, 
 from tandem_engine.kernels.interface import GatedActivation, by_triton
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend
+from tandem_engine.model.latent.attention import latent_attention
 from tandem_engine.model.layers.attention import RotaryTable, SelfAttention, rotary_order, rotary_table
+from tandem_engine.model.layers.latent import LatentAttention
 from tandem_engine.model.layers.linear import Projection, TokenEmbedding, projection
 from tandem_engine.model.layers.mlp import Expert, FeedForward, Router, SharedBlock, SparseFeedForward, gated
 from tandem_engine.model.layers.norm import NoNorm, Norm, WholeHeadsNorm, rms_norm, scale_of
@@ -78,7 +80,7 @@ class Tokenwise(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    attention: SelfAttention
+    attention: SelfAttention | LatentAttention
     feed_forward: Tokenwise
     rotary: int
     """Index of its table among those of the decoder."""
@@ -144,8 +146,9 @@ def attention_specs(config: ModelConfig, blocks: Sequence[Block] | None = None) 
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     windows = config.windows or (None,) * config.num_layers
     sinks = (None,) * len(windows) if blocks is None else tuple(block.attention.sinks for block in blocks)
+    width = None if config.latent is None else config.latent.rank
     return tuple(
-        AttentionSpec(scale=scale, window=window, soft_cap=config.attention_soft_cap, sinks=own)
+        AttentionSpec(scale=scale, window=window, soft_cap=config.attention_soft_cap, sinks=own, value_width=width)
         for window, own in zip(windows, sinks, strict=True)
     )
 
@@ -204,7 +207,7 @@ def _ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
 def _rotary(rope: RopeConfig, config: ModelConfig, weights: Weights, positions: int) -> RotaryTable:
     return rotary_table(
         rope,
-        head_dim=config.head_dim,
+        head_dim=config.rotary_heads,
         positions=positions,
         dtype=weights.dtype,
         device=weights.device,
@@ -236,8 +239,11 @@ class BlockBuilder:
             parallel=self.config.norm_placement is NormPlacement.SHARED,
         )
 
-    def _attention(self, prefix: str) -> SelfAttention:
+    def _attention(self, prefix: str) -> SelfAttention | LatentAttention:
         config = self.config
+        if config.latent is not None:
+            norm = self._norm(f"{prefix}input_layernorm")
+            return latent_attention(config, config.latent, self.weights, self.heads, prefix=prefix, norm=norm)
         names = [f"{prefix}self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")]
         return SelfAttention(
             norm=NoNorm() if self._norms_after_only else self._norm(f"{prefix}input_layernorm"),
@@ -323,6 +329,7 @@ class BlockBuilder:
             bias=self.weights.exact(f"{prefix}{CHOICE_BIAS}") if moe.choice_bias else None,
             groups=moe.groups,
             kept_groups=moe.kept_groups,
+            group_top=moe.group_top,
             least_sum=moe.least_sum,
             scale=moe.scale,
             float32=moe.float32_router,

@@ -44,6 +44,7 @@ from tandem_engine.model.config_fields import (
 from tandem_engine.model.dense_families import DENSE_FAMILIES
 from tandem_engine.model.expert_families import EXPERT_FAMILIES
 from tandem_engine.model.known_fields import Family, decoder_fields
+from tandem_engine.model.latent.families import LATENT_FAMILIES
 from tandem_engine.model.norm_families import NORM_FAMILIES
 from tandem_engine.model.rotary_fields import read_rope_set
 
@@ -288,6 +289,7 @@ FAMILIES = (
     *EXPERT_FAMILIES,
     *NORM_FAMILIES,
     *DENSE_FAMILIES,
+    *LATENT_FAMILIES,
 )
 
 
@@ -302,7 +304,7 @@ def find_family(config: ConfigFields) -> Family | None:
     if not named:
         return None
     model_type = config.values.get("model_type")
-    family = next((family for family in named if model_type is None or family.name == model_type), None)
+    family = next((each for each in named if model_type in (None, each.name, *each.other_names)), None)
     if family is None:
         config.refuse(
             "model_type",

@@ -238,6 +238,8 @@ class Family:
     """Every field that `read` looks at, and what else may stand in the file."""
     read: Callable[[ConfigFields], ModelConfig]
     """Everything but the end-of-sequence ids and the fingerprint. Raises `CheckpointError`."""
+    other_names: tuple[str, ...] = ()
+    """Further values of `model_type` that mean this family."""
 
     def parse(self, config: ConfigFields) -> ModelConfig:
         """As `read`, of a file in which every field is understood.

@@ -9,7 +9,7 @@
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tandem_engine.config import ModelConfig
@@ -19,6 +19,9 @@ from tandem_engine.model.tensor_names import CHOICE_BIAS, canonical_experts
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+
+PREDICTS_AHEAD = "eh_proj.weight"
+"""A matrix that MTP layers have and no others: a number of layers that is too small is noticed."""
 
 _LAYER = re.compile(r"model\.layers\.(?P<layer>\d{1,6})\.(?P<name>.+)")
 
@@ -32,11 +35,12 @@ class Aliases:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names within a layer, to those of the projections, in the order of their rows."""
     extra_layers: bool = False
-    """Whether there may be layers beyond the last one."""
+    """Whether there may be layers beyond the last one, each with a `PREDICTS_AHEAD`."""
     skipped: tuple[str, ...] = ()
     """Beginnings of names of what is not served."""
 
 
+_SHARED = {"mlp.shared_experts": "mlp.shared_expert"}
 _HUNYUAN = {"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"}
 
 ALIASES: Mapping[str, Aliases] = {
@@ -56,7 +60,10 @@ ALIASES: Mapping[str, Aliases] = {
         },
         joined={"mlp.gate_up_proj": GATE_UP},
     ),
-    "glm4_moe": Aliases(renamed={"mlp.shared_experts": "mlp.shared_expert"}, extra_layers=True),
+    "deepseek_v2": Aliases(renamed=_SHARED),
+    "deepseek_v3": Aliases(renamed=_SHARED, extra_layers=True),
+    "glm4_moe": Aliases(renamed=_SHARED, extra_layers=True),
+    "glm4_moe_lite": Aliases(renamed=_SHARED, extra_layers=True),
     "hunyuan_v1_dense": Aliases(renamed=_HUNYUAN),
     "hunyuan_v1_moe": Aliases(
         renamed={**_HUNYUAN, "mlp.gate.wg": "mlp.gate", "mlp.shared_mlp": "mlp.shared_expert"},
@@ -72,15 +79,16 @@ def canonical_tensors(tensors: Mapping[str, ReadableTensor], config: ModelConfig
     aliases, found = ALIASES.get(config.family, Aliases()), canonical_experts(tensors)
     result: dict[str, ReadableTensor] = {}
     for name, tensor in found.items():
-        if not _is_skipped(name, aliases, config):
+        if not _is_skipped(name, aliases, config, found):
             result |= dict(_ours(_renamed(name, aliases), tensor, aliases, config))
     return result
 
 
-def _is_skipped(name: str, aliases: Aliases, config: ModelConfig) -> bool:
+def _is_skipped(name: str, aliases: Aliases, config: ModelConfig, found: Container[str]) -> bool:
     match = _LAYER.fullmatch(name) if aliases.extra_layers else None
-    beyond = match is not None and int(match["layer"]) >= config.num_layers
-    return beyond or name.startswith(aliases.skipped)
+    if match is not None and int(match["layer"]) >= config.num_layers:
+        return f"model.layers.{match['layer']}.{PREDICTS_AHEAD}" in found
+    return name.startswith(aliases.skipped)
 
 
 def _renamed(name: str, aliases: Aliases) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.config import ModelConfig, MoeConfig, NormPlacement, QkNorm
+from tandem_engine.config import LatentConfig, ModelConfig, MoeConfig, NormPlacement, QkNorm
 from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
 from tandem_engine.model.checkpoint_folder import shown
 from tandem_engine.model.config_fields import MAX_EXPERTS
@@ -155,6 +155,9 @@ def _block_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
 
 
 def _attention_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if config.latent is not None:
+        yield from _latent_shapes(config, config.latent)
+        return
     hidden = config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield from _linear("self_attn.q_proj", q, hidden, bias=config.attention_bias)
@@ -167,6 +170,20 @@ def _attention_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...
         whole = config.qk_norm is QkNorm.WHOLE
         yield "self_attn.q_norm.weight", (q if whole else config.head_dim,)
         yield "self_attn.k_norm.weight", (kv if whole else config.head_dim,)
+
+
+def _latent_shapes(config: ModelConfig, latent: LatentConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, heads = config.hidden_size, config.num_heads
+    if latent.query_rank is None:
+        yield "self_attn.q_proj.weight", (heads * latent.query_size, hidden)
+    else:
+        yield from _linear("self_attn.q_a_proj", latent.query_rank, hidden, bias=config.attention_bias)
+        yield "self_attn.q_a_layernorm.weight", (latent.query_rank,)
+        yield "self_attn.q_b_proj.weight", (heads * latent.query_size, latent.query_rank)
+    yield from _linear("self_attn.kv_a_proj_with_mqa", latent.width, hidden, bias=config.attention_bias)
+    yield "self_attn.kv_a_layernorm.weight", (latent.rank,)
+    yield "self_attn.kv_b_proj.weight", (heads * (latent.plain_size + latent.value_size), latent.rank)
+    yield from _linear("self_attn.o_proj", hidden, heads * latent.value_size, bias=config.output_bias)
 
 
 _NORMS = {

@@ -86,6 +86,15 @@ def column_parallel(weights: Weights, *names: str, bias: bool, split: Split, ord
     return held_projection(matrix, biases, weights.dtype)
 
 
+def replicated(weights: Weights, *names: str, bias: bool) -> Projection:
+    """The named projections as one, whose outputs every rank computes."""
+    return held_projection(
+        weights.matrix(*(f"{name}.weight" for name in names)),
+        weights.stacked(*(f"{name}.bias" for name in names)) if bias else None,
+        weights.dtype,
+    )
+
+
 def row_parallel(weights: Weights, name: str, *, bias: bool, split: Split, scale: float = 1.0) -> Projection:
     """The named projection, from a share of its inputs on each rank to all of its outputs on every rank.
 

@@ -73,7 +73,8 @@ class Draft:
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """Memory beside each page of the target."""
         facts = self.config
-        values = facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim
+        parts = 2 if facts.latent is None else 1
+        values = facts.num_layers * parts * facts.num_kv_heads * facts.head_dim
         return (values + self.is_head * facts.hidden_size) * page_size * dtype.itemsize
 
     def weight_bytes(self, dtype: torch.dtype, *, target_path: str, target_is_whole: bool) -> int:
@@ -216,6 +217,7 @@ def _pool(draft: Draft, target: Target) -> KvPool:
         page_size=target.page_size,
         dtype=target.dtype,
         device=target.device,
+        value_width=None if draft.config.latent is None else draft.config.latent.rank,
     )
 
 

@@ -215,7 +215,7 @@ def load_head(path: str, config: ModelConfig, *, dtype: torch.dtype, device: str
         block=BlockBuilder(config=config, weights=weights, heads=heads_of_rank(config, 1)).block(0),
         norm=rms_norm(weights.stacked(FINAL_NORM), eps=config.rms_eps, kind=config.norm),
         rotary=rotary_table(
-            rope or config.rope, head_dim=config.head_dim, positions=positions, dtype=dtype, device=place
+            rope or config.rope, head_dim=config.rotary_heads, positions=positions, dtype=dtype, device=place
         ),
     )
 

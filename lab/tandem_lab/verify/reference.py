@@ -27,6 +27,9 @@ from tandem_engine.config import GrammarConfig
 from tandem_engine.engine.loaded_model import LoadedModel
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.sampling import ReasoningBudget, SamplingParams
+from tandem_engine.model.checkpoint_folder import open_directory
+from tandem_engine.model.config_fields import read_fields
+from tandem_engine.model.families import find_family
 from tandem_engine.sampling.grammar.backend import CompiledGrammar, Matcher
 from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
 from tandem_engine.sampling.grammar.reasoning import LEAD
@@ -129,19 +132,33 @@ class ReferenceOutput:
 
 def load_reference(model_path: str | Path) -> Any:
     """The model of transformers in float32, with all of its parts if it takes images too."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    config = _config_of(model_path)
     whole = config.get_text_config(decoder=True) is not config
     kind = AutoModelForImageTextToText if whole else AutoModelForCausalLM
     return kind.from_pretrained(
         model_path,
+        config=config,
         dtype=torch.float32,
         attn_implementation="eager",
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
     ).eval()
+
+
+def _config_of(model_path: str | Path) -> Any:
+    """Under the `model_type` of transformers, where a family has another one too (Kimi K2 is a deepseek_v3)."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    fields = read_fields(open_directory(model_path))
+    family = find_family(fields)
+    if family is None or fields.values.get("model_type") not in family.other_names:
+        return AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    config = CONFIG_MAPPING[family.name].from_pretrained(model_path, local_files_only=True)
+    config.model_type = family.name
+    return config
 
 
 class TransformersReference:

@@ -28,6 +28,7 @@ CONTINUED = "continued in sessions"
 TWICE = "twice, to the bit"
 DISAGGREGATED = "disaggregated over NIXL"
 SWAPPED, HOST, FILES = "swapped (forced)", "host cache, write_back", "files, after a restart"
+FETCHED = "prefix fetched over NIXL"
 SHARED = "mixed, staggered, 2 ranks"
 UNEQUAL = ("disaggregated over NIXL, 1 to 2 ranks", "disaggregated over NIXL, 2 to 1 ranks")
 
@@ -43,8 +44,11 @@ REDUCED_PATHS = [
     "qwen3-moe-raw-weights",
     "gpt-oss",
     "gemma3",
+    "deepseek-v2-groups",
+    "deepseek-v3",
+    "glm4-moe-lite",
 ]
-"""All but the first two have windows shorter than the prompts, or experts."""
+"""All but the first two have windows shorter than the prompts, or experts; the last three keep latents."""
 
 ADDED_PATHS = {
     # Layers that do not rotate next to layers with windows; two blocks that read one norm.
@@ -57,6 +61,8 @@ ADDED_PATHS = {
     "phi4-mini": (CHUNKED, SHARED),
     # Queries that depend on their position: a chunk, a cached prefix and a receiver must know it.
     "ministral3": (CHUNKED, CACHED, DISAGGREGATED),
+    # Pages of one part: to host memory and files, by a fetch, and beside those of drafts.
+    "deepseek-v3": (SWAPPED, HOST, FILES, FETCHED, "self drafts, handed over, page 1"),
     # One norm over the heads of all ranks, twice over key heads that ranks share.
     "minimax-m2": (RETRACTED, SHARED, *UNEQUAL),
     # Two rotations and windows; blocks that read the hidden states as they are.

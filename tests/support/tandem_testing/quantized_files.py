@@ -242,7 +242,7 @@ def write_quantized(
     held: dict[str, Tensor] = {}
     worths: dict[str, Tensor] = {}
     for number, (name, tensor) in enumerate(random_tensors(directory).items()):
-        if name.endswith("_proj.weight") or (head and name == LM_HEAD):
+        if name.endswith(("_proj.weight", "_with_mqa.weight")) or (head and name == LM_HEAD):
             quantized = writer(tensor, number)
             worths[name] = quantized.worth
             prefix = name.removesuffix("weight")

@@ -292,6 +292,92 @@ TINY_MODELS = {
     ),
 }
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+}
+"""No two sizes of attention are equal, so that none can stand for another."""
+
+TINY_MODELS |= {
+    "deepseek-v2": TinyModel(
+        config_class="DeepseekV2Config",
+        fields={
+            **_LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "topk_method": "greedy",
+        },
+    ),
+    "deepseek-v2-groups": TinyModel(
+        config_class="DeepseekV2Config",
+        fields={
+            **_LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 2.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+            },
+        },
+    ),
+    "deepseek-v3": TinyModel(
+        config_class="DeepseekV3Config",
+        fields={
+            **_LATENT,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "deepseek-v3-bias": TinyModel(
+        config_class="DeepseekV3Config",
+        fields={
+            **_LATENT,
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "n_shared_experts": 2,
+        },
+    ),
+    "glm4-moe-lite": TinyModel(
+        config_class="Glm4MoeLiteConfig",
+        fields={
+            **_LATENT,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_group": 2,
+            "topk_group": 1,
+            "rms_norm_eps": 1e-2,
+        },
+    ),
+}
+
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -350,7 +436,6 @@ UNSUPPORTED_MODELS = {
     "falcon": TinyModel(config_class="FalconConfig"),
     "stablelm": TinyModel(config_class="StableLmConfig"),
     "llama4": TinyModel(config_class="Llama4TextConfig"),
-    "deepseek-v3": TinyModel(config_class="DeepseekV3Config"),
     "roberta": TinyModel(config_class="RobertaConfig", fields={"is_decoder": True, "pad_token_id": 1}),
     "xlm-roberta": TinyModel(config_class="XLMRobertaConfig", fields={"is_decoder": True, "pad_token_id": 1}),
 }

@@ -145,9 +145,9 @@ def add_model_impl_flag(parser: argparse._ActionsContainer) -> None:
         "--model-impl",
         choices=[impl.value for impl in ModelImpl],
         default=ModelImpl.AUTO.value,
-        help="model implementation. tandem: fast, for llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, "
-        "gemma3_text and gpt_oss; transformers: slower, for any causal model whose attention goes through "
-        "transformers' attention interface; auto: tandem where it supports the architecture (default: auto)",
+        help="model implementation. tandem: fast, for the families in docs/models.md; transformers: slower, for any "
+        "causal model whose attention goes through transformers' attention interface; auto: tandem where it supports "
+        "the architecture (default: auto)",
     )
 
 

@@ -4,6 +4,7 @@ Every sequence gathers its slots from the pool and computes one masked softmax i
 `AttentionSpec`, on any device. It is not meant to be fast.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from torch import Tensor
 from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec
+
+MAX_SCORES = 1 << 26
+"""Numbers of float32: those of a long prompt's tokens with all their keys do not fit memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +31,12 @@ class Sequence:
     @property
     def prefix_len(self) -> int:
         return len(self.slots) - (self.stop - self.start)
+
+    def parts(self, heads: int) -> Iterator[slice]:
+        """Tokens of the batch whose scores are in memory together, at least one."""
+        tokens = max(1, MAX_SCORES // (heads * len(self.slots)))
+        for start in range(self.start, self.stop, tokens):
+            yield slice(start, min(start + tokens, self.stop))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +54,11 @@ class TorchReferencePlan:
         for sequence in self.sequences:
             places = sequence.slots // self.pool.page_size, sequence.slots % self.pool.page_size
             keys, values = self.pool.gathered(layer, *places)
-            part = slice(sequence.start, sequence.stop)
-            rows = attend_dense(q[part].float(), keys, values, sequence.prefix_len, self.specs[layer])
-            out[part] = rows.to(q.dtype)
+            for part in sequence.parts(q.shape[1]):
+                seen = sequence.prefix_len + part.stop - sequence.start
+                prefix_len = seen - (part.stop - part.start)
+                rows = attend_dense(q[part].float(), keys[:seen], values[:seen], prefix_len, self.specs[layer])
+                out[part] = rows.to(q.dtype)
         return out.flatten(1)
 
 
@@ -73,22 +85,18 @@ class TorchGraphPlan:
         spec, page_size = self.specs[layer], self.pool.page_size
         pages = self.page_table.long()[:, :, None].expand(-1, -1, page_size).flatten()
         slots = torch.arange(page_size, device=q.device).repeat(self.page_table.numel())
-        # [rows * tokens, kv_heads, D] to [rows, tokens, heads, D]
-        group = q.shape[1] // k.shape[1]
-        keys, values = (
-            part.view(len(q), -1, *part.shape[1:]).repeat_interleave(group, dim=2)
-            for part in self.pool.gathered(layer, pages, slots)
-        )
-        scores = torch.einsum("rhd,rshd->rhs", q.float(), keys) * spec.scale
+        # [rows * tokens, kv_heads, D] to [rows, tokens, kv_heads, D]
+        keys, values = (part.view(len(q), -1, *part.shape[1:]) for part in self.pool.gathered(layer, pages, slots))
+        scores = torch.einsum("rkgd,rskd->rkgs", _grouped(q.float(), k.shape[1]), keys) * spec.scale
         if spec.soft_cap is not None:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         position = torch.arange(self.page_table.shape[1] * page_size, device=q.device)
         seen = position < self.seq_lens[:, None]
         if spec.window is not None:
             seen &= position >= self.seq_lens[:, None] - spec.window
-        sinks = None if spec.sinks is None else spec.sinks[:, None]
-        weights = _softmax(scores.masked_fill(~seen[:, None], -torch.inf), sinks)
-        return torch.einsum("rhs,rshd->rhd", weights, values).to(q.dtype).flatten(1)
+        sinks = None if spec.sinks is None else spec.sinks.view(k.shape[1], -1)[..., None]
+        weights = _softmax(scores.masked_fill(~seen[:, None, None], -torch.inf), sinks)
+        return torch.einsum("rkgs,rskd->rkgd", weights, values).to(q.dtype).flatten(1)
 
 
 class TorchReferenceBackend:
@@ -134,10 +142,7 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, prefix_len: int, spec:
 
     Token t stands at position prefix_len + t. It sees positions up to its own, the newest `spec.window` of them.
     """
-    group = q.shape[1] // keys.shape[1]
-    keys = keys.repeat_interleave(group, dim=1)
-    values = values.repeat_interleave(group, dim=1)
-    scores = torch.einsum("thd,shd->hts", q, keys) * spec.scale
+    scores = torch.einsum("tkgd,skd->kgts", _grouped(q, keys.shape[1]), keys) * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     position = prefix_len + torch.arange(len(q), device=q.device)[:, None]
@@ -145,9 +150,9 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, prefix_len: int, spec:
     seen = seen_position <= position
     if spec.window is not None:
         seen &= seen_position > position - spec.window
-    sinks = None if spec.sinks is None else spec.sinks[:, None, None]
+    sinks = None if spec.sinks is None else spec.sinks.view(keys.shape[1], -1)[..., None, None]
     weights = _softmax(scores.masked_fill(~seen, -torch.inf), sinks)
-    return torch.einsum("hts,shd->thd", weights, values)
+    return torch.einsum("kgts,skd->tkgd", weights, values).flatten(1, 2)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -156,3 +161,9 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
         return scores.softmax(dim=-1)
     column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
     return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def _grouped(q: Tensor, kv_heads: int) -> Tensor:
+    """[T, heads, D] to [T, kv_heads, heads that read the same one, D]: no key has to be repeated for them."""
+    tokens, heads, width = q.shape
+    return q.reshape(tokens, kv_heads, heads // kv_heads, width)

@@ -16,7 +16,7 @@ from tandem_engine.kernels.cpu.decoder_step import PROJECTION_COLUMNS, PROJECTIO
 from tandem_engine.kernels.cpu.gemm import OUTPUTS, Panels, pack, steps_of
 from tandem_engine.kernels.cpu.numbers import as_numbers
 from tandem_engine.kernels.cpu.pieces import Array
-from tandem_engine.model.layers.attention import RotaryTable
+from tandem_engine.model.layers.attention import RotaryTable, SelfAttention
 from tandem_engine.model.layers.linear import (
     DenseTable,
     Embedding,
@@ -69,7 +69,7 @@ class ModelArrays:
         projections = [
             part
             for block in blocks
-            for part in (block.attention.qkv, block.attention.output, *_pair(block.feed_forward))
+            for part in (plain_attention(block).qkv, block.attention.output, *_pair(block.feed_forward))
         ]
         if not all(isinstance(part, Linear | PackedLinear) for part in projections):
             return None
@@ -140,7 +140,7 @@ def _table(projections: Sequence[Projection], panels: Sequence[Panels]) -> tuple
 
 
 def _norms(blocks: "Sequence[Block]", norm: Norm) -> dict[str, Array]:
-    attention = [block.attention for block in blocks]
+    attention = [plain_attention(block) for block in blocks]
     norms = {
         "attention_norm": _norm_weights([part.norm for part in attention]),
         "feed_forward_norm": _norm_weights([_dense(block.feed_forward).norm for block in blocks]),
@@ -148,6 +148,13 @@ def _norms(blocks: "Sequence[Block]", norm: Norm) -> dict[str, Array]:
     }
     head_norms = [part.qk_norm for part in attention if part.qk_norm is not None]
     return norms | {"head_norm": _norm_weights(head_norms)} if head_norms else norms
+
+
+def plain_attention(block: "Block") -> SelfAttention:
+    """Of a block that kernels compute."""
+    part = block.attention
+    assert isinstance(part, SelfAttention), f"{type(part).__name__} in a model of plain blocks"
+    return part
 
 
 def _dense(part: object) -> FeedForward:

@@ -49,7 +49,7 @@ from tandem_engine.kernels.cpu.threads import PHASE_BYTES, team
 from tandem_engine.model.attention.backend import AttentionSpec, ToldPlan, distinct
 from tandem_engine.model.attention.cpu import CpuPlan, PagedQueries
 from tandem_engine.model.base import Attend
-from tandem_engine.model.cpu.arrays import ModelArrays
+from tandem_engine.model.cpu.arrays import ModelArrays, plain_attention
 from tandem_engine.model.layers.attention import RotaryTable
 from tandem_engine.model.layers.linear import TokenEmbedding, padded_tokens
 from tandem_engine.model.layers.mlp import FeedForward
@@ -156,7 +156,7 @@ class LargeStep:
         for layer, block in enumerate(self.model.blocks):
             feed_forward = block.feed_forward
             assert isinstance(feed_forward, FeedForward), f"{type(feed_forward).__name__} in a model without experts"
-            calls.place(layer, block.attention.qkv(calls.norm(hidden, delta, "attention_norm", layer)))
+            calls.place(layer, plain_attention(block).qkv(calls.norm(hidden, delta, "attention_norm", layer)))
             gathered = self._attend(calls, layer)
             if layer == last:
                 # From here on a token serves only itself: most of a prompt need go no further.
@@ -324,6 +324,7 @@ def is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
         and config.embedding_scale == 1.0
         and len(kinds) == 1
         and kinds[0].soft_cap is None
+        and kinds[0].value_width is None
     )
 
 

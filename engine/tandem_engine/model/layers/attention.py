@@ -141,8 +141,8 @@ def attention_scale(rope: RopeConfig) -> float:
     if rope.rope_type == "longrope":
         return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(_original(rope)))
     if rope.mscale and rope.mscale_all_dim:
-        return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(rope.factor, rope.mscale_all_dim)
-    return _yarn_mscale(rope.factor, 1.0)
+        return rope.yarn_mscale(rope.mscale) / rope.yarn_mscale(rope.mscale_all_dim)
+    return rope.yarn_mscale(1.0)
 
 
 def _exponents(head_dim: int) -> Tensor:
@@ -182,10 +182,6 @@ def _yarn_ramp_bounds(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     return low, high + 0.001 if low == high else high
-
-
-def _yarn_mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _original(rope: RopeConfig) -> int:

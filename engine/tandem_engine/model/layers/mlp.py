@@ -101,8 +101,10 @@ class Router:
     bias: Tensor | None = None
     """float32 [E], added to the scores that experts are chosen by."""
     groups: int = 1
-    """Experts are chosen from the best `kept_groups` of so many groups, ordered by the sum of their two best."""
+    """Experts are chosen from the best `kept_groups` of so many groups, ordered by the sum of their best ones."""
     kept_groups: int = 1
+    group_top: int = 2
+    """So many of them."""
     least_sum: float = 0.0
     """Bound from below of what weights are divided by."""
     scale: float = 1.0
@@ -130,7 +132,7 @@ class Router:
         """[T, E] with -inf for the experts of all other groups."""
         tokens, count = ranked.shape
         grouped = ranked.view(tokens, self.groups, count // self.groups)
-        best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(self.kept_groups, dim=-1).indices
+        best = grouped.topk(self.group_top, dim=-1).values.sum(dim=-1).topk(self.kept_groups, dim=-1).indices
         dropped = torch.ones((tokens, self.groups), dtype=torch.bool, device=ranked.device).scatter_(1, best, False)
         return grouped.masked_fill(dropped[..., None], float("-inf")).view(tokens, count)
 

@@ -18,11 +18,12 @@ from tandem_testing.triton_kernels.launches import counting
 from tandem_testing.triton_kernels.tensors import kernels_on
 from tandem_testing.triton_kernels.triton_engine import equals_transformers
 
+ATTENTION = {"list_kernel", "split_kernel", "combine_kernel", "extend_kernel"}
+"""Over K and V."""
 EVERY_STEP = {
-    "list_kernel", "split_kernel", "combine_kernel", "extend_kernel", "rotate_store_kernel", "rms_norm_kernel",
-    "resolve_kernel", "publish_kernel", "peak_kernel", "settle_kernel",
+    "rotate_store_kernel", "rms_norm_kernel", "resolve_kernel", "publish_kernel", "peak_kernel", "settle_kernel",
 }  # fmt: skip
-"""Kernels of steps of any model: attention, heads on their way to it, norms, tokens of rows, sampling."""
+"""Kernels of steps of any model: heads on their way to attention, norms, tokens of rows, sampling."""
 
 
 def short_prompts() -> PromptSet:
@@ -44,6 +45,12 @@ def check_experts_and_edited_logits(device: str) -> None:
     device_equals_transformers("mixtral", "edited: mixed, staggered", launches=experts | {"edit_kernel"})
 
 
+def check_latents_and_a_shared_expert(device: str) -> None:
+    """torch attends over latents, and graphs replay it."""
+    experts = {"count_kernel", "place_kernel", "gate_up_kernel", "down_kernel", "gated_activation_kernel"}
+    device_equals_transformers("deepseek-v3", "mixed, staggered", launches=experts, attention=frozenset())
+
+
 def check_short_runs_of_pages_are_one_launch_and_long_ones_are_commands(device: str) -> None:
     """To the host and back elsewhere, of pages that lie apart."""
     token_bytes = make_pool(page_size=1, num_pages=1).page_bytes
@@ -61,10 +68,12 @@ def check_short_runs_of_pages_are_one_launch_and_long_ones_are_commands(device: 
         assert launched["gather_pages_kernel"] == launches, f"pages of {pool.page_bytes} bytes"
 
 
-def device_equals_transformers(name: str, path: str, *, launches: Set[str]) -> None:
-    """By every kernel of `EVERY_STEP` and of `launches`, and with no pass of its own to store K and V."""
+def device_equals_transformers(
+    name: str, path: str, *, launches: Set[str], attention: Set[str] = frozenset(ATTENTION)
+) -> None:
+    """By every kernel of `EVERY_STEP`, `attention` and `launches`, and with no pass of its own to store K and V."""
     launched: Counter[str] = Counter()
     with layers_by_kernels("cpu"), counting(launched):
         equals_transformers(name, (path,), platform=PlainDevice, prompts=short_prompts())
-    assert EVERY_STEP | launches <= launched.keys(), launched
+    assert EVERY_STEP | attention | launches <= launched.keys(), launched
     assert "store_kernel" not in launched

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.attention import reference
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.attention.reference import TorchReferenceBackend, attend_dense
 from tandem_testing.dense_attention import DenseAttend
@@ -37,6 +38,20 @@ def test_a_prompt_in_chunks_attends_as_one_without_pages(chunks, page_size, spec
         batch = make_batch([type(seq)(seq_len=seen, extend_len=chunk, pages=seq.pages)], page_size=page_size)
         parts.append(backend.plan(batch)(0, *(rows[part] for rows in qkv)))
     torch.testing.assert_close(torch.cat(parts), expected)
+
+
+@pytest.mark.parametrize("scores", [1, 60, 10_000])
+def test_a_prompt_too_long_for_memory_attends_in_parts(scores, monkeypatch):
+    pool = make_pool(page_size=4)
+    qkv, seq = make_qkv(23), PageDealer(pool=pool).seq(23)
+    batch = make_batch([type(seq)(seq_len=23, extend_len=15, pages=seq.pages)], page_size=4)
+    backend = TorchReferenceBackend(pool, specs=(SPECS["window"],) * 2)
+    backend.plan(make_batch([type(seq)(seq_len=8, extend_len=8, pages=seq.pages)], page_size=4))(
+        0, *(rows[:8] for rows in qkv)
+    )
+    monkeypatch.setattr(reference, "MAX_SCORES", scores)
+    expected = DenseAttend(extend_lens=[23], specs=(SPECS["window"],))(0, *qkv)[8:]
+    torch.testing.assert_close(backend.plan(batch)(0, *(rows[8:] for rows in qkv)), expected)
 
 
 NOPE, ROPE, RANK, WIDTH = 12, 4, 20, 10

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from tandem_engine.config import Activation, EngineConfig, ModelConfig, ParallelConfig, Role
+from tandem_engine.config import Activation, EngineConfig, LatentConfig, ModelConfig, ParallelConfig, Role
 from tandem_engine.config.flags import add_engine_flags, engine_config
 from tandem_engine.engine.kernel_plan import kernel_plan
 from tandem_engine.kernels.cpu.kept import kept_by, store
@@ -70,6 +70,13 @@ def test_plan_of_several_ranks_has_their_heads_and_no_fused_steps():
     assert functions(config, facts) == ([], sorted([*STEPS, *TRANSFERS, *ATTENTION]))
     (paged,) = [spec for spec in kernel_plan(config, facts).all if "paged" in spec.function]
     assert dict(paged.arguments or ())["group"] == 4
+
+
+def test_plan_of_latents_has_no_attention():
+    latent = LatentConfig(query_rank=None, rank=24, plain_size=16, rotated_size=8, value_size=16, interleaved=True)
+    facts = small_config(latent=latent, num_kv_heads=1, head_dim=latent.width)
+    expected = sorted(["_find_in_blocks", "build_product_kernel", *TRANSFERS])
+    assert functions(config_of(), facts) == ([], expected)
 
 
 def test_plan_follows_the_numbers_of_pages_and_caps():

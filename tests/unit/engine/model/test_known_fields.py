@@ -19,6 +19,7 @@ from tandem_testing.checkpoint_files import CONFIG, random_tensors, write_config
 from tandem_testing.mutated_configs.mutations import mutations
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+LATENT = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "n_routed_experts": 16, "n_shared_experts": 1, **EXPERTS}
 NEEDED = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, **EXPERTS},
@@ -37,6 +38,9 @@ NEEDED = {
         }
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT,
 }
 
 
