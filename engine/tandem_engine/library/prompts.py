@@ -75,7 +75,7 @@ class Encoded:
     cache_salt: str = ""
     """Prefixes are shared only between prompts with the same one."""
     adapter: AdapterRef | None = None
-    """What computes it beside the model."""
+    """The adapter that computes it; None for the model alone."""
 
 
 def encode_prompts(

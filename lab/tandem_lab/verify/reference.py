@@ -129,7 +129,7 @@ class ReferenceOutput:
     grammar: GrammarSpec | None = None
     reasoning_budget: ReasoningBudget | None = None
     adapter: AdapterRef | None = None
-    """What computed it beside the model."""
+    """The adapter that computed it; None for the model alone."""
 
 
 def load_reference(model_path: str | Path) -> Any:

@@ -7,8 +7,8 @@
     y = W x + s · B (A x)      s = alpha / r, with rank-stabilized LoRA alpha / √r, both of the module itself
 
 PEFT applies the keys of `rank_pattern` and `alpha_pattern` as regular expressions, `(.*\\.)?(key)$`, of which the first
-that matches a module counts. Here a key is a dotted suffix of a module's name. Any other regular expression would be
-code of a stranger that runs in the engine.
+that matches a module counts. Here a key is a dotted suffix of a module's name. Other regular expressions would be
+untrusted code that runs in the engine.
 """
 
 import math
@@ -92,7 +92,7 @@ _SUFFIX = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeftFacts:
-    """What an adapter's config says of its matrices."""
+    """The fields of an adapter's config that determine what its matrices add."""
 
     path: Path
     rank: int
