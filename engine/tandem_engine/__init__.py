@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tandem_engine.library.adapters import LoRARequest
     from tandem_engine.library.async_llm import AsyncLLM
     from tandem_engine.library.llm import LLM
     from tandem_engine.library.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
@@ -21,6 +22,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
@@ -32,6 +34,7 @@ _HOMES = {
     "AsyncLLM": "library.async_llm",
     "CompletionOutput": "library.outputs",
     "EmbeddingRequestOutput": "library.outputs",
+    "LoRARequest": "library.adapters",
     "PoolingParams": "messages.requests",
     "RequestOutput": "library.outputs",
     "SamplingParams": "library.sampling_params",

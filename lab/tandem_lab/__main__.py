@@ -67,6 +67,7 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=positive_int, metavar="N")
     parser.add_argument("--host", type=host_address, default=LOOPBACK)
+    parser.add_argument("--adapter", action="append", default=[], metavar="FOLDER")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=_verify)
 
@@ -84,6 +85,7 @@ def _verify(args: argparse.Namespace) -> int:
         as_json=args.json,
         tp_size=args.tensor_parallel_size,
         host=args.host,
+        adapters=args.adapter,
     )
 
 

@@ -17,14 +17,14 @@ from tandem_engine.memory.cache_groups import Reach
 from tandem_engine.memory.prefix_cache import NoPrefixCache, PrefixCache
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.memory.window_pages import WindowPages
-from tandem_engine.messages.kv_events import chain_hashes, chain_seed
+from tandem_engine.messages.kv_events import BASE_SPACE, DIGEST_BYTES, CacheSpace, chain_hashes
 from tandem_testing.memory_builders import assert_conserved, make_memory
 from tandem_testing.memory_events import replayed
 
 USABLE_PAGES = 12
 ROWS = 4
 ROW_PAGES = 8
-SALTS = ("", "tenant")
+SPACES = (BASE_SPACE, CacheSpace("tenant"), CacheSpace(adapter=bytes([7] * DIGEST_BYTES)))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -41,7 +41,7 @@ class Live:
 class Content:
     """KV of one token: it depends on the token, its position and the tenant."""
 
-    salt: str
+    space: CacheSpace
     position: int
     token: int
 
@@ -95,19 +95,19 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(
         blocks=st.lists(st.integers(0, 1), max_size=3),
         tail=st.integers(1, 15),
-        salt=st.sampled_from(SALTS),
+        space=st.sampled_from(SPACES),
     )
-    def begin(self, blocks: list[int], tail: int, salt: str) -> None:
+    def begin(self, blocks: list[int], tail: int, space: CacheSpace) -> None:
         """Prompts over two block contents, so that they share prefixes and diverge often."""
         tokens = [block * 100 + i for block in blocks for i in range(self.page_size)]
-        self.admit([*tokens, *[7] * min(tail, self.page_size)], salt)
+        self.admit([*tokens, *[7] * min(tail, self.page_size)], space)
 
     @any_live
     @rule(request=live_requests, shared=st.integers(0, 3), tail=st.integers(1, 15))
     def fork(self, request: Live, shared: int, tail: int) -> None:
         """A prompt that begins like a live request: a twin that computes the same pages, or a branch."""
         tokens = request.tokens[: shared * self.page_size]
-        self.admit([*tokens, *[7] * min(tail, self.page_size)], request.kv.salt)
+        self.admit([*tokens, *[7] * min(tail, self.page_size)], request.kv.space)
 
     @any_live
     @rule(request=live_requests, pages=st.integers(1, ROW_PAGES), less=st.integers(0, 15))
@@ -233,7 +233,7 @@ class MemoryMachine(RuleBasedStateMachine):
             table = self.memory.rows.table[kv.row].tolist()
             for position in range(kv.committed_len):
                 page, offset = divmod(position, self.page_size)
-                expected = Content(salt=kv.salt, position=position, token=request.tokens[position])
+                expected = Content(space=kv.space, position=position, token=request.tokens[position])
                 assert self.device.get((table[page], offset)) == expected
 
     @invariant()
@@ -243,7 +243,7 @@ class MemoryMachine(RuleBasedStateMachine):
             for window, content in zip(self.memory.windows, self.windows, strict=True):
                 for position in range(window.reach.first_read(committed), committed):
                     page, offset = divmod(position, self.page_size)
-                    expected = Content(salt=request.kv.salt, position=position, token=request.tokens[position])
+                    expected = Content(space=request.kv.space, position=position, token=request.tokens[position])
                     assert content[int(window.page_of[request.kv.pages[page]]), offset] == expected
 
     @invariant()
@@ -255,7 +255,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def every_borrowed_block_is_announced(self) -> None:
         for request in self.live:
             borrowed = request.tokens[: request.kv.cache_protected_len]
-            chain = chain_hashes(borrowed, self.page_size, parent=chain_seed(request.kv.salt))
+            chain = chain_hashes(borrowed, self.page_size, parent=request.kv.space.seed)
             assert {*chain} <= self.announced
 
     def teardown(self) -> None:
@@ -269,10 +269,10 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.memory.rows.available == ROWS
         assert all(window.free_pages == window.num_pages - 1 for window in self.memory.windows)
 
-    def admit(self, tokens: list[int], salt: str) -> None:
+    def admit(self, tokens: list[int], space: CacheSpace) -> None:
         cap, rows = len(tokens) - 1, self.memory.rows.available
-        planned = self.memory.cached_len(tokens, salt=salt, max_match=cap)
-        kv = self.memory.begin(tokens, salt=salt, max_match=cap)
+        planned = self.memory.cached_len(tokens, space=space, max_match=cap)
+        kv = self.memory.begin(tokens, space=space, max_match=cap)
         assert (kv is None) == (rows == 0)
         if kv is not None:
             assert kv.committed_len == kv.cache_protected_len == planned <= cap
@@ -286,7 +286,7 @@ class MemoryMachine(RuleBasedStateMachine):
         request.tokens += [9] * (end - len(request.tokens))
         for position in range(kv.committed_len, end):
             page, offset = divmod(position, self.page_size)
-            content = Content(salt=kv.salt, position=position, token=request.tokens[position])
+            content = Content(space=kv.space, position=position, token=request.tokens[position])
             self.device[kv.pages[page], offset] = content
             for window, held in zip(self.memory.windows, self.windows, strict=True):
                 here = int(window.page_of[kv.pages[page]])

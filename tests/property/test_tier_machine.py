@@ -25,7 +25,7 @@ from tandem_engine.memory.host.storage import Fetched, PutReport
 from tandem_engine.memory.host.tier import SwappedKv
 from tandem_engine.memory.page_copies import CopyKind, CopyQueue, CopyReport, PageCopy
 from tandem_engine.memory.request_kv import RequestKv
-from tandem_engine.messages.kv_events import Tier, block_hash, chain_seed
+from tandem_engine.messages.kv_events import BASE_SPACE, DIGEST_BYTES, CacheSpace, Tier, block_hash
 from tandem_testing.memory_builders import assert_conserved, make_memory
 from tandem_testing.memory_events import TierReader
 
@@ -36,14 +36,14 @@ HOST_PAGES = 7
 SWAP_PAGES = 3
 ROWS = 4
 ROW_PAGES = 8
-SALTS = ("", "tenant")
+SPACES = (BASE_SPACE, CacheSpace("tenant"), CacheSpace(adapter=bytes([7] * DIGEST_BYTES)))
 
 Content = tuple[str, tuple[int, ...]]
 """Salt, and all tokens up to the end of what was written to a page."""
 
 
-def page_content(salt: str, tokens: list[int], page: int, end: int) -> Content:
-    return salt, tuple(tokens[: min(end, (page + 1) * PAGE_SIZE)])
+def page_content(space: CacheSpace, tokens: list[int], page: int, end: int) -> Content:
+    return space, tuple(tokens[: min(end, (page + 1) * PAGE_SIZE)])
 
 
 @dataclass(kw_only=True)
@@ -159,8 +159,8 @@ class Files:
 
 
 def digest_of(content: Content) -> bytes:
-    salt, tokens = content
-    digest = chain_seed(salt)
+    space, tokens = content
+    digest = space.seed
     for start in range(0, len(tokens), PAGE_SIZE):
         digest = block_hash(digest, tokens[start : start + PAGE_SIZE])
     return digest
@@ -180,7 +180,7 @@ class Away:
     """A request that is swapped."""
 
     swapped: SwappedKv
-    salt: str
+    space: CacheSpace
     tokens: list[int]
 
 
@@ -219,11 +219,11 @@ class TierMachine(RuleBasedStateMachine):
 
     # Requests
 
-    @rule(blocks=st.lists(st.integers(0, 1), max_size=5), salt=st.sampled_from(SALTS), admit=st.booleans())
-    def begin(self, blocks: list[int], salt: str, admit: bool) -> None:
+    @rule(blocks=st.lists(st.integers(0, 1), max_size=5), space=st.sampled_from(SPACES), admit=st.booleans())
+    def begin(self, blocks: list[int], space: CacheSpace, admit: bool) -> None:
         """Prompts over two block contents, so that they share prefixes and diverge often."""
         tokens = [*(block * 100 + i for block in blocks for i in range(PAGE_SIZE)), 7]
-        kv = self.memory.begin(tokens, salt=salt, max_match=len(tokens) - 1)
+        kv = self.memory.begin(tokens, space=space, max_match=len(tokens) - 1)
         if kv is None:
             return
         if not admit or not self.memory.ensure(kv, len(tokens)):
@@ -234,20 +234,20 @@ class TierMachine(RuleBasedStateMachine):
         assert kv.committed_len == kv.cache_protected_len == promised <= len(tokens) - 1
         self.live.append(Live(kv=kv, tokens=tokens))
 
-    @rule(blocks=st.lists(st.integers(0, 1), min_size=1, max_size=5), salt=st.sampled_from(SALTS))
-    def serve(self, blocks: list[int], salt: str) -> None:
+    @rule(blocks=st.lists(st.integers(0, 1), min_size=1, max_size=5), space=st.sampled_from(SPACES))
+    def serve(self, blocks: list[int], space: CacheSpace) -> None:
         """A whole request, from its beginning to its end: what fills the cache."""
         before = len(self.live)
-        self.begin(blocks, salt, admit=True)
+        self.begin(blocks, space, admit=True)
         for request in self.live[before:]:
             self.compute(request, more=ROW_PAGES * PAGE_SIZE)
             self.release(request, checkpoint=True)
 
-    @rule(blocks=st.lists(st.integers(0, 1), min_size=1, max_size=4), salt=st.sampled_from(SALTS))
-    def serve_and_swap(self, blocks: list[int], salt: str) -> None:
+    @rule(blocks=st.lists(st.integers(0, 1), min_size=1, max_size=4), space=st.sampled_from(SPACES))
+    def serve_and_swap(self, blocks: list[int], space: CacheSpace) -> None:
         """A request that has to give way once it is computed."""
         before = len(self.live)
-        self.begin(blocks, salt, admit=True)
+        self.begin(blocks, space, admit=True)
         for request in self.live[before:]:
             self.compute(request, more=ROW_PAGES * PAGE_SIZE)
             self.swap_out(request)
@@ -312,13 +312,13 @@ class TierMachine(RuleBasedStateMachine):
             return
         self.live.remove(request)
         self.memory.release(kv, request.tokens, checkpoint=True, after_step=None)
-        self.away.append(Away(swapped=swapped, salt=kv.salt, tokens=request.tokens))
+        self.away.append(Away(swapped=swapped, space=kv.space, tokens=request.tokens))
 
     @any_away
     @rule(request=away_requests)
     def swap_in(self, request: Away) -> None:
         swapped = request.swapped
-        kv = self.memory.begin(request.tokens, salt=request.salt, max_match=swapped.committed_len)
+        kv = self.memory.begin(request.tokens, space=request.space, max_match=swapped.committed_len)
         if kv is None:
             return
         if not self.host.swap.completes(swapped, kv) or not self.memory.ensure(kv, swapped.committed_len + 1):
@@ -357,8 +357,8 @@ class TierMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def prefetch(self, data: st.DataObject) -> None:
         """A request arrives whose prompt begins like something that is stored."""
-        salt, tokens = self.files.blocks[data.draw(st.sampled_from(sorted(self.files.blocks)))]
-        self.host.cache.prefetch(tokens, salt=salt, max_tokens=len(tokens), until=0.0)
+        space, tokens = self.files.blocks[data.draw(st.sampled_from(sorted(self.files.blocks)))]
+        self.host.cache.prefetch(tokens, space=space, max_tokens=len(tokens), until=0.0)
 
     @precondition(lambda self: self.files.blocks)
     @rule(data=st.data())
@@ -424,18 +424,18 @@ class TierMachine(RuleBasedStateMachine):
         """Put a forward in the stream that reads what is committed and writes up to `end`."""
         kv = request.kv
         request.tokens += [9] * (end - len(request.tokens))
-        pages, salt, tokens, start = [*kv.pages], kv.salt, [*request.tokens], kv.committed_len
+        pages, space, tokens, start = [*kv.pages], kv.space, [*request.tokens], kv.committed_len
 
         def forward() -> None:
             if request in self.live:
                 for page in range(-(-start // PAGE_SIZE)):
-                    expected = page_content(salt, tokens, page, start)
+                    expected = page_content(space, tokens, page, start)
                     found = self.machine.device.get(pages[page])
                     assert found is not None
-                    assert found[0] == salt
+                    assert found[0] == space
                     assert found[1][: len(expected[1])] == expected[1], f"page {pages[page]} is not the request's"
             for page in range(start // PAGE_SIZE, -(-end // PAGE_SIZE)):
-                self.machine.device[pages[page]] = page_content(salt, tokens, page, end)
+                self.machine.device[pages[page]] = page_content(space, tokens, page, end)
 
         # What it reads for a request that left is dropped, so a peer may have those pages.
         written = {*pages[start // PAGE_SIZE : -(-end // PAGE_SIZE)]}

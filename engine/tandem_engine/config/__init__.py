@@ -5,13 +5,14 @@
     scheduler    admission, batching, retraction
     transfer     KV between prefill and decode workers
     parallel     ranks and machines of one engine
-    speculative, grammar, graphs, operation
+    speculative, grammar, graphs, operation, adapters
     engine       all of them, and what must fit together
     device_defaults   what a GPU changes of what no flag gave
 
 Nothing below reads the environment or argv.
 """
 
+from tandem_engine.config.adapters import AdapterConfig, AdapterSource
 from tandem_engine.config.cache import CacheConfig, HostConfig, KvCacheDtype, WritePolicy
 from tandem_engine.config.device_defaults import OPEN_SETTINGS, DeviceDefaults, device_defaults, with_device_defaults
 from tandem_engine.config.engine import (
@@ -50,6 +51,8 @@ __all__ = [
     "MAX_DRAFT_TOKENS",
     "OPEN_SETTINGS",
     "Activation",
+    "AdapterConfig",
+    "AdapterSource",
     "CacheConfig",
     "DeviceDefaults",
     "DisaggConfig",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tandem_engine.base.errors import ConfigError
+from tandem_engine.config.adapters import AdapterConfig
 from tandem_engine.config.cache import CacheConfig
 from tandem_engine.config.model import ModelImpl
 from tandem_engine.config.parallel import ParallelConfig
@@ -119,6 +120,7 @@ class EngineConfig:
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
     graphs: GraphConfig = field(default_factory=GraphConfig)
     operation: OperationConfig = field(default_factory=OperationConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
         if not DEVICES.fullmatch(self.device):

@@ -104,16 +104,16 @@ class PreallocQueue:
         return Reserved(waiting, kv)
 
     def _reserve(self, waiting: Waiting, under_way: int) -> RequestKv | None:
-        memory, tokens, salt = self.host.memory, waiting.tokens, waiting.req.cache_salt
+        memory, tokens, space = self.host.memory, waiting.tokens, waiting.req.space
         kept = self.host.kept_back(waiting.req)
         if memory.rows.available <= kept.rows or under_way >= self.host.spare_requests():
             return None
         # At least one token is always received, or there would be nothing to wait for.
         longest = len(tokens) - 1
-        cached = memory.cached_len(tokens, salt=salt, max_match=longest)
+        cached = memory.cached_len(tokens, space=space, max_match=longest)
         if memory.pages_for(len(tokens) - cached) + under_way > self.host.spare_pages() - kept.pages:
             return None
-        kv = memory.begin(tokens, salt=salt, max_match=longest)
+        kv = memory.begin(tokens, space=space, max_match=longest)
         if kv is None:
             return None
         if not memory.ensure(kv, len(tokens), Writer.PEER):

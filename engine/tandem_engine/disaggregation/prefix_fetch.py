@@ -49,7 +49,7 @@ from tandem_engine.disaggregation.transport import (
 )
 from tandem_engine.memory.allocator import Writer
 from tandem_engine.memory.pinned_prefix import BorrowedPrefix, caches_prefixes
-from tandem_engine.messages.kv_events import pack_tokens
+from tandem_engine.messages.kv_events import CacheSpace, pack_tokens
 from tandem_engine.messages.outputs import FetchReport
 from tandem_engine.messages.requests import HandoffSide, Peer, PrefixFetch
 from tandem_engine.messages.transfer import (
@@ -77,7 +77,7 @@ class Fetch:
     """A prefix on its way here. Implements `AwaitedPages`."""
 
     hold: TransferHold
-    salt: str
+    space: CacheSpace
     tokens: tuple[int, ...]
     """All of the prefix, whole pages, the part that was here included."""
     here: BorrowedPrefix
@@ -88,10 +88,10 @@ class Fetch:
     record: PrefixRecord | None = None
     done: bool = False
 
-    def brings(self, tokens: tuple[int, ...], salt: str) -> bool:
+    def brings(self, tokens: tuple[int, ...], space: CacheSpace) -> bool:
         """Whether it brings most of a prefix of `tokens`, or all."""
         shared = min(len(tokens), len(self.tokens))
-        return self.salt == salt and 2 * shared >= len(tokens) and self.tokens[:shared] == tokens[:shared]
+        return self.space == space and 2 * shared >= len(tokens) and self.tokens[:shared] == tokens[:shared]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -118,7 +118,7 @@ class PrefixFetcher:
         tokens = self._whole_pages(req, wanted)
         if not tokens:
             return None
-        fetch = next((each for each in self._fetches.values() if each.brings(tokens, req.cache_salt)), None)
+        fetch = next((each for each in self._fetches.values() if each.brings(tokens, req.space)), None)
         if fetch is not None:
             fetch.waiting.append(req)
             return fetch
@@ -236,7 +236,7 @@ class PrefixFetcher:
         if not self._may_ask(wanted.peer) or not caches_prefixes(self.host.memory):
             return None
         spare = self.host.spare_pages() - self.host.kept_back(req).pages
-        here = BorrowedPrefix.of(self.host.memory, tokens, salt=req.cache_salt, spare_pages=max(0, spare))
+        here = BorrowedPrefix.of(self.host.memory, tokens, space=req.space, spare_pages=max(0, spare))
         # Locking what was evictable has made it less.
         spare = self.host.spare_pages() - self.host.kept_back(req).pages
         missing = min(len(tokens) // self.host.memory.page_size - len(here.pages), spare)
@@ -249,7 +249,7 @@ class PrefixFetcher:
         hold = self.holds.grant(key, writer=wanted.peer, pages=tuple(pages), valid_s=patience)
         fetch = Fetch(
             hold=hold,
-            salt=req.cache_salt,
+            space=req.space,
             tokens=tokens[: here.tokens + len(pages) * self.host.memory.page_size],
             here=here,
             until=hold.deadline,
@@ -279,7 +279,9 @@ class PrefixFetcher:
             valid_s=patience,
             digest=self.config.kv_digest,
         )
-        ask = PrefixAsk(grant=grant, tokens=pack_tokens(fetch.tokens), salt=fetch.salt)
+        ask = PrefixAsk(
+            grant=grant, tokens=pack_tokens(fetch.tokens), salt=fetch.space.salt, adapter=fetch.space.adapter
+        )
         # Introduced each time: a fetch is rare, and the peer may have lost our pool with a connection.
         return self.peers.send(fetch.hold.writer, self.transport.hello()) and self.peers.send(fetch.hold.writer, ask)
 

@@ -26,7 +26,7 @@ from tandem_engine.disaggregation.notifications import tell_ended
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.transport import KvTransport, Push, PushDone, PushFailed, PushKey
 from tandem_engine.memory.pinned_prefix import BorrowedPrefix
-from tandem_engine.messages.kv_events import unpack_tokens
+from tandem_engine.messages.kv_events import DIGEST_BYTES, CacheSpace, unpack_tokens
 from tandem_engine.messages.requests import HandoffSide, Peer
 from tandem_engine.messages.transfer import GrantsRenewed, PrefixAsk, PrefixRecord, TransferAborted
 
@@ -176,6 +176,8 @@ class PrefixLender:
             tokens = len(unpack_tokens(message.tokens))
         except ValueError:
             return f"{len(message.tokens)} bytes are no whole number of tokens"
+        if len(message.adapter) not in (0, DIGEST_BYTES):
+            return f"{len(message.adapter)} bytes are no digest of an adapter"
         if tokens % self.host.memory.page_size:
             return f"{tokens} tokens are no whole number of pages"
         return grant.problem(tokens=tokens, page_size=self.host.memory.page_size, peer=message.sender.incarnation)
@@ -185,7 +187,7 @@ class PrefixLender:
         tokens = unpack_tokens(message.tokens)
         # Requests cannot have locked pages, so the prefix is no longer than what they can spare.
         tokens = tokens[: grant.first_token + spare * memory.page_size]
-        prefix = BorrowedPrefix.of(memory, tokens, salt=message.salt, spare_pages=spare)
+        prefix = BorrowedPrefix.of(memory, tokens, space=CacheSpace(message.salt, message.adapter), spare_pages=spare)
         return Loan(
             grant=grant,
             prefix=prefix,

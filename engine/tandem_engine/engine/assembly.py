@@ -46,6 +46,7 @@ from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.sizing import SMALLEST_POOL
 from tandem_engine.memory.window_pages import WindowPages, usable_blocks
 from tandem_engine.messages.control import KvGeometry
+from tandem_engine.model.adapters.loaded import LoadedAdapters
 from tandem_engine.model.base import kv_specs
 from tandem_engine.model.weights import heads_of_rank
 from tandem_engine.parallel.agreement import Agreement
@@ -259,6 +260,7 @@ def make_runner_parts(
         group=loaded.parallel.forward,
         max_pages=_max_pages(limits, pools.first.page_size),
         graph_sizes=graph_sizes(config.graphs, most=most) if graphs else (),
+        adapters=loaded.adapters.weights,
     )
 
 
@@ -413,7 +415,7 @@ def make_parts(
         memory=memory,
         executor=executor,
         config=config.scheduler,
-        model=_facts(loaded.model_config),
+        model=_facts(loaded.model_config, loaded.adapters),
         clock=clock,
         sink=sink or generations,
         decode_text=text_decoder(loaded.text),
@@ -452,10 +454,11 @@ def _executor_parts(
     )
 
 
-def _facts(model: ModelConfig) -> ModelFacts:
+def _facts(model: ModelConfig, adapters: LoadedAdapters) -> ModelFacts:
     return ModelFacts(
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_token_ids),
         context_length=model.max_position,
         hidden_size=model.hidden_size,
+        adapter_slots=adapters.slots,
     )

@@ -12,7 +12,7 @@ import torch
 
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.names import RequestId
-from tandem_engine.config import EngineConfig, ModelConfig
+from tandem_engine.config import AdapterConfig, EngineConfig, ModelConfig
 from tandem_engine.engine.assembly import EngineParts, make_parts
 from tandem_engine.engine.loaded_model import LoadedModel, Served, load
 from tandem_engine.engine.peer_setup import EnginePort, PeerSide
@@ -61,6 +61,7 @@ class Engine:
 
     def __init__(self, *, loaded: LoadedModel, config: EngineConfig, parts: EngineParts) -> None:
         self.text = loaded.text
+        self.adapters = loaded.adapters
         self.threads = loaded.threads
         self.scheduler_config = config.scheduler
         self.memory = parts.memory
@@ -321,7 +322,8 @@ class Engine:
         # A configuration names the device of the node's first rank.
         before = self._served.loaded_with
         device = device_of_rank(before.device, -before.parallel.local_rank(self._parallel.rank))
-        config = replace(before, model_path=path, device=device)
+        # Adapters stay: the architecture is the same, so they fit.
+        config = replace(before, model_path=path, device=device, adapters=AdapterConfig())
         loaded = load(config, progress=False, parallel=self._parallel)
         self._served.require_same_architecture(loaded)
         return loaded

@@ -20,6 +20,7 @@ from tandem_engine.executor.memory_profile import meter_for
 from tandem_engine.kernels.interface import FLOAT8
 from tandem_engine.memory.pool import kv_dtype, require_kv_dtype
 from tandem_engine.messages.control import KvGeometry
+from tandem_engine.model.adapters.loaded import LoadedAdapters
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.loader import load_kv_scales, load_model, load_progress, resolve_dtype
@@ -79,6 +80,7 @@ class LoadedModel:
     """For grammars; None without a tokenizer or an EOS token."""
     kv_scales: torch.Tensor | None = None
     """For float8 KV, of all heads of the model: [layers, 2, KV heads]. None where the checkpoint has none."""
+    adapters: LoadedAdapters = field(default_factory=LoadedAdapters)
     parallel: Parallel = field(default_factory=Parallel)
     """This rank and those that hold the rest of the weights."""
     weight_bytes: int = 0
@@ -119,6 +121,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         load_format=config.load_format,
         quantization=config.quantization,
     )
+    adapters = LoadedAdapters.load(config.adapters, facts, dtype=dtype, device=config.device, group=parallel.forward)
     give_back()
     _to_huge_pages(model, progress=progress)
     scheduler = replace(config.scheduler, context_length=context_length)
@@ -132,6 +135,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         text=text,
         vocabulary=None if text is None else _vocabulary(folder, facts),
         kv_scales=load_kv_scales(config.model_path, model.config, load_format=config.load_format),
+        adapters=adapters,
         parallel=parallel,
         weight_bytes=max(0, meter.used() - before),
     )

@@ -42,6 +42,7 @@ from tandem_engine.memory.group_pools import GroupPools
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.page_copies import PageCopier
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.adapters.weights import AdapterWeights
 from tandem_engine.model.attention.backend import AttentionBackend, AttentionSpec, GraphBackend
 from tandem_engine.model.attention.grouped import GroupedAttention, GroupedGraphAttention
 from tandem_engine.model.attention.reference import TorchReferenceBackend
@@ -78,6 +79,8 @@ class RunnerParts:
     """Of one sequence."""
     graph_sizes: tuple[int, ...] = ()
     """Rows of decodes that are captured, on a device with graphs."""
+    adapters: Sequence[AdapterWeights] = ()
+    """By slot."""
     agree_time: Callable[[float], float] = float
     """Makes the seconds of a step equal on all ranks; on a device whose steps are queued."""
 
@@ -154,6 +157,7 @@ class OnHost:
             future_map=FutureMap(parts.rows),
             observer=parts.observer,
             group=parts.group,
+            adapters=parts.adapters,
         )
 
     def graph_bytes(self, make: Callable[[], RunnerParts]) -> int:  # noqa: ARG002 - no graphs
@@ -200,6 +204,7 @@ class OnStreams:
 
     def runner(self, parts: RunnerParts) -> StreamRunner:
         """Graphs are captured here: it takes seconds."""
+        assert not parts.adapters, "adapters are refused where a model is loaded for a device with streams"
         with self.streams.on(StreamName.FORWARD):
             decoding = self._decoding(parts)
         runner = StreamRunner(

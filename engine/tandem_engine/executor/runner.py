@@ -20,6 +20,8 @@ from tandem_engine.forward.future_map import FutureMap, token_rows
 from tandem_engine.forward.results import sum_pooled
 from tandem_engine.kernels.interface import HeadTurn
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.model.adapters.step import StepAdapters
+from tandem_engine.model.adapters.weights import AdapterWeights
 from tandem_engine.model.attention.backend import AttentionBackend, AttentionPlan, ToldPlan, TurningPlan
 from tandem_engine.model.base import Attend, DraftHead, StepModel
 from tandem_engine.parallel.group import SingleRank, TpGroup, agree_on_step
@@ -35,17 +37,20 @@ def hidden_states(
     input_ids: Tensor,
     attend: Attend,
     wanted: Tensor,
+    adapters: StepAdapters | None = None,
 ) -> Tensor:
     """[W, hidden_size] of the tokens `wanted` [W] of `batch`, whose `input_ids` are resolved.
 
     An `observer` is shown all tokens', which costs the last layer's shortcut.
     """
     if observer is None:
-        return _compute(model, batch, input_ids, attend, wanted)
+        return _compute(model, batch, input_ids, attend, wanted, adapters)
     every = torch.arange(batch.num_tokens, device=input_ids.device)
-    return every_hidden_state(model, observer, batch, input_ids=input_ids, attend=attend, every=every).index_select(
-        0, wanted
+    adapters = None if adapters is None else adapters.with_all_wanted()
+    hidden = every_hidden_state(
+        model, observer, batch, input_ids=input_ids, attend=attend, every=every, adapters=adapters
     )
+    return hidden.index_select(0, wanted)
 
 
 def every_hidden_state(
@@ -56,9 +61,10 @@ def every_hidden_state(
     input_ids: Tensor,
     attend: Attend,
     every: Tensor,
+    adapters: StepAdapters | None = None,
 ) -> Tensor:
     """[T, hidden_size] of all tokens of `batch`, whose indices are `every` [T]; `observer` is shown them."""
-    hidden = _compute(model, batch, input_ids, attend, every)
+    hidden = _compute(model, batch, input_ids, attend, every, adapters)
     if observer is not None:
         observer.observe(hidden, batch.out_cache_loc)
     return hidden
@@ -70,10 +76,19 @@ def keep_guesses(model: StepModel, batch: ForwardBatch, hidden: Tensor, wanted: 
         model.keep(hidden, batch.out_cache_loc.index_select(0, wanted))
 
 
-def _compute(model: StepModel, batch: ForwardBatch, input_ids: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
+def _compute(
+    model: StepModel,
+    batch: ForwardBatch,
+    input_ids: Tensor,
+    attend: Attend,
+    wanted: Tensor,
+    adapters: StepAdapters | None,
+) -> Tensor:
     if isinstance(model, DraftHead):
         return model.forward(batch, input_ids, attend, wanted)
-    return model.forward(input_ids, batch.positions, attend, wanted)
+    if adapters is None:
+        return model.forward(input_ids, batch.positions, attend, wanted)
+    return model.forward(input_ids, batch.positions, attend, wanted, adapters)
 
 
 Wrote = Callable[[int], None]
@@ -120,12 +135,14 @@ class ModelRunner:
         future_map: FutureMap,
         observer: HiddenObserver | None = None,
         group: TpGroup | None = None,
+        adapters: Sequence[AdapterWeights] = (),
     ) -> None:
         """Assemble a runner.
 
         Args:
             observer: is shown the hidden states of all tokens, which costs the last layer's shortcut.
             group: the ranks that share the model, if it is shared.
+            adapters: by the slot that batches name them by.
         """
         self.model = model
         self.pool = pool
@@ -134,6 +151,7 @@ class ModelRunner:
         self._future_map = future_map
         self._observer = observer
         self._group = group or SingleRank()
+        self._adapters = adapters
 
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         """Run `batch`: KV is written, sampled tokens are published to their rows and returned."""
@@ -187,7 +205,10 @@ class ModelRunner:
         if batch.kv_progress is not None:
             attend = telling(attend, batch.kv_progress.wrote)
         wanted = wanted_tokens(batch)
-        hidden = hidden_states(self.model, self._observer, batch, input_ids=input_ids, attend=attend, wanted=wanted)
+        adapters = None if batch.adapters is None else StepAdapters(rows=batch.adapters, slots=self._adapters)
+        hidden = hidden_states(
+            self.model, self._observer, batch, input_ids=input_ids, attend=attend, wanted=wanted, adapters=adapters
+        )
         keep_guesses(self.model, batch, hidden, wanted)
         return hidden
 

@@ -23,6 +23,9 @@ from tandem_engine.base.errors import (
     SessionError,
     SessionLostError,
 )
+from tandem_engine.config import EngineConfig
+from tandem_engine.engine import Engine
+from tandem_engine.library.adapters import NamedAdapters
 from tandem_engine.library.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -175,6 +178,16 @@ class Serving:
     text: TextTokenizer | None
     max_request_tokens: int
     """Longest prompt + max_tokens."""
+    adapters: NamedAdapters = field(default_factory=NamedAdapters)
+
+
+def serving_of(engine: Engine, config: EngineConfig) -> Serving:
+    """What serves after `engine` was launched with `config`."""
+    return Serving(
+        text=engine.text,
+        max_request_tokens=engine.scheduler.max_request_tokens,
+        adapters=NamedAdapters(refs=engine.adapters.names, config=config.adapters),
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -268,6 +281,7 @@ def make_answer(request_id: str, prompt: Encoded, params: SamplingParams, servin
                 group=group,
                 session=session,
                 cache_salt=prompt.cache_salt,
+                adapter=prompt.adapter,
             )
         )
         completions[rid] = Completion(index, params, sampling, vocabulary)
@@ -360,6 +374,7 @@ def make_embedding_answer(request_id: str, prompt: Encoded, params: PoolingParam
         sampling=NO_TEXT,
         pooling=params,
         cache_salt=prompt.cache_salt,
+        adapter=prompt.adapter,
     )
     return EmbeddingAnswer(request_id=request_id, prompt=prompt, requests=(request,))
 

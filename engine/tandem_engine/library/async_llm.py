@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +39,8 @@ from tandem_engine.base.errors import EngineError, EngineStoppedError, InvalidRe
 from tandem_engine.base.names import RequestId
 from tandem_engine.engine import Engine
 from tandem_engine.engine.launch import ProgressOption, launched_engine
-from tandem_engine.library.answer import Pending, Serving, error_of, make_answer, make_embedding_answer
+from tandem_engine.library.adapters import LoRARequest, adapter_config
+from tandem_engine.library.answer import Pending, error_of, make_answer, make_embedding_answer, serving_of
 from tandem_engine.library.llm import config_from_options
 from tandem_engine.library.model_source import with_folder
 from tandem_engine.library.outputs import EmbeddingRequestOutput, RequestOutput
@@ -191,19 +192,28 @@ class Stream:
 class AsyncLLM:
     """A model that answers requests as they come. Use from any number of event loops."""
 
-    def __init__(self, model: str | Path, *, progress: ProgressOption = True, **options: object) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        adapters: Mapping[str, str | Path] | None = None,
+        progress: ProgressOption = True,
+        **options: object,
+    ) -> None:
         """Load the checkpoint in the folder `model`, and wait for it; arguments and errors as `LLM` has them.
 
         A function for `progress` is called on the engine's thread.
         """
-        self._config = with_folder(config_from_options(model, dict(options)), model, progress=progress is True)
+        given = adapter_config(adapters, options)
+        config = with_folder(config_from_options(model, options), model, progress=progress is True)
+        self._config = replace(config, adapters=given)
         self._streams: dict[str, Stream] = {}
         """By the rid of every choice that has not ended."""
         self._numbers = itertools.count()
         self._thread = EngineThread(
             lambda: launched_engine(self._config, progress=progress, sink=self._deliver), on_failure=self._fail_all
         )
-        self._serving = self._thread.call(_serving).result()
+        self._serving = self._thread.call(lambda engine: serving_of(engine, self._config)).result()
         limits = self._config.scheduler
         self._most_streams = limits.max_queued_requests + limits.max_running_requests
 
@@ -214,13 +224,14 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         session: Session | None = None,
+        lora_request: LoRARequest | None = None,
         parse_special_tokens: bool = True,
     ) -> AsyncIterator[RequestOutput]:
         """The output so far, each time it has grown; the last one is `finished`.
 
-        `request_id` names the request for `abort`; None makes one up. Leaving the loop aborts the request. With a
-        `session` the prompt is only the new turn of its conversation, and `parse_special_tokens` says what special
-        tokens in a text become, as in `LLM.generate`.
+        `request_id` names the request for `abort`; None makes one up. Leaving the loop aborts the request.
+        `lora_request` names the adapter that computes it. With a `session` the prompt is only the new turn of its
+        conversation, and `parse_special_tokens` says what special tokens in a text become, as in `LLM.generate`.
 
         Raises:
             InvalidRequestError: it can never be served; or `request_id` is that of a running request.
@@ -233,6 +244,7 @@ class AsyncLLM:
         encoded = await asyncio.to_thread(
             encode_prompt, prompt, self._serving.text, session, parse_special_tokens=parse_special_tokens
         )
+        [encoded] = self._serving.adapters.given([encoded], lora_request)
         async for output in self._stream(encoded, sampling_params, request_id):
             yield output
 
@@ -242,6 +254,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
@@ -253,6 +266,7 @@ class AsyncLLM:
             add_generation_prompt=add_generation_prompt,
             template_variables=chat_template_kwargs,
         )
+        [encoded] = self._serving.adapters.given([encoded], lora_request)
         async for output in self._stream(encoded, sampling_params, request_id):
             yield output
 
@@ -261,9 +275,12 @@ class AsyncLLM:
         prompt: Prompt,
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> EmbeddingRequestOutput:
         """The vector of a prompt, as `LLM.embed`. Cancelling it aborts the request; errors as `generate` has them."""
         encoded = await asyncio.to_thread(encode_prompt, prompt, self._serving.text)
+        [encoded] = self._serving.adapters.given([encoded], lora_request)
         answer = make_embedding_answer(self._name(request_id), encoded, pooling_params or PoolingParams())
         async with aclosing(self._states(answer)) as states:
             async for _ in states:
@@ -422,10 +439,6 @@ class AsyncLLM:
             # The loop was closed with readers on it: nobody is left to tell.
             for rid in [rid for rid, stream in self._streams.items() if stream.loop is loop]:
                 self._streams.pop(rid, None)
-
-
-def _serving(engine: Engine) -> Serving:
-    return Serving(text=engine.text, max_request_tokens=engine.scheduler.max_request_tokens)
 
 
 def _take_all(news: Sequence[tuple[Stream, TokenOutput]]) -> None:

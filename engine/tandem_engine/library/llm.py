@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -35,7 +36,8 @@ from tandem_engine.config import EngineConfig, Role
 from tandem_engine.config.flags import about_other_engine, add_engine_flags, engine_config
 from tandem_engine.engine.launch import ProgressOption, launched_engine
 from tandem_engine.executor.profiler import MAX_SECONDS, MAX_STEPS, StepProfiler
-from tandem_engine.library.answer import Pending, Serving, make_answer, make_embedding_answer
+from tandem_engine.library.adapters import LoRARequest, adapter_config
+from tandem_engine.library.answer import Pending, make_answer, make_embedding_answer, serving_of
 from tandem_engine.library.model_source import with_folder
 from tandem_engine.library.outputs import EmbeddingRequestOutput, RequestOutput
 from tandem_engine.library.prompts import (
@@ -126,18 +128,29 @@ RELOAD_POLL_S = 0.01
 class LLM:
     """A model that answers lists of prompts. Not thread-safe; close it, or use it as a context manager."""
 
-    def __init__(self, model: str | Path, *, progress: ProgressOption = True, **options: object) -> None:
-        """Load the checkpoint in the folder `model`, or org/name[@revision] of the Hugging Face hub.
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        adapters: Mapping[str, str | Path] | None = None,
+        progress: ProgressOption = True,
+        **options: object,
+    ) -> None:
+        """Load the checkpoint in the folder `model`, or org/name[@revision] of the Hugging Face hub, and LoRA adapters,
+        folders of PEFT by name.
 
         `options` are the engine's flags as keywords: page_size, num_pages, mem_fraction_static, dtype, threads,
-        disable_radix_cache, …; `tandem worker --help-all` explains them. `progress` shows a bar while weights are
-        downloaded and loaded; a function is called with each `Progress` of loading instead: phase, done, total, unit.
+        disable_radix_cache, …; `tandem worker --help-all` explains them. `max_lora_rank` (64) bounds the ranks of
+        adapters. `progress` shows a bar while weights are downloaded and loaded; a function is called with each
+        `Progress` of loading instead: phase, done, total, unit.
 
         Raises:
             ConfigError: an option does not exist or cannot work, or the model cannot be fetched.
-            CheckpointError: the folder holds no checkpoint that can be served.
+            CheckpointError: the folder holds no checkpoint that can be served, or an adapter does not fit it.
         """
-        self._config = with_folder(config_from_options(model, dict(options)), model, progress=progress is True)
+        given = adapter_config(adapters, options)
+        config = with_folder(config_from_options(model, options), model, progress=progress is True)
+        self._config = replace(config, adapters=given)
         self._caller_threads = torch.get_num_threads()
         self._growing: dict[str, Pending] = {}
         """By the rid of every choice that the engine has."""
@@ -145,7 +158,7 @@ class LLM:
         """Answers completed since the progress bar was told."""
         self._open = ExitStack()
         self._engine = self._open.enter_context(launched_engine(self._config, progress=progress, sink=self._take))
-        self._serving = Serving(text=self._engine.text, max_request_tokens=self._engine.scheduler.max_request_tokens)
+        self._serving = serving_of(self._engine, self._config)
         self._numbers = itertools.count()
         self._profiler: StepProfiler | None = None
 
@@ -155,6 +168,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         session: Session | Sequence[Session] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
         parse_special_tokens: bool = True,
     ) -> list[RequestOutput]:
@@ -166,6 +180,8 @@ class LLM:
         With a `session`, or one for each prompt, a prompt is only the new turn of its conversation: it is appended
         to what was said before. Text gets no special tokens then, such as BOS.
 
+        `lora_request` names the adapter that computes all prompts, or one for each, None for the model alone.
+
         Special tokens in a text become control tokens, as in vLLM. Without `parse_special_tokens` they are plain text.
 
         Raises:
@@ -174,6 +190,7 @@ class LLM:
             RankLostError: another process of a `tensor_parallel_size` above 1 has ended; this `LLM` is closed.
         """
         encoded = encode_prompts(prompts, self._serving.text, session, parse_special_tokens=parse_special_tokens)
+        encoded = self._serving.adapters.given(encoded, lora_request)
         return self._generate(encoded, params_for(sampling_params, len(encoded)), use_tqdm=use_tqdm)
 
     def chat(
@@ -181,6 +198,7 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -192,6 +210,7 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             template_variables=chat_template_kwargs,
         )
+        encoded = self._serving.adapters.given(encoded, lora_request)
         return self._generate(encoded, params_for(sampling_params, len(encoded)), use_tqdm=use_tqdm)
 
     def embed(
@@ -199,6 +218,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """A vector per prompt, in order: its hidden states after the final norm, pooled.
@@ -208,10 +228,8 @@ class LLM:
             RequestFailedError: the engine gave a prompt up.
         """
         params = pooling_params or PoolingParams()
-        answers = [
-            make_embedding_answer(str(next(self._numbers)), prompt, params)
-            for prompt in encode_prompts(prompts, self._serving.text)
-        ]
+        encoded = self._serving.adapters.given(encode_prompts(prompts, self._serving.text), lora_request)
+        answers = [make_embedding_answer(str(next(self._numbers)), prompt, params) for prompt in encoded]
         self._run(answers, use_tqdm=use_tqdm)
         return [answer.output() for answer in answers]
 

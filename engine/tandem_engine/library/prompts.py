@@ -20,6 +20,7 @@ from typing import Any, Self, TypeAlias
 
 from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.library.sampling_params import SamplingParams
+from tandem_engine.messages.requests import AdapterRef
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
 
@@ -73,6 +74,8 @@ class Encoded:
     """The conversation that it continues."""
     cache_salt: str = ""
     """Prefixes are shared only between prompts with the same one."""
+    adapter: AdapterRef | None = None
+    """The adapter that computes it; None for the model alone."""
 
 
 def encode_prompts(

@@ -28,6 +28,7 @@ from tandem_engine.memory.page_copies import CopyQueue
 from tandem_engine.memory.prefix_cache import Lock, PrefixCache
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.memory.window_pages import WindowPages
+from tandem_engine.messages.kv_events import CacheSpace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,11 +82,11 @@ class KvMemory:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def cached_len(self, token_ids: Sequence[int], *, salt: str, max_match: int) -> int:
+    def cached_len(self, token_ids: Sequence[int], *, space: CacheSpace, max_match: int) -> int:
         """Tokens that `begin` would find. Changes nothing."""
-        return self.cache.peek(token_ids, salt=salt, max_tokens=max_match) * self.page_size
+        return self.cache.peek(token_ids, space=space, max_tokens=max_match) * self.page_size
 
-    def begin(self, token_ids: Sequence[int], *, salt: str, max_match: int) -> RequestKv | None:
+    def begin(self, token_ids: Sequence[int], *, space: CacheSpace, max_match: int) -> RequestKv | None:
         """Take a row and lock the longest cached prefix of at most `max_match` tokens.
 
         The caller passes the length less one, so that at least one token is computed [one-token-computed]. None when
@@ -96,7 +97,7 @@ class KvMemory:
             if row is None:
                 return None
             undo.callback(self.rows.free, row)
-            match = self.cache.match(token_ids, salt=salt, max_tokens=max_match)
+            match = self.cache.match(token_ids, space=space, max_tokens=max_match)
             undo.callback(self.cache.unlock, match.lock)
             if match.slower is not None:
                 undo.callback(match.slower.release)
@@ -108,7 +109,7 @@ class KvMemory:
             window.use(match.pages[first:])
         return RequestKv(
             row=row,
-            salt=salt,
+            space=space,
             page_size=self.page_size,
             pages=list(match.pages),
             cache_protected_len=matched,
@@ -263,9 +264,9 @@ class KvMemory:
         """Pages from `detach` or `reserve_pages` that will not be written to any more."""
         self.allocator.free(pages)
 
-    def pin(self, token_ids: Sequence[int], *, salt: str) -> Pin:
+    def pin(self, token_ids: Sequence[int], *, space: CacheSpace) -> Pin:
         """Keep what the device has of `token_ids` until `unpin`."""
-        match = self.cache.match(token_ids, salt=salt)
+        match = self.cache.match(token_ids, space=space)
         if match.slower is not None:
             match.slower.release()
         used = [match.pages[window.passed_blocks(len(match.pages) * self.page_size) :] for window in self.windows]

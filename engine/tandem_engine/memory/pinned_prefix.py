@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tandem_engine.base.names import PageId
 from tandem_engine.memory.kv_memory import KvMemory, Pin
 from tandem_engine.memory.prefix_cache import NoPrefixCache
+from tandem_engine.messages.kv_events import CacheSpace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -24,9 +25,9 @@ class BorrowedPrefix:
     """The newest copy that may still fill one of them."""
 
     @staticmethod
-    def of(memory: KvMemory, token_ids: Sequence[int], *, salt: str, spare_pages: int) -> "BorrowedPrefix":
+    def of(memory: KvMemory, token_ids: Sequence[int], *, space: CacheSpace, spare_pages: int) -> "BorrowedPrefix":
         """The longest prefix of `token_ids` that is cached; with host memory's part if that fits in `spare_pages`."""
-        match = memory.cache.match(token_ids, salt=salt)
+        match = memory.cache.match(token_ids, space=space)
         lock, pages, copy = match.lock, match.pages, memory.copies.newest_load
         if match.slower is not None:
             missing = match.slower.num_pages

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from tandem_engine.base.names import PageId
-from tandem_engine.messages.kv_events import AllCleared, KvEvent
+from tandem_engine.messages.kv_events import BASE_SPACE, AllCleared, CacheSpace, KvEvent
 
 
 class Lock(Protocol):
@@ -84,11 +84,13 @@ class InsertResult:
 class PrefixCache(Protocol):
     """Maps token prefixes to pages. Used by the scheduler thread only."""
 
-    def match(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> MatchResult:
+    def match(
+        self, token_ids: Sequence[int], *, space: CacheSpace = BASE_SPACE, max_tokens: int | None = None
+    ) -> MatchResult:
         """Lock and return the longest cached prefix of at most `max_tokens` tokens (page multiples)."""
         ...
 
-    def peek(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> int:
+    def peek(self, token_ids: Sequence[int], *, space: CacheSpace = BASE_SPACE, max_tokens: int | None = None) -> int:
         """How many pages `match` would return. Changes nothing, not even recency."""
         ...
 
@@ -96,7 +98,9 @@ class PrefixCache(Protocol):
         """How many pages the cache has for `token_ids` after the path that `lock` covers. Changes nothing."""
         ...
 
-    def insert(self, token_ids: Sequence[int], pages: Sequence[PageId], *, salt: str = "") -> InsertResult:
+    def insert(
+        self, token_ids: Sequence[int], pages: Sequence[PageId], *, space: CacheSpace = BASE_SPACE
+    ) -> InsertResult:
         """Add the whole pages of `token_ids`. `pages[i]` holds tokens [i*page_size, (i+1)*page_size).
 
         Pages that equal the tree's own at the same position (the borrowed prefix) are neither
@@ -166,16 +170,20 @@ class NoPrefixCache:
     def __init__(self) -> None:
         self._locks: set[Lock] = set()
 
-    def match(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> MatchResult:
+    def match(
+        self, token_ids: Sequence[int], *, space: CacheSpace = BASE_SPACE, max_tokens: int | None = None
+    ) -> MatchResult:
         return MatchResult(pages=(), lock=self._lock())
 
-    def peek(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> int:
+    def peek(self, token_ids: Sequence[int], *, space: CacheSpace = BASE_SPACE, max_tokens: int | None = None) -> int:
         return 0
 
     def peek_after(self, lock: Lock, token_ids: Sequence[int]) -> int:
         return 0
 
-    def insert(self, token_ids: Sequence[int], pages: Sequence[PageId], *, salt: str = "") -> InsertResult:
+    def insert(
+        self, token_ids: Sequence[int], pages: Sequence[PageId], *, space: CacheSpace = BASE_SPACE
+    ) -> InsertResult:
         return InsertResult(duplicates=(), pages=(), lock=self._lock())
 
     def extend(self, lock: Lock, token_ids: Sequence[int], pages: Sequence[PageId]) -> InsertResult:

@@ -8,7 +8,7 @@
 Every unlocked node is in one list, oldest first. A lock takes its path out, and its release appends the path again,
 deepest node first. So a child is always before its parent, the head of the list is a leaf, and eviction reads only the
 head, without timestamps [evict-without-scan]. A spent path goes to the head in the same order, as far as nothing else
-is below it. Each salt has its own root: requests with different salts share nothing.
+is below it. Each cache space has a root: requests in different spaces share nothing.
 
 A `Node` is a run of blocks that every request below it shares. A block is the tokens of one page, and keys, pages and
 hashes are counted in blocks, so lengths of different units cannot be mixed up [whole-pages] [one-length-unit].
@@ -34,13 +34,14 @@ from typing import NamedTuple, Protocol
 from tandem_engine.base.names import PageId
 from tandem_engine.memory.prefix_cache import InsertResult, Lock, MatchResult
 from tandem_engine.messages.kv_events import (
+    BASE_SPACE,
     TOKEN_BYTES,
     AllCleared,
     BlockRemoved,
     BlockStored,
+    CacheSpace,
     KvEvent,
     chain_packed,
-    chain_seed,
     pack_tokens,
 )
 
@@ -61,9 +62,9 @@ def shared_blocks(one: bytes | bytearray, other: bytes | bytearray, block_bytes:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Node:
-    """Children are keyed by their first block. A root has no blocks; there is one per salt."""
+    """Children are keyed by their first block. A root has no blocks; there is one per cache space."""
 
-    salt: str
+    space: CacheSpace
     block_bytes: int
     """Of one packed block."""
     parent: "Node | None" = None
@@ -103,7 +104,7 @@ class Node:
         return shared_blocks(self.key, key, self.block_bytes)
 
     def add_child(self, key: bytes | bytearray, pages: list[PageId]) -> "Node":
-        child = Node(salt=self.salt, block_bytes=self.block_bytes, parent=self, key=bytearray(key), pages=pages)
+        child = Node(space=self.space, block_bytes=self.block_bytes, parent=self, key=bytearray(key), pages=pages)
         self.children[child.first_block] = child
         return child
 
@@ -143,7 +144,8 @@ class Node:
         return dropped
 
     def chain(self) -> list[bytes]:
-        """The hash of each block, chained from the salt. Ask parents before children: one level is computed."""
+        """The hash of each block, chained from the seed of its space. Ask parents before children: one level is
+        computed."""
         known = len(self.hashes)
         if known < len(self.pages):
             assert self.parent is not None, "a root has nothing to hash"
@@ -153,7 +155,7 @@ class Node:
 
     def last_hash(self) -> bytes:
         """Where the chain of a child continues."""
-        return self.chain()[-1] if self.pages else chain_seed(self.salt)
+        return self.chain()[-1] if self.pages else self.space.seed
 
 
 @dataclass(slots=True, eq=False)
@@ -214,26 +216,30 @@ class RadixCache:
         self._usable = usable
         self._emit_events = emit_events
         self._watcher = watcher
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[CacheSpace, Node] = {}
         self._unlocked: OrderedDict[Node, None] = OrderedDict()
         self._evictable = 0
         self._events: list[KvEvent] = []
         self._unannounced: list[Unannounced] = []
 
-    def match(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> MatchResult:
-        reach = self._usable_reach(self._root(salt), token_ids, self._blocks(token_ids, max_tokens))
+    def match(
+        self, token_ids: Sequence[int], *, space: CacheSpace = BASE_SPACE, max_tokens: int | None = None
+    ) -> MatchResult:
+        reach = self._usable_reach(self._root(space), token_ids, self._blocks(token_ids, max_tokens))
         node = self._node_ending_at(reach)
         return MatchResult(pages=node.path_pages(), lock=self._lock(node))
 
-    def peek(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> int:
-        root = self._roots.get(salt)
+    def peek(self, token_ids: Sequence[int], *, space: CacheSpace = BASE_SPACE, max_tokens: int | None = None) -> int:
+        root = self._roots.get(space)
         return 0 if root is None else self._usable_reach(root, token_ids, self._blocks(token_ids, max_tokens)).blocks
 
     def peek_after(self, lock: Lock, token_ids: Sequence[int]) -> int:
         return self._reach(self._held(lock).node, token_ids, self._blocks(token_ids, None)).blocks
 
-    def insert(self, token_ids: Sequence[int], pages: Sequence[PageId], *, salt: str = "") -> InsertResult:
-        return self.extend(self._lock(self._root(salt)), token_ids, pages)
+    def insert(
+        self, token_ids: Sequence[int], pages: Sequence[PageId], *, space: CacheSpace = BASE_SPACE
+    ) -> InsertResult:
+        return self.extend(self._lock(self._root(space)), token_ids, pages)
 
     def extend(self, lock: Lock, token_ids: Sequence[int], pages: Sequence[PageId]) -> InsertResult:
         path = self._held(lock)
@@ -325,11 +331,11 @@ class RadixCache:
         assert max_tokens >= 0, f"cannot match at most {max_tokens} tokens"
         return min(len(token_ids), max_tokens) // self._page_size
 
-    def _root(self, salt: str) -> Node:
+    def _root(self, space: CacheSpace) -> Node:
         """Roots exist while they have a child or a lock; `_expose` and `_trim` drop them."""
-        root = self._roots.get(salt)
+        root = self._roots.get(space)
         if root is None:
-            root = self._roots[salt] = Node(salt=salt, block_bytes=self._page_size * TOKEN_BYTES)
+            root = self._roots[space] = Node(space=space, block_bytes=self._page_size * TOKEN_BYTES)
         return root
 
     def _usable_reach(self, root: Node, token_ids: Sequence[int], blocks: int) -> Reach:
@@ -437,9 +443,9 @@ class RadixCache:
         return pages
 
     def _drop_if_unused(self, node: Node) -> None:
-        """Salts are chosen by clients: a root that outlived its content would leak (one per salt)."""
+        """Salts are chosen by clients: a root that outlived its content would leak (one per space)."""
         if node.parent is None and not node.children and node.lock_count == 0:
-            del self._roots[node.salt]
+            del self._roots[node.space]
 
     def _nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from tandem_engine.base.names import PageId, ReqPoolIdx
 from tandem_engine.memory.prefix_cache import NOTHING_LOADED, LoadedPages, Lock, SlowerPrefix
+from tandem_engine.messages.kv_events import CacheSpace
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -15,7 +16,7 @@ class RequestKv:
     """Owned by `KvMemory`, which alone changes it."""
 
     row: ReqPoolIdx
-    salt: str
+    space: CacheSpace
     page_size: int
     pages: list[PageId] = field(default_factory=list)
     """Pages in token order: the tree's, then private ones."""

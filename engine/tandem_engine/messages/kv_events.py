@@ -5,11 +5,12 @@ Batches carry a sequence number per incarnation. A reader that detects a gap req
 
 Engine events, router and gateway use one chain of block hashes:
 
-    h[0] = BLAKE2b-128(seed(salt) ‖ tokens of block 0)
+    h[0] = BLAKE2b-128(seed(space) ‖ tokens of block 0)
     h[i] = BLAKE2b-128(h[i−1]     ‖ tokens of block i)
 
-Tokens are little-endian uint32. A block is one KV page (`page_size` tokens); a trailing partial block has no hash. The
-salt separates tenants: equal prompts under different salts share nothing.
+Tokens are little-endian uint32. A block is one KV page (`page_size` tokens); a trailing partial block has no hash.
+Equal prompts in different `CacheSpace`s share nothing: a salt separates tenants, and an adapter computes other KV than
+its base.
 """
 
 import sys
@@ -17,6 +18,7 @@ from array import array
 from collections.abc import Sequence
 from enum import StrEnum
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 
@@ -82,9 +84,29 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def chain_seed(salt: str) -> bytes:
-    """Parent digest of the first block."""
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"tandem-salt").digest()
+class CacheSpace(NamedTuple):
+    """What must be equal for two requests to share cached blocks."""
+
+    salt: str = ""
+    """Of the tenant; clients choose it."""
+    adapter: bytes = b""
+    """Digest of the adapter, b"" for the base model."""
+
+    @property
+    def seed(self) -> bytes:
+        """See `chain_seed`."""
+        return chain_seed(self.salt, self.adapter)
+
+
+BASE_SPACE = CacheSpace()
+
+
+def chain_seed(salt: str, adapter: bytes = b"") -> bytes:
+    """Parent digest of the first block. No salt that a client can choose gives the seed of an adapter: its digest is a
+    separate parameter of the hash."""
+    assert not adapter or (len(adapter) == DIGEST_BYTES and any(adapter)), f"{adapter!r} is no digest of an adapter"
+    data = salt.encode("utf-8", "surrogatepass")
+    return blake2b(data, digest_size=DIGEST_BYTES, person=b"tandem-salt", salt=adapter).digest()
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -20,6 +20,7 @@ import msgspec
 
 from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.base.logs import about_request
+from tandem_engine.messages.kv_events import CacheSpace
 from tandem_engine.messages.sampling import SamplingParams
 
 
@@ -191,6 +192,15 @@ class SessionRef(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError(f"a session's turn must be at least 0, got {self.turn}", param="session")
 
 
+class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
+    """What the name of an adapter stood for when its request was made."""
+
+    name: str
+    """For messages."""
+    digest: bytes
+    """Of its content, `DIGEST_BYTES` long: what it is identified by."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
     """Generate tokens after `input_ids + resume_ids`."""
 
@@ -204,6 +214,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """For the worker that computes the prompt; a hint, which changes no token."""
     cache_salt: str = ""
     """Prefix cache entries are shared only among equal salts."""
+    adapter: AdapterRef | None = None
+    """The adapter that computes prompt and output; None for the base model alone."""
     priority: int = 0
     group: str = ""
     """Requests with one prompt and one group name are choices of one answer (n, best_of): the prompt is computed
@@ -216,6 +228,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Seconds from receipt after which the request is aborted."""
     trace: TraceContext | None = None
     """The span of this attempt, whether it is sampled or not; None when nobody traces."""
+
+
+def space_of(message: GenerateRequest) -> CacheSpace:
+    """Where the prefix of `message` may be cached."""
+    return CacheSpace(message.cache_salt, b"" if message.adapter is None else message.adapter.digest)
 
 
 _ATTEMPT = re.compile(r"(.+)-\d+-\d+", re.DOTALL)

@@ -223,6 +223,8 @@ class PrefixAsk(msgspec.Struct, frozen=True, kw_only=True, tag="prefix_ask"):
     so what is sent is what was asked for."""
     salt: str
     """Of the cache entries; others are not looked at."""
+    adapter: bytes = b""
+    """Digest of the adapter that computed them, b"" for the base model. With the salt, their `CacheSpace`."""
 
     @property
     def sender(self) -> Peer:

@@ -6,7 +6,7 @@ together and what each may see is defined by the `Attend` that it is called with
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from tandem_engine.config import ModelConfig
 from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.memory.cache_groups import KvRow, KvSpec, Reach
 from tandem_engine.model.attention.backend import AttentionSpec
+
+if TYPE_CHECKING:
+    from tandem_engine.model.adapters.step import StepAdapters
 
 
 class Attend(Protocol):
@@ -42,7 +45,14 @@ class CausalLM(Protocol):
         """What each layer asks of `Attend`; a backend is built for it."""
         ...
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        wanted: Tensor,
+        adapters: "StepAdapters | None" = None,
+    ) -> Tensor:
         """Compute one step up to the final norm. The caller holds `torch.inference_mode`.
 
         Args:
@@ -50,6 +60,7 @@ class CausalLM(Protocol):
             positions: [T] int64, absolute position of each token in its sequence.
             attend: called once per layer, in layer order.
             wanted: [S] int64, indices into T of the tokens whose hidden states somebody needs; S may be 0.
+            adapters: what changes the products of some tokens; None where no token has an adapter.
 
         Returns:
             Hidden states [S, hidden_size] of those tokens, in that order, in the model's dtype.

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from tandem_engine.config import ModelConfig, MoeConfig, NormPlacement, QkNorm, RopeConfig
 from tandem_engine.kernels.interface import GatedActivation, by_triton
+from tandem_engine.model.adapters.step import StepAdapters
+from tandem_engine.model.adapters.tensor_names import Site
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend
 from tandem_engine.model.latent.attention import latent_attention
@@ -87,6 +89,13 @@ class Block:
     parallel: bool = False
     """Whether the feed-forward block reads what attention reads, and not the sum with its result."""
 
+    def fed(self, normed: Tensor, adapters: StepAdapters, layer: int, wanted: bool) -> Tensor:
+        """`feed_forward` of rows of all tokens, or of the `wanted` ones, with what adapters add. Experts have none."""
+        if not isinstance(self.feed_forward, FeedForward):
+            return self.feed_forward(normed)
+        deltas = (adapters.delta(site, layer, wanted=wanted) for site in (Site.GATE_UP, Site.DOWN))
+        return self.feed_forward.adapted(normed, *deltas)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:
@@ -103,9 +112,16 @@ class Decoder:
     fused: "FusedStack | None" = None
     """Computes steps of few tokens in one call."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        wanted: Tensor,
+        adapters: StepAdapters | None = None,
+    ) -> Tensor:
         """See `CausalLM.forward`."""
-        step = None if self.fused is None else self.fused.step_of(attend, len(input_ids))
+        step = None if self.fused is None else self.fused.step_of(attend, len(input_ids), adapters)
         if step is not None:
             return step.forward(input_ids, positions, wanted)
         hidden = self.embedding(input_ids)
@@ -113,19 +129,22 @@ class Decoder:
         last = len(self.blocks) - 1
         normed = self.blocks[0].attention.norm(hidden)
         for layer, block in enumerate(self.blocks):
-            gathered = block.attention.attend(layer, normed, rotations[block.rotary], attend)
+            delta = None if adapters is None else adapters.delta(Site.QKV, layer)
+            gathered = block.attention.attend(layer, normed, rotations[block.rotary], attend, delta)
             if layer == last:
                 # From here on a token serves only itself: most of a prompt need go no further.
                 hidden = hidden.index_select(0, wanted)
                 gathered = gathered.index_select(0, wanted)
-            added = block.attention.project(gathered)
+            delta = None if adapters is None else adapters.delta(Site.OUTPUT, layer, wanted=layer == last)
+            added = block.attention.project(gathered, delta)
             if block.parallel:
                 hidden.add_(added)
                 normed = normed.index_select(0, wanted) if layer == last else normed
             else:
                 normed = block.feed_forward.norm.of_sum(hidden, added)
             following = self.norm if layer == last else self.blocks[layer + 1].attention.norm
-            normed = following.of_sum(hidden, block.feed_forward(normed))
+            fed = block.feed_forward(normed) if adapters is None else block.fed(normed, adapters, layer, layer == last)
+            normed = following.of_sum(hidden, fed)
         return normed
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ from transformers.utils import logging
 
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import ModelConfig
+from tandem_engine.model.adapters.step import StepAdapters
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.attention.reference import attend_dense
 from tandem_engine.model.base import Attend
@@ -397,8 +398,16 @@ class FallbackModel:
     body: PreTrainedModel
     head: Head
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        wanted: Tensor,
+        adapters: StepAdapters | None = None,
+    ) -> Tensor:
         """See `CausalLM.forward`."""
+        assert adapters is None, "no adapter is loaded for a model that transformers computes"
         out = self.body(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **{ATTEND: attend})
         hidden: Tensor = out.last_hidden_state[0]
         return hidden.index_select(0, wanted)

@@ -212,7 +212,12 @@ def _loop(shared: Shared, endings: Endings, isolation: Isolation, planner: Plann
     return Loop(
         overlap=shared.config.enable_overlap,
         planner=planner,
-        builder=BatchBuilder(memory=shared.memory, stop=shared.stop, slots=shared.slots),
+        builder=BatchBuilder(
+            memory=shared.memory,
+            stop=shared.stop,
+            slots=shared.slots,
+            adapter_slots=shared.facts.adapter_slots,
+        ),
         executor=executor,
         longest_step=shared.config.watchdog_timeout,
         settlement=settlement,

@@ -26,7 +26,7 @@ from tandem_engine.base.names import RequestId
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.requests import GenerateRequest, HandoffSide, about_attempt, check_group
+from tandem_engine.messages.requests import GenerateRequest, HandoffSide, about_attempt, check_group, space_of
 from tandem_engine.scheduler.counters import Tally
 from tandem_engine.scheduler.finishing import Endings
 from tandem_engine.scheduler.grammar import GrammarGate
@@ -87,7 +87,7 @@ class Prefetching:
             return None
         tokens = req.token_ids(0, req.seq_len)
         until = self.clock.now() + host.prefetch_timeout
-        prefetch = host.cache.prefetch(tokens, salt=req.cache_salt, max_tokens=len(tokens) - 1, until=until)
+        prefetch = host.cache.prefetch(tokens, space=req.space, max_tokens=len(tokens) - 1, until=until)
         return prefetch if host.prefetch_timeout else None
 
 
@@ -130,6 +130,7 @@ class Ingress:
         try:
             self._check_room(message)
             check_pooling(message, hidden_size=self.model.hidden_size)
+            self._check_adapter(message)
             self._check(req)
         except EngineError as error:
             self.endings.refuse(req, error)
@@ -180,7 +181,7 @@ class Ingress:
             resumed=len(message.resume_ids),
             handoff=message.handoff,
             fetch=message.fetch,
-            cache_salt=message.cache_salt,
+            space=space_of(message),
             priority=message.priority,
             group=message.group,
             session=None if message.session is None else message.session.id,
@@ -197,6 +198,7 @@ class Ingress:
     def check(self, message: GenerateRequest) -> None:
         """Raise `InvalidRequestError` for a request that this engine can never serve, or not as its session is now."""
         check_pooling(message, hidden_size=self.model.hidden_size)
+        self._check_adapter(message)
         self._check(self._request(self.sessions.whole_turn(message), b""))
 
     def _check_room(self, message: GenerateRequest) -> None:
@@ -228,6 +230,12 @@ class Ingress:
             raise InvalidRequestError(
                 "stop strings need a tokenizer and this engine has none; use stop_token_ids", param="stop"
             )
+
+    def _check_adapter(self, message: GenerateRequest) -> None:
+        """Never answered by the base model alone."""
+        adapter = message.adapter
+        if adapter is not None and adapter.digest not in self.model.adapter_slots:
+            raise InvalidRequestError(f"adapter {adapter.name!r} is not loaded in this engine", param="adapter")
 
     def _check_tokens(self, field: str, ids: tuple[int, ...] | list[int]) -> None:
         if not ids:

@@ -38,7 +38,7 @@ from tandem_engine.config import SchedulePolicy, SchedulerConfig
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.prefix_cache import NoPrefixCache
 from tandem_engine.memory.radix_cache import shared_blocks
-from tandem_engine.messages.kv_events import TOKEN_BYTES, pack_tokens
+from tandem_engine.messages.kv_events import TOKEN_BYTES, CacheSpace, pack_tokens
 from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import Request
 
@@ -114,12 +114,12 @@ class SharedPrefixes:
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory
         self._worth = memory.pages_for(WORTH_WAITING) * memory.page_size
-        self._prefixes: set[tuple[str, bytes]] = set()
+        self._prefixes: set[tuple[CacheSpace, bytes]] = set()
 
     def cached(self, req: Request) -> int:
         """Tokens of `req` that the cache has now."""
         tokens = req.token_ids(0, req.seq_len)
-        return self._memory.cached_len(tokens, salt=req.cache_salt, max_match=req.longest_match)
+        return self._memory.cached_len(tokens, space=req.space, max_match=req.longest_match)
 
     def computing(self, requests: Iterable[Request]) -> None:
         """Note those of `requests` whose prompt is on its way to the cache."""
@@ -136,8 +136,8 @@ class SharedPrefixes:
         """Whether another request computes enough of what `req` needs next and may take from the cache."""
         return cached + self._worth <= req.longest_match and self._prefix(req, cached) in self._prefixes
 
-    def _prefix(self, req: Request, cached: int) -> tuple[str, bytes]:
-        return req.cache_salt, pack_tokens(req.token_ids(0, cached + self._worth))
+    def _prefix(self, req: Request, cached: int) -> tuple[CacheSpace, bytes]:
+        return req.space, pack_tokens(req.token_ids(0, cached + self._worth))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,11 +228,11 @@ class HeaviestBranchFirst:
     page_size: int
 
     def __call__(self, candidates: list[Candidate]) -> list[Candidate]:
-        by_salt: defaultdict[str, list[Path]] = defaultdict(list)
+        by_space: defaultdict[CacheSpace, list[Path]] = defaultdict(list)
         for candidate in candidates:
             tokens = pack_tokens(candidate.req.token_ids(0, candidate.cached))
-            by_salt[candidate.req.cache_salt].append(Path(tokens, candidate))
-        return [path.candidate for paths in _heaviest_first(by_salt.values()) for path in self._depth_first(paths)]
+            by_space[candidate.req.space].append(Path(tokens, candidate))
+        return [path.candidate for paths in _heaviest_first(by_space.values()) for path in self._depth_first(paths)]
 
     def _depth_first(self, paths: list[Path]) -> list[Path]:
         """Where `paths` part, their branches; then those that end there."""

@@ -250,7 +250,7 @@ class PrefillAdder:
             return Admission.NO_ROW
         tokens = req.token_ids(0, req.seq_len)
         longest = req.longest_match
-        kv = self.memory.begin(tokens, salt=req.cache_salt, max_match=longest)
+        kv = self.memory.begin(tokens, space=req.space, max_match=longest)
         if kv is None:
             return Admission.NO_ROW
         # A window may have passed pages that a copy of its whole prompt needs.

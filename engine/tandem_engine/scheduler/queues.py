@@ -134,7 +134,7 @@ class Groups:
 
 def same_prompt(one: Request, other: Request) -> bool:
     """Whether the KV of their prompts may be shared."""
-    return one.cache_salt == other.cache_salt and one.origin_input_ids == other.origin_input_ids
+    return one.space == other.space and one.origin_input_ids == other.origin_input_ids
 
 
 def _is_late(req: Request, leader: Request) -> bool:

@@ -26,6 +26,7 @@ from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.base.names import RequestId
 from tandem_engine.memory.host.tier import SwappedKv
 from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.messages.kv_events import BASE_SPACE, CacheSpace
 from tandem_engine.messages.outputs import CacheHits, FetchReport, Finish, FinishReason, TokenLogprob, TransferReport
 from tandem_engine.messages.requests import Handoff, HandoffSide, PrefixFetch, TraceContext, about_attempt
 from tandem_engine.messages.sampling import SamplingParams
@@ -108,7 +109,8 @@ class Request:
     """Leading `output_ids` that the client already has; they are never streamed again."""
     handoff: Handoff | None = None
     fetch: PrefixFetch | None = None
-    cache_salt: str = ""
+    space: CacheSpace = BASE_SPACE
+    """Where its prefix may be cached. The adapter in it, if any, computes prompt and output."""
     priority: int = 0
     group: str = ""
     """Name shared by the choices of one answer, "" for a request of its own (see `groups`)."""

@@ -112,7 +112,7 @@ class Swapping:
         swapped = req.swapped
         assert swapped is not None, f"request {req.rid} stands among the swapped and has no KV there"
         tokens = req.token_ids(0, req.seq_len)
-        kv = self.memory.begin(tokens, salt=req.cache_salt, max_match=swapped.committed_len)
+        kv = self.memory.begin(tokens, space=req.space, max_match=swapped.committed_len)
         if kv is None:
             return Return.LATER
         complete = swap.completes(swapped, kv)
@@ -336,6 +336,6 @@ class Preemption:
         spare = self.memory.available_pages() - reserved_pages(self.memory, staying, ratio)
         given = sum(len(req.held_kv.pages) for req in victims)
         tokens = head.token_ids(0, head.seq_len)
-        cached = self.memory.cached_len(tokens, salt=head.cache_salt, max_match=head.longest_match)
+        cached = self.memory.cached_len(tokens, space=head.space, max_match=head.longest_match)
         needed = expected_pages(self.memory, head, len(tokens), ratio) - self.memory.pages_for(cached)
         return needed <= spare + given

@@ -18,7 +18,7 @@ the device has the history of the one in `req.recalled`. No step of that request
 whole history [device-history] [history-rebuilt].
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import TypeAlias
@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem_engine.forward.adapter_rows import NO_ADAPTER, AdapterRows
 from tandem_engine.forward.batch import (
     RESOLVE,
     ForwardBatch,
@@ -319,6 +320,8 @@ class BatchBuilder:
     memory: KvMemory
     stop: StopRule
     slots: PenaltySlots
+    adapter_slots: Mapping[bytes, int] = field(default_factory=dict)
+    """Of adapters, by digest."""
     columns: SamplingColumns = field(default_factory=lambda: SamplingColumns.of([]))
     edits: EditColumns = NO_EDITS
 
@@ -333,7 +336,7 @@ class BatchBuilder:
         # Indexing by an array copies: this is the snapshot.
         page_table = table[rows, : self.memory.pages_for(int(seq_lens.max()))]
         slots = self._slots(table, np.repeat(rows, lens), positions)
-        return ForwardBatch(
+        made = ForwardBatch(
             step=batch.step,
             mode=batch.mode,
             input_ids=torch.from_numpy(input_ids),
@@ -354,6 +357,12 @@ class BatchBuilder:
             pooled=_pooled_tokens(batch.extends),
             kv_progress=kv_progress,
         )
+        return made if not self.adapter_slots else self._adapted(made, batch)
+
+    def _adapted(self, made: ForwardBatch, batch: ScheduleBatch) -> ForwardBatch:
+        """`made` of `batch`, with the rows of its adapters."""
+        slots = [self.adapter_slots[req.space.adapter] if req.space.adapter else NO_ADAPTER for req in batch.requests]
+        return replace(made, adapters=AdapterRows.of(made, _int_array(slots)))
 
     def _sequences(self, batch: ScheduleBatch) -> tuple[Ints, Ints, Ints, Ints]:
         """Per sequence row, first position and length; and which sequences sample."""

@@ -10,7 +10,8 @@ A turn that is aborted or fails leaves the session as it was before. All session
 When requests need the pages, the least recently used session loses its pin first. Pages without a pin are recomputed
 if needed, with the same output.
 
-Sessions belong to a cache salt, as cached prefixes do: one tenant cannot continue another's.
+Sessions belong to a cache salt, as cached prefixes do: one tenant cannot continue another's. All turns of a session are
+computed by the same adapter, or by the base model.
 """
 
 from collections import OrderedDict
@@ -24,8 +25,9 @@ from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import InvalidRequestError, SessionError, SessionLostError
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.memory.kv_memory import KvMemory, Pin
+from tandem_engine.messages.kv_events import BASE_SPACE, CacheSpace
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.requests import GenerateRequest, HandoffSide
+from tandem_engine.messages.requests import GenerateRequest, HandoffSide, space_of
 from tandem_engine.scheduler.request import Request
 
 
@@ -40,6 +42,8 @@ class Session:
 
     token_ids: tuple[int, ...] = ()
     """Prompt and output of all turns."""
+    space: CacheSpace = BASE_SPACE
+    """Where its prefix is cached."""
     turns: int = 0
     """Turns that have ended."""
     busy: Request | None = None
@@ -99,6 +103,10 @@ class Sessions:
                 f"session {ref.id!r} is not kept here: it was never begun, was closed, or expired; "
                 "send the whole conversation as the first turn of a session"
             )
+        if session.space != space_of(message):
+            raise SessionError(
+                f"session {ref.id!r} was begun with another adapter, or without one; begin a session for each"
+            )
         if ref.turn not in (None, session.turns):
             raise SessionError(f"session {ref.id!r} has {session.turns} turns, the request continues after {ref.turn}")
         return _after(session.token_ids, message)
@@ -113,6 +121,7 @@ class Sessions:
             self._forget(key)
         session = self._sessions.setdefault(key, Session())
         turn = message.session.turn
+        session.space = req.space
         session.busy, session.turn = req, session.turns if turn is None else turn
         session.keeps_output = message.session.keeps_output
         self._touch(key, session)
@@ -123,7 +132,7 @@ class Sessions:
         """`req` ended and its KV is in the cache: keep the session, or what it was before if this went wrong."""
         if req.session is None:
             return
-        key = SessionKey(req.cache_salt, req.session)
+        key = SessionKey(req.space.salt, req.session)
         session = self._sessions.get(key)
         if session is None or session.busy is not req:
             return
@@ -135,7 +144,7 @@ class Sessions:
         session.token_ids = (*req.origin_input_ids, *(req.output_ids if session.keeps_output else ()))
         session.turns = session.turn + 1
         self._touch(key, session)
-        self._pin(key, session)
+        self._pin(session)
 
     def close(self, salt: str, session_id: str) -> None:
         """Forget a session. A running turn continues; unknown ids are ignored."""
@@ -168,10 +177,10 @@ class Sessions:
         session.used_at = self.clock.now()
         self._sessions.move_to_end(key)
 
-    def _pin(self, key: SessionKey, session: Session) -> None:
+    def _pin(self, session: Session) -> None:
         """Exchange the pin for one on the longer history, within the bound on all pins."""
         self._unpin(session)
-        pin = self.memory.pin(session.token_ids, salt=key.salt)
+        pin = self.memory.pin(session.token_ids, space=session.space)
         if pin.pages > self.max_pages:
             self.memory.unpin(pin)
             return

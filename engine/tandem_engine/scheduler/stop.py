@@ -10,8 +10,8 @@ A token that ends the output belongs to it: it is streamed and counted. The deto
 `Finish.matched_stop`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from tandem_engine.messages.outputs import Finish, FinishReason
@@ -28,6 +28,8 @@ class ModelFacts:
     """Longest prompt + output of one request, in tokens."""
     hidden_size: int = 0
     """Size of embeddings; 0 when the model gives none."""
+    adapter_slots: Mapping[bytes, int] = field(default_factory=dict)
+    """Of the adapters that are loaded, by digest."""
 
 
 DecodeText: TypeAlias = Callable[[Sequence[int]], str]

@@ -22,6 +22,7 @@ examples:
   tandem verify --model ~/qwen3-0.6b --json
   tandem verify --dtype bfloat16     logprobs within a bound of those of transformers
   tandem verify --kv-cache-dtype fp8   compares paths with each other: transformers has no such KV
+  tandem verify --adapter sql --adapter chat   two LoRA adapters next to the model alone
   TANDEM_LOG_LEVEL=info tandem verify   with the engines' logs
 """
 
@@ -47,6 +48,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="dtype of Tandem's computation (default: %(default)s)",
     )
     add_kv_cache_dtype_flag(parser)
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="LoRA adapter of the model, as PEFT saves it; repeat for several. Outputs of the model alone and of every "
+        "adapter are computed in the same batches and compared with transformers",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer prompts and paths")
     parser.add_argument(
         "--tensor-parallel-size",
@@ -72,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     argv += ["--dtype", args.dtype, "--kv-cache-dtype", args.kv_cache_dtype]
     argv += ["--tensor-parallel-size", str(args.tensor_parallel_size)] if args.tensor_parallel_size else []
     argv += ["--host", args.host]
+    argv += [f"--adapter={folder}" for folder in args.adapter]
     argv += ["--quick"] if args.quick else []
     argv += ["--json"] if args.json else []
     # Steps are made to fail and memory to run short on purpose: what an engine says of it is nobody's concern here.

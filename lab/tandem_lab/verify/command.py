@@ -17,7 +17,15 @@ import msgspec
 
 from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import ConfigError
-from tandem_engine.config import CacheConfig, EngineConfig, KvCacheDtype, ModelConfig, ModelImpl, SchedulerConfig
+from tandem_engine.config import (
+    AdapterConfig,
+    CacheConfig,
+    EngineConfig,
+    KvCacheDtype,
+    ModelConfig,
+    ModelImpl,
+    SchedulerConfig,
+)
 from tandem_engine.engine.loaded_model import load
 from tandem_engine.model.weights import can_share, require_shareable
 from tandem_lab.verify.compare import MIN_BOUND, PathResult, RememberedScores, Score, logprob_bound
@@ -90,6 +98,7 @@ def run_verify(
     as_json: bool,
     tp_size: int | None = None,
     host: str = LOOPBACK,
+    adapters: Sequence[str] = (),
 ) -> int:
     """Entry point of the command; returns the exit status. Raises `EngineError`.
 
@@ -100,10 +109,13 @@ def run_verify(
         tp_size: how many ranks share the model in the tensor-parallel paths; 1 leaves these out, None takes
             `DEFAULT_RANKS` where the model can be shared by so many.
         host: loopback address for engines that exchange KV.
+        adapters: folders of LoRA adapters, whose outputs are verified next to those of the model alone.
     """
     import torch
     import transformers
 
+    if adapters and dtype != "float32":
+        raise ConfigError(f"--adapter is verified in float32: leave out --dtype {dtype}")
     if dtype != "float32" and kv_dtype is not KvCacheDtype.AUTO:
         raise ConfigError(f"--kv-cache-dtype {kv_dtype} is verified in float32: leave out --dtype {dtype}")
     config = EngineConfig(
@@ -114,7 +126,10 @@ def run_verify(
         cache=CacheConfig(dtype=kv_dtype),
         grammar=PATIENT,
         scheduler=SchedulerConfig(audit_every_step=True),
+        adapters=AdapterConfig.of({folder.rstrip("/").rsplit("/", 1)[-1]: folder for folder in adapters}),
     )
+    if len(config.adapters.sources) < len(adapters):
+        raise ConfigError("--adapter: two folders have the same name; rename one")
     model = load(config, progress=not as_json)
     facts = model.model.config
     ranks = _ranks(facts, device) if tp_size is None else tp_size

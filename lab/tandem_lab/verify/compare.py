@@ -86,6 +86,7 @@ def requests_for(
             rid=f"{tag}-{i}",
             input_ids=reference.prompt,
             group=f"{tag}-{i // path.choices}" if path.choices > 1 else "",
+            adapter=reference.adapter,
             priority=i if path.rising_priority else 0,
             resume_ids=reference.token_ids[: len(reference.token_ids) // 2] if path.resume else (),
             sampling=msgspec.structs.replace(

@@ -10,8 +10,8 @@ prompt, one token, one matcher that is never rolled back, copied or replayed.
 
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from itertools import pairwise
@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import GrammarConfig
 from tandem_engine.engine.loaded_model import LoadedModel
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
+from tandem_engine.messages.requests import AdapterRef
 from tandem_engine.messages.sampling import ReasoningBudget, SamplingParams
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.config_fields import read_fields
@@ -33,6 +35,7 @@ from tandem_engine.model.families import find_family
 from tandem_engine.sampling.grammar.backend import CompiledGrammar, Matcher
 from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
 from tandem_engine.sampling.grammar.reasoning import LEAD
+from tandem_lab.verify.merged_adapter import merge_adapter
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """(ids [1, n], logits [1, V]) → logits [1, V], as transformers' `LogitsProcessor`."""
@@ -128,6 +131,8 @@ class ReferenceOutput:
     """Of prompt tokens 1, 2, …, when the edits ask for them."""
     grammar: GrammarSpec | None = None
     reasoning_budget: ReasoningBudget | None = None
+    adapter: AdapterRef | None = None
+    """The adapter that computed it; None for the model alone."""
 
 
 def load_reference(model_path: str | Path) -> Any:
@@ -175,6 +180,18 @@ class TransformersReference:
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(weights).to(computes)
         self._cache_field = cache_field(self._model)
+
+    @contextmanager
+    def adapted(self, folder: str | None) -> Iterator[None]:
+        """With the adapter in `folder`, if there is one, for as long as the context lasts."""
+        before = [(parameter, parameter.data) for parameter in self._model.parameters()]
+        if folder is not None:
+            merge_adapter(self._model, folder)
+        try:
+            yield
+        finally:
+            for parameter, data in before:
+                parameter.data = data
 
     @torch.inference_mode()
     def generate(
@@ -347,15 +364,17 @@ def generate_references(
     """Have transformers generate; what it is told of EOS, edits and grammars is what `model` serves."""
     facts, max_tokens = model.model.config, prompts.max_tokens
     eos = frozenset(facts.eos_token_ids)
+    by_adapter = [
+        _plain_references(reference, prompts, eos, adapter=adapter, folder=folder, progress=progress)
+        for adapter, folder in ((None, None), *_adapters(model))
+    ]
+    _require_effect(by_adapter)
     made = References()
-    for i, prompt in enumerate(
-        tqdm(prompts.prompts, desc="transformers", unit="prompt", file=sys.stderr, disable=not progress)
-    ):
-        # Every second prompt runs to its full length whatever the model says: EOS must not end coverage early.
-        made.outputs.append(reference.generate(prompt, max_tokens, eos, ignore_eos=i % 2 == 1))
-    for plain in made.outputs:
-        edits = edits_against(plain.token_ids)
-        made.edited.append(reference.generate(plain.prompt, max_tokens, eos, ignore_eos=plain.ignore_eos, edits=edits))
+    # Requests of all adapters and of the model alone come in turns, so that they share batches.
+    for each in zip(*(part.outputs for part in by_adapter), strict=True):
+        made.outputs += each
+    for each in zip(*(part.edited for part in by_adapter), strict=True):
+        made.edited += each
     for prompt, (spec, grammar) in zip(prompts.prompts, compile_grammars(model).items(), strict=False):
         output = reference.generate(prompt, max_tokens, eos, ignore_eos=False, matcher=grammar.matcher())
         made.outputs.append(replace(output, grammar=spec))
@@ -363,3 +382,45 @@ def generate_references(
     for budget in budgets_against(first.token_ids, facts.vocab_size):
         made.outputs.append(reference.generate(first.prompt, max_tokens, eos, ignore_eos=True, budget=budget))
     return made
+
+
+def _adapters(model: LoadedModel) -> Iterator[tuple[AdapterRef, str]]:
+    """Those of `model`, with their folders."""
+    for source in model.config.adapters.sources:
+        yield model.adapters.names[source.name], source.path
+
+
+def _plain_references(
+    reference: TransformersReference,
+    prompts: PromptSet,
+    eos: frozenset[int],
+    *,
+    adapter: AdapterRef | None,
+    folder: str | None,
+    progress: bool,
+) -> References:
+    """Of every prompt, by the model with one adapter or none."""
+    made, max_tokens = References(), prompts.max_tokens
+    shown = "transformers" if adapter is None else f"transformers, adapter {adapter.name}"
+    with reference.adapted(folder):
+        for i, prompt in enumerate(
+            tqdm(prompts.prompts, desc=shown, unit="prompt", file=sys.stderr, disable=not progress)
+        ):
+            # Every second prompt runs to its full length whatever the model says: EOS must not end coverage early.
+            plain = reference.generate(prompt, max_tokens, eos, ignore_eos=i % 2 == 1)
+            made.outputs.append(replace(plain, adapter=adapter))
+        for plain in made.outputs:
+            edits = edits_against(plain.token_ids)
+            edited = reference.generate(plain.prompt, max_tokens, eos, ignore_eos=plain.ignore_eos, edits=edits)
+            made.edited.append(replace(edited, adapter=adapter))
+    return made
+
+
+def _require_effect(by_adapter: Sequence[References]) -> None:
+    """Of each adapter, next to the model alone: one without proves nothing."""
+    base = [output.token_ids for output in by_adapter[0].outputs]
+    for part in by_adapter[1:]:
+        if [output.token_ids for output in part.outputs] == base:
+            adapter = part.outputs[0].adapter
+            name = "" if adapter is None else adapter.name
+            raise ConfigError(f"--adapter {name} changes none of the outputs: nothing is verified by it")

@@ -78,7 +78,7 @@ class DirectReceiver(FetchesNothing):
         scheduler, memory, pool = self.engine.scheduler.for_stages, self.engine.memory, self.engine.model.pool
         req = self.waiting[room]
         first_token, pages = self.arrived[room]
-        kv = memory.begin(req.fill_ids, salt=req.cache_salt, max_match=req.seq_len - 1)
+        kv = memory.begin(req.fill_ids, space=req.space, max_match=req.seq_len - 1)
         if kv is None:
             return False
         cached = len(kv.pages)

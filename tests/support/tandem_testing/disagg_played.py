@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import TransferAborted, WriteGrant
@@ -65,7 +66,7 @@ class Receiver(PlayedEnd):
         return grant
 
     def is_cached(self, prompt: Sequence[int] = PROMPT) -> bool:
-        return self.side.engine.memory.cached_len(tuple(prompt), salt="", max_match=len(prompt)) > 0
+        return self.side.engine.memory.cached_len(tuple(prompt), space=BASE_SPACE, max_match=len(prompt)) > 0
 
     def held(self) -> list[int]:
         return [*self.side.stage.held_pages()]

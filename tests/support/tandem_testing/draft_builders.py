@@ -7,6 +7,7 @@ from tandem_engine.forward.batch import ForwardBatch, ForwardMode, Guesses
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.speculative.draft_history import PageStamps, WholeText
 from tandem_engine.speculative.draft_model import ModelProposer
@@ -31,7 +32,7 @@ class DraftBench:
         """A running request whose newest token has no KV yet; with `kv` it goes on."""
         tokens = list(text)
         if kv is None:
-            kv = self.memory.begin(tokens, salt="", max_match=len(tokens) - 1)
+            kv = self.memory.begin(tokens, space=BASE_SPACE, max_match=len(tokens) - 1)
         assert self.memory.ensure(kv, len(tokens) + limit)
         self.memory.commit(kv, len(tokens) - 1)
         return DraftRequest(

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from tandem_engine.forward.logit_edits import LogitEdits
 from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.finishing import PenaltySlots
 from tandem_engine.scheduler.request import Request
@@ -16,7 +17,7 @@ def make_request(
 ) -> Request:
     """Admitted to `row`, nothing in flight."""
     req = Request(rid=f"r{row}", origin_input_ids=tuple(prompt), sampling=sampling, output_ids=list(outputs))
-    req.kv = RequestKv(row=row, salt="", page_size=4)
+    req.kv = RequestKv(row=row, space=BASE_SPACE, page_size=4)
     return req
 
 

@@ -15,6 +15,7 @@ from tandem_engine.memory.prefix_cache import PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.memory.window_pages import WindowPages, usable_blocks
+from tandem_engine.messages.kv_events import BASE_SPACE, CacheSpace
 
 
 def copy_at_once(copy: PageCopy) -> Future[CopyReport]:
@@ -52,9 +53,9 @@ def make_memory(
     )
 
 
-def start_request(memory: KvMemory, token_ids: list[int], *, salt: str = "") -> RequestKv:
+def start_request(memory: KvMemory, token_ids: list[int], *, space: CacheSpace = BASE_SPACE) -> RequestKv:
     """A request whose whole prompt is computed and settled."""
-    kv = memory.begin(token_ids, salt=salt, max_match=len(token_ids) - 1)
+    kv = memory.begin(token_ids, space=space, max_match=len(token_ids) - 1)
     assert kv is not None, "no row is free"
     assert memory.ensure(kv, len(token_ids)), "no pages are free"
     memory.commit(kv, len(token_ids))

@@ -15,7 +15,7 @@ from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.prefix_cache import NoPrefixCache
 from tandem_engine.memory.window_pages import WindowPages
 from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput
-from tandem_engine.messages.requests import GenerateRequest, Handoff, PrefixFetch, SessionRef, TraceContext
+from tandem_engine.messages.requests import AdapterRef, GenerateRequest, Handoff, PrefixFetch, SessionRef, TraceContext
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.parallel.agreement import Least
 from tandem_engine.sampling.grammar.compiler import Grammars
@@ -62,6 +62,10 @@ def decode_text(ids: Sequence[int]) -> str:
     return "".join(chr(ord("a") + token % 26) for token in ids)
 
 
+ADAPTER = AdapterRef(name="sql", digest=bytes(range(16)))
+"""One that every engine here has loaded. The fake model computes the same tokens with it."""
+
+
 def make_message(
     rid: str = "r",
     prompt: Sequence[int] = (1, 2, 3),
@@ -71,6 +75,7 @@ def make_message(
     handoff: Handoff | None = None,
     fetch: PrefixFetch | None = None,
     cache_salt: str = "",
+    adapter: AdapterRef | None = None,
     priority: int = 0,
     group: str = "",
     session: SessionRef | None = None,
@@ -89,6 +94,7 @@ def make_message(
         handoff=handoff,
         fetch=fetch,
         cache_salt=cache_salt,
+        adapter=adapter,
         priority=priority,
         group=group,
         session=session,
@@ -352,7 +358,11 @@ def make_engine(
         executor=built,
         config=scheduler_config,
         model=ModelFacts(
-            vocab_size=VOCAB, eos_token_ids=frozenset({EOS}), context_length=context_length, hidden_size=HIDDEN_SIZE
+            vocab_size=VOCAB,
+            eos_token_ids=frozenset({EOS}),
+            context_length=context_length,
+            hidden_size=HIDDEN_SIZE,
+            adapter_slots={ADAPTER.digest: 0},
         ),
         clock=clock,
         sink=sink,

@@ -11,7 +11,7 @@ from tandem_engine.memory.host.storage import HostStorage
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.page_copies import CopyKind, CopyQueue, CopyReport, PageCopy
 from tandem_engine.memory.request_kv import RequestKv
-from tandem_engine.messages.kv_events import Tier
+from tandem_engine.messages.kv_events import BASE_SPACE, CacheSpace, Tier
 from tandem_testing.memory_builders import assert_conserved, make_memory, start_request
 from tandem_testing.memory_events import TierReader
 
@@ -50,22 +50,22 @@ class Tiers:
     device: HeldCopies
     events: TierReader
 
-    def serve(self, tokens: list[int], *, salt: str = "") -> None:
+    def serve(self, tokens: list[int], *, space: CacheSpace = BASE_SPACE) -> None:
         """Compute a prompt, leave it in the cache and go."""
-        kv = start_request(self.memory, tokens, salt=salt)
+        kv = start_request(self.memory, tokens, space=space)
         self.memory.release(kv, tokens, checkpoint=True, after_step=None)
 
     def admit(self, tokens: list[int]) -> RequestKv:
         """A request that is about to compute what no tier has."""
-        kv = self.memory.begin(tokens, salt="", max_match=len(tokens) - 1)
+        kv = self.memory.begin(tokens, space=BASE_SPACE, max_match=len(tokens) - 1)
         assert kv is not None
         assert self.memory.ensure(kv, len(tokens))
         self.memory.load_back(kv, tokens)
         return kv
 
-    def matched(self, tokens: list[int], *, at_most: int, salt: str = "") -> int:
+    def matched(self, tokens: list[int], *, at_most: int, space: CacheSpace = BASE_SPACE) -> int:
         """Tokens that a request would not have to compute."""
-        kv = self.memory.begin(tokens, salt=salt, max_match=at_most)
+        kv = self.memory.begin(tokens, space=space, max_match=at_most)
         assert kv is not None
         matched = kv.matched_len
         self.memory.release(kv, (), checkpoint=False, after_step=None)

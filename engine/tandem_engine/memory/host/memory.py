@@ -37,7 +37,7 @@ from tandem_engine.memory.host.tier import Candidate, HostTier, SwappedKv, SwapS
 from tandem_engine.memory.page_copies import CopyFence, CopyQueue
 from tandem_engine.memory.prefix_cache import InsertResult, LoadedPages, Lock, MatchResult
 from tandem_engine.memory.radix_cache import Node, PathLock, RadixCache
-from tandem_engine.messages.kv_events import KvEvent, Tier, chain_packed, pack_tokens
+from tandem_engine.messages.kv_events import BASE_SPACE, CacheSpace, KvEvent, Tier, chain_packed, pack_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,9 +95,11 @@ class TieredCache:
 
     # PrefixCache
 
-    def match(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> MatchResult:
+    def match(
+        self, token_ids: Sequence[int], *, space: CacheSpace = BASE_SPACE, max_tokens: int | None = None
+    ) -> MatchResult:
         """The tree's part comes as `pages`, what host memory has after it as `slower`, pinned."""
-        found = self._tree.match(token_ids, salt=salt, max_tokens=max_tokens)
+        found = self._tree.match(token_ids, space=space, max_tokens=max_tokens)
         assert isinstance(found.lock, PathLock), f"{found.lock!r} is not a lock of the tree"
         blocks = self._continuation(token_ids, max_tokens, found)
         for block in blocks:
@@ -105,15 +107,17 @@ class TieredCache:
         slower = HostPrefix(cache=self, lock=found.lock, blocks=blocks)
         return MatchResult(pages=found.pages, lock=found.lock, slower=slower)
 
-    def peek(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> int:
+    def peek(self, token_ids: Sequence[int], *, space: CacheSpace = BASE_SPACE, max_tokens: int | None = None) -> int:
         """On the device alone: what needs no new page."""
-        return self._tree.peek(token_ids, salt=salt, max_tokens=max_tokens)
+        return self._tree.peek(token_ids, space=space, max_tokens=max_tokens)
 
     def peek_after(self, lock: Lock, token_ids: Sequence[int]) -> int:
         return self._tree.peek_after(lock, token_ids)
 
-    def insert(self, token_ids: Sequence[int], pages: Sequence[PageId], *, salt: str = "") -> InsertResult:
-        return self._tree.insert(token_ids, pages, salt=salt)
+    def insert(
+        self, token_ids: Sequence[int], pages: Sequence[PageId], *, space: CacheSpace = BASE_SPACE
+    ) -> InsertResult:
+        return self._tree.insert(token_ids, pages, space=space)
 
     def extend(self, lock: Lock, token_ids: Sequence[int], pages: Sequence[PageId]) -> InsertResult:
         return self._tree.extend(lock, token_ids, pages)
@@ -182,11 +186,13 @@ class TieredCache:
             self.host.load_back(prefix.blocks, pages)
         return LoadedPages(host=len(prefix.blocks) - from_disk, disk=from_disk)
 
-    def prefetch(self, token_ids: Sequence[int], *, salt: str, max_tokens: int, until: float) -> Prefetch | None:
+    def prefetch(
+        self, token_ids: Sequence[int], *, space: CacheSpace, max_tokens: int, until: float
+    ) -> Prefetch | None:
         """Read what storage has after the prefix in device and host memory. None if there is nothing to wait for."""
         if self.host.traffic is None or not len(self.host.traffic.storage):
             return None
-        found = self._tree.match(token_ids, salt=salt, max_tokens=max_tokens)
+        found = self._tree.match(token_ids, space=space, max_tokens=max_tokens)
         self._tree.unlock(found.lock)
         loading: list[HostBlock] = []
         limit = self.host.pages.cache_capacity // PREFETCH_SHARE

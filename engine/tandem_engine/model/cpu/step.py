@@ -4,8 +4,8 @@
                     before a SwiGLU feed-forward, one rotation, one kind of attention and no cap on its scores
     small step      at most `FEW_TOKENS`, all of whose attention reads pages in place: decodes, drafts, a few tokens on
                     a cached prefix. One call (`kernels.cpu.decoder_step`)
-    large step      any other: products by oneDNN, and what is between them by compiled calls over rows; at first also
-                    small ones, when another process still compiles their kernel
+    large step      any other, and any with adapters: products by oneDNN, and compiled calls over rows between them; at
+                    first also small ones, when another process still compiles their kernel
 
 Every other model takes the layers of `Decoder` one by one. A large step:
 
@@ -46,12 +46,14 @@ from tandem_engine.kernels.cpu.row_ops import (
     build_place_kernel,
 )
 from tandem_engine.kernels.cpu.threads import PHASE_BYTES, team
+from tandem_engine.model.adapters.step import StepAdapters
+from tandem_engine.model.adapters.tensor_names import Site
 from tandem_engine.model.attention.backend import AttentionSpec, ToldPlan, distinct
 from tandem_engine.model.attention.cpu import CpuPlan, PagedQueries
 from tandem_engine.model.base import Attend
 from tandem_engine.model.cpu.arrays import ModelArrays, plain_attention
 from tandem_engine.model.layers.attention import RotaryTable
-from tandem_engine.model.layers.linear import TokenEmbedding, padded_tokens
+from tandem_engine.model.layers.linear import Delta, TokenEmbedding, padded_tokens, project
 from tandem_engine.model.layers.mlp import FeedForward
 from tandem_engine.model.layers.norm import Norm
 from tandem_engine.model.weights import Weights
@@ -146,6 +148,7 @@ class LargeStep:
     plan: CpuPlan
     wrote: Callable[[int], object] | None
     """Told of each layer whose K and V are stored, when somebody sends pages meanwhile."""
+    adapters: StepAdapters | None = None
 
     def forward(self, input_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         """See `CausalLM.forward`."""
@@ -156,16 +159,25 @@ class LargeStep:
         for layer, block in enumerate(self.model.blocks):
             feed_forward = block.feed_forward
             assert isinstance(feed_forward, FeedForward), f"{type(feed_forward).__name__} in a model without experts"
-            calls.place(layer, plain_attention(block).qkv(calls.norm(hidden, delta, "attention_norm", layer)))
+            normed = calls.norm(hidden, delta, "attention_norm", layer)
+            calls.place(layer, project(plain_attention(block).qkv, normed, self._adds(Site.QKV, layer)))
             gathered = self._attend(calls, layer)
             if layer == last:
                 # From here on a token serves only itself: most of a prompt need go no further.
                 hidden = hidden.index_select(0, wanted)
                 gathered = gathered.index_select(0, _padded(wanted))
-            delta = block.attention.output(gathered.to(hidden.dtype))
+            delta = project(block.attention.output, gathered.to(hidden.dtype), self._adds(Site.OUTPUT, layer))
             normed = calls.norm(hidden, delta, "feed_forward_norm", layer)
-            delta = feed_forward.down(calls.gate(feed_forward.gate_up(normed)))
+            gate_up = project(feed_forward.gate_up, normed, self._adds(Site.GATE_UP, layer))
+            delta = project(feed_forward.down, calls.gate(gate_up), self._adds(Site.DOWN, layer))
         return calls.norm(hidden, delta, "norm", 0, out=torch.empty_like(hidden))
+
+    def _adds(self, site: Site, layer: int) -> Delta | None:
+        """What adapters add to a product. The last layer's, but for q, k and v, has the wanted rows alone."""
+        if self.adapters is None:
+            return None
+        wanted = site is not Site.QKV and layer == len(self.model.blocks) - 1
+        return self.adapters.delta(site, layer, wanted=wanted)
 
     def _require_angles(self, positions: Tensor) -> None:
         least, most = torch.aminmax(positions)
@@ -268,15 +280,18 @@ class FusedStack:
     """Of small steps. Until it is there they are large ones."""
     arrays: ModelArrays
 
-    def step_of(self, attend: Attend, tokens: int) -> SmallStep | LargeStep | None:
+    def step_of(
+        self, attend: Attend, tokens: int, adapters: StepAdapters | None = None
+    ) -> SmallStep | LargeStep | None:
         """The step of so many tokens that `attend` was planned for, if it is one for compiled code."""
         plan, wrote = (attend.plan, attend.wrote) if isinstance(attend, ToldPlan) else (attend, None)
         if not isinstance(plan, CpuPlan) or plan.kernels.pages.dtype != dtype_of(self.arrays.dtype):
             return None
-        view = plan.read_in_place() if tokens <= FEW_TOKENS and wrote is None else None
+        few = tokens <= FEW_TOKENS and wrote is None and adapters is None
+        view = plan.read_in_place() if few else None
         kernel = None if view is None else self.kernel.get()
         if view is None or view.paged is None or kernel is None:
-            return LargeStep(model=self.arrays, plan=plan, wrote=wrote)
+            return LargeStep(model=self.arrays, plan=plan, wrote=wrote, adapters=adapters)
         return SmallStep(kernel=kernel, model=self.arrays, plan=plan, queries=view.paged, scale=view.spec.scale)
 
 

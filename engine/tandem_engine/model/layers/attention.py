@@ -30,7 +30,7 @@ from tandem_engine.config import QueryScale, RopeConfig
 from tandem_engine.kernels.interface import HeadNorm, HeadTurn, by_triton
 from tandem_engine.model.attention.backend import TurningPlan
 from tandem_engine.model.base import Attend
-from tandem_engine.model.layers.linear import Projection
+from tandem_engine.model.layers.linear import Delta, Projection, project
 from tandem_engine.model.layers.norm import Norm
 
 
@@ -210,10 +210,15 @@ class SelfAttention:
     sinks: Tensor | None = None
     """float32 [H], see `AttentionSpec.sinks`."""
 
-    def attend(self, layer: int, normed: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """Normalised hidden states [T, hidden] to what each token gathered, [T, H * D]; `project` is yet to come."""
+    def attend(
+        self, layer: int, normed: Tensor, rotation: Rotation, attend: Attend, delta: Delta | None = None
+    ) -> Tensor:
+        """Normalised hidden states [T, hidden] to what each token gathered, [T, H * D]; `project` is yet to come.
+
+        `delta`: what adapters add to q, k and v.
+        """
         rotated, num_kv = self.num_heads + self.num_kv_heads, self.num_kv_heads
-        heads = self.qkv(normed).view(normed.shape[0], rotated + num_kv, self.head_dim)
+        heads = project(self.qkv, normed, delta).view(normed.shape[0], rotated + num_kv, self.head_dim)
         if rotation.query_scale is not None:
             heads[:, : self.num_heads].mul_(rotation.query_scale)
         qk, v = heads.split_with_sizes((rotated, num_kv), dim=1)
@@ -231,7 +236,7 @@ class SelfAttention:
         q, k = qk.split_with_sizes((self.num_heads, num_kv), dim=1)
         return attend(layer, q, k, v)
 
-    def project(self, gathered: Tensor) -> Tensor:
-        """What `attend` returned to what is added to the hidden states."""
-        out = self.output(gathered)
+    def project(self, gathered: Tensor, delta: Delta | None = None) -> Tensor:
+        """What `attend` returned to what is added to the hidden states. `delta`: what adapters add to the product."""
+        out = project(self.output, gathered, delta)
         return out if self.output_norm is None else self.output_norm(out)

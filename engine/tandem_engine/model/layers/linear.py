@@ -36,6 +36,29 @@ if TYPE_CHECKING:
 Projection = Callable[[Tensor], Tensor]
 """[T, in] to [T, out]."""
 
+
+class Delta(Protocol):
+    """What adapters add to a product."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Add to rows of `out`, in place, what adapters make of these rows of `x`. Padding stays as it is."""
+        ...
+
+
+def project(projection: Projection, x: Tensor, delta: Delta | None) -> Tensor:
+    """`projection` of `x`, and what adapters add to it."""
+    if delta is None:
+        return projection(x)
+    if isinstance(projection, RowParallel):
+        # Before the sum: what each rank's inputs add is summed with what they are multiplied to.
+        return projection.group.all_reduce(project(projection.local, x, delta))
+    if isinstance(projection, ScaledProjection):
+        return project(projection.projection, x, delta).mul_(projection.factor)
+    out = projection(x)
+    delta(x, out)
+    return out
+
+
 TYPICAL_TOKENS = 32
 """Batch that the blocked layout is chosen for. 32 and 256 choose the same; 1 chooses one that only suits 1."""
 

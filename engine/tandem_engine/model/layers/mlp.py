@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tandem_engine.config import Activation, GateClamp, Scoring
 from tandem_engine.kernels.interface import GatedActivation, by_triton
-from tandem_engine.model.layers.linear import Projection
+from tandem_engine.model.layers.linear import Delta, Projection, project
 from tandem_engine.model.layers.norm import Norm
 from tandem_engine.parallel.group import SingleRank, TpGroup
 
@@ -76,7 +76,11 @@ class FeedForward:
 
     def __call__(self, normed: Tensor) -> Tensor:
         """Normalised hidden states [T, hidden] to what is added to them."""
-        out = self.down(self.activation(self.gate_up(normed)))
+        return self.adapted(normed, None, None)
+
+    def adapted(self, normed: Tensor, gate_up: Delta | None, down: Delta | None) -> Tensor:
+        """As a call, with what adapters add to both products."""
+        out = project(self.down, self.activation(project(self.gate_up, normed, gate_up)), down)
         return out if self.output_norm is None else self.output_norm(out)
 
 

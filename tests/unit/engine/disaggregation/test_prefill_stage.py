@@ -8,6 +8,7 @@ import pytest
 from tandem_engine.base.names import PageId, RequestId
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.transport import PushFailed
+from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_engine.messages.outputs import CacheHits, FinishReason
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import DrainAck, HandoffRecord, StillOpen, TransferAborted
@@ -319,7 +320,7 @@ def test_a_sent_prompt_stays_cached(sender):
     sender.submit()
     sender.allow()
     sender.turn(5)
-    assert sender.side.engine.memory.cached_len(PROMPT, salt="", max_match=len(PROMPT)) == 8
+    assert sender.side.engine.memory.cached_len(PROMPT, space=BASE_SPACE, max_match=len(PROMPT)) == 8
 
 
 # Every way to end early

@@ -15,7 +15,7 @@ from tandem_engine.messages.transfer import DrainAck, Hello, PrefixAsk, PrefixRe
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.disagg_pair import CONFIG, DRAIN_TIMEOUT, Pair, make_pair
 from tandem_testing.fake_transport import Fate
-from tandem_testing.scheduler_builders import make_message
+from tandem_testing.scheduler_builders import ADAPTER, make_message
 from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
 
 PREFIX = tuple(range(1, 17))
@@ -362,6 +362,19 @@ def test_salts_are_not_crossed():
     ask(pair, "a", cache_salt="tenant-a")
     finish(pair)
     assert cached_tokens(pair, "a") == len(PREFIX)
+
+
+def test_prefixes_of_adapters_are_not_crossed():
+    pair = make_pair()
+    warm(pair)
+    ask(pair, "adapted", adapter=ADAPTER)
+    pair.run()
+    assert cached_tokens(pair, "adapted") == 0
+    pair.decode.engine.add(make_message("warm-adapted", PREFIX, max_tokens=2, adapter=ADAPTER))
+    pair.decode.engine.run()
+    ask(pair, "again", [*PREFIX, 5, 5], adapter=ADAPTER)
+    finish(pair)
+    assert cached_tokens(pair, "again") > 0
 
 
 def test_kv_of_another_shape_is_not_asked_for():

@@ -13,6 +13,7 @@ from tandem_engine.disaggregation.outgoing_transfer import SendRoom
 from tandem_engine.disaggregation.transport import Push
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.request import Request
 from tandem_testing.disagg_network import make_peer
@@ -28,7 +29,7 @@ def ids(*pages: int) -> tuple[PageId, ...]:
 
 def make_room(*, settled: int, first_token: int = 0, granted: tuple[int, ...] = (11, 12, 13)) -> SendRoom:
     """A prompt of ten tokens on pages 1, 2 and 3 of four tokens, computed up to `settled`."""
-    kv = RequestKv(row=ReqPoolIdx(1), salt="", page_size=4, pages=[*ids(1, 2, 3)], committed_len=settled)
+    kv = RequestKv(row=ReqPoolIdx(1), space=BASE_SPACE, page_size=4, pages=[*ids(1, 2, 3)], committed_len=settled)
     req = Request(
         rid=RequestId("r"),
         origin_input_ids=tuple(range(1, 11)),

@@ -6,6 +6,7 @@ from tandem_engine.base.names import DUMMY_PAGE, PADDING_ROW, PageId
 from tandem_engine.memory.audit import ConservationReport, check_conservation
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_testing.memory_builders import assert_conserved, make_memory, start_request
 
 PROMPT = [*range(10)]
@@ -87,9 +88,9 @@ def test_a_freed_row_still_in_use_is_named(memory: KvMemory, kv: RequestKv) -> N
 
 
 def test_a_row_of_two_requests_is_named(memory: KvMemory) -> None:
-    kv = memory.begin(PROMPT, salt="", max_match=0)
+    kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=0)
     assert kv is not None
-    twin = RequestKv(row=kv.row, salt="", page_size=4)
+    twin = RequestKv(row=kv.row, space=BASE_SPACE, page_size=4)
     assert audit(memory, kv, twin).problems == (f"row {kv.row} used by more than one request",)
 
 

@@ -7,6 +7,7 @@ from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.prefix_cache import MatchResult, NoPrefixCache, PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.messages.kv_events import BASE_SPACE, CacheSpace
 from tandem_testing.memory_builders import assert_conserved, make_memory, start_request
 
 PROMPT = [*range(10)]
@@ -32,7 +33,7 @@ def test_a_started_page_is_a_page(memory: KvMemory, tokens: int, pages: int) -> 
 
 
 def test_a_fresh_request_borrows_nothing(memory: KvMemory) -> None:
-    kv = memory.begin(PROMPT, salt="", max_match=9)
+    kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert kv is not None
     assert (kv.cache_protected_len, kv.committed_len, kv.allocated_len) == (0, 0, 0)
     assert_conserved(memory, [kv])
@@ -42,8 +43,8 @@ def test_a_second_turn_computes_only_its_new_tokens(memory: KvMemory) -> None:
     first = start_request(memory, PROMPT)
     finish(memory, first, PROMPT)
     longer = [*PROMPT, 50, 51, 52]
-    assert memory.cached_len(longer, salt="", max_match=12) == 8
-    second = memory.begin(longer, salt="", max_match=12)
+    assert memory.cached_len(longer, space=BASE_SPACE, max_match=12) == 8
+    second = memory.begin(longer, space=BASE_SPACE, max_match=12)
     assert second is not None
     assert (second.cache_protected_len, second.committed_len, second.allocated_len) == (8, 8, 8)
     assert row_of(memory, second) == second.pages
@@ -53,7 +54,7 @@ def test_a_second_turn_computes_only_its_new_tokens(memory: KvMemory) -> None:
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_token(memory: KvMemory) -> None:  # [one-token-computed]
     prompt = PROMPT[:8]
     finish(memory, start_request(memory, prompt), prompt)
-    kv = memory.begin(prompt, salt="", max_match=len(prompt) - 1)
+    kv = memory.begin(prompt, space=BASE_SPACE, max_match=len(prompt) - 1)
     assert kv is not None
     assert kv.committed_len == 4
 
@@ -61,29 +62,31 @@ def test_a_prompt_that_is_cached_whole_still_computes_its_last_token(memory: KvM
 def test_planning_a_match_changes_nothing(memory: KvMemory) -> None:
     finish(memory, start_request(memory, PROMPT), PROMPT)
     before = memory.available_pages()
-    assert memory.cached_len(PROMPT, salt="", max_match=9) == 8
-    assert memory.cached_len(PROMPT, salt="other", max_match=9) == 0
+    assert memory.cached_len(PROMPT, space=BASE_SPACE, max_match=9) == 8
+    assert memory.cached_len(PROMPT, space=CacheSpace("other"), max_match=9) == 0
     assert memory.available_pages() == before
     assert_conserved(memory)
 
 
 def test_without_a_free_row_nothing_is_taken(memory: KvMemory) -> None:  # [admission-unwinds]
     live = [start_request(memory, PROMPT) for _ in range(4)]
-    assert memory.begin(PROMPT, salt="", max_match=9) is None
+    assert memory.begin(PROMPT, space=BASE_SPACE, max_match=9) is None
     assert_conserved(memory, live)
 
 
 class BrokenMatch(RadixCache):
     """Fails where a row has been taken already."""
 
-    def match(self, token_ids: Sequence[int], *, salt: str = "", max_tokens: int | None = None) -> MatchResult:
+    def match(
+        self, token_ids: Sequence[int], *, space: CacheSpace = BASE_SPACE, max_tokens: int | None = None
+    ) -> MatchResult:
         raise RuntimeError("broken")
 
 
 def test_a_match_that_fails_gives_the_row_back() -> None:  # [admission-unwinds]
     memory = make_memory(cache=BrokenMatch(4))
     with pytest.raises(RuntimeError, match="broken"):
-        memory.begin(PROMPT, salt="", max_match=9)
+        memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert memory.rows.available == 4
 
 
@@ -92,12 +95,12 @@ def test_a_row_that_cannot_be_filled_gives_row_and_lock_back() -> None:  # [admi
     pages = memory.allocator.alloc(2)
     memory.cache.unlock(memory.cache.insert(PROMPT[:8], pages).lock)
     with pytest.raises(AssertionError, match="would need 2 pages"):
-        memory.begin(PROMPT, salt="", max_match=9)
+        memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert_conserved(memory)
 
 
 def test_ensure_takes_whole_pages_and_only_the_missing_ones(memory: KvMemory) -> None:
-    kv = memory.begin(PROMPT, salt="", max_match=9)
+    kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert kv is not None
     assert memory.ensure(kv, 5)
     assert kv.allocated_len == 8
@@ -114,25 +117,25 @@ def test_ensure_evicts_what_it_needs_and_no_more(memory: KvMemory) -> None:
     old = [*range(100, 140)]
     finish(memory, start_request(memory, old), old)
     assert (memory.allocator.available, memory.cache.evictable_pages()) == (6, 10)
-    kv = memory.begin(PROMPT, salt="", max_match=9)
+    kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert kv is not None
     assert memory.ensure(kv, 8 * 4)
-    assert memory.cached_len(old, salt="", max_match=40) == 8 * 4
+    assert memory.cached_len(old, space=BASE_SPACE, max_match=40) == 8 * 4
     assert_conserved(memory, [kv])
 
 
 def test_ensure_that_cannot_succeed_changes_nothing(memory: KvMemory) -> None:
     old = [*range(100, 140)]
     finish(memory, start_request(memory, old), old)
-    locked = memory.begin(old, salt="", max_match=20)
-    kv = memory.begin(PROMPT, salt="", max_match=9)
+    locked = memory.begin(old, space=BASE_SPACE, max_match=20)
+    kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert locked is not None
     assert kv is not None
     available = memory.available_pages()
     assert available == 11
     assert not memory.ensure(kv, 12 * 4)
     assert kv.pages == []
-    assert memory.cached_len(old, salt="", max_match=40) == 40
+    assert memory.cached_len(old, space=BASE_SPACE, max_match=40) == 40
     assert memory.available_pages() == available
     assert memory.ensure(kv, 11 * 4)
     assert_conserved(memory, [locked, kv])
@@ -169,21 +172,21 @@ def test_a_checkpoint_shares_whole_settled_pages_and_keeps_the_rest_private(memo
     memory.checkpoint(kv, PROMPT)
     assert kv.cache_protected_len == 8
     assert kv.private_pages == kv.pages[2:]
-    assert memory.cached_len(PROMPT, salt="", max_match=9) == 8
+    assert memory.cached_len(PROMPT, space=BASE_SPACE, max_match=9) == 8
     assert_conserved(memory, [kv])
 
 
 def test_unsettled_tokens_are_never_matched(memory: KvMemory) -> None:  # [settled-before-shared]
-    kv = memory.begin(PROMPT, salt="", max_match=9)
+    kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert kv is not None
     assert memory.ensure(kv, 10)
     memory.commit(kv, 5)
     memory.checkpoint(kv, PROMPT)
-    assert memory.cached_len(PROMPT, salt="", max_match=9) == 4
+    assert memory.cached_len(PROMPT, space=BASE_SPACE, max_match=9) == 4
 
 
 def test_checkpoints_grow_the_same_path(memory: KvMemory) -> None:
-    kv = memory.begin(PROMPT, salt="", max_match=9)
+    kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert kv is not None
     assert memory.ensure(kv, 10)
     for settled, protected in [(3, 0), (4, 4), (7, 4), (10, 8)]:
@@ -237,7 +240,7 @@ def test_an_overshoot_write_finds_its_page_unused(memory: KvMemory, checkpoint: 
     kv = start_request(memory, PROMPT)
     overshoot = kv.pages[2]
     memory.release(kv, PROMPT, checkpoint=checkpoint, after_step=9)
-    other = memory.begin([], salt="", max_match=0)
+    other = memory.begin([], space=BASE_SPACE, max_match=0)
     assert other is not None
     assert other.row != kv.row
     assert memory.ensure(other, memory.available_pages() * 4)
@@ -271,7 +274,7 @@ def test_released_kv_cannot_be_used_again(memory: KvMemory, leave: LeaveTwice) -
 
 def test_detached_pages_belong_to_the_hold_until_given_back(memory: KvMemory) -> None:
     finish(memory, start_request(memory, PROMPT), PROMPT)
-    kv = memory.begin(PROMPT, salt="", max_match=9)
+    kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert kv is not None
     assert memory.ensure(kv, 16)
     private = list(kv.private_pages)
@@ -290,9 +293,9 @@ def test_clearing_the_cache_frees_what_no_request_has_locked(memory: KvMemory) -
 
 
 def test_tenants_do_not_see_each_others_prefixes(memory: KvMemory) -> None:
-    finish(memory, start_request(memory, PROMPT, salt="a"), PROMPT)
-    assert memory.cached_len(PROMPT, salt="b", max_match=9) == 0
-    assert memory.cached_len(PROMPT, salt="a", max_match=9) == 8
+    finish(memory, start_request(memory, PROMPT, space=CacheSpace("a")), PROMPT)
+    assert memory.cached_len(PROMPT, space=CacheSpace("b"), max_match=9) == 0
+    assert memory.cached_len(PROMPT, space=CacheSpace("a"), max_match=9) == 8
 
 
 @pytest.mark.parametrize("make_cache", [lambda: RadixCache(4), NoPrefixCache], ids=["radix", "none"])
@@ -310,7 +313,7 @@ def test_the_same_life_works_with_and_without_a_cache(make_cache: Callable[[], P
 
 def test_a_row_holds_the_longest_request_and_no_more() -> None:
     memory = make_memory(max_pages=2)
-    kv = memory.begin(PROMPT, salt="", max_match=9)
+    kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert kv is not None
     assert memory.ensure(kv, 8)
     with pytest.raises(AssertionError, match="would need 3 pages"):
@@ -318,7 +321,7 @@ def test_a_row_holds_the_longest_request_and_no_more() -> None:
 
 
 def test_the_allocator_is_never_asked_for_more_than_it_has(memory: KvMemory) -> None:
-    kv = memory.begin([], salt="", max_match=0)
+    kv = memory.begin([], space=BASE_SPACE, max_match=0)
     assert kv is not None
     assert memory.ensure(kv, 16 * 4)
     assert memory.reserve_pages(1) is None

@@ -6,7 +6,15 @@ import pytest
 from tandem_engine.base.names import PageId
 from tandem_engine.memory.prefix_cache import InsertResult, Lock
 from tandem_engine.memory.radix_cache import RadixCache
-from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, chain_hashes, chain_seed
+from tandem_engine.messages.kv_events import (
+    BASE_SPACE,
+    AllCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheSpace,
+    chain_hashes,
+    chain_seed,
+)
 from tandem_testing.memory_events import replayed
 from tandem_testing.opcodes import opcodes_of
 
@@ -20,16 +28,18 @@ def run(page_size: int, *blocks: int) -> list[int]:
     return [1000 * block + i for block in blocks for i in range(page_size)]
 
 
-def store(cache: RadixCache, tokens: list[int], offered: list[PageId], *, salt: str = "") -> InsertResult:
+def store(
+    cache: RadixCache, tokens: list[int], offered: list[PageId], *, space: CacheSpace = BASE_SPACE
+) -> InsertResult:
     """Insert and give the lock back."""
-    result = cache.insert(tokens, offered, salt=salt)
+    result = cache.insert(tokens, offered, space=space)
     cache.unlock(result.lock)
     return result
 
 
-def cached(cache: RadixCache, tokens: list[int], *, salt: str = "") -> tuple[PageId, ...]:
+def cached(cache: RadixCache, tokens: list[int], *, space: CacheSpace = BASE_SPACE) -> tuple[PageId, ...]:
     """Match and give the lock back."""
-    match = cache.match(tokens, salt=salt)
+    match = cache.match(tokens, space=space)
     cache.unlock(match.lock)
     return match.pages
 
@@ -133,18 +143,18 @@ def test_pages_must_cover_the_tokens_exactly(cache: RadixCache, size: int) -> No
 
 
 def test_salts_share_nothing(cache: RadixCache, size: int) -> None:
-    store(cache, run(size, 1, 2), pages(1, 2), salt="a")
-    assert cached(cache, run(size, 1, 2), salt="b") == ()
+    store(cache, run(size, 1, 2), pages(1, 2), space=CacheSpace("a"))
+    assert cached(cache, run(size, 1, 2), space=CacheSpace("b")) == ()
     assert cached(cache, run(size, 1, 2)) == ()
-    result = store(cache, run(size, 1, 2), pages(5, 2), salt="b")
+    result = store(cache, run(size, 1, 2), pages(5, 2), space=CacheSpace("b"))
     assert result.duplicates == ()
-    assert cached(cache, run(size, 1, 2), salt="b") == (5, 6)
+    assert cached(cache, run(size, 1, 2), space=CacheSpace("b")) == (5, 6)
 
 
 def test_a_salt_without_content_leaves_nothing_behind(cache: RadixCache, size: int) -> None:
     for tenant in range(5):
-        cached(cache, run(size, 1), salt=str(tenant))
-        store(cache, run(size, 1), [PageId(tenant + 1)], salt=str(tenant))
+        cached(cache, run(size, 1), space=CacheSpace(str(tenant)))
+        store(cache, run(size, 1), [PageId(tenant + 1)], space=CacheSpace(str(tenant)))
     cache.clear()
     assert cache._roots == {}
 
@@ -319,8 +329,8 @@ def test_blocks_are_announced_as_they_were_stored_whatever_happened_to_their_nod
 def test_blocks_are_announced_with_the_shared_chain_parents_first(cache: RadixCache, size: int) -> None:
     tokens = run(size, 1, 2, 3)
     chain = chain_hashes(tokens, size, parent=chain_seed("tenant"))
-    store(cache, tokens[: 2 * size], pages(1, 2), salt="tenant")
-    store(cache, tokens, pages(1, 3), salt="tenant")
+    store(cache, tokens[: 2 * size], pages(1, 2), space=CacheSpace("tenant"))
+    store(cache, tokens, pages(1, 3), space=CacheSpace("tenant"))
     assert cache.take_events() == [
         BlockStored(hashes=tuple(chain[:2])),
         BlockStored(hashes=tuple(chain[2:])),

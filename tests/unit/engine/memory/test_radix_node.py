@@ -4,13 +4,13 @@ from hypothesis import strategies as st
 
 from tandem_engine.base.names import PageId
 from tandem_engine.memory.radix_cache import Node, shared_blocks
-from tandem_engine.messages.kv_events import TOKEN_BYTES, chain_hashes, chain_seed, pack_tokens
+from tandem_engine.messages.kv_events import BASE_SPACE, TOKEN_BYTES, CacheSpace, chain_hashes, chain_seed, pack_tokens
 
 TOKENS = [*range(100, 112)]
 
 
-def make_root(salt: str = "") -> Node:
-    return Node(salt=salt, block_bytes=4 * TOKEN_BYTES)
+def make_root(space: CacheSpace = BASE_SPACE) -> Node:
+    return Node(space=space, block_bytes=4 * TOKEN_BYTES)
 
 
 def make_leaf(root: Node, tokens: list[int], *, first_page: int = 1) -> Node:
@@ -52,7 +52,7 @@ def test_a_split_keeps_pages_with_their_blocks_and_locks_with_the_path() -> None
 
 @pytest.mark.parametrize("split_first", [True, False])
 def test_hashes_are_the_shared_chain_whether_asked_before_or_after_a_split(split_first: bool) -> None:
-    root = make_root("tenant")
+    root = make_root(CacheSpace("tenant"))
     lower = make_leaf(root, TOKENS)
     if not split_first:
         lower.chain()

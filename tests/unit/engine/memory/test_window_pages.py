@@ -9,6 +9,7 @@ from tandem_engine.memory.group_pools import Demand, group_pages, page_ids_in
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.memory.window_pages import WindowPages, usable_blocks
+from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_testing.memory_builders import assert_conserved, make_memory
 
 PAGE = 4
@@ -23,7 +24,7 @@ def with_windows(*windows: WindowPages, usable_pages: int = 64, page_size: int =
 
 
 def begin(memory: KvMemory, tokens: Sequence[int]) -> RequestKv:
-    kv = memory.begin(tokens, salt="", max_match=len(tokens) - 1)
+    kv = memory.begin(tokens, space=BASE_SPACE, max_match=len(tokens) - 1)
     assert kv is not None
     return kv
 
@@ -94,7 +95,7 @@ def test_a_hit_ends_where_the_window_is_whole() -> None:
     tokens = [*range(40)]
     end(memory, compute(memory, tokens), tokens)
     path = memory.cache.match(tokens).pages
-    assert memory.cached_len([*tokens, 7], salt="", max_match=40) == 40
+    assert memory.cached_len([*tokens, 7], space=BASE_SPACE, max_match=40) == 40
     window.drop([path[5]])
     # From 32 tokens on the next one reads 24 .. 32, so blocks 6 and 7.
     assert [usable_blocks([window], path[:blocks]) for blocks in range(11)] == [0, 1, 2, 3, 4, 5, 5, 5, 8, 9, 10]
@@ -151,9 +152,9 @@ def test_what_windows_have_passed_goes_before_conversations() -> None:
     kv = begin(memory, [7])
     assert memory.ensure(kv, 4 * 8)
     # Eight pages had been passed; both conversations can be continued.
-    assert [memory.cached_len(tokens, salt="", max_match=24) for tokens in (first, second)] == [24, 24]
+    assert [memory.cached_len(tokens, space=BASE_SPACE, max_match=24) for tokens in (first, second)] == [24, 24]
     assert memory.ensure(kv, 4 * 9)
-    assert [memory.cached_len(tokens, salt="", max_match=24) for tokens in (first, second)] == [0, 24]
+    assert [memory.cached_len(tokens, space=BASE_SPACE, max_match=24) for tokens in (first, second)] == [0, 24]
     assert_conserved(memory, [kv])
 
 
@@ -162,14 +163,14 @@ def test_the_next_turn_keeps_its_window_while_it_is_pinned() -> None:
     memory = with_windows(window)
     tokens = [*range(24)]
     end(memory, compute(memory, tokens), tokens)
-    pin = memory.pin(tokens, salt="")
+    pin = memory.pin(tokens, space=BASE_SPACE)
     kv = begin(memory, [7])
     assert not memory.ensure(kv, 4 * 7)
     assert memory.ensure(kv, 4 * 6)
-    assert memory.cached_len(tokens, salt="", max_match=24) == 24
+    assert memory.cached_len(tokens, space=BASE_SPACE, max_match=24) == 24
     memory.unpin(pin)
     assert memory.ensure(kv, 4 * 8)
-    assert memory.cached_len(tokens, salt="", max_match=24) == 0
+    assert memory.cached_len(tokens, space=BASE_SPACE, max_match=24) == 0
     assert_conserved(memory, [kv])
 
 

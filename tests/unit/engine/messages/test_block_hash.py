@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_engine.messages.kv_events import DIGEST_BYTES, block_hash, chain_hashes, chain_seed
+from tandem_engine.messages.kv_events import DIGEST_BYTES, CacheSpace, block_hash, chain_hashes, chain_seed
 
 tokens = st.lists(st.integers(min_value=0, max_value=2**32 - 1), max_size=40)
 
@@ -38,3 +38,27 @@ def test_equal_blocks_under_different_parents_differ() -> None:
 def test_the_hash_is_pinned() -> None:
     """Workers and gateways of different versions share one index: a change here is a wire change."""
     assert chain_hashes([1, 2, 3, 4], 4, parent=chain_seed(""))[0].hex() == "d953ab6845ec2c760efe344ce5073be8"
+
+
+@pytest.mark.parametrize(
+    ("salt", "seed"), [("", "5147278c4e46c2cac91c504651147ab7"), ("tenant", "b464c12c16edaafc0ac814015d9b760b")]
+)
+def test_seed_of_the_base_model_is_pinned(salt: str, seed: str) -> None:
+    assert CacheSpace(salt).seed.hex() == chain_seed(salt).hex() == seed
+
+
+digests = st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES).filter(any)
+
+
+@given(one=st.text(max_size=20), other=st.text(max_size=20), adapter=digests, second=digests)
+def test_no_salt_gives_the_seed_of_an_adapter(one: str, other: str, adapter: bytes, second: bytes) -> None:
+    spelled = (other, other + adapter.hex(), other + adapter.decode("latin-1"), repr(CacheSpace(other, adapter)))
+    seeds = {CacheSpace(salt).seed for salt in (one, *spelled)}
+    assert CacheSpace(other, adapter).seed not in seeds
+    assert (CacheSpace(one, adapter).seed == CacheSpace(other, second).seed) == ((one, adapter) == (other, second))
+
+
+@pytest.mark.parametrize("adapter", [b"short", bytes(DIGEST_BYTES), bytes([1] * (DIGEST_BYTES + 1))])
+def test_what_is_no_digest_of_an_adapter_has_no_seed(adapter: bytes) -> None:
+    with pytest.raises(AssertionError, match="is no digest of an adapter"):
+        chain_seed("", adapter)

@@ -4,7 +4,7 @@ import pytest
 
 from tandem_engine.base.names import RequestId
 from tandem_engine.messages.outputs import FinishReason
-from tandem_testing.scheduler_builders import Engine, make_engine, make_message
+from tandem_testing.scheduler_builders import ADAPTER, Engine, make_engine, make_message
 
 PROMPT = [*range(1, 15)]
 """Three whole pages of four tokens and a half."""
@@ -122,6 +122,7 @@ def test_another_prompt_under_the_same_name_is_a_request_of_its_own():
     choices(engine, 2)
     engine.add(make_message("stranger", [9, 9, 9], group="g"))
     engine.add(make_message("salted", PROMPT, group="g", cache_salt="s"))
+    engine.add(make_message("adapted", PROMPT, group="g", adapter=ADAPTER))
     engine.run()
     engine.assert_expected()
 

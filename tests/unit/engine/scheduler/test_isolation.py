@@ -8,6 +8,7 @@ import torch
 
 from tandem_engine.executor.interface import DeviceLostError, StepFault, fault_of
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
+from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_engine.messages.outputs import FinishReason
 from tandem_testing.fake_executor import FakeModel
 from tandem_testing.fake_executors import EagerExecutor, LateExecutor
@@ -200,7 +201,7 @@ def test_nan_logits_end_their_request_and_leave_the_others(enable_overlap):
     engine.assert_expected("good", "other")
     engine.assert_nothing_held()
     assert engine.scheduler.stats().unsound_total == 1
-    assert engine.memory.cached_len((1, 2, 3, POISON), salt="", max_match=4) <= 2, "a prefix of `good` at most"
+    assert engine.memory.cached_len((1, 2, 3, POISON), space=BASE_SPACE, max_match=4) <= 2, "a prefix of `good` at most"
 
 
 def test_memory_that_a_request_alone_lacks_may_be_had_elsewhere():

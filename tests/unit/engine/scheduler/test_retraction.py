@@ -2,6 +2,7 @@
 
 import pytest
 
+from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.request import Request
@@ -101,7 +102,7 @@ def test_the_last_request_fails_with_an_error_when_even_it_cannot_go_on():  # [l
 def test_the_last_request_waits_while_a_stage_will_give_pages_back():
     engine = make_engine(usable_pages=8, **TIGHT)
     kept = Request(rid="kept", origin_input_ids=(1,), sampling=SamplingParams(max_tokens=1))
-    kept.kv = engine.memory.begin([1], salt="", max_match=0)
+    kept.kv = engine.memory.begin([1], space=BASE_SPACE, max_match=0)
     assert engine.memory.ensure(kept.kv, 8)
     stage = QuietStage(kept=[kept])
     engine.scheduler.attach(stage)

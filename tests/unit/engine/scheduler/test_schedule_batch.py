@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem_engine.forward.batch import RESOLVE, ForwardMode
+from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.finishing import PenaltySlots
 from tandem_engine.scheduler.prefill_adder import Extend
@@ -32,7 +33,7 @@ class Bench:
         req.output_ids = list(range(50, 50 + outputs))
         req.extend_target = prompt + outputs
         req.launched_len = launched
-        req.kv = self.memory.begin(req.fill_ids, salt="", max_match=0)
+        req.kv = self.memory.begin(req.fill_ids, space=BASE_SPACE, max_match=0)
         assert self.memory.ensure(req.kv, launched + room)
         return req
 

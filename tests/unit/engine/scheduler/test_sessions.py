@@ -9,6 +9,7 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, PoolingParams, SessionRef
 from tandem_testing.disagg_pair import make_pair
 from tandem_testing.scheduler_builders import (
+    ADAPTER,
     Engine,
     expected_output,
     expected_prompt_logprobs,
@@ -245,6 +246,15 @@ def test_a_tenant_cannot_continue_the_session_of_another():
     engine = kept()
     turn(engine, 0, FIRST, cache_salt="mine")
     refusal(engine, turn(engine, 1, SECOND, cache_salt="yours"))
+
+
+def test_a_session_belongs_to_one_adapter():
+    engine = kept()
+    first = turn(engine, 0, FIRST, adapter=ADAPTER)
+    assert "another adapter, or without one" in refusal(engine, turn(engine, 1, SECOND)).error
+    second = turn(engine, 1, SECOND, adapter=ADAPTER)
+    assert engine.output(second) == expected_output(whole(engine, first, second))
+    assert next(o.cached_tokens for o in engine.received[second].outputs if o.cached_tokens is not None) > 0
 
 
 @pytest.mark.parametrize("steps", range(4))

@@ -1,6 +1,7 @@
 import pytest
 
 from tandem_engine.memory.page_copies import CopyKind
+from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_testing.memory_builders import assert_conserved, start_request
 from tandem_testing.tier_builders import Tiers, make_tiers
 
@@ -21,7 +22,7 @@ def swap_out(tiers: Tiers, tokens: list[int]):
 
 
 def begin_again(tiers: Tiers, swapped, tokens: list[int]):
-    kv = tiers.memory.begin(tokens, salt="", max_match=swapped.committed_len)
+    kv = tiers.memory.begin(tokens, space=BASE_SPACE, max_match=swapped.committed_len)
     assert tiers.memory.ensure(kv, len(tokens) + 1)
     return kv
 
@@ -52,15 +53,15 @@ def test_what_the_cache_still_has_is_not_copied_back(tiers):
 
 def test_what_others_have_locked_is_not_copied_out(tiers):
     tiers.serve(PROMPT)
-    sharer = tiers.memory.begin([*PROMPT[:8], 99], salt="", max_match=8)
+    sharer = tiers.memory.begin([*PROMPT[:8], 99], space=BASE_SPACE, max_match=8)
     swapped = swap_out(tiers, PROMPT)
     assert (swapped.first_page, len(swapped.pages)) == (2, 1)
-    kv = tiers.memory.begin(PROMPT, salt="", max_match=10)
+    kv = tiers.memory.begin(PROMPT, space=BASE_SPACE, max_match=10)
     assert tiers.host.swap.completes(swapped, kv)
     tiers.memory.release(kv, (), checkpoint=False, after_step=None)
     tiers.memory.release(sharer, (), checkpoint=False, after_step=None)
     tiers.memory.clear_cache()
-    kv = tiers.memory.begin(PROMPT, salt="", max_match=10)
+    kv = tiers.memory.begin(PROMPT, space=BASE_SPACE, max_match=10)
     assert not tiers.host.swap.completes(swapped, kv)
     tiers.host.swap.drop(swapped)
     tiers.check(kv)

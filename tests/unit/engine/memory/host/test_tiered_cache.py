@@ -3,7 +3,7 @@ import pytest
 from tandem_engine.config import WritePolicy
 from tandem_engine.memory.allocator import Writer
 from tandem_engine.memory.page_copies import CopyKind
-from tandem_engine.messages.kv_events import Tier
+from tandem_engine.messages.kv_events import BASE_SPACE, CacheSpace, Tier
 from tandem_testing.memory_storage import MemoryStorage
 from tandem_testing.tier_builders import make_tiers
 
@@ -53,7 +53,7 @@ def test_a_request_that_is_not_admitted_is_no_hit():
     tiers = make_tiers(WritePolicy.WRITE_THROUGH_SELECTIVE)
     tiers.serve(PROMPT)
     for _ in range(3):
-        kv = tiers.memory.begin([*PROMPT, 99], salt="", max_match=13)
+        kv = tiers.memory.begin([*PROMPT, 99], space=BASE_SPACE, max_match=13)
         tiers.memory.release(kv, (), checkpoint=False, after_step=None)
     tiers.turn()
     assert tiers.device.pages(OUT) == 0
@@ -76,14 +76,14 @@ def test_what_is_evicted_before_its_turn_is_still_backed_up_if_the_policy_wants_
     tiers.evict_device()
     assert tiers.device.pages(OUT) == (0 if policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 3)
     tiers.turn()
-    assert tiers.memory.cached_len(PROMPT, salt="", max_match=12) == 0
+    assert tiers.memory.cached_len(PROMPT, space=BASE_SPACE, max_match=12) == 0
     tiers.check()
 
 
 def test_an_evicted_page_is_the_streams_at_once_and_a_peers_after_the_copy():  # [copy-acked] [page-fence]
     tiers = make_tiers()
     tiers.serve(PROMPT)
-    kv = tiers.memory.begin([9], salt="", max_match=0)
+    kv = tiers.memory.begin([9], space=BASE_SPACE, max_match=0)
     assert tiers.memory.ensure(kv, 6 * 4)
     assert tiers.memory.reserve_pages(2, Writer.PEER) is None
     assert tiers.memory.ensure(kv, 7 * 4)
@@ -101,7 +101,7 @@ def test_a_match_goes_on_in_host_memory_and_is_loaded_into_the_tree():
     assert kv.loaded == (3, 0)
     assert tiers.device.pages(BACK) == 3
     tiers.check(kv)
-    other = tiers.memory.begin([*PROMPT, 1], salt="", max_match=13)
+    other = tiers.memory.begin([*PROMPT, 1], space=BASE_SPACE, max_match=13)
     assert other.committed_len == 12
     assert not tiers.memory.readable(kv)
     assert not tiers.memory.readable(other)
@@ -132,9 +132,9 @@ def test_the_cap_on_a_match_holds_in_every_tier():  # [one-token-computed]
 
 def test_a_salt_finds_nothing_of_another():
     tiers = make_tiers()
-    tiers.serve(PROMPT, salt="a")
+    tiers.serve(PROMPT, space=CacheSpace("a"))
     tiers.evict_device()
-    assert tiers.matched(PROMPT, at_most=12, salt="b") == 0
+    assert tiers.matched(PROMPT, at_most=12, space=CacheSpace("b")) == 0
 
 
 def test_blocks_of_a_match_are_not_evicted_by_what_makes_room_for_them():  # [pinned-host-block]
@@ -209,7 +209,7 @@ def test_storage_gets_what_host_memory_has_and_gives_it_back_after_both_lost_it(
     tiers.evict_device()
     tiers.turn()
     assert tiers.matched(PROMPT, at_most=12) == 0
-    prefetch = tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
+    prefetch = tiers.host.cache.prefetch(PROMPT, space=BASE_SPACE, max_tokens=12, until=0.0)
     assert not prefetch.done
     tiers.memory.poll()
     assert prefetch.done
@@ -235,7 +235,7 @@ def test_a_block_that_storage_lost_is_no_match():
     tiers = make_tiers(storage=storage)
     tiers.events.read(tiers.memory.cache.snapshot_events())
     assert len(tiers.known(Tier.DISK)) == 3
-    prefetch = tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
+    prefetch = tiers.host.cache.prefetch(PROMPT, space=BASE_SPACE, max_tokens=12, until=0.0)
     tiers.memory.poll()
     assert prefetch.done
     assert tiers.matched(PROMPT, at_most=12) == 4
@@ -248,8 +248,8 @@ def test_reading_waits_for_nobody_and_nobody_matches_what_is_being_read():
     storage = stored_before(PROMPT)
     storage.at_once = False
     tiers = make_tiers(storage=storage)
-    prefetch = tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
-    again = tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
+    prefetch = tiers.host.cache.prefetch(PROMPT, space=BASE_SPACE, max_tokens=12, until=0.0)
+    again = tiers.host.cache.prefetch(PROMPT, space=BASE_SPACE, max_tokens=12, until=0.0)
     assert [*again.blocks] == [*prefetch.blocks]
     tiers.memory.poll()
     assert tiers.matched(PROMPT, at_most=12) == 0
@@ -262,7 +262,7 @@ def test_what_is_computed_while_it_is_read_is_on_both():
     storage = stored_before(PROMPT)
     storage.at_once = False
     tiers = make_tiers(storage=storage)
-    tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
+    tiers.host.cache.prefetch(PROMPT, space=BASE_SPACE, max_tokens=12, until=0.0)
     tiers.serve(PROMPT)
     storage.run()
     tiers.turn()
@@ -293,7 +293,7 @@ def test_a_flush_forgets_what_is_being_written_and_read():
     tiers.events.read(tiers.memory.cache.snapshot_events())
     tiers.serve(OTHER)
     tiers.turn()
-    tiers.host.cache.prefetch(PROMPT, salt="", max_tokens=12, until=0.0)
+    tiers.host.cache.prefetch(PROMPT, space=BASE_SPACE, max_tokens=12, until=0.0)
     tiers.memory.clear_cache()
     storage.run()
     tiers.turn()

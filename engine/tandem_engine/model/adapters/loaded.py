@@ -1,0 +1,64 @@
+"""The adapters of one engine: read with its model, each in a slot that steps name it by."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+
+from tandem_engine.base.errors import CheckpointError, ConfigError
+from tandem_engine.config import AdapterConfig, ModelConfig
+from tandem_engine.messages.requests import AdapterRef
+from tandem_engine.model.adapters.checkpoint import open_adapter
+from tandem_engine.model.adapters.weights import AdapterWeights, load_adapter
+from tandem_engine.parallel.group import TpGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedAdapters:
+    """Immutable."""
+
+    names: Mapping[str, AdapterRef] = field(default_factory=dict)
+    """What a name stands for. Adapters with the same content share a slot."""
+    weights: tuple[AdapterWeights, ...] = ()
+    """By slot."""
+
+    @classmethod
+    def load(cls, config: AdapterConfig, base: ModelConfig, *, dtype: torch.dtype, device: str, group: TpGroup) -> Self:
+        """Read all adapters of `config`; every rank its part.
+
+        Raises:
+            ConfigError: adapters cannot be computed on `device`.
+            CheckpointError: a folder has no adapter for `base`, or ranks have read different ones. The message names
+                the adapter.
+        """
+        if config.sources and torch.device(device).type != "cpu":
+            raise ConfigError(f"adapters are computed on a CPU only, got --device {device}: leave out adapters")
+        names: dict[str, AdapterRef] = {}
+        by_digest: dict[bytes, AdapterWeights] = {}
+        for source in config.sources:
+            try:
+                checkpoint = open_adapter(source.path, base, max_rank=config.max_rank)
+                weights = load_adapter(checkpoint, base, dtype=dtype, group=group)
+            except CheckpointError as error:
+                raise CheckpointError(f"adapter {source.name!r}: {error}") from error
+            names[source.name] = AdapterRef(name=source.name, digest=weights.digest)
+            by_digest.setdefault(weights.digest, weights)
+        _require_agreement(names, group)
+        return cls(names=names, weights=tuple(by_digest.values()))
+
+    @property
+    def slots(self) -> Mapping[bytes, int]:
+        """By digest."""
+        return {weights.digest: slot for slot, weights in enumerate(self.weights)}
+
+
+def _require_agreement(names: Mapping[str, AdapterRef], group: TpGroup) -> None:
+    """A folder that changed between two ranks' reads would divide their schedulers."""
+    if group.size == 1 or not names:
+        return
+    mine = torch.tensor([[*ref.digest] for ref in names.values()], dtype=torch.int64)
+    least, most = group.least(mine.clone()), -group.least(-mine)
+    for name, same in zip(names, (least == most).all(dim=1).tolist(), strict=True):
+        if not same:
+            raise CheckpointError(f"adapter {name!r}: its files changed while they were read; load it again")

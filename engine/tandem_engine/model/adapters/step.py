@@ -1,0 +1,61 @@
+"""What the adapters of a step add to the products of its layers.
+
+    delta = (x Aᵀ) · s Bᵀ       for the rows of each adapter, added to those rows of the product in place
+
+Where all rows belong to one adapter, nothing is gathered. Rows behind the step, which pad a product, and rows without
+an adapter are neither read nor written, so the base model's tokens have the same bits in any batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tandem_engine.forward.adapter_rows import AdapterRows
+from tandem_engine.model.adapters.tensor_names import Site
+from tandem_engine.model.adapters.weights import AdapterWeights, SiteWeights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteDelta:
+    """Implements `Delta` of one site of a layer."""
+
+    additions: tuple[tuple[SiteWeights, Tensor | None], ...]
+    """Of each adapter with the indices of its rows; None for all."""
+    count: int
+    """Rows of the step, without padding."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Add to `out` [≥ count, outputs], a product of `x` [≥ count, in]."""
+        for weights, rows in self.additions:
+            picked = x[: self.count] if rows is None else x.index_select(0, rows)
+            shrunk = F.linear(picked.float(), weights.a)
+            for part in weights.parts:
+                added = F.linear((shrunk[:, part.rows] * part.scale).to(part.b.dtype), part.b)
+                target = out[: self.count, part.outputs]
+                if rows is None:
+                    target += added
+                else:
+                    target.index_add_(0, rows, added)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepAdapters:
+    """The adapters of one step."""
+
+    rows: AdapterRows
+    slots: Sequence[AdapterWeights]
+    """The weights in each slot."""
+
+    def with_all_wanted(self) -> "StepAdapters":
+        """See `AdapterRows.with_all_wanted`."""
+        return replace(self, rows=self.rows.with_all_wanted())
+
+    def delta(self, site: Site, layer: int, *, wanted: bool = False) -> SiteDelta | None:
+        """What they add at `site` of `layer`, to rows of the wanted tokens or of all. None if that is nothing."""
+        lists = self.rows.wanted if wanted else self.rows.tokens
+        found = ((self.slots[slot].sites.get((layer, site)), rows) for slot, rows in lists)
+        additions = tuple((weights, rows) for weights, rows in found if weights is not None)
+        count = self.rows.num_wanted if wanted else self.rows.num_tokens
+        return SiteDelta(additions=additions, count=count) if additions else None

@@ -1,0 +1,61 @@
+"""Engines answer the model alone and two adapters in one batch as transformers does, on paths of `tandem verify`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.config import AdapterConfig, EngineConfig
+from tandem_engine.engine.loaded_model import LoadedModel, load
+from tandem_lab.verify.paths import make_paths, on_ranks
+from tandem_lab.verify.reference import PromptSet, References, TransformersReference, generate_references, make_prompts
+from tandem_lab.verify.verification import Verification
+from tandem_testing.adapters import write_adapter
+from tandem_testing.exactness import CACHED, DISAGGREGATED, MIXED, RETRACTED, SHARED, one_grammar_process
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+
+TOKENS = 12
+
+
+def loaded(checkpoint: Path, **folders: Path) -> LoadedModel:
+    config = EngineConfig(model_path=str(checkpoint), dtype="float32", adapters=AdapterConfig.of(folders))
+    return load(config, progress=False)
+
+
+def references_of(model: LoadedModel) -> References:
+    prompts = make_prompts(model.config.model_path, model.model_config.vocab_size, quick=True).prompts[2::2]
+    reference = TransformersReference(model.config.model_path)
+    return generate_references(reference, model, PromptSet(prompts=prompts, max_tokens=TOKENS), progress=False)
+
+
+@pytest.fixture(scope="module")
+def verification(tmp_path_factory) -> Iterator[Verification]:
+    folder = tmp_path_factory.mktemp("paths")
+    checkpoint = write_tiny_checkpoint("qwen3", folder / "model")
+    one = write_adapter(folder / "one", checkpoint, seed=1, strength=0.2)
+    two = write_adapter(folder / "two", checkpoint, seed=2, modules=["q_proj", "down_proj"], rank=1)
+    with one_grammar_process():
+        model = loaded(checkpoint, one=one, two=two)
+        made = references_of(model)
+        yield Verification(model=model, references=made.outputs, max_tokens=TOKENS, edited=made.edited)
+
+
+@pytest.mark.parametrize("name", [MIXED, CACHED, RETRACTED, DISAGGREGATED, SHARED])
+def test_adapters_and_base_equal_transformers(verification: Verification, name: str) -> None:
+    longest = max(len(each.prompt) for each in verification.references) + TOKENS
+    paths = make_paths(
+        context_length=longest + 1, longest=longest, num_prompts=len(verification.references), quick=True
+    )
+    [path] = [path for path in [*paths, *on_ranks(paths, 2, quick=True)] if path.name == name]
+    assert {each.adapter and each.adapter.name for each in verification.references} == {None, "one", "two"}
+    result = verification.run(path)
+    assert (result.difference, result.not_exercised) == (None, None)
+
+
+def test_adapter_without_effect_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_tiny_checkpoint("qwen3", tmp_path / "model")
+    with one_grammar_process():
+        model = loaded(checkpoint, idle=write_adapter(tmp_path / "idle", checkpoint, strength=0.0))
+        with pytest.raises(ConfigError, match="--adapter idle changes none of the outputs"):
+            references_of(model)

@@ -1,0 +1,113 @@
+"""Seeded LoRA adapters as PEFT writes them, for any checkpoint in safetensors.
+
+A and B are both random: PEFT's own B begins as zero, and such an adapter changes nothing. Shapes are read from the
+files of the base, not computed.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem_engine.config import ModelConfig
+from tandem_engine.model.adapters.tensor_names import Site
+from tandem_engine.model.adapters.weights import AdapterPart, AdapterWeights, SiteWeights
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+SEVEN = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+def write_adapter(
+    folder: Path,
+    base: Path,
+    *,
+    seed: int = 1,
+    modules: Sequence[str] = SEVEN,
+    layers: Sequence[int] | None = None,
+    rank: int = 4,
+    alpha: float = 8,
+    ranks: Mapping[str, int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    prefix: str = "model.",
+    strength: float = 0.5,
+    **config: Any,
+) -> Path:
+    """An adapter of `modules` in `layers`, all by default. `ranks`: of modules by suffix, written as `rank_pattern`.
+
+    `config`: further fields of its adapter_config.json. `strength`: of what it adds, next to the base's outputs.
+    """
+    dice = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for module, (outputs, inputs) in base_modules(base, modules, layers).items():
+        own = next((size for suffix, size in (ranks or {}).items() if module.endswith(f".{suffix}")), rank)
+        name = f"base_model.model.{prefix}{module.removeprefix('model.')}"
+        a = torch.randn((own, inputs), generator=dice) * inputs**-0.5
+        b = torch.randn((outputs, own), generator=dice) * strength * own**-0.5
+        tensors |= {f"{name}.lora_A.weight": a.to(dtype), f"{name}.lora_B.weight": b.to(dtype)}
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": [*modules]}
+    return write_files(folder, tensors, fields | ({"rank_pattern": dict(ranks)} if ranks else {}) | config)
+
+
+def write_files(folder: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> Path:
+    """An adapter's two files."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def read_files(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and config of an adapter."""
+    from safetensors.torch import load_file
+
+    fields: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    return load_file(folder / "adapter_model.safetensors"), fields
+
+
+def base_modules(base: Path, modules: Sequence[str], layers: Sequence[int] | None) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of projections in the files of `base`, experts left out."""
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, int]] = {}
+    for path in sorted(base.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                parts = name.split(".")
+                wanted = name.endswith(".weight") and parts[-2] in modules and "experts" not in name
+                if wanted and (layers is None or int(parts[parts.index("layers") + 1]) in layers):
+                    outputs, inputs = file.get_slice(name).get_shape()
+                    found[name.removesuffix(".weight")] = (outputs, inputs)
+    assert found, f"{base} has none of {modules}"
+    return found
+
+
+def random_adapter(
+    config: ModelConfig, *, seed: int, rank: int = 3, dtype: torch.dtype = torch.float32
+) -> AdapterWeights:
+    """Of every projection of a model without experts, whole on one rank."""
+    dice = torch.Generator().manual_seed(seed)
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes = {
+        Site.QKV: (hidden, (query, kv, kv)),
+        Site.OUTPUT: (query, (hidden,)),
+        Site.GATE_UP: (hidden, (inner, inner)),
+        Site.DOWN: (inner, (hidden,)),
+    }
+    sites = {}
+    for layer in range(config.num_layers):
+        for site, (inputs, outputs) in shapes.items():
+            a = torch.randn((rank * len(outputs), inputs), generator=dice) * inputs**-0.5
+            parts, first = [], 0
+            for index, size in enumerate(outputs):
+                b = (torch.randn((size, rank), generator=dice) * 0.2).to(dtype)
+                rows, places = slice(index * rank, (index + 1) * rank), slice(first, first + size)
+                parts.append(AdapterPart(rows=rows, outputs=places, b=b, scale=0.5 + index))
+                first += size
+            sites[layer, site] = SiteWeights(a=a, parts=tuple(parts))
+    return AdapterWeights(digest=bytes([seed] * 16), rank=rank, sites=sites)
