@@ -73,6 +73,10 @@ def open_adapter(path: str | Path, base: ModelConfig, *, max_rank: int) -> Adapt
         raise CheckpointError(
             f"{path}: adapters need a model that Tandem computes itself; code of transformers computes this one"
         )
+    if base.latent is not None:
+        raise CheckpointError(
+            f"{path}: adapters of models with latent attention (MLA) are not supported; merge the adapter into its base"
+        )
     directory = open_directory(path)
     facts = PeftFacts.read(directory.file(CONFIG))
     matrices = _matrices(read_header(_weights_file(directory)))

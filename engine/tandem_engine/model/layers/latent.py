@@ -17,7 +17,7 @@ from torch import Tensor
 from tandem_engine.config import LatentConfig
 from tandem_engine.model.base import Attend
 from tandem_engine.model.layers.attention import Rotation
-from tandem_engine.model.layers.linear import Projection
+from tandem_engine.model.layers.linear import Delta, Projection
 from tandem_engine.model.layers.norm import Norm
 
 
@@ -51,8 +51,11 @@ class LatentAttention:
         """Of this rank."""
         return len(self.keys)
 
-    def attend(self, layer: int, normed: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def attend(
+        self, layer: int, normed: Tensor, rotation: Rotation, attend: Attend, delta: Delta | None = None
+    ) -> Tensor:
         """Normalised hidden states [T, hidden] to what each token gathered, [T, H * rank]; `project` is yet to come."""
+        assert delta is None, "open_adapter refuses adapters of models with latents"
         shape, heads = self.shape, self.num_heads
         query, latent, shared = self._parts(normed)
         plain, turning = query.split_with_sizes((shape.plain_size, shape.rotated_size), dim=-1)
@@ -62,8 +65,9 @@ class LatentAttention:
         rows = torch.cat((self.latent_norm(latent)[:, None], turned[:, heads:]), dim=-1)
         return attend(layer, q, rows, rows[..., : shape.rank])
 
-    def project(self, gathered: Tensor) -> Tensor:
+    def project(self, gathered: Tensor, delta: Delta | None = None) -> Tensor:
         """What `attend` returned to what is added to the hidden states."""
+        assert delta is None, "open_adapter refuses adapters of models with latents"
         latents = gathered.view(len(gathered), self.num_heads, self.shape.rank).transpose(0, 1)
         return self.output(torch.bmm(latents, self.values).transpose(0, 1).flatten(1))
 

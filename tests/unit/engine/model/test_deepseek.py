@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from tandem_engine.base.errors import CheckpointError, UnsupportedVariantError
 from tandem_engine.config import LatentConfig, ModelConfig, Scoring, SharedExpert
+from tandem_engine.model.adapters.checkpoint import open_adapter
 from tandem_engine.model.checkpoint import parse_config, read_model_config
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.decoder import attention_specs
@@ -106,6 +107,11 @@ def test_deepseek_v2_has_groups_only_if_its_method_does(parse):
 def test_a_null_query_rank_is_a_whole_query(parse):
     assert parse(**{**V2, "q_lora_rank": None}).latent.query_rank is None
     assert parse(**V2, without=("q_lora_rank",)).latent.query_rank == 1536
+
+
+def test_adapters_of_models_with_latents_are_refused(parse, tmp_path):
+    with pytest.raises(CheckpointError, match="latent attention"):
+        open_adapter(tmp_path, parse(**V3), max_rank=8)
 
 
 def test_glm_has_its_own_eps_and_dense_layers(parse):
