@@ -24,13 +24,21 @@ from tandem_testing.crashed_workers import (
 )
 from tandem_testing.inherited_signals import give_children_default_signals
 from tandem_testing.quick_http import make_http_quick
+from tandem_testing.second_attempts import (
+    pytest_report_teststatus,
+    pytest_runtest_protocol,
+    pytest_terminal_summary,
+)
 from tandem_testing.suite_scheduler import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 
 __all__ = [  # hooks of pytest
     "pytest_collection_modifyitems",
     "pytest_configure_node",
     "pytest_handlecrashitem",
+    "pytest_report_teststatus",
+    "pytest_runtest_protocol",
     "pytest_sessionstart",
+    "pytest_terminal_summary",
     "pytest_testnodedown",
     "pytest_xdist_make_scheduler",
 ]

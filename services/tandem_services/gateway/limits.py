@@ -43,6 +43,9 @@ MAX_CONNECTIONS = 4096
 HEAD_TIMEOUT_S = 30.0
 """From the connection, or a request's first byte, to the end of its headers."""
 
+LINGER_S = 0.5
+"""That an idle connection stays open after shutdown has begun, for a request that its client has just sent."""
+
 SEND_STALL_S = 60.0
 """A client that takes nothing of an answer for so long has left. nginx's default."""
 

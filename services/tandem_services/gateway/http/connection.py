@@ -9,7 +9,8 @@ uvicorn alone waits forever for a request head, and keeps all of one that never 
                  tiny pieces is a 400, because each piece costs as much as a large one
     4. response  written as fast as the client reads. A client that reads nothing for SEND_STALL_S while data is
                  buffered counts as disconnected: its request could otherwise outlive its deadline
-    5. idle      until the next request: uvicorn's keep-alive
+    5. idle      until the next request: uvicorn's keep-alive. When the gateway shuts down, for LINGER_S more: a client
+                 cannot know yet, and a request that it has just sent would get no answer. That answer closes
 
 A client that closes its sending side counts as disconnected, because it cannot be distinguished from one that is gone,
 and its request would be computed for no client.
@@ -31,6 +32,7 @@ from tandem_services.common.errors import ApiError, bad_request, unavailable
 from tandem_services.gateway.http.errors import error_json
 from tandem_services.gateway.limits import (
     HEAD_TIMEOUT_S,
+    LINGER_S,
     MAX_BODY_PIECES,
     MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
@@ -52,6 +54,8 @@ class GatewayConnection(HttpToolsProtocol):
     """Ends a client that does not read. None while less is buffered than the limit at which writers wait."""
     _unsent = 0
     """Bytes that were kept for it when that was looked at last."""
+    _lingers: asyncio.TimerHandle | None = None
+    """Ends it after shutdown has begun, unless a request is answered then."""
     _in_head = False
     _head_bytes = 0
     _body_pieces = 0
@@ -72,7 +76,16 @@ class GatewayConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
         self._reads()
+        if self._lingers is not None:
+            self._lingers.cancel()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Called by the server once, when it ends."""
+        if self.answering:
+            super().shutdown()
+        else:
+            self._lingers = self.loop.call_later(LINGER_S, self._end_if_idle)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -105,6 +118,8 @@ class GatewayConnection(HttpToolsProtocol):
         self._in_head = False
         self._head_arrived()
         super().on_headers_complete()
+        if self._lingers is not None:
+            super().shutdown()
 
     def on_body(self, body: bytes) -> None:
         if self.transport.is_closing():
@@ -141,6 +156,10 @@ class GatewayConnection(HttpToolsProtocol):
     def end(self) -> None:
         """Close, without a word, once what was written before has been sent."""
         self.transport.close()
+
+    def _end_if_idle(self) -> None:
+        if not self.answering:
+            self.end()
 
     def _end_an_idle_one(self) -> bool:
         return end_one(self.connections, lambda other: other is not self and not other.answering)

@@ -2,17 +2,24 @@
 
 import asyncio
 import json
+import signal
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
+from fastapi import FastAPI
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.server import ServerState
 
+from tandem_services.common.health import Health
 from tandem_services.common.sockets import listen
 from tandem_services.gateway.http.connection import GatewayConnection
-from tandem_testing.gateway_builders import live_gateway
+from tandem_services.gateway.serve import http_server
+from tandem_testing.gateway_builders import config_of, live_gateway
 from tandem_testing.loop_time import set_forward
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
@@ -279,6 +286,31 @@ async def test_a_refusal_is_never_written_into_anothers_answer(gateway, rack):  
     assert own.startswith(b"200 ")
     check_refusal(b"HTTP/1.1 " + refusal, 400)
     assert not rack.engines[0].aborted
+
+
+# Shutdown
+
+
+async def test_request_sent_as_shutdown_begins_is_answered(monkeypatch):  # [drain-loses-nothing]
+    monkeypatch.setattr("tandem_services.gateway.http.connection.LINGER_S", HEAD_S)
+    app = FastAPI(routes=[Route("/live", lambda _: JSONResponse({"status": "ok"}))])
+    server = http_server(app, config_of(drain_notice_s=0.0), Health())
+    with listen("127.0.0.1", 0) as listener:
+        served = SimpleNamespace(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        async with connection(served) as (reader, writer), connection(served) as (idle, other):
+            for each, to in ((reader, writer), (idle, other)):
+                to.write(LIVE)
+                await each.readuntil(b'"ok"}')
+            server.end(signal.SIGTERM)
+            await until(lambda: all(each._lingers for each in server.server_state.connections), 20.0, "shutdown began")
+            writer.write(LIVE)
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            assert (head.split()[1], body) == (b"200", b'{"status":"ok"}')
+            assert b"connection: close" in head
+            set_forward(HEAD_S)
+            assert await idle.read() == b""
+        await serving
 
 
 # Clients that do not read
