@@ -14,9 +14,9 @@ from torch import Tensor
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import Quantization
 from tandem_engine.kernels.interface import by_triton
-from tandem_engine.model import gpt_oss
 from tandem_engine.model.checkpoint_files import StoredTensor
 from tandem_engine.model.config_fields import ConfigFields
+from tandem_engine.model.families import gpt_oss
 from tandem_engine.model.quantization.compressed_tensors import CompressedTensors, Strategy
 from tandem_engine.model.quantization.formats import Awq, Fp8Blocks, Gptq, Mxfp4
 from tandem_engine.model.quantization.levels import Levels
