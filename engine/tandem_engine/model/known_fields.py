@@ -23,6 +23,9 @@ from tandem_engine.model.config_fields import ConfigFields
 IDENTITY = frozenset({"architectures", "model_type", "quantization_config", "eos_token_id"})
 """Read for every family: by the registry, the weight formats and the end-of-sequence ids."""
 
+MXFP4_ARCHITECTURE = "GptOssForCausalLM"
+"""Whose experts may be stored as MXFP4."""
+
 TRAINING = frozenset(
     {
         "attention_dropout",

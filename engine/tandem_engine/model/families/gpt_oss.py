@@ -24,10 +24,9 @@ from tandem_engine.model.config_fields import (
     read_experts,
 )
 from tandem_engine.model.families.windows import in_sliding_layers, read_layer_kinds
-from tandem_engine.model.known_fields import SILU, Family, biases, decoder_fields
+from tandem_engine.model.known_fields import MXFP4_ARCHITECTURE, SILU, Family, biases, decoder_fields
 
 NAME = "gpt_oss"
-ARCHITECTURE = "GptOssForCausalLM"
 
 FIELDS = decoder_fields(
     biases(default=True),
@@ -83,4 +82,4 @@ def _with_rope(fields: ConfigFields) -> ConfigFields:
     return replace(fields, values=fields.values | {"rope_parameters": dict(DEFAULT_ROPE)})
 
 
-GPT_OSS = Family(name=NAME, architecture=ARCHITECTURE, fields=FIELDS, read=_read_gpt_oss)
+GPT_OSS = Family(name=NAME, architecture=MXFP4_ARCHITECTURE, fields=FIELDS, read=_read_gpt_oss)
