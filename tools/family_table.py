@@ -19,9 +19,9 @@ from tandem_engine.config import ModelConfig, NormKind, QkNorm
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.cpu.step import is_plain
 from tandem_engine.model.decoder import attention_specs
-from tandem_engine.model.families import FAMILIES
+from tandem_engine.model.families.registry import FAMILIES
+from tandem_engine.model.families.text_towers import TOWERS
 from tandem_engine.model.known_fields import Family
-from tandem_engine.model.text_towers import TOWERS
 from tandem_testing.exactness import ADDED_PATHS, ALL_PATHS, REDUCED_PATHS
 from tandem_testing.tiny_checkpoints import TINY_MODELS, tiny_config
 

@@ -9,7 +9,7 @@ from tandem_engine.base.errors import CheckpointError
 from tandem_engine.checkpoint_source.examination import examine_config
 from tandem_engine.config import ModelImpl
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.model.text_towers import TOWERS
+from tandem_engine.model.families.text_towers import TOWERS
 from tandem_testing.exactness import CACHED, run_paths
 from tandem_testing.mutated_configs.comparison import Outcome, compare
 from tandem_testing.tiny_checkpoints import TOWER_MODELS, write_tiny_checkpoint

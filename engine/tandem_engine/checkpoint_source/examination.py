@@ -24,8 +24,8 @@ from tandem_engine.model.checkpoint_folder import (
     shown,
 )
 from tandem_engine.model.config_fields import ConfigFields, read_fields
-from tandem_engine.model.families import FAMILIES, find_family
-from tandem_engine.model.text_towers import text_part
+from tandem_engine.model.families.registry import FAMILIES, find_family
+from tandem_engine.model.families.text_towers import text_part
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"

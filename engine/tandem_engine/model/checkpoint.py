@@ -37,14 +37,14 @@ from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantizatio
 from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor, open_tensors
 from tandem_engine.model.checkpoint_folder import ModelDirectory, open_directory, read_json_object, shown
 from tandem_engine.model.config_fields import ConfigFields, read_fields
-from tandem_engine.model.families import find_family, require_family
+from tandem_engine.model.families.registry import find_family, require_family
+from tandem_engine.model.families.text_towers import text_part, text_tensors, tower_of
 from tandem_engine.model.gpt_oss_tensors import outputs_first, unstacked
 from tandem_engine.model.quantization.dequantized import dequantized
 from tandem_engine.model.quantization.kv_scales import without_scales
 from tandem_engine.model.quantization.scheme import Holding, WeightFormat, described, holding_of, read_scheme
 from tandem_engine.model.tensor_aliases import canonical_tensors
 from tandem_engine.model.tensor_names import EMBEDDING, LM_HEAD, require_tensors
-from tandem_engine.model.text_towers import text_part, text_tensors, tower_of
 
 MAX_GENERATION_CONFIG = 1 << 20
 MAX_EOS_TOKENS = 64

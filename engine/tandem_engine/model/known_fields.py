@@ -9,18 +9,22 @@ A field is one of
 
 A field that is none of these is unknown. `null` stands for an absent field, but for those of one value.
 
-To add a field: put its name into the table of the family, or below if no family reads it.
+To add a field: put its name into the table of the family, or below if no family reads it. What many families read in
+the same way is a `CommonField`.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem_engine.config import ModelConfig
 from tandem_engine.model.config_fields import ConfigFields
 
 IDENTITY = frozenset({"architectures", "model_type", "quantization_config", "eos_token_id"})
 """Read for every family: by the registry, the weight formats and the end-of-sequence ids."""
+
+MXFP4_ARCHITECTURE = "GptOssForCausalLM"
+"""Whose experts may be stored as MXFP4."""
 
 TRAINING = frozenset(
     {
@@ -186,11 +190,48 @@ DECODER = frozenset(
 """What `read_decoder` reads."""
 
 
+@dataclass(frozen=True, slots=True)
+class CommonField:
+    """A field that many families read alike. A family names it among its fields, and its `read` passes over it."""
+
+    name: str
+    apply: Callable[[ConfigFields, ModelConfig], ModelConfig]
+    """The config of a model with what the field says. Raises `CheckpointError`."""
+
+
+def _silu(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
+    if fields.has("hidden_act") and fields.values["hidden_act"] != "silu":
+        fields.defer("hidden_act", "must be silu")
+    return config
+
+
+def _mlp_bias(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
+    return replace(config, mlp_bias=fields.flag("mlp_bias", default=False))
+
+
+def biases(*, default: bool, output: bool = True) -> CommonField:
+    """`attention_bias`: on q, k and v, and on the `output` projection. An absent field means `default`."""
+
+    def apply(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
+        stated = fields.flag("attention_bias", default=default)
+        return replace(config, attention_bias=stated, output_bias=stated if output else config.output_bias)
+
+    return CommonField("attention_bias", apply)
+
+
+SILU = CommonField("hidden_act", _silu)
+"""The gate of every family but Gemma."""
+BIASES = biases(default=False)
+MLP_BIAS = CommonField("mlp_bias", _mlp_bias)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownFields:
     """What a family understands of config.json, besides `IDENTITY`, `NO_EFFECT` and `ONE_VALUE`."""
 
     implemented: frozenset[str]
+    common: tuple[CommonField, ...] = ()
+    """Those of `implemented` that `Family.parse` reads."""
     no_effect: frozenset[str] = frozenset()
     one_value: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
@@ -209,11 +250,16 @@ class KnownFields:
 
 
 def decoder_fields(
-    *names: str, no_effect: tuple[str, ...] = (), one_value: Mapping[str, tuple[object, ...]] | None = None
+    *names: str | CommonField,
+    no_effect: tuple[str, ...] = (),
+    one_value: Mapping[str, tuple[object, ...]] | None = None,
 ) -> KnownFields:
     """A family that reads `names` besides the fields of `read_decoder`."""
     return KnownFields(
-        implemented=DECODER | frozenset(names), no_effect=frozenset(no_effect), one_value=dict(one_value or {})
+        implemented=DECODER | {each if isinstance(each, str) else each.name for each in names},
+        common=tuple(each for each in names if isinstance(each, CommonField)),
+        no_effect=frozenset(no_effect),
+        one_value=dict(one_value or {}),
     )
 
 
@@ -235,9 +281,9 @@ class Family:
     architecture: str
     """As in `architectures` of config.json."""
     fields: KnownFields
-    """Every field that `read` looks at, and what else may stand in the file."""
+    """Every field that is looked at, and what else may stand in the file."""
     read: Callable[[ConfigFields], ModelConfig]
-    """Everything but the end-of-sequence ids and the fingerprint. Raises `CheckpointError`."""
+    """Everything but common fields, the end-of-sequence ids and the fingerprint. Raises `CheckpointError`."""
     other_names: tuple[str, ...] = ()
     """Further values of `model_type` that mean this family."""
 
@@ -250,4 +296,7 @@ class Family:
         """
         for name, rule in self.fields.unknown(config):
             config.defer(name, rule)
-        return self.read(config)
+        model = self.read(config)
+        for common in self.fields.common:
+            model = common.apply(config, model)
+        return model

@@ -31,7 +31,7 @@ from tandem_engine.messages.requests import AdapterRef
 from tandem_engine.messages.sampling import ReasoningBudget, SamplingParams
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.config_fields import read_fields
-from tandem_engine.model.families import find_family
+from tandem_engine.model.families.registry import find_family
 from tandem_engine.sampling.grammar.backend import CompiledGrammar, Matcher
 from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
 from tandem_engine.sampling.grammar.reasoning import LEAD

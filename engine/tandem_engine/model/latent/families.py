@@ -25,17 +25,16 @@ from tandem_engine.model.config_fields import (
     read_decoder,
     read_experts,
     read_scale,
-    require_silu,
 )
-from tandem_engine.model.known_fields import Family, decoder_fields
+from tandem_engine.model.known_fields import BIASES, SILU, Family, decoder_fields
 
 V2, V3, GLM = "deepseek_v2", "deepseek_v3", "glm4_moe_lite"
 KIMI = "kimi_k2"
 """A `model_type` that means deepseek_v3."""
 
 FIELDS = (
-    "attention_bias",
-    "hidden_act",
+    BIASES,
+    SILU,
     "kv_lora_rank",
     "moe_intermediate_size",
     "n_group",
@@ -89,12 +88,8 @@ def _read_latent(fields: ConfigFields, *, family: str, defaults: Defaults, inter
     # As read_decoder would have it: `head_dim` is what rotates.
     plain = replace(fields, values=fields.values | {"head_dim": latent.rotated_size})
     base = read_decoder(plain, family=family, defaults=defaults)
-    bias = fields.flag("attention_bias", default=False)
     return replace(
         base,
-        activation=require_silu(fields),
-        attention_bias=bias,
-        output_bias=bias,
         num_kv_heads=1,
         head_dim=latent.width,
         latent=latent,

@@ -14,9 +14,9 @@ from torch import Tensor
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import Quantization
 from tandem_engine.kernels.interface import by_triton
-from tandem_engine.model import gpt_oss
 from tandem_engine.model.checkpoint_files import StoredTensor
 from tandem_engine.model.config_fields import ConfigFields
+from tandem_engine.model.known_fields import MXFP4_ARCHITECTURE
 from tandem_engine.model.quantization.compressed_tensors import CompressedTensors, Strategy
 from tandem_engine.model.quantization.formats import Awq, Fp8Blocks, Gptq, Mxfp4
 from tandem_engine.model.quantization.levels import Levels
@@ -69,10 +69,10 @@ def read_scheme(fields: ConfigFields) -> WeightFormat | None:
         return None
     quantization = fields.inner(FIELD)
     method = quantization.choice("quant_method", tuple(METHODS))
-    has_mxfp4 = gpt_oss.ARCHITECTURE in fields.items("architectures")
+    has_mxfp4 = MXFP4_ARCHITECTURE in fields.items("architectures")
     if has_mxfp4 != (method == MXFP4):
         rule = f"must be {MXFP4} in a" if has_mxfp4 else f"may be {MXFP4} only in a"
-        quantization.refuse("quant_method", f"{rule} {gpt_oss.ARCHITECTURE}")
+        quantization.refuse("quant_method", f"{rule} {MXFP4_ARCHITECTURE}")
     return METHODS[method](quantization)
 
 

@@ -1,4 +1,4 @@
-"""Families whose layers choose experts; Mixtral is in `families`.
+"""Families whose layers choose experts; gpt_oss has a module of its own.
 
 Each is the reading of its differences from config.json:
 
@@ -26,38 +26,65 @@ from tandem_engine.model.config_fields import (
     ConfigFields,
     Defaults,
     expert_count,
-    in_all_layers,
-    in_sliding_layers,
     read_decoder,
     read_experts,
-    read_layer_kinds,
     read_scale,
-    read_window,
-    require_silu,
-    require_uniform_layers,
 )
-from tandem_engine.model.dense_families import (
+from tandem_engine.model.families.dense import (
     ERNIE_VALUES,
     HUNYUAN_FIELDS,
     HUNYUAN_NO_EFFECT,
     HUNYUAN_VALUES,
     read_hunyuan,
 )
-from tandem_engine.model.known_fields import Family, decoder_fields
+from tandem_engine.model.families.windows import (
+    in_all_layers,
+    in_sliding_layers,
+    read_layer_kinds,
+    read_window,
+    require_uniform_layers,
+)
+from tandem_engine.model.known_fields import BIASES, SILU, Family, biases, decoder_fields
 from tandem_engine.model.rotary_fields import read_partial_decoder
 
 DEFAULT_WINDOW = 4096
 
 
+MIXTRAL_DEFAULTS = Defaults(num_kv_heads=8, rms_eps=1e-5, rope_theta=1_000_000.0)
+
+
+def _read_mixtral(fields: ConfigFields) -> ModelConfig:
+    base = read_decoder(fields, family=MIXTRAL.name, defaults=MIXTRAL_DEFAULTS)
+    window = read_window(fields, context=base.max_position, default=None)
+    require_uniform_layers(fields, num_layers=base.num_layers, default_window=None)
+    return replace(
+        base,
+        windows=in_all_layers(window, num_layers=base.num_layers),
+        moe=read_experts(fields, count=expert_count(fields, "num_local_experts"), size="intermediate_size"),
+    )
+
+
+MIXTRAL = Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    fields=decoder_fields(
+        SILU,
+        "sliding_window",
+        "layer_types",
+        "num_local_experts",
+        "num_experts",
+        "num_experts_per_tok",
+        no_effect=("max_window_layers",),
+    ),
+    read=_read_mixtral,
+)
+
+
 def _read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
     # Unlike dense Qwen3, transformers derives the size of a head when the config is silent.
     base = read_decoder(fields, family=QWEN3_MOE.name, defaults=Defaults(num_kv_heads=4))
-    attention_bias = fields.flag("attention_bias", default=False)
     return replace(
         base,
-        activation=require_silu(fields),
-        attention_bias=attention_bias,
-        output_bias=attention_bias,
         qk_norm=QkNorm.HEADS,
         windows=_windows(fields, base),
         moe=_moe(fields, base.num_layers, count=expert_count(fields, "num_experts")),
@@ -95,8 +122,8 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     fields=decoder_fields(
-        "hidden_act",
-        "attention_bias",
+        SILU,
+        BIASES,
         "use_sliding_window",
         "sliding_window",
         "layer_types",
@@ -118,7 +145,6 @@ def _read_qwen2_moe(fields: ConfigFields) -> ModelConfig:
     size = fields.integer("shared_expert_intermediate_size", least=1, most=MAX_INTERMEDIATE, default=5632)
     return replace(
         base,
-        activation=require_silu(fields),
         attention_bias=fields.flag("qkv_bias", default=True),
         windows=_qwen2_moe_windows(fields, base),
         moe=replace(
@@ -143,7 +169,7 @@ QWEN2_MOE = Family(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     fields=decoder_fields(
-        "hidden_act",
+        SILU,
         "qkv_bias",
         "use_sliding_window",
         "sliding_window",
@@ -166,8 +192,6 @@ def _read_glm4_moe(fields: ConfigFields) -> ModelConfig:
     base = read_partial_decoder(fields, family=GLM4_MOE.name, defaults=defaults, factor=0.5)
     return replace(
         base,
-        activation=require_silu(fields),
-        attention_bias=fields.flag("attention_bias", default=False),
         qk_norm=QkNorm.HEADS if fields.flag("use_qk_norm", default=False) else None,
         moe=_glm4_experts(fields, base.num_layers),
     )
@@ -215,8 +239,8 @@ GLM4_MOE = Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     fields=decoder_fields(
-        "hidden_act",
-        "attention_bias",
+        SILU,
+        biases(default=False, output=False),
         "use_qk_norm",
         "n_routed_experts",
         "n_shared_experts",
@@ -238,7 +262,6 @@ def _read_ernie_moe(fields: ConfigFields) -> ModelConfig:
     base = read_decoder(fields, family=ERNIE_MOE.name, defaults=defaults)
     return replace(
         base,
-        activation=require_silu(fields),
         rope=replace(base.rope, interleaved=True),
         moe=_ernie_experts(fields, base.num_layers),
     )
@@ -266,7 +289,7 @@ ERNIE_MOE = Family(
     name="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
     fields=decoder_fields(
-        "hidden_act",
+        SILU,
         "moe_num_experts",
         "moe_k",
         "moe_intermediate_size",
@@ -315,7 +338,6 @@ def _read_minimax_m2(fields: ConfigFields) -> ModelConfig:
     experts = read_experts(fields, count="num_local_experts", size="intermediate_size")
     return replace(
         base,
-        activation=require_silu(fields),
         qk_norm=QkNorm.WHOLE,
         moe=replace(experts, scoring=Scoring.SIGMOID, choice_bias=True),
     )
@@ -325,7 +347,7 @@ MINIMAX_M2 = Family(
     name="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     fields=decoder_fields(
-        "hidden_act",
+        SILU,
         "num_local_experts",
         "num_experts_per_tok",
         "rotary_dim",

@@ -20,20 +20,17 @@ from tandem_engine.model.config_fields import (
     ConfigFields,
     Defaults,
     expert_count,
-    in_sliding_layers,
     read_decoder,
     read_experts,
-    read_layer_kinds,
-    require_silu,
 )
-from tandem_engine.model.known_fields import decoder_fields
+from tandem_engine.model.families.windows import in_sliding_layers, read_layer_kinds
+from tandem_engine.model.known_fields import MXFP4_ARCHITECTURE, SILU, Family, biases, decoder_fields
 
 NAME = "gpt_oss"
-ARCHITECTURE = "GptOssForCausalLM"
 
 FIELDS = decoder_fields(
-    "attention_bias",
-    "hidden_act",
+    biases(default=True),
+    SILU,
     "layer_types",
     "num_experts",
     "num_experts_per_tok",
@@ -60,18 +57,13 @@ DEFAULT_WINDOW = 128
 MAX_SWIGLU = 1e6
 
 
-def read_gpt_oss(fields: ConfigFields) -> ModelConfig:
-    """See `Family.read`."""
+def _read_gpt_oss(fields: ConfigFields) -> ModelConfig:
     base = read_decoder(_with_rope(fields), family=NAME, defaults=DEFAULTS)
     alternating = tuple(FULL if layer % 2 else SLIDING for layer in range(base.num_layers))
     kinds = read_layer_kinds(fields, default=alternating)
-    bias = fields.flag("attention_bias", default=True)
-    require_silu(fields)
     moe = read_experts(fields, count=expert_count(fields, "num_local_experts"), size="intermediate_size")
     return replace(
         base,
-        attention_bias=bias,
-        output_bias=bias,
         attention_sinks=True,
         windows=in_sliding_layers(fields, kinds, context=base.max_position, default=DEFAULT_WINDOW),
         activation=Activation.CLAMPED_SWIGLU,
@@ -88,3 +80,6 @@ def _with_rope(fields: ConfigFields) -> ConfigFields:
     if fields.values.get("rope_scaling") or fields.values.get("rope_parameters") is not None:
         return fields
     return replace(fields, values=fields.values | {"rope_parameters": dict(DEFAULT_ROPE)})
+
+
+GPT_OSS = Family(name=NAME, architecture=MXFP4_ARCHITECTURE, fields=FIELDS, read=_read_gpt_oss)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from tandem_engine.model.config_fields import ConfigFields
-from tandem_engine.model.families import FAMILIES
+from tandem_engine.model.families.registry import FAMILIES
 from tandem_engine.model.known_fields import NO_EFFECT
 
 TEXT = "text_config"

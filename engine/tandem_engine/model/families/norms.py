@@ -1,4 +1,4 @@
-"""Families with norms elsewhere than before each block; Gemma is in `families`.
+"""Families with norms elsewhere than before each block; Gemma has a module of its own.
 
 Each is the reading of its differences from config.json:
 
@@ -18,16 +18,13 @@ from tandem_engine.model.config_fields import (
     SLIDING,
     ConfigFields,
     Defaults,
-    in_sliding_layers,
     read_decoder,
-    read_layer_kinds,
     read_positions,
     read_scale,
     read_sizes,
-    require_silu,
-    stated_window,
 )
-from tandem_engine.model.known_fields import Family, decoder_fields
+from tandem_engine.model.families.windows import in_sliding_layers, read_layer_kinds, stated_window
+from tandem_engine.model.known_fields import BIASES, SILU, Family, biases, decoder_fields
 from tandem_engine.model.rotary_fields import NO_ROTATION, read_partial_decoder, read_rope_set
 
 DEFAULT_WINDOW = 4096
@@ -42,13 +39,9 @@ def one_full_in(pattern: int, num_layers: int) -> tuple[str, ...]:
     return tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))
 
 
-def _as_olmo(fields: ConfigFields, base: ModelConfig) -> ModelConfig:
-    attention_bias = fields.flag("attention_bias", default=False)
+def _as_olmo(base: ModelConfig) -> ModelConfig:
     return replace(
         base,
-        activation=require_silu(fields),
-        attention_bias=attention_bias,
-        output_bias=attention_bias,
         norm=NormKind.ROUND_LAST,
         norm_placement=NormPlacement.AFTER,
         qk_norm=QkNorm.WHOLE,
@@ -56,13 +49,13 @@ def _as_olmo(fields: ConfigFields, base: ModelConfig) -> ModelConfig:
 
 
 def _read_olmo2(fields: ConfigFields) -> ModelConfig:
-    return _as_olmo(fields, read_decoder(fields, family=OLMO2.name, defaults=Defaults(rms_eps=1e-5)))
+    return _as_olmo(read_decoder(fields, family=OLMO2.name, defaults=Defaults(rms_eps=1e-5)))
 
 
 OLMO2 = Family(
     name="olmo2",
     architecture="Olmo2ForCausalLM",
-    fields=decoder_fields("hidden_act", "attention_bias"),
+    fields=decoder_fields(SILU, BIASES),
     read=_read_olmo2,
 )
 
@@ -79,7 +72,7 @@ def _read_olmo3(fields: ConfigFields) -> ModelConfig:
     base = read_sizes(fields, family=OLMO3.name, defaults=Defaults(rms_eps=1e-5), rope=full, context=context)
     kinds = read_layer_kinds(fields, default=one_full_in(4, base.num_layers))
     return replace(
-        _as_olmo(fields, base),
+        _as_olmo(base),
         windows=in_sliding_layers(fields, kinds, context=context, default=DEFAULT_WINDOW),
         second_rope=sliding,
         second_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING),
@@ -93,7 +86,7 @@ def _olmo3_rope(fields: ConfigFields, kind: str, *, max_position: int) -> RopeCo
 OLMO3 = Family(
     name="olmo3",
     architecture="Olmo3ForCausalLM",
-    fields=decoder_fields("hidden_act", "attention_bias", "sliding_window", "layer_types"),
+    fields=decoder_fields(SILU, BIASES, "sliding_window", "layer_types"),
     read=_read_olmo3,
 )
 
@@ -103,9 +96,7 @@ def _read_glm4(fields: ConfigFields) -> ModelConfig:
     base = read_partial_decoder(fields, family=GLM4.name, defaults=defaults, factor=0.5)
     return replace(
         base,
-        activation=require_silu(fields),
         rope=replace(base.rope, interleaved=True),
-        attention_bias=fields.flag("attention_bias", default=True),
         norm_placement=NormPlacement.AROUND,
     )
 
@@ -113,7 +104,7 @@ def _read_glm4(fields: ConfigFields) -> ModelConfig:
 GLM4 = Family(
     name="glm4",
     architecture="Glm4ForCausalLM",
-    fields=decoder_fields("hidden_act", "attention_bias"),
+    fields=decoder_fields(SILU, biases(default=True, output=False)),
     read=_read_glm4,
 )
 
@@ -125,13 +116,9 @@ def _read_cohere2(fields: ConfigFields) -> ModelConfig:
         fields.defer("head_dim", f"must be hidden_size / num_attention_heads, {base.hidden_size / base.num_heads:g}")
     pattern = fields.integer("sliding_window_pattern", least=1, most=MAX_LAYERS, default=4)
     kinds = read_layer_kinds(fields, default=one_full_in(pattern, base.num_layers))
-    attention_bias = fields.flag("attention_bias", default=False)
     return replace(
         base,
-        activation=require_silu(fields),
         rope=replace(base.rope, interleaved=True),
-        attention_bias=attention_bias,
-        output_bias=attention_bias,
         norm=NormKind.CENTERED,
         norm_placement=NormPlacement.SHARED,
         windows=in_sliding_layers(fields, kinds, context=base.max_position, default=DEFAULT_WINDOW),
@@ -145,8 +132,8 @@ COHERE2 = Family(
     name="cohere2",
     architecture="Cohere2ForCausalLM",
     fields=decoder_fields(
-        "hidden_act",
-        "attention_bias",
+        SILU,
+        BIASES,
         "layer_norm_eps",
         "logit_scale",
         "sliding_window",
@@ -179,7 +166,6 @@ def _read_exaone4(fields: ConfigFields) -> ModelConfig:
     still = full_layers(kinds) if window is not None else ()
     return replace(
         base,
-        activation=require_silu(fields),
         norm_placement=NormPlacement.AFTER,
         qk_norm=QkNorm.HEADS,
         windows=in_sliding_layers(fields, kinds, context=base.max_position, default=DEFAULT_WINDOW),
@@ -198,7 +184,7 @@ def _exaone4_kinds(fields: ConfigFields, num_layers: int, *, has_window: bool) -
 EXAONE4 = Family(
     name="exaone4",
     architecture="Exaone4ForCausalLM",
-    fields=decoder_fields("hidden_act", "sliding_window", "sliding_window_pattern", "layer_types"),
+    fields=decoder_fields(SILU, "sliding_window", "sliding_window_pattern", "layer_types"),
     read=_read_exaone4,
 )
 

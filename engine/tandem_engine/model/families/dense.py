@@ -22,22 +22,23 @@ from tandem_engine.model.config_fields import (
     SLIDING,
     ConfigFields,
     Defaults,
-    in_all_layers,
-    in_sliding_layers,
     longest_context,
     read_decoder,
-    read_layer_kinds,
     read_parameters,
     read_positions,
     read_scale,
     read_sizes,
-    read_window,
-    require_silu,
     require_whole_rotation,
     rotary_fields,
+)
+from tandem_engine.model.families.windows import (
+    in_all_layers,
+    in_sliding_layers,
+    read_layer_kinds,
+    read_window,
     stated_window,
 )
-from tandem_engine.model.known_fields import Family, decoder_fields
+from tandem_engine.model.known_fields import BIASES, MLP_BIAS, SILU, Family, biases, decoder_fields
 from tandem_engine.model.long_context import LONGROPE
 from tandem_engine.model.rotary_fields import (
     NO_ROTATION,
@@ -65,7 +66,6 @@ def _read_phi3(fields: ConfigFields) -> ModelConfig:
     return replace(
         sizes,
         rope=rope,
-        activation=require_silu(fields),
         windows=in_all_layers(window, num_layers=sizes.num_layers),
     )
 
@@ -83,7 +83,7 @@ PHI3 = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
     fields=decoder_fields(
-        "hidden_act",
+        SILU,
         "sliding_window",
         one_value={
             "full_attn_mod": (1, None),
@@ -96,13 +96,8 @@ PHI3 = Family(
 
 
 def _read_granite(fields: ConfigFields) -> ModelConfig:
-    attention_bias = fields.flag("attention_bias", default=False)
     return replace(
         read_decoder(fields, family=GRANITE.name, defaults=Defaults()),
-        activation=require_silu(fields),
-        attention_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=fields.flag("mlp_bias", default=False),
         attention_scale=read_scale(fields, "attention_multiplier"),
         embedding_scale=read_scale(fields, "embedding_multiplier"),
         residual_scale=read_scale(fields, "residual_multiplier"),
@@ -114,9 +109,9 @@ GRANITE = Family(
     name="granite",
     architecture="GraniteForCausalLM",
     fields=decoder_fields(
-        "hidden_act",
-        "attention_bias",
-        "mlp_bias",
+        SILU,
+        BIASES,
+        MLP_BIAS,
         "attention_multiplier",
         "embedding_multiplier",
         "residual_multiplier",
@@ -129,7 +124,6 @@ GRANITE = Family(
 def _read_smollm3(fields: ConfigFields) -> ModelConfig:
     defaults = Defaults(num_kv_heads=4, rope_theta=2e6, tie_embeddings=True)
     base = read_decoder(fields, family=SMOLLM3.name, defaults=defaults)
-    attention_bias = fields.flag("attention_bias", default=False)
     still = _layers_without_rotation(fields, base.num_layers)
     slides = fields.flag("use_sliding_window", default=False) and stated_window(fields, default=None) is not None
     default = tuple(SLIDING if slides and layer in still else FULL for layer in range(base.num_layers))
@@ -138,10 +132,6 @@ def _read_smollm3(fields: ConfigFields) -> ModelConfig:
         fields.refuse("layer_types", f"may name {SLIDING} only with use_sliding_window and a sliding_window")
     return replace(
         base,
-        activation=require_silu(fields),
-        attention_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=fields.flag("mlp_bias", default=False),
         windows=in_sliding_layers(fields, kinds, context=base.max_position, default=None),
         second_rope=NO_ROTATION if still else None,
         second_layers=still,
@@ -163,9 +153,9 @@ SMOLLM3 = Family(
     name="smollm3",
     architecture="SmolLM3ForCausalLM",
     fields=decoder_fields(
-        "hidden_act",
-        "attention_bias",
-        "mlp_bias",
+        SILU,
+        BIASES,
+        MLP_BIAS,
         "no_rope_layers",
         "no_rope_layer_interval",
         "use_sliding_window",
@@ -177,23 +167,21 @@ SMOLLM3 = Family(
 )
 
 
+QKV_BIAS = biases(default=True, output=False)
+
+
 def _read_seed_oss(fields: ConfigFields) -> ModelConfig:
     defaults = Defaults(head_dim=128, null_head_dim=True, num_kv_heads=8)
     return replace(
         read_decoder(fields, family=SEED_OSS.name, defaults=defaults),
-        activation=require_silu(fields),
-        attention_bias=fields.flag("attention_bias", default=True),
         output_bias=fields.flag("attention_out_bias", default=False),
-        mlp_bias=fields.flag("mlp_bias", default=False),
     )
 
 
 SEED_OSS = Family(
     name="seed_oss",
     architecture="SeedOssForCausalLM",
-    fields=decoder_fields(
-        "hidden_act", "attention_bias", "attention_out_bias", "mlp_bias", no_effect=("residual_dropout",)
-    ),
+    fields=decoder_fields(SILU, QKV_BIAS, "attention_out_bias", MLP_BIAS, no_effect=("residual_dropout",)),
     read=_read_seed_oss,
 )
 
@@ -203,7 +191,7 @@ def _read_ernie(fields: ConfigFields) -> ModelConfig:
         head_dim=128, null_head_dim=True, num_kv_heads=2, rms_eps=1e-5, rope_theta=5e5, tie_embeddings=True
     )
     base = read_decoder(fields, family=ERNIE.name, defaults=defaults)
-    return replace(base, activation=require_silu(fields), rope=replace(base.rope, interleaved=True))
+    return replace(base, rope=replace(base.rope, interleaved=True))
 
 
 ERNIE_VALUES: dict[str, tuple[object, ...]] = {
@@ -215,7 +203,7 @@ ERNIE_VALUES: dict[str, tuple[object, ...]] = {
 ERNIE = Family(
     name="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
-    fields=decoder_fields("hidden_act", one_value=ERNIE_VALUES),
+    fields=decoder_fields(SILU, one_value=ERNIE_VALUES),
     read=_read_ernie,
 )
 
@@ -235,12 +223,8 @@ def read_hunyuan(fields: ConfigFields, *, family: str) -> ModelConfig:
     if alpha.has("alpha"):
         stretch = alpha.number("alpha", least=1e-3, most=1e9) ** (base.head_dim / (base.head_dim - 2))
         base = replace(base, rope=replace(rope, theta=rope.theta * stretch))
-    attention_bias = fields.flag("attention_bias", default=False)
     return replace(
         base,
-        activation=require_silu(fields),
-        attention_bias=attention_bias,
-        output_bias=attention_bias,
         qk_norm=QkNorm.ROTATED_HEADS,
     )
 
@@ -276,7 +260,7 @@ def _hunyuan_rope(fields: ConfigFields, *, max_position: int) -> RopeConfig:
     return RopeConfig(theta=base.number("rope_theta", least=1.001, most=1e12, default=10_000.0))
 
 
-HUNYUAN_FIELDS = ("hidden_act", "attention_bias")
+HUNYUAN_FIELDS = (SILU, BIASES)
 HUNYUAN_NO_EFFECT = (
     "attention_head_dim",
     "class_num",
@@ -339,7 +323,6 @@ def _read_ministral3(fields: ConfigFields) -> ModelConfig:
     window = read_window(fields, context=sizes.max_position, default=None)
     return replace(
         sizes,
-        activation=require_silu(fields),
         windows=in_all_layers(window, num_layers=sizes.num_layers),
         query_scale=QueryScale(
             beta=inner.number("llama_4_scaling_beta", least=0, most=1e3),
@@ -353,7 +336,7 @@ MINISTRAL_ROTATION = ("llama_4_scaling_beta", "max_position_embeddings")
 MINISTRAL3 = Family(
     name="ministral3",
     architecture="Ministral3ForCausalLM",
-    fields=decoder_fields("hidden_act", "sliding_window"),
+    fields=decoder_fields(SILU, "sliding_window"),
     read=_read_ministral3,
 )
 
