@@ -64,9 +64,8 @@ VIOLATIONS = {
     "AppArmor and seccomp profiles are set by the operator": Violation(
         {"annotations": {"container.apparmor.security.beta.kubernetes.io/worker": "unconfined"}}
     ),
-    "pageSize, dtype, kvCacheDtype and contextLength must be equal for both roles: set them in spec.engine": Violation(
-        {"engine": {"dtype": "float32"}}
-    ),
+    "pageSize, dtype, kvCacheDtype, contextLength, quantization and modelImpl must be equal for both roles: set them "
+    "in spec.engine": Violation({"engine": {"dtype": "float32"}}),
     "give managed or external, not both": Violation({"managed": {}, "external": {"url": "redis://r:6379"}}),
     "caSecret is for TLS: a url with rediss://": Violation(
         {"url": "redis://r:6379", "caSecret": {"name": "redis", "key": "ca.crt"}}

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from tandem_operator.api.types import Api, LabelKey, Rule, Share, printable, within_folder
+from tandem_operator.api.types import Api, Arguments, LabelKey, Rule, Share, printable, within_folder
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 GiB = Annotated[float, msgspec.Meta(gt=0.0, le=65536.0)]
@@ -44,6 +44,17 @@ class HostCache(Api, frozen=True, kw_only=True):
     """Memory for the KV of retracted requests, in GiB."""
 
 
+class Sessions(Api, frozen=True, kw_only=True):
+    """KV of conversations that workers keep between requests with a session id."""
+
+    kv_gib: GiB | None = None
+    """Memory for the KV of sessions, in GiB."""
+    ttl_seconds: Annotated[float, msgspec.Meta(gt=0.0, le=86400.0)] | None = None
+    """Seconds that an idle session is kept."""
+    max: PositiveInt | None = None
+    """Maximum number of sessions of a worker."""
+
+
 class Engine(Api, frozen=True, kw_only=True):
     """Engine settings."""
 
@@ -54,6 +65,10 @@ class Engine(Api, frozen=True, kw_only=True):
     """Type of weights, and of KV unless `kvCacheDtype` is set."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] | None = None
     """Type of KV pages. The same for all roles: workers exchange pages only with workers of the same type."""
+    quantization: Literal["auto", "dequantize", "int8"] | None = None
+    """Form of quantized checkpoints in memory, or of all checkpoints with int8."""
+    model_impl: Literal["auto", "tandem", "transformers"] | None = None
+    """Code that computes the model: Tandem's own layers, or those of transformers."""
     page_size: Annotated[int, msgspec.Meta(extra_json_schema={"enum": [1, 16, 64]}, ge=1, le=64)] | None = None
     """Tokens per KV page: 1, 16 or 64."""
     context_length: PositiveInt | None = None
@@ -76,6 +91,12 @@ class Engine(Api, frozen=True, kw_only=True):
     """Maximum number of prompt tokens of one request in one step."""
     max_prefill_tokens: PositiveInt | None = None
     """Maximum number of prompt tokens in one step."""
+    max_tokens_per_step: PositiveInt | None = None
+    """Maximum number of tokens in one step, of prompts and outputs together."""
+    long_prefill_token_threshold: PositiveInt | None = None
+    """Maximum number of prompt tokens in one step of a request whose prompt is longer than this."""
+    preemption_mode: Literal["auto", "recompute", "swap"] | None = None
+    """What happens to the KV of a request that is preempted for lack of memory."""
     schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "priority", "srf"] | None = None
     """Order of waiting requests."""
     threads: PositiveInt | None = None
@@ -84,6 +105,12 @@ class Engine(Api, frozen=True, kw_only=True):
     """Speculative decoding."""
     host_cache: HostCache | None = None
     """Host memory below the KV cache."""
+    sessions: Sessions | None = None
+    """KV of conversations."""
+    args: Arguments = []
+    """Further flags of `tandem worker`, each one word: --flag or --flag=value. An init container checks them before a
+    worker starts. Flags that have a field, and those that the operator sets, are rejected. Flags of a role are added
+    to the common ones, and replace those of the same name."""
 
     RULES: ClassVar = (
         Rule(

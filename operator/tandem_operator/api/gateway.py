@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from tandem_operator.api.pods import PodOverrides, Resources
-from tandem_operator.api.types import Annotations, Api, Name, Port, Rule, printable
+from tandem_operator.api.types import Annotations, Api, Arguments, Name, Port, Rule, printable
 
 
 class GatewayLimits(Api, frozen=True, kw_only=True):
@@ -105,6 +105,18 @@ class Gateway(Api, frozen=True, kw_only=True):
     """Limits of the request queue and of memory."""
     router_policy: Annotated[str, printable(max_length=128)] | None = None
     """Policy that selects workers; one policy, or prefill=POLICY,decode=POLICY."""
+    router_exploration: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
+    """Share of requests that measure workers of which little is known."""
+    local_prefill_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    """Number of uncached prompt tokens up to which decode workers compute prompts themselves."""
+    prefill_fallback: bool | None = None
+    """Whether decode workers compute prompts while no prefill worker is available; default: true."""
+    tool_call_parser: Annotated[str, msgspec.Meta(pattern="^[a-z0-9_]+$", max_length=64)] | None = None
+    """Format of tool calls; default: detected from the chat template."""
+    reasoning_parser: Annotated[str, msgspec.Meta(pattern="^[a-z0-9_]+$", max_length=64)] | None = None
+    """Format of reasoning; default: detected from the chat template."""
+    console: bool | None = None
+    """Serve the console; default: true."""
     strict_fields: bool = False
     """Reject requests with unknown fields."""
     parse_special_tokens: bool = True
@@ -125,6 +137,9 @@ class Gateway(Api, frozen=True, kw_only=True):
     """Resources of one gateway."""
     pod: PodOverrides = PodOverrides()
     """Changes to its pods."""
+    args: Arguments = []
+    """Further flags of `tandem gateway`, each one word: --flag or --flag=value. An init container checks them before
+    the gateway starts. Flags that have a field, and those that the operator sets, are rejected."""
 
     RULES: ClassVar = (
         Rule(

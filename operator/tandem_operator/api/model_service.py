@@ -178,6 +178,8 @@ class Observability(Api, frozen=True, kw_only=True):
     """Lowest level of log lines."""
     otlp_traces_endpoint: HttpUrl | None = None
     """OpenTelemetry collector for traces, over HTTP; default: no traces."""
+    trace_sample_ratio: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
+    """Share of requests that are traced, where the client has not decided; default: all."""
     service_monitor: bool = False
     """Create PodMonitors of gateways and workers; requires the Prometheus operator."""
     metrics_namespaces: Labels = {}
@@ -275,15 +277,16 @@ class Role(Api, frozen=True, kw_only=True):
     shared_memory: Quantity = "16Gi"
     """Size limit of /dev/shm. Its use counts as memory of the container."""
     engine: Engine = Engine()
-    """Engine settings of this role; each overrides `spec.engine`. Page size, dtypes and context length must not
-    differ between roles and are rejected here."""
+    """Engine settings of this role; each overrides `spec.engine`. Page size, dtypes, context length,
+    quantization and implementation must not differ between roles and are rejected here."""
 
     RULES: ClassVar = (
         Rule(
             "!has(self.engine) || "
             "!(has(self.engine.pageSize) || has(self.engine.dtype) || has(self.engine.kvCacheDtype)"
-            " || has(self.engine.contextLength))",
-            "pageSize, dtype, kvCacheDtype and contextLength must be equal for both roles: set them in spec.engine",
+            " || has(self.engine.contextLength) || has(self.engine.quantization) || has(self.engine.modelImpl))",
+            "pageSize, dtype, kvCacheDtype, contextLength, quantization and modelImpl must be equal for both roles: "
+            "set them in spec.engine",
         ),
     )
 

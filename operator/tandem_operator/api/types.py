@@ -81,6 +81,12 @@ Quantity = Annotated[
 ]
 """An amount as Kubernetes writes it: 2, 500m, 16Gi."""
 
+Arguments = Annotated[
+    list[Annotated[str, msgspec.Meta(pattern=r"^--[a-z][-a-z0-9]*(=[^\x00-\x1f\x7f]*)?$", max_length=1024)]],
+    msgspec.Meta(max_length=64),
+]
+"""Further flags of a command, each one word: --flag or --flag=value."""
+
 Share = Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1000)]
 Seconds = Annotated[float, msgspec.Meta(gt=0.0, le=86400.0)]

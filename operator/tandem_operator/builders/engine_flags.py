@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from tandem_operator.api.engine import Engine, HostCache, Speculation, Transfer
+from tandem_operator.api.engine import Engine, HostCache, Sessions, Speculation, Transfer
 from tandem_operator.api.pods import Resources
 from tandem_operator.builders.containers import parse_quantity
 
@@ -71,6 +71,8 @@ def _count(resources: Resources, name: str) -> int:
 ENGINE_FLAGS = {
     "dtype": "--dtype",
     "kv_cache_dtype": "--kv-cache-dtype",
+    "quantization": "--quantization",
+    "model_impl": "--model-impl",
     "page_size": "--page-size",
     "context_length": "--context-length",
     "tensor_parallel_size": "--tensor-parallel-size",
@@ -81,6 +83,9 @@ ENGINE_FLAGS = {
     "max_queued_requests": "--max-queued-requests",
     "chunked_prefill_size": "--chunked-prefill-size",
     "max_prefill_tokens": "--max-prefill-tokens",
+    "max_tokens_per_step": "--max-tokens-per-step",
+    "long_prefill_token_threshold": "--long-prefill-token-threshold",
+    "preemption_mode": "--preemption-mode",
     "schedule_policy": "--schedule-policy",
     "threads": "--threads",
 }
@@ -92,6 +97,7 @@ def engine_flags(engine: Engine, transfer: Transfer, model_folder: str, *, devic
     words += [word for field, flag in ENGINE_FLAGS.items() for word in _flag(flag, getattr(engine, field))]
     words += _speculation(engine.speculation, model_folder)
     words += _host_cache(engine.host_cache)
+    words += _sessions(engine.sessions)
     words += ["--kv-digest", transfer.digest, "--expect-transport", transfer.expect]
     return words
 
@@ -100,7 +106,8 @@ def merged(common: Engine, own: Engine) -> Engine:
     """Settings of a role: its own where it has any. What sizes the KV pool is one setting in two forms."""
     if own.mem_fraction_static is not None or own.kv_cache_gib is not None:
         common = msgspec.structs.replace(common, mem_fraction_static=None, kv_cache_gib=None)
-    chosen = {name: getattr(own, name) for name in own.__struct_fields__ if getattr(own, name) is not None}
+    settings = (name for name in own.__struct_fields__ if name != "args")
+    chosen = {name: getattr(own, name) for name in settings if getattr(own, name) is not None}
     return msgspec.structs.replace(common, **chosen)
 
 
@@ -127,3 +134,11 @@ def _host_cache(cache: HostCache | None) -> Iterator[str]:
         yield from _flag("--hicache-size", cache.size_gib)
         yield from _flag("--hicache-write-policy", cache.write_policy)
     yield from _flag("--swap-space", cache.swap_gib)
+
+
+def _sessions(sessions: Sessions | None) -> Iterator[str]:
+    if sessions is None:
+        return
+    yield from _flag("--session-kv-gib", sessions.kv_gib)
+    yield from _flag("--session-ttl", sessions.ttl_seconds)
+    yield from _flag("--max-sessions", sessions.max)

@@ -5,7 +5,7 @@ InferencePool. It has the model's tokenizer, the key file of the deployment, the
 there are any.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -13,6 +13,7 @@ from tandem_engine.base.addresses import EVERY_ADDRESS
 from tandem_operator.api.gateway import GatewayLimits, RouteTimeouts
 from tandem_operator.api.model_service import ModelServiceSpec
 from tandem_operator.api.pods import PodOverrides, Resources
+from tandem_operator.builders.arguments import check_container
 from tandem_operator.builders.containers import (
     TMP,
     Manifest,
@@ -52,12 +53,14 @@ def services_pod(
     overrides: PodOverrides,
     grace_s: int,
     environment: Sequence[Manifest] = (),
+    checked: bool = False,
 ) -> Manifest:
     """The pod template of `tandem NAME`, whose port "http" answers /live and /ready.
 
     Args:
         grace_s: from SIGTERM to SIGKILL.
         environment: variables in addition to those that every such pod has and those of `overrides`.
+        checked: an init container checks `arguments`, some of which a user wrote.
     """
     spec = service.spec
     pairs = _volumes(service, overrides)
@@ -86,7 +89,7 @@ def services_pod(
         "topologySpreadConstraints": spread_apart(labels),
         "securityContext": pod_security(spec.security.run_as_user),
         "terminationGracePeriodSeconds": grace_s,
-        "initContainers": list(mount.init_containers),
+        "initContainers": [*([check_container(container)] if checked else []), *mount.init_containers],
         "containers": [container],
         "volumes": [volume for volume, _ in pairs] + list(mount.volumes),
         "imagePullSecrets": [{"name": secret} for secret in spec.images.pull_secrets],
@@ -194,6 +197,7 @@ def _template(service: Served, labels: dict[str, str]) -> Manifest:
         mount,
         name="gateway",
         arguments=_arguments(service, mount),
+        checked=bool(spec.gateway.args),
         environment=[from_pod("TANDEM_HOST", "status.podIP")],
         ports=[container_port("http", PORT), container_port("admin", ADMIN_PORT)],
         resources=spec.gateway.resources,
@@ -223,7 +227,26 @@ def _arguments(service: Served, mount: ModelMount) -> list[str]:
     if not spec.gateway.parse_special_tokens:
         words.append("--no-parse-special-tokens")
     words += traced(spec.observability)
-    return [*words, *_limits(spec.gateway.limits)]
+    words += [*_limits(spec.gateway.limits), *_parsers_and_routing(service)]
+    return [*words, *spec.gateway.args]
+
+
+def _parsers_and_routing(service: Served) -> Iterator[str]:
+    gateway, sessions = service.spec.gateway, service.engine("decode").sessions
+    if gateway.tool_call_parser is not None:
+        yield from ("--tool-call-parser", gateway.tool_call_parser)
+    if gateway.reasoning_parser is not None:
+        yield from ("--reasoning-parser", gateway.reasoning_parser)
+    if gateway.local_prefill_tokens is not None:
+        yield from ("--local-prefill-tokens", str(gateway.local_prefill_tokens))
+    if gateway.router_exploration is not None:
+        yield from ("--router-exploration", f"{gateway.router_exploration:g}")
+    if gateway.prefill_fallback is not None:
+        yield "--prefill-fallback" if gateway.prefill_fallback else "--no-prefill-fallback"
+    if gateway.console is not None:
+        yield "--console" if gateway.console else "--no-console"
+    if sessions is not None and sessions.ttl_seconds is not None:
+        yield from ("--session-ttl", f"{sessions.ttl_seconds:g}")
 
 
 def _limits(limits: GatewayLimits) -> list[str]:

@@ -14,6 +14,7 @@ import msgspec
 from tandem_engine.base.addresses import EVERY_ADDRESS
 from tandem_operator.api.model_service import ModelServiceSpec, Observability, Role
 from tandem_operator.api.types import RoleName
+from tandem_operator.builders.arguments import check_container, worker_arguments
 from tandem_operator.builders.containers import (
     TMP,
     Manifest,
@@ -129,17 +130,18 @@ def worker_template(service: Served, role: RoleName, labels: dict[str, str], *, 
         # SIGTERM begins the drain.
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(STAY_S)]}}},
     }
+    if spec.images.pull_policy is not None:
+        container["imagePullPolicy"] = spec.images.pull_policy
+    checks = [check_container(container)] if worker_arguments(service, role) else []
     pod: Manifest = {
         "securityContext": pod_security(spec.security.run_as_user),
         "terminationGracePeriodSeconds": STAY_S + spec.drain_seconds + GRACE_AFTER_DRAIN_S,
-        "initContainers": list(mount.init_containers),
+        "initContainers": [*checks, *mount.init_containers],
         "containers": [container],
         "volumes": volumes,
         "imagePullSecrets": [{"name": name} for name in spec.images.pull_secrets],
         **_near_prefill(service, role),
     }
-    if spec.images.pull_policy is not None:
-        container["imagePullPolicy"] = spec.images.pull_policy
     return pod_template(
         labels=labels, overrides=part.pod, spec={key: part for key, part in pod.items() if part not in ([], {})}
     )
@@ -156,7 +158,8 @@ def _arguments(service: Served, role: RoleName, mount: ModelMount) -> list[str]:
     nodes = service.nodes(role)
     engine = msgspec.structs.replace(service.engine(role), nodes=nodes if nodes > 1 else None)
     words += engine_flags(engine, spec.transfer, mount.folder, device=service.device(role))
-    return words if nodes == 1 else words + _meeting()
+    words += [] if nodes == 1 else _meeting()
+    return words + worker_arguments(service, role)
 
 
 def _meeting() -> list[str]:
@@ -169,7 +172,9 @@ def _meeting() -> list[str]:
 def traced(observability: Observability) -> list[str]:
     """Where gateways and workers send their spans."""
     endpoint = observability.otlp_traces_endpoint
-    return [] if endpoint is None else ["--otlp-traces-endpoint", endpoint]
+    ratio = observability.trace_sample_ratio
+    words = [] if endpoint is None else ["--otlp-traces-endpoint", endpoint]
+    return words if ratio is None else [*words, "--otlp-traces-sample-ratio", f"{ratio:g}"]
 
 
 def _environment(spec: ModelServiceSpec, part: Role, revision: str, *, standby: bool) -> list[Manifest]:

@@ -31,6 +31,7 @@ from tandem_engine.base.addresses import Address
 from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceStatus, RevisionStatus, RoleStatus
 from tandem_operator.api.types import ROLES, Condition, RoleName
 from tandem_operator.api.worker_pool import WorkerPoolStatus
+from tandem_operator.builders.arguments import decisive, worker_arguments
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.gateway import gateway_deployment, gateway_service, http_route
 from tandem_operator.builders.inference_pool import inference_pool
@@ -97,6 +98,12 @@ def revision_of(service: Served) -> str:
         parts["nodes"] = nodes
     if spec.engine.kv_cache_dtype is not None:
         parts["kv_cache_dtype"] = spec.engine.kv_cache_dtype
+    # Left out where they are not set, as in revisions that are older than these fields.
+    chosen = {"quantization": spec.engine.quantization, "model_impl": spec.engine.model_impl}
+    parts |= {name: setting for name, setting in chosen.items() if setting is not None}
+    arguments = {role: words for role in ROLES if (words := decisive(worker_arguments(service, role)))}
+    if arguments:
+        parts["arguments"] = arguments
     canonical = msgspec.json.encode(parts, order="deterministic")
     return hashlib.blake2b(canonical, digest_size=DIGITS // 2).hexdigest()
 

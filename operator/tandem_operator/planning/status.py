@@ -2,18 +2,20 @@
 
     Valid ─ ModelAvailable ─ RedisReady ─ PrefillWorkersReady ─ DecodeWorkersReady ─ RouterReady
                                       all of them  →  Ready
-    TransportReady, Progressing, AutoscalingActive, Degraded   informational; not part of Ready
+    ArgumentsAccepted (where `args` are given), TransportReady, Progressing, AutoscalingActive, Degraded
+                                                               informational; not part of Ready
 
 `lastTransitionTime` changes only with the status of its condition, so that an unchanged service is not written again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.types import ROLES, Condition, RoleName
+from tandem_operator.builders.arguments import CHECK, lists_of, unknown_flags
 from tandem_operator.builders.naming import gateway_name, redis_name
 from tandem_operator.builders.served import Served
 from tandem_operator.planning.observed import DeploymentSeen, Observed, Ref
@@ -25,6 +27,7 @@ MODEL_AVAILABLE = "ModelAvailable"
 REDIS_READY = "RedisReady"
 WORKERS_READY = {"prefill": "PrefillWorkersReady", "decode": "DecodeWorkersReady"}
 ROUTER_READY = "RouterReady"
+ARGUMENTS_ACCEPTED = "ArgumentsAccepted"
 TRANSPORT_READY = "TransportReady"
 READY = "Ready"
 PROGRESSING = "Progressing"
@@ -58,7 +61,13 @@ def ready(conditions: Sequence[Condition]) -> Condition:
 
 def trouble_of(conditions: Sequence[Condition]) -> str:
     """What is wrong, as a column of `kubectl get` has it: the first of what people should look at, cut short."""
-    bad = {VALID: "False", DEGRADED: "True", MODEL_AVAILABLE: "False", TRANSPORT_READY: "False"}
+    bad = {
+        VALID: "False",
+        ARGUMENTS_ACCEPTED: "False",
+        DEGRADED: "True",
+        MODEL_AVAILABLE: "False",
+        TRANSPORT_READY: "False",
+    }
     by_type = {one.type: one for one in conditions}
     for kind, status in bad.items():
         one = by_type.get(kind)
@@ -129,6 +138,7 @@ def health_of(service: Served, observed: Observed, target: str, wanted: Counts) 
         _redis(service, observed),
         *(_workers(observed, role, wanted[role]) for role in ROLES),
         _router(service, observed, wanted),
+        *_arguments(service, observed),
         _transport(service, observed),
         _progress(service, observed, target, wanted),
         _autoscaling(service, observed),
@@ -192,6 +202,23 @@ def _router(service: Served, observed: Observed, wanted: Counts) -> Condition:
     if not canary.passed:
         return condition(ROUTER_READY, False, "CanaryFailed", canary.message)
     return condition(ROUTER_READY, True, "CanaryPassed")
+
+
+def _arguments(service: Served, observed: Observed) -> Iterator[Condition]:
+    """What the images say of the flags in `args`; nothing where there are none."""
+    if not any(words for _, words in lists_of(service).values()):
+        return
+    refused = [one for one in observed.deployments if one.trouble.startswith(f"{CHECK}: ")]
+    unknown = unknown_flags(service)
+    if refused:
+        first = refused[0]
+        message = f"{first.name}: {first.trouble.removeprefix(f'{CHECK}: ')}"
+        yield condition(ARGUMENTS_ACCEPTED, False, "ArgumentRefused", message)
+    elif unknown:
+        message = f"this operator does not know {', '.join(unknown)}; the images decide"
+        yield condition(ARGUMENTS_ACCEPTED, None, "UnknownFlag", message)
+    else:
+        yield condition(ARGUMENTS_ACCEPTED, True, "Accepted")
 
 
 def _transport(service: Served, observed: Observed) -> Condition:

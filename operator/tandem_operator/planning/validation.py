@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tandem_operator.api.pods import PodOverrides
 from tandem_operator.api.types import ROLES, RoleName
+from tandem_operator.builders.arguments import argument_problems
 from tandem_operator.builders.containers import FIELDS, parse_quantity, privileges_of
 from tandem_operator.builders.engine_flags import OTHER_GPUS, SHARED_GPU, gpus_of, nvidia_gpus_of, shares_gpu
 from tandem_operator.builders.served import Served
@@ -58,6 +59,7 @@ def problems_of(service: Served, apis: ClusterApis, allow: Set[Privilege] = froz
         *_ways_back(service),
         *_host_paths(service),
         *_names(service),
+        *argument_problems(service),
         *_quantities(service),
         *(text for role in ROLES for text in (*_device(service, role), *_ranks(service, role, apis))),
         *_devices(service),

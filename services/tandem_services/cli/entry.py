@@ -111,6 +111,7 @@ def teach(
     *,
     common: Sequence[str],
     check: Callable[[argparse.Namespace], object],
+    check_flags: Callable[[argparse.Namespace], object] | None = None,
     plan: Callable[[argparse.Namespace], str] | None = None,
     serves: bool = True,
     sources: Sources = Sources(),  # noqa: B008  immutable
@@ -118,15 +119,16 @@ def teach(
     """Call last: the flags of `parser` become settings, and its `--help` shows `common` alone.
 
     `check`: raises `ConfigError` for what the command would refuse, and starts nothing; for `--print-config`.
+    `check_flags`: the same without a look at any file, for `--check-args`; None: the command has no such flag.
     `plan`: what the command would start, for `--dry-run`; None: it starts nothing but itself.
     `serves`: flags of vLLM and SGLang may be meant where a flag does not exist.
     """
     if not isinstance(parser, TeachingParser):
         raise TypeError(f"{parser.prog} is no TeachingParser")
     parser.common, parser.sources, parser.serves = tuple(common), sources, serves
-    parser.set_defaults(check=check, plan=plan, dry_run=False)
+    parser.set_defaults(check=check, check_flags=check_flags, plan=plan, dry_run=False, check_args=False)
     parser.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
-    add_settings_flags(parser, plans=plan is not None)
+    add_settings_flags(parser, plans=plan is not None, checks_flags=check_flags is not None)
 
 
 def variables_of(parser: argparse.ArgumentParser) -> frozenset[str]:
@@ -143,6 +145,9 @@ def variables_of(parser: argparse.ArgumentParser) -> frozenset[str]:
 
 def _run(args: argparse.Namespace, variables: frozenset[str]) -> int:
     settings: tuple[Resolved, ...] = getattr(args, "settings", ())
+    if settings and args.check_args:
+        args.check_flags(args)
+        return 0
     if settings and args.print_config:
         from tandem_services.cli.parsing.print_config import print_config
 

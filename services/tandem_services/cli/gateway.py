@@ -82,7 +82,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     observability = parser.add_argument_group("logs and traces")
     add_log_format(observability)
     add_tracing(observability)
-    teach(parser, common=COMMON, check=check, sources=Sources(not_variables=OF_PODS))
+    teach(parser, common=COMMON, check=check, check_flags=check_flags, sources=Sources(not_variables=OF_PODS))
     parser.set_defaults(run=run)
 
 
@@ -183,6 +183,12 @@ def check(args: argparse.Namespace) -> None:
     tracing_of(args)
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """The same without a look at any file. Raises `ConfigError`."""
+    _model_config(argparse.Namespace(**{**vars(args), "redis_password_file": None}), Path(args.model or "model"))
+    tracing_of(args)
+
+
 def run(args: argparse.Namespace) -> int:
     from tandem_engine.base.logs import LogFormat
     from tandem_services.gateway.config import GatewayConfig, ModelsSource
@@ -233,11 +239,15 @@ def models_of(args: argparse.Namespace) -> "tuple[ModelConfig, ...]":
 
 def model_flags(args: argparse.Namespace) -> "ModelConfig":
     """The one model that the flags say or, with a file, what its entries leave out. Raises `ConfigError`."""
+    folder = Path() if args.models is not None else model_folder(args.model)
+    return _model_config(args, folder)
+
+
+def _model_config(args: argparse.Namespace, folder: Path) -> "ModelConfig":
     from tandem_services.common.redis_client import RedisAddress
     from tandem_services.gateway.config import ModelConfig
     from tandem_services.router.policies import PolicyNames
 
-    folder = Path() if args.models is not None else model_folder(args.model)
     return ModelConfig(
         path=folder,
         names=served_names(args, folder),

@@ -57,7 +57,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_log_format(observability)
     add_tracing(observability)
     add_engine_flags(parser)
-    teach(parser, common=COMMON, check=check)
+    teach(parser, common=COMMON, check=check, check_flags=check_flags)
     parser.set_defaults(run=run, peer_group=read_settings().peer_group)
 
 
@@ -146,9 +146,14 @@ def check(args: argparse.Namespace) -> Path:
     """Refuse impossible combinations before a process is started; returns the model's folder. Raises `ConfigError`."""
     folder = model_folder(args.model)
     args.model = str(folder)
+    check_flags(args)
+    return folder
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Refuse impossible combinations of flags, without a look at the model. Raises `ConfigError`."""
     engine_config(args)
     tracing_of(args)
-    return folder
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from tandem_services.cli.parsing.entries import Entry, require_plain_text
 from tandem_services.cli.parsing.hints import did_you_mean
 from tandem_services.common.settings import CONFIG_VARIABLE, PREFIX, SWITCH_WORDS, flag_variables
 
-CONFIG, PRINT_CONFIG, DRY_RUN = "config", "print_config", "dry_run"
+CONFIG, PRINT_CONFIG, DRY_RUN, CHECK_ARGS = "config", "print_config", "dry_run", "check_args"
 
 MASK = "***"
 """What `--print-config` shows of a secret."""
@@ -97,7 +97,7 @@ def _is_setting(action: argparse.Action) -> bool:
     return (
         bool(action.option_strings or action.nargs == argparse.OPTIONAL)
         and action.help != argparse.SUPPRESS
-        and action.dest not in (CONFIG, PRINT_CONFIG, DRY_RUN)
+        and action.dest not in (CONFIG, PRINT_CONFIG, DRY_RUN, CHECK_ARGS)
         and not isinstance(action, argparse._HelpAction | argparse._VersionAction | argparse._SubParsersAction)
     )
 
@@ -109,8 +109,8 @@ def _setting(action: argparse.Action) -> Setting:
     return Setting(action=action, key=names[0], aliases=tuple(names[1:]), variable=f"{PREFIX}{action.dest.upper()}")
 
 
-def add_settings_flags(parser: argparse.ArgumentParser, *, plans: bool) -> None:
-    """--config and --print-config; --dry-run for a command that `plans`."""
+def add_settings_flags(parser: argparse.ArgumentParser, *, plans: bool, checks_flags: bool) -> None:
+    """--config and --print-config; --dry-run for a command that `plans`, --check-args for one that `checks_flags`."""
     group = parser.add_argument_group("settings")
     group.add_argument(
         "--config",
@@ -124,6 +124,12 @@ def add_settings_flags(parser: argparse.ArgumentParser, *, plans: bool) -> None:
         action="store_true",
         help="check and print all settings as such a file, each with its origin, and start nothing",
     )
+    if checks_flags:
+        group.add_argument(
+            "--check-args",
+            action="store_true",
+            help="check all flags without reading a model or another file, and start nothing; status 2 for a wrong one",
+        )
     if plans:
         group.add_argument(
             "--dry-run", action="store_true", help="check everything, print what would be started, and start nothing"

@@ -28,7 +28,8 @@ ELSEWHERE = {
     "rollout.canaryTimeoutSeconds": "of the canary book: test_operator_canaries.py",
 }
 WORDS = """
-tcp none full error float32 ClusterIP Never fcfs write_back NoExecute FailClose Equal Exists NGRAM NoSchedule internal
+tcp none full error float32 int8 transformers swap ClusterIP Never fcfs write_back
+NoExecute FailClose Equal Exists NGRAM NoSchedule internal
 512Mi 1 cpu 2h 10.2.0.0/16
 redis://elsewhere:1/0 rediss://elsewhere:1/0
 """.split()
