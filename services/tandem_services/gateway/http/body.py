@@ -191,6 +191,17 @@ def _announced(request: Request) -> int:
     return int(length[:20]) if length.isdecimal() else 0
 
 
+@cache
+def _refusals_of(shape: type[Any]) -> Refusals[Any]:
+    return Refusals(shape)
+
+
+@cache
+def _decoder_of(shape: type[Any]) -> msgspec.json.Decoder[Any]:
+    """Made of all fields of all its parts, which takes longer than most requests."""
+    return msgspec.json.Decoder(shape)
+
+
 class BodyDecoder(Generic[T]):
     """From bytes to requests of one `shape`.
 
@@ -200,8 +211,9 @@ class BodyDecoder(Generic[T]):
     def __init__(self, shape: type[T], *, strict: bool, closed: bool = False) -> None:
         """`closed`: fields in `KNOWN_FIELDS` that `shape` lacks are rejected."""
         self._shape = shape
-        self._refusals = Refusals(shape) if closed else None
-        self._decoder = msgspec.json.Decoder(shape if self._refusals is None else self._refusals.decoded)
+        self._refusals = _refusals_of(shape) if closed else None
+        decoded: type[Any] = shape if self._refusals is None else self._refusals.decoded
+        self._decoder: msgspec.json.Decoder[T] = _decoder_of(decoded)
         self._strict = strict
 
     def decode(self, body: bytes) -> T:
