@@ -192,12 +192,12 @@ def _announced(request: Request) -> int:
 
 
 @cache
-def _refusals_of(shape: type[Any]) -> Refusals[Any]:
+def _refusals_of(shape: type[Struct]) -> Refusals[Any]:
     return Refusals(shape)
 
 
 @cache
-def _decoder_of(shape: type[Any]) -> msgspec.json.Decoder[Any]:
+def _decoder_of(shape: type[Struct]) -> msgspec.json.Decoder[Any]:
     """Made of all fields of all its parts, which takes longer than most requests."""
     return msgspec.json.Decoder(shape)
 
@@ -212,7 +212,7 @@ class BodyDecoder(Generic[T]):
         """`closed`: fields in `KNOWN_FIELDS` that `shape` lacks are rejected."""
         self._shape = shape
         self._refusals = _refusals_of(shape) if closed else None
-        decoded: type[Any] = shape if self._refusals is None else self._refusals.decoded
+        decoded: type[Struct] = shape if self._refusals is None else self._refusals.decoded
         self._decoder: msgspec.json.Decoder[T] = _decoder_of(decoded)
         self._strict = strict
 
