@@ -230,7 +230,6 @@ def _indexable(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """torch writes its zeros. numpy has them from calloc, so that a page costs memory when it is first used."""
     if device.type != "cpu":
         try:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -240,10 +239,17 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
                 "process took memory after this one had measured it. Give each process on a card its "
                 "--mem-fraction-static, with a sum of at most about 0.9"
             ) from error
-    size = prod(shape) * dtype.itemsize
+    return untouched_zeros(prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def untouched_zeros(size: int) -> torch.Tensor:
+    """uint8 [size] in the memory of this machine. A page of it costs memory when it is first used.
+
+    torch writes its zeros; numpy has them from calloc.
+    """
     memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
-    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
+    return torch.from_numpy(memory[start : start + size])
 
 
 DTYPES = {

@@ -118,6 +118,18 @@ def one_grammar_process() -> Iterator[None]:
                 one.end()
 
 
+HOST_BYTES = 16 << 20
+"""More than all requests take of a tiny model. The audit of each step looks at every page of it."""
+
+
+@contextmanager
+def little_host_memory() -> Iterator[None]:
+    """Paths that are made in this context have `HOST_BYTES` below the device, enough for tiny checkpoints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem_lab.verify.paths.HOST_BYTES", HOST_BYTES)
+        yield
+
+
 SHORT_OUTPUTS = 24
 """Tokens: more than a page of the default size has, and than Gemma's windows in tiny checkpoints."""
 
@@ -130,7 +142,7 @@ def every_second_prompt(first: int) -> Iterator[None]:
         whole = make_prompts(*args, **options)
         return replace(whole, prompts=whole.prompts[first::2], max_tokens=SHORT_OUTPUTS)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, little_host_memory():
         patch.setattr("tandem_lab.verify.command.make_prompts", fewer)
         yield
 
@@ -171,14 +183,15 @@ def run_paths_of(
     ]
     longest = max(len(prompt) for prompt in prompts.prompts) + prompts.max_tokens
     head = Path(f"{checkpoint}-eagle")
-    paths = make_paths(
-        context_length=longest + 1,
-        longest=longest,
-        num_prompts=len(references),
-        quick=False,
-        drafts=DraftPaths(itself=checkpoint, head=str(head) if head.is_dir() else None),
-        graphs=True,
-    )
+    with little_host_memory():
+        paths = make_paths(
+            context_length=longest + 1,
+            longest=longest,
+            num_prompts=len(references),
+            quick=False,
+            drafts=DraftPaths(itself=checkpoint, head=str(head) if head.is_dir() else None),
+            graphs=True,
+        )
     by_name = {path.name: path for path in [*paths, *on_ranks(paths, 2, quick=True)]}
     edited = [
         reference.generate(each.prompt, prompts.max_tokens, eos, ignore_eos=True, edits=edits_against(each.token_ids))

@@ -35,6 +35,7 @@ import torch
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.names import HostPageId
+from tandem_engine.memory.pool import untouched_zeros
 from tandem_engine.messages.kv_events import BlockRemoved, BlockStored, KvEvent, Tier
 
 
@@ -244,8 +245,7 @@ class HostPool:
             )
         self.num_pages = num_pages
         self.page_bytes = page_bytes
-        # Zeros come from calloc: a page costs physical memory when it is first written, not here.
-        self.data = torch.zeros(num_pages, page_bytes, dtype=torch.uint8)
+        self.data = untouched_zeros(wanted).view(num_pages, page_bytes)
         self._buffer = self.data.numpy().reshape(-1).data
         if pinned:
             _pin(self.data)

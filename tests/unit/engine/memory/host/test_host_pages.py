@@ -1,6 +1,10 @@
+import resource
+from pathlib import Path
+
 import pytest
 
 from tandem_engine.base.errors import ConfigError
+from tandem_engine.memory.host.memory import page_problems
 from tandem_engine.memory.host.pages import HostPages, HostPool
 
 
@@ -40,6 +44,36 @@ def test_a_page_freed_twice_is_named():
 def test_more_memory_than_the_machine_has_is_refused_with_both_figures():
     with pytest.raises(ConfigError, match=r"ask for \d+.*this machine has"):
         HostPool(num_pages=1 << 40, page_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("free", "cached", "problems"),
+    [
+        ([3, 0], [1, 2], []),
+        ([3, 0], [1], ["host pages [2] leaked: no set has them (1 in all)"]),
+        ([3, 0], [1, 4], ["host pages [2] leaked: no set has them (1 in all)"]),
+        ([3, 0], [1, -1], ["host pages [2] leaked: no set has them (1 in all)"]),
+        ([3, 0], [1, 2, 0], ["host page 0 has 2 owners: free and cached"]),
+        (
+            [3, 0, 0],
+            [1],
+            ["host pages [2] leaked: no set has them (1 in all)", "host page 0 has 2 owners: free and free"],
+        ),
+    ],
+)
+def test_pages_without_one_owner_are_named(free, cached, problems):
+    assert [*page_problems({"free": free, "cached": cached}, 4)] == problems
+
+
+def test_pages_cost_memory_when_they_are_written_first():
+    pool = HostPool(num_pages=1024, page_bytes=1 << 18)
+    before = resident_bytes()
+    pool.bytes_view()[:512] = 1
+    assert resident_bytes() - before > 100 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_a_page_is_a_slice_of_the_pool():
