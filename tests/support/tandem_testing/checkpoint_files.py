@@ -28,7 +28,10 @@ CONFIG: dict[str, Any] = {
 def write_config(directory: Path, *, without: tuple[str, ...] = (), **changes: Any) -> Path:
     """`CONFIG` with `changes` as config.json."""
     values = {name: value for name, value in {**CONFIG, **changes}.items() if name not in without}
-    (directory / "config.json").write_text(json.dumps(values))
+    path = directory / "config.json"
+    # Some file systems (ext4) write a file to disk at once that takes the place of another: milliseconds, of thousands.
+    path.unlink(missing_ok=True)
+    path.write_text(json.dumps(values))
     return directory
 
 
