@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tandem_engine.base.names import DUMMY_PAGE, PADDING_ROW, PageId
+from tandem_engine.memory.allocator import each_once
 from tandem_engine.memory.host.memory import HostReport
 from tandem_engine.memory.host.tier import SwappedKv
 from tandem_engine.memory.kv_memory import KvMemory
@@ -73,6 +74,8 @@ def check_conservation(
 
 
 def _page_problems(claims: dict[str, list[PageId]], num_pages: int) -> list[str]:
+    if each_once(claims.values(), num_pages):
+        return []
     counts = Counter(page for pages in claims.values() for page in pages)
     problems = []
     if lost := [page for page in range(num_pages) if page not in counts]:

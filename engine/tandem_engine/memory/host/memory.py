@@ -31,6 +31,7 @@ from typing import Self
 
 from tandem_engine.base.names import HostPageId, PageId
 from tandem_engine.config import HostConfig, WritePolicy
+from tandem_engine.memory.allocator import each_once
 from tandem_engine.memory.host.pages import HostBlock, HostBlocks, HostPages, HostPool, TierEvents
 from tandem_engine.memory.host.storage import HostStorage, StorageTraffic
 from tandem_engine.memory.host.tier import Candidate, HostTier, SwappedKv, SwapSpace
@@ -364,10 +365,8 @@ class HostMemory:
 
 def page_problems(claims: dict[str, list[HostPageId]], num_pages: int) -> Iterator[str]:
     """Pages that no set of `claims` has, or more than one."""
-    claimed = set[HostPageId]().union(*claims.values())
-    once = len(claimed) == sum(map(len, claims.values())) == num_pages
-    if once and min(claimed, default=0) == 0 and max(claimed, default=-1) == num_pages - 1:
-        return  # There may be millions of pages, and what follows takes ten times as long.
+    if each_once(claims.values(), num_pages):
+        return
     counts = Counter(page for pages in claims.values() for page in pages)
     if lost := [page for page in range(num_pages) if page not in counts]:
         yield f"host pages {lost[:NAMED]} leaked: no set has them ({len(lost)} in all)"
