@@ -44,22 +44,28 @@ async def pair(
         yield prefill, decode
 
 
-@pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 1), (2, 2)])
-async def test_what_is_handed_over_goes_on_as_it_would_have_where_it_began(checkpoint, tmp_path, senders, receivers):
-    async with pair(checkpoint, tmp_path, senders, receivers) as (prefill, decode):
-        assert prefill.ready.compat_hash == decode.ready.compat_hash
-        for number, prompt in enumerate(PROMPTS):
-            alone = f"alone-{number}"
-            prefill.client.send(make_message(alone, prompt, max_tokens=8))
-            expected = (await prefill.until(alone)).tokens
-            rid = f"r{number}"
-            hand_over(rid, prompt, prefill, decode, max_tokens=8)
-            first = await prefill.until(rid, tokens=1)
-            assert (first.tokens, first.finish) == (expected[:1], None)
-            received = await decode.until(rid)
-            assert (received.tokens, received.finish.reason) == (expected, FinishReason.LENGTH)
-        assert await prefill.is_clean()
-        assert await decode.is_clean()
+@pytest.mark.timeout(600)  # starts four engines
+async def test_what_is_handed_over_goes_on_as_it_would_have_where_it_began(checkpoint, tmp_path):
+    """From one rank to two, from two to one, and from two to two: no two ways have a prefix in common."""
+    async with AsyncExitStack() as stack:
+        one, two, to_one, to_two = [
+            await stack.enter_async_context(serving(checkpoint, tmp_path, name, ranks))
+            for name, ranks in (("p1", 1), ("p2", 2), ("d1", 1), ("d2", 2))
+        ]
+        assert len({engine.ready.compat_hash for engine in (one, two, to_one, to_two)}) == 1
+        for way, (prefill, decode) in enumerate(((one, to_two), (two, to_one), (two, to_two))):
+            for number, prompt in enumerate((90 + way, *prompt) for prompt in PROMPTS):
+                alone = f"alone-{way}-{number}"
+                prefill.client.send(make_message(alone, prompt, max_tokens=8))
+                expected = (await prefill.until(alone)).tokens
+                rid = f"r-{way}-{number}"
+                hand_over(rid, prompt, prefill, decode, max_tokens=8)
+                first = await prefill.until(rid, tokens=1)
+                assert (first.tokens, first.finish) == (expected[:1], None)
+                received = await decode.until(rid)
+                assert (received.tokens, received.finish.reason) == (expected, FinishReason.LENGTH)
+        for engine in (one, two, to_one, to_two):
+            assert await engine.is_clean()
 
 
 async def test_a_receiver_that_loses_a_rank_costs_the_writer_nothing(checkpoint, tmp_path):
