@@ -10,9 +10,9 @@
                   without any worker: 429 or 503 with Retry-After
 
 A worker has capacity when the sequence need not wait for others to end, and the prompt waits at most `worker_wait_s`
-for other prompts. That keeps the worker busy until the next prompt, without a queue of its own. Prompts of other
-tenants do not count for a tenant that has had less than each tenant of the last seconds (`RecentTenants`): the worker
-computes prompts of several tenants in turns, so that its prompt is next.
+for other prompts. That keeps the worker busy until the next prompt, without a queue of its own. A tenant that is behind
+(`RecentTenants`) may find `BEHIND_WAIT` times as many prompts there: the worker computes prompts of several tenants in
+turns, so that its prompt is next.
 
 `Turnover` counts slots that were freed but are not in a worker's report yet, which may be a second old. A slot that a
 request of this gateway freed, or that another gateway offered, counts at once: so many requests may go to workers that
@@ -155,6 +155,9 @@ class Turnover:
         return places
 
 
+BEHIND_WAIT = 2.0
+"""Above 1, so that a tenant that keeps a worker at its limit leaves room for others."""
+
 RECENT_S = 10.0
 """For so long a tenant counts as present after a request."""
 
@@ -172,13 +175,13 @@ class RecentTenants:
         self._seen[tenant] = self.clock.now()
         self._seen.move_to_end(tenant)
 
-    def is_behind(self, tenant: str, counters: VirtualCounters) -> bool:
-        """Whether it has had less than each other tenant that is present. False when there is none."""
+    def is_behind(self, tenant: str, cost: float, counters: VirtualCounters) -> bool:
+        """Whether it has had less than each other tenant that is present, by more than `cost`. False for the only one."""
         oldest = self.clock.now() - RECENT_S
         while self._seen and next(iter(self._seen.values())) < oldest:
             self._seen.popitem(last=False)
         others = [counters.value(other) for other in self._seen if other != tenant]
-        return bool(others) and counters.value(tenant) <= min(others)
+        return bool(others) and counters.value(tenant) + cost < min(others)
 
 
 logger = logging.getLogger(__name__)
@@ -289,6 +292,8 @@ class LateBinding:
         """
         self.observer.asked(visitor.prompt_tokens)
         self._recent.see(visitor.tenant)
+        cost = prompt_cost(visitor.prompt_tokens, 0) / visitor.weight
+        visitor.is_behind = self._recent.is_behind(visitor.tenant, cost, self.counters.counters)
         choice = None if self.queue or self._gives_way(visitor) else await self._try(visitor)
         if choice is None:
             self._seat(visitor)
@@ -426,11 +431,8 @@ class LateBinding:
         return None
 
     def _has_room(self, choice: Choice, visitor: Visitor) -> bool:
-        if has_to_wait(choice.terms):
-            return False
-        if prefill_wait_s(choice.terms) <= self.policy.worker_wait_s:
-            return True
-        return self._recent.is_behind(visitor.tenant, self.counters.counters)
+        most = self.policy.worker_wait_s * (BEHIND_WAIT if visitor.is_behind else 1.0)
+        return not has_to_wait(choice.terms) and prefill_wait_s(choice.terms) <= most
 
     def _hand_over(self, visitor: Visitor, choice: Choice) -> None:
         self.leave(visitor)
