@@ -27,7 +27,7 @@ from tandem_engine.messages.outputs import CacheHits
 from tandem_engine.scheduler.counters import Tally
 from tandem_engine.scheduler.fault_isolation import Isolation
 from tandem_engine.scheduler.finishing import Endings
-from tandem_engine.scheduler.policies import Policy, PromptDelay
+from tandem_engine.scheduler.policies import Fcfs, Policy, PromptDelay
 from tandem_engine.scheduler.prefill_adder import (
     Admission,
     Extend,
@@ -241,6 +241,8 @@ class Planner:
             if before is not None and not _goes_before(req, before):
                 return Admission.CHUNK_IN_PROGRESS
             answer = self._fit(adder.add, req)
+            if answer is Admission.OVERTAKES and self._in_turns and self.queues.give_up_turn(req):
+                continue
             if not answer.ok:
                 return answer
             self.queues.waiting.discard(req)
@@ -255,6 +257,11 @@ class Planner:
         while answer.lacks_pages and self.sessions.give_way():
             answer = add(req)
         return answer
+
+    @property
+    def _in_turns(self) -> bool:
+        """Whether the policy serves the queue in its order."""
+        return isinstance(self.policy, Fcfs)
 
     def _ask(self, req: Request) -> Admission:
         """Whether `req` would be admitted by a step that computes nothing else."""
@@ -273,7 +280,7 @@ class Planner:
         return PrefillAdder(
             memory=self.memory,
             groups=self.queues.groups,
-            kept_back=partial(kept_back, self.memory, self.queues),
+            kept_back=partial(kept_back, self.memory, self.queues, in_turns=self._in_turns),
             budget=self._budget(len(decodes)),
             ratio=self.ratio.value,
             reserved=self.reserved_pages() if admits else 0,

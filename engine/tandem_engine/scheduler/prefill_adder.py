@@ -24,7 +24,8 @@ memory, both workers would block:
                                        ▲                                                                │
                                        └──────── memory for that prompt, once it is no longer delayed ◀─┘
 
-So a prompt for another worker overtakes only while the overtaken ones still fit next to it. Requests that finish on
+So a prompt for another worker overtakes only while the overtaken ones still fit next to it. Where its tenant's turn has
+come before theirs, it gives that up. Requests that finish on
 this worker release their memory in any case and are exempt.
 """
 
@@ -51,9 +52,12 @@ class KeptBack(NamedTuple):
 NOTHING = KeptBack(rows=0, pages=0)
 
 
-def kept_back(memory: KvMemory, queues: Queues, req: Request) -> KeptBack:
-    """What `req`, which will wait for another worker, leaves to prompts that it overtakes."""
-    overtaken = chain(_held_up(queues), _of_other_tenants(queues, req))
+def kept_back(memory: KvMemory, queues: Queues, req: Request, *, in_turns: bool = False) -> KeptBack:
+    """What `req`, which will wait for another worker, leaves to prompts that it overtakes.
+
+    `in_turns`: it may overtake those of other tenants in the queue.
+    """
+    overtaken = chain(_held_up(queues), queues.of_other_tenants(req) if in_turns else ())
     earlier = [other for other in overtaken if other.arrived_at < req.arrived_at and _needs_memory(other)]
     if not earlier:
         return NOTHING
@@ -67,12 +71,6 @@ def _held_up(queues: Queues) -> Iterator[Request]:
     for leader, followers in queues.groups.led():
         if leader.kv is not None or leader.rid in queues.compiling or leader in queues.prefetching:
             yield from followers
-
-
-def _of_other_tenants(queues: Queues, req: Request) -> Iterator[Request]:
-    """Requests in the queue that `req` may overtake there."""
-    if queues.tenants.several:
-        yield from (other for other in queues.waiting if other.tenant != req.tenant)
 
 
 def _needs_memory(req: Request) -> bool:

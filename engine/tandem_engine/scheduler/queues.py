@@ -197,6 +197,13 @@ class TenantOrder:
         req.turn = max(self.now, line.end)
         req.turn_end = line.end = req.turn + tokens
 
+    def postpone(self, req: Request, turn: int) -> None:
+        """`req` has its place at `turn` at the earliest."""
+        later = max(0, turn - req.turn)
+        req.turn, req.turn_end, req.is_behind = req.turn + later, req.turn_end + later, False
+        line = self._lines.setdefault(req.tenant, _Line())
+        line.end = max(line.end, req.turn_end)
+
     def computed(self, req: Request, stop: int, now: float) -> None:
         """The first `stop` tokens of `req` are computed by this step, at the time `now`."""
         self.now = max(self.now, min(req.turn + stop, req.turn_end))
@@ -304,6 +311,22 @@ class Queues:
             self.waiting.join(req)
         else:
             self.prefetching[req] = prefetch
+
+    def of_other_tenants(self, req: Request) -> list[Request]:
+        """Requests in the queue that `req` may overtake there."""
+        return [other for other in self.waiting if other.tenant != req.tenant] if self.tenants.several else []
+
+    def give_up_turn(self, req: Request) -> bool:
+        """`req` and the other requests of its tenant go after those that came earlier. False if they do already."""
+        earlier = [other for other in self.of_other_tenants(req) if other.arrived_at < req.arrived_at]
+        turn = max((other.turn for other in earlier), default=req.turn)
+        if turn <= req.turn or req.first_scheduled_at is not None:
+            return False
+        for mine in [mine for mine in self.waiting if mine.tenant == req.tenant and mine.first_scheduled_at is None]:
+            self.waiting.discard(mine)
+            self.tenants.postpone(mine, turn)
+            self.waiting.join(mine)
+        return True
 
     def parked(self) -> list[Request]:
         """Requests with KV that will run as soon as their grammar is compiled."""

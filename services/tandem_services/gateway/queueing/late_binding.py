@@ -176,7 +176,7 @@ class RecentTenants:
         self._seen.move_to_end(tenant)
 
     def is_behind(self, tenant: str, cost: float, counters: VirtualCounters) -> bool:
-        """Whether it has had less than each other tenant that is present, by more than `cost`. False for the only one."""
+        """Whether it has had less than each other tenant that is present, by more than `cost`."""
         oldest = self.clock.now() - RECENT_S
         while self._seen and next(iter(self._seen.values())) < oldest:
             self._seen.popitem(last=False)

@@ -156,7 +156,7 @@ async def crowded(desk: Desk) -> "list[asyncio.Task[Choice]]":
 
 
 async def test_prompts_of_another_tenant_are_no_reason_to_wait():
-    """A worker computes prompts of several tenants in turns. No round is due for a minute, so its arrival starts one."""
+    """Its arrival starts a round: the next one is due in a minute."""
     desk = Desk(Fleet(places=9), worker_wait_s=1.0, poll_s=60.0)
     flood = await crowded(desk)
     await asyncio.wait_for(desk.come("calm", "calm", prompt=50), 30)
