@@ -76,6 +76,8 @@ class Hold(Enum):
     NOTHING = "nothing"
     SETTLE_FIRST = "settle_first"
     """Plan again when the step in flight has settled."""
+    TAKE_IN_FIRST = "take_in_first"
+    """The same, and after requests that come until then have been taken in."""
 
 
 def _goes_before(req: Request, chunked: Request) -> bool:
@@ -108,17 +110,27 @@ class Planner:
     """Only with a `scheduler_delay_factor`."""
     head_waits: Admission = Admission.OK
     """Why the last plan did not admit the first that still waits; for the statistics alone [admission-not-latched]."""
+    computes_prompts: bool = False
+    """The last plan had prompts."""
     prefill_streak: int = 0
     """Steps in a row that made running requests wait."""
 
     def plan(self, *, in_flight: bool) -> StepPlan | Hold:
         """`in_flight`: a step was launched whose result is not settled."""
-        if self.delay is None:
-            return self._plan(in_flight=in_flight)
-        self.delay.begin_plan()
+        if in_flight and self._may_be_overtaken():
+            return Hold.TAKE_IN_FIRST
+        if self.delay is not None:
+            self.delay.begin_plan()
         plan = self._plan(in_flight=in_flight)
-        self.delay.planned(prompts=isinstance(plan, StepPlan) and bool(plan.extends))
+        self.computes_prompts = isinstance(plan, StepPlan) and bool(plan.extends)
+        if self.delay is not None:
+            self.delay.planned(prompts=self.computes_prompts)
         return plan
+
+    def _may_be_overtaken(self) -> bool:
+        """Whether the next step has prompts that one of another tenant, which comes during this step, goes before."""
+        more = self.queues.chunked is not None or (self.computes_prompts and len(self.queues.waiting) > 0)
+        return more and self._is_shared()
 
     def _plan(self, *, in_flight: bool) -> StepPlan | Hold:
         self.sweep()
@@ -267,11 +279,15 @@ class Planner:
         """Whether `req` would be admitted by a step that computes nothing else."""
         return self._fit(self._adder((), admit=True).ask, req) if self._has_seat() else Admission.NO_SEAT
 
+    def _is_shared(self) -> bool:
+        """Whether steps are small because several tenants have requests."""
+        return bool(self.config.shared_prefill_tokens) and self.queues.tenants.shared(self.clock.now())
+
     def _budget(self, decodes: int) -> PromptBudget:
         budget = PromptBudget(
             left=self.config.prefill_budget(decodes=decodes), chunk=self.config.chunk_limit(decodes=decodes)
         )
-        if self.config.shared_prefill_tokens and self.queues.tenants.shared(self.clock.now()):
+        if self._is_shared():
             budget.shared = min(budget.left, self.config.shared_prefill_tokens)
         return budget
 

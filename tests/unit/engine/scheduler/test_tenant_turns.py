@@ -77,6 +77,24 @@ def test_prompt_above_a_chunk_is_whole_beside_a_chunked_one():
     engine.assert_expected()
 
 
+def test_prompt_that_comes_during_a_step_is_in_the_next():
+    """In overlap mode, too, where the next step of one tenant is launched before this one has settled."""
+    for other, expected in (("small", [10, 1]), ("big", [SHARED])):
+        engine = engine_of(enable_overlap=True)
+        send(engine, "earlier", "small", 4)
+        engine.run()
+        send(engine, "long", "big", 200)
+        while not parts(engine)[-1:] == [[SHARED]]:
+            engine.step()
+        launched = len(parts(engine))
+        send(engine, "short", other, 10)
+        while len(parts(engine)) == launched:
+            engine.step()
+        assert parts(engine)[launched] == expected
+        engine.run()
+        engine.assert_expected()
+
+
 def test_prompt_of_another_tenant_goes_before_a_queue():
     engine = engine_of()
     for number in range(6):
