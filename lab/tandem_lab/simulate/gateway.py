@@ -188,8 +188,8 @@ class Gateway:
         await self._fleet.redis.follow()
         await self.chooser.release(choice)
         self.binding.charge_output(request.tenant, request.output_tokens)
+        self.binding.freed()
         if self.binding.queue:
-            self.binding.freed()
             self._plan_turn(0.0)
 
     def after(self, action: Callable[[], Awaitable[None] | None]) -> None:

@@ -38,8 +38,8 @@ class Admission:
 
     def freed(self) -> None:
         """A request has ended, or left its worker."""
+        self.binding.freed()
         if self.binding.queue:
-            self.binding.freed()
             self._changed.set()
 
     async def close(self) -> None:

@@ -12,7 +12,8 @@
 A worker has capacity when the sequence need not wait for others to end, and the prompt waits at most `worker_wait_s`
 for other prompts. That keeps the worker busy until the next prompt, without a queue of its own. A tenant that is behind
 (`RecentTenants`) may find `BEHIND_WAIT` times as many prompts there: the worker computes prompts of several tenants in
-turns, so that its prompt is next.
+turns, so that its prompt is next. Up to `MOST_EARLY` of its choices also go to a worker where each place is taken: the
+prompt is computed until one is free. The next places that are freed are theirs.
 
 `Turnover` counts slots that were freed but are not in a worker's report yet, which may be a second old. A slot that a
 request of this gateway freed, or that another gateway offered, counts at once: so many requests may go to workers that
@@ -158,6 +159,9 @@ class Turnover:
 BEHIND_WAIT = 2.0
 """Above 1, so that a tenant that keeps a worker at its limit leaves room for others."""
 
+MOST_EARLY = 4
+"""Choices of one queue that were sent to workers before a place there was free."""
+
 RECENT_S = 10.0
 """For so long a tenant counts as present after a request."""
 
@@ -252,6 +256,8 @@ class LateBinding:
     _way: GivingWay = field(init=False)
     _turnover: Turnover = field(init=False)
     _recent: RecentTenants = field(init=False)
+    _early: int = 0
+    """Choices that were sent early, less the places freed since."""
     _nobody_since: float | None = None
     _pace: Pace = field(init=False)
     _background: BackgroundTasks = field(default_factory=BackgroundTasks)
@@ -325,7 +331,9 @@ class LateBinding:
 
     def freed(self) -> None:
         """A request has ended, or left its worker."""
-        if self.queue:
+        if self._early:
+            self._early -= 1
+        elif self.queue:
             self._turnover.add(1)
 
     async def run(self) -> None:
@@ -424,15 +432,23 @@ class LateBinding:
         except NoWorkersError:
             visitor.verdict = Verdict.NO_WORKER
             return None
-        if self._turnover.take() or self._has_room(choice, visitor):
+        if self._turnover.take() or self._has_room(choice, visitor) or self._goes_early(choice, visitor):
             return choice
         await self.chooser.release(choice)
         visitor.verdict = Verdict.NO_ROOM
         return None
 
     def _has_room(self, choice: Choice, visitor: Visitor) -> bool:
+        return not has_to_wait(choice.terms) and self._waits_little(choice, visitor)
+
+    def _waits_little(self, choice: Choice, visitor: Visitor) -> bool:
         most = self.policy.worker_wait_s * (BEHIND_WAIT if visitor.is_behind else 1.0)
-        return not has_to_wait(choice.terms) and prefill_wait_s(choice.terms) <= most
+        return prefill_wait_s(choice.terms) <= most
+
+    def _goes_early(self, choice: Choice, visitor: Visitor) -> bool:
+        early = visitor.is_behind and self._early < MOST_EARLY and self._waits_little(choice, visitor)
+        self._early += early
+        return early
 
     def _hand_over(self, visitor: Visitor, choice: Choice) -> None:
         self.leave(visitor)

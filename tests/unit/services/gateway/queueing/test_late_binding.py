@@ -12,7 +12,7 @@ from tandem_services.gateway.access.caller import UNKNOWN
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
-from tandem_services.gateway.queueing.late_binding import RECENT_S, AdmissionPolicy, LateBinding
+from tandem_services.gateway.queueing.late_binding import MOST_EARLY, RECENT_S, AdmissionPolicy, LateBinding
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
@@ -165,6 +165,22 @@ async def test_prompts_of_another_tenant_are_no_reason_to_wait():
         task.cancel()
     await asyncio.gather(*flood, return_exceptions=True)
     await desk.admission.close()
+
+
+async def test_few_requests_of_tenants_behind_are_sent_early():
+    desk = Desk(Fleet(places=1), poll_s=60.0)
+    holder = await desk.come("holder", "flood", prompt=1000)
+    flood = [desk.come(f"f{n}", "flood") for n in range(2)]
+    await desk.waiting(2)
+    calm = [desk.come(f"c{n}", f"calm{n}", prompt=10) for n in range(MOST_EARLY + 1)]
+    done, _ = await asyncio.wait(calm[:MOST_EARLY])
+    assert (len(desk.binding.queue), desk.fleet.taken) == (3, 1 + MOST_EARLY)
+    # The places that are freed next are theirs.
+    for choice in [holder, *(task.result() for task in done)]:
+        assert not calm[-1].done()
+        await desk.done(choice)
+    assert desk.fleet.taken == 0
+    await serve_all(desk, [*flood, calm[-1]])
 
 
 async def test_a_tenant_ahead_of_another_waits_for_prompts():
