@@ -122,6 +122,7 @@ def submit(pair: Pair, rid: str, shared: list[int], dice: random.Random) -> None
             group=group,
             grammar=grammar,
             priority=priority,
+            tenant="ab"[ord(rid[-1]) % 2],
             fetch=fetch,
             **edits,
         )

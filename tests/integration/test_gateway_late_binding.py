@@ -93,4 +93,5 @@ async def test_a_flood_waits_at_the_gateway_and_lets_another_tenant_by(server, t
     # All sixteen would run at once if they waited at the worker.
     assert max(most) <= 2 * ROOM
     assert ended.index("calm") < 10
+    assert {request.tenant for request in engine.received} == {"flood", "calm"}, "the worker computes them in turns"
     assert (calm.headers["x-ratelimit-remaining-requests"], second.status_code, third.status_code) == ("1", 200, 429)

@@ -78,6 +78,7 @@ adds = st.builds(
     ignore_eos=st.booleans(),
     temperature=st.sampled_from([0.0, 1.0]),
     priority=st.integers(0, 2),
+    tenant=st.sampled_from(["a", "b", "c"]),
 )
 inputs = st.one_of(
     adds,
@@ -107,6 +108,7 @@ configs = st.fixed_dictionaries(
         "enable_mixed_chunk": st.booleans(),
         "chunked_prefill_size": st.sampled_from([3, 7, 64]),
         "max_prefill_tokens": st.sampled_from([16, 64]),
+        "shared_prefill_tokens": st.sampled_from([0, 2, 8]),
         "max_running_requests": st.sampled_from([2, 16]),
         "usable_pages": st.sampled_from([40, 120]),
         "init_new_token_ratio": st.sampled_from([0.1, 0.7]),

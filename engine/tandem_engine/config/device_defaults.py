@@ -25,6 +25,8 @@ class DeviceDefaults:
     """Prompt tokens of a step in which nothing decodes."""
     mixed_prefill_tokens: int
     """Of a step in which something does: all decodes of the worker wait for as long as they take."""
+    shared_prefill_tokens: int
+    """Of a step while several tenants have requests."""
     max_running_requests: int
     default_context: int
     """A model's own maximum can be far larger than the pool."""
@@ -33,6 +35,7 @@ class DeviceDefaults:
         return (
             f"--page-size {self.page_size} --chunked-prefill-size {self.chunked_prefill_size} "
             f"--max-prefill-tokens {self.max_prefill_tokens} --mixed-prefill-tokens {self.mixed_prefill_tokens} "
+            f"--shared-prefill-tokens {self.shared_prefill_tokens} "
             f"--max-running-requests {self.max_running_requests}, --context-length of at most {self.default_context}"
         )
 
@@ -42,6 +45,7 @@ OPEN_SETTINGS = (
     "chunked_prefill_size",
     "max_prefill_tokens",
     "mixed_prefill_tokens",
+    "shared_prefill_tokens",
     "max_running_requests",
 )
 """Flags without a default of their own; named as their settings."""
@@ -50,16 +54,17 @@ OPEN_SETTINGS = (
 def device_defaults(memory_bytes: int) -> DeviceDefaults:
     """Of a GPU with so much memory."""
     if memory_bytes < 24 * GIB:
-        chunk, whole, mixed, rows, context = 2048, 2048, 512, 128, 8192
+        chunk, whole, mixed, shared, rows, context = 2048, 2048, 512, 256, 128, 8192
     elif memory_bytes < 60 * GIB:
-        chunk, whole, mixed, rows, context = 4096, 8192, 1024, 256, 16384
+        chunk, whole, mixed, shared, rows, context = 4096, 8192, 1024, 256, 256, 16384
     else:
-        chunk, whole, mixed, rows, context = 8192, 16384, 2048, 512, 32768
+        chunk, whole, mixed, shared, rows, context = 8192, 16384, 2048, 512, 512, 32768
     return DeviceDefaults(
         page_size=64,
         chunked_prefill_size=chunk,
         max_prefill_tokens=whole,
         mixed_prefill_tokens=mixed,
+        shared_prefill_tokens=shared,
         max_running_requests=rows,
         default_context=context,
     )

@@ -46,6 +46,8 @@ class SchedulerConfig:
     """Token budget of the EXTEND part of one step."""
     mixed_prefill_tokens: int = 0
     """The same while others decode, whose next tokens wait for it; 0 is `max_prefill_tokens`."""
+    shared_prefill_tokens: int = 64
+    """Token budget of the EXTEND part of one step while several tenants have requests; 0 is no budget of its own."""
     chunked_prefill_size: int = 512
     """Longest run of prompt tokens one request may compute in one step."""
     long_prefill_token_threshold: int = 0
@@ -110,6 +112,8 @@ class SchedulerConfig:
                 raise ConfigError(f"{flag} must be at least 1, got {count}")
         if self.mixed_prefill_tokens < 0:
             raise ConfigError(f"--mixed-prefill-tokens must be at least 0, got {self.mixed_prefill_tokens}")
+        if self.shared_prefill_tokens < 0:
+            raise ConfigError(f"--shared-prefill-tokens must be at least 0, got {self.shared_prefill_tokens}")
         if self.long_prefill_token_threshold < 0:
             raise ConfigError(
                 f"--long-prefill-token-threshold must be at least 0, got {self.long_prefill_token_threshold}"

@@ -105,6 +105,7 @@ class TraceContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 MAX_ROOM_BYTES = 256
 MAX_GROUP_BYTES = 256
 MAX_SESSION_BYTES = 256
+MAX_TENANT_BYTES = 256
 
 MAX_GENERATION = 2**53
 """Room and generation travel in every message about a transfer."""
@@ -217,6 +218,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     adapter: AdapterRef | None = None
     """The adapter that computes prompt and output; None for the base model alone."""
     priority: int = 0
+    tenant: str = ""
+    """Whose request it is. Prompts of several tenants are computed in turns; the name has no other meaning here."""
     group: str = ""
     """Requests with one prompt and one group name are choices of one answer (n, best_of): the prompt is computed
     once and its pages are shared. Each has an end of its own."""
@@ -260,6 +263,13 @@ def check_group(name: str) -> None:
     size = len(name.encode("utf-8", "surrogatepass"))
     if size > MAX_GROUP_BYTES:
         raise InvalidRequestError(f"group may have at most {MAX_GROUP_BYTES} bytes, got {size}", param="group")
+
+
+def check_tenant(name: str) -> None:
+    """Raise `InvalidRequestError` for a tenant name that is too long to be kept."""
+    size = len(name.encode("utf-8", "surrogatepass"))
+    if size > MAX_TENANT_BYTES:
+        raise InvalidRequestError(f"tenant may have at most {MAX_TENANT_BYTES} bytes, got {size}", param="tenant")
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

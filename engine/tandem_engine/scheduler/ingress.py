@@ -26,7 +26,14 @@ from tandem_engine.base.names import RequestId
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.requests import GenerateRequest, HandoffSide, about_attempt, check_group, space_of
+from tandem_engine.messages.requests import (
+    GenerateRequest,
+    HandoffSide,
+    about_attempt,
+    check_group,
+    check_tenant,
+    space_of,
+)
 from tandem_engine.scheduler.counters import Tally
 from tandem_engine.scheduler.finishing import Endings
 from tandem_engine.scheduler.grammar import GrammarGate
@@ -70,7 +77,7 @@ class Prefetching:
         ready = [req for req, awaited in self.queues.prefetching.items() if awaited.done or now >= awaited.until]
         for req in ready:
             del self.queues.prefetching[req]
-            self.queues.waiting.join_in_order(req)
+            self.queues.waiting.join(req)
         return bool(ready)
 
     def _fetch(self, req: Request) -> AwaitedPages | None:
@@ -141,6 +148,7 @@ class Ingress:
         if complete is not None:
             self.endings.finish(req, complete)
             return None
+        self.queues.tenants.see(req.tenant, self.clock.now())
         if not any(stage.accept(req) for stage in self.queues.stages):
             self.prefetching.enter(req)
         return req
@@ -183,6 +191,7 @@ class Ingress:
             fetch=message.fetch,
             space=space_of(message),
             priority=message.priority,
+            tenant=message.tenant,
             group=message.group,
             session=None if message.session is None else message.session.id,
             client=client,
@@ -220,6 +229,7 @@ class Ingress:
         if req.trace is not None:
             req.trace.check()
         check_group(req.group)
+        check_tenant(req.tenant)
         req.sampling.check(vocab_size=self.model.vocab_size)
         self.gate.check(req.sampling.grammar)
         self._check_tokens("input_ids", req.origin_input_ids)

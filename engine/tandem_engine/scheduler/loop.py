@@ -11,6 +11,9 @@ A plan that needs the tokens of N (to retract, or to draft) returns `SETTLE_FIRS
 [settle-before-retract]: this iteration then settles before it launches, as in normal mode. The same holds after a step
 that verified drafts, because the lengths of its sequences are unknown until it is settled.
 
+With `TAKE_IN_FIRST` it launches nothing at all, and the next iteration plans with the requests that came during the
+step: several tenants have prompts, and one that comes now must not wait for two steps of the others.
+
 A step with a grammar cannot sample before its masks are filled, which takes the tokens of the step before. It is
 launched anyway, and its masks follow right after settlement [masks-after-settling], or at once where no step was in
 flight. They are released even if settlement or filling them fails, because the forward waits for them. In normal mode
@@ -117,6 +120,9 @@ class Loop:
             self._settle(last, None)
             last = None
         plan = self._plan(last)
+        if plan is Hold.TAKE_IN_FIRST and last is not None:
+            self._settle(last, None)
+            return None
         if plan is Hold.SETTLE_FIRST and last is not None:
             self._settle(last, None)
             last = None

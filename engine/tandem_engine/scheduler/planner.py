@@ -3,7 +3,8 @@
     1. sweep      finished requests leave the running batch; wishes without a step in flight take effect
        back       swapped requests run again while all running ones fit
     2. decodes    requests that may take another token; pages for all of them, or some are retracted
-    3. extends    the chunked request first, then the queue in order, while tokens and pages last
+    3. extends    the chunked request first, then the queue in order, while tokens and pages last. A prompt of another
+                  tenant goes before the chunked request if its turn has come
     4. together   in one MIXED step if allowed, else prefill before decode
 
 Prefill and decode cannot starve each other. Every running request that can take a token has one in every MIXED step,
@@ -26,11 +27,12 @@ from tandem_engine.messages.outputs import CacheHits
 from tandem_engine.scheduler.counters import Tally
 from tandem_engine.scheduler.fault_isolation import Isolation
 from tandem_engine.scheduler.finishing import Endings
-from tandem_engine.scheduler.policies import Policy, PromptDelay
+from tandem_engine.scheduler.policies import Fcfs, Policy, PromptDelay
 from tandem_engine.scheduler.prefill_adder import (
     Admission,
     Extend,
     PrefillAdder,
+    PromptBudget,
     kept_back,
     reserved_in_windows,
     reserved_pages,
@@ -74,6 +76,15 @@ class Hold(Enum):
     NOTHING = "nothing"
     SETTLE_FIRST = "settle_first"
     """Plan again when the step in flight has settled."""
+    TAKE_IN_FIRST = "take_in_first"
+    """The same, and after requests that come until then have been taken in."""
+
+
+def _goes_before(req: Request, chunked: Request) -> bool:
+    """Whether `req`, the head of the queue, has its turn before the next chunk of `chunked`."""
+    if req.tenant == chunked.tenant or req.priority < chunked.priority:
+        return False
+    return req.is_behind or req.turn <= chunked.turn + chunked.launched_len
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,17 +110,27 @@ class Planner:
     """Only with a `scheduler_delay_factor`."""
     head_waits: Admission = Admission.OK
     """Why the last plan did not admit the first that still waits; for the statistics alone [admission-not-latched]."""
+    computes_prompts: bool = False
+    """The last plan had prompts."""
     prefill_streak: int = 0
     """Steps in a row that made running requests wait."""
 
     def plan(self, *, in_flight: bool) -> StepPlan | Hold:
         """`in_flight`: a step was launched whose result is not settled."""
-        if self.delay is None:
-            return self._plan(in_flight=in_flight)
-        self.delay.begin_plan()
+        if in_flight and self._may_be_overtaken():
+            return Hold.TAKE_IN_FIRST
+        if self.delay is not None:
+            self.delay.begin_plan()
         plan = self._plan(in_flight=in_flight)
-        self.delay.planned(prompts=isinstance(plan, StepPlan) and bool(plan.extends))
+        self.computes_prompts = isinstance(plan, StepPlan) and bool(plan.extends)
+        if self.delay is not None:
+            self.delay.planned(prompts=self.computes_prompts)
         return plan
+
+    def _may_be_overtaken(self) -> bool:
+        """Whether the next step has prompts that one of another tenant, which comes during this step, goes before."""
+        more = self.queues.chunked is not None or (self.computes_prompts and len(self.queues.waiting) > 0)
+        return more and self._is_shared()
 
     def _plan(self, *, in_flight: bool) -> StepPlan | Hold:
         self.sweep()
@@ -197,15 +218,28 @@ class Planner:
             answer = Admission.DELAYED if held else answer
         chunked = self.queues.chunked
         if chunked is not None and chunked.to_finish is None:
-            resumed = self._fit(adder.resume, chunked)
+            if answer.ok and adder.budget.shared is not None:
+                self._admit(adder, before=chunked)
+                adder.budget.keep_going()
+            resumed = self._resume(adder, chunked)
             answer = answer if resumed.ok else resumed
-            self._house(adder.extends)
-            adder.may_chunk = self.queues.chunked is None
         self.head_waits = self._admit(adder) if answer.ok else answer
+        for extend in adder.extends:
+            self.queues.tenants.computed(extend.req, extend.stop, self.clock.now())
         return adder.extends
 
-    def _admit(self, adder: PrefillAdder) -> Admission:
-        """Add waiting requests as the policy orders them, until one has to wait: why it does, OK if none does."""
+    def _resume(self, adder: PrefillAdder, chunked: Request) -> Admission:
+        resumed = self._fit(adder.resume, chunked)
+        if resumed.ok:
+            self._house(adder.extends[-1:])
+            adder.may_chunk = self.queues.chunked is None
+        return resumed
+
+    def _admit(self, adder: PrefillAdder, *, before: Request | None = None) -> Admission:
+        """Add waiting requests as the policy orders them, until one has to wait: why it does, OK if none does.
+
+        `before`: only those that may go before this request, whose prompt is partly computed.
+        """
         order = self.policy.order(self.queues)
         while len(self.queues.waiting):
             answer = adder.full() if self._has_seat() else Admission.NO_SEAT
@@ -216,7 +250,11 @@ class Planner:
             req = next(order, None)
             if req is None:
                 return Admission.SHARED_PREFIX
+            if before is not None and not _goes_before(req, before):
+                return Admission.CHUNK_IN_PROGRESS
             answer = self._fit(adder.add, req)
+            if answer is Admission.OVERTAKES and self._in_turns and self.queues.give_up_turn(req):
+                continue
             if not answer.ok:
                 return answer
             self.queues.waiting.discard(req)
@@ -232,18 +270,34 @@ class Planner:
             answer = add(req)
         return answer
 
+    @property
+    def _in_turns(self) -> bool:
+        """Whether the policy serves the queue in its order."""
+        return isinstance(self.policy, Fcfs)
+
     def _ask(self, req: Request) -> Admission:
         """Whether `req` would be admitted by a step that computes nothing else."""
         return self._fit(self._adder((), admit=True).ask, req) if self._has_seat() else Admission.NO_SEAT
+
+    def _is_shared(self) -> bool:
+        """Whether steps are small because several tenants have requests."""
+        return bool(self.config.shared_prefill_tokens) and self.queues.tenants.shared(self.clock.now())
+
+    def _budget(self, decodes: int) -> PromptBudget:
+        budget = PromptBudget(
+            left=self.config.prefill_budget(decodes=decodes), chunk=self.config.chunk_limit(decodes=decodes)
+        )
+        if self._is_shared():
+            budget.shared = min(budget.left, self.config.shared_prefill_tokens)
+        return budget
 
     def _adder(self, decodes: Sequence[Request], *, admit: bool) -> PrefillAdder:
         admits = admit and len(self.queues.waiting) > 0
         return PrefillAdder(
             memory=self.memory,
             groups=self.queues.groups,
-            kept_back=partial(kept_back, self.memory, self.queues),
-            tokens_left=self.config.prefill_budget(decodes=len(decodes)),
-            chunk_limit=self.config.chunk_limit(decodes=len(decodes)),
+            kept_back=partial(kept_back, self.memory, self.queues, in_turns=self._in_turns),
+            budget=self._budget(len(decodes)),
             ratio=self.ratio.value,
             reserved=self.reserved_pages() if admits else 0,
             reserved_in_windows=self._reserved_in_windows() if admits and self.memory.windows else [],

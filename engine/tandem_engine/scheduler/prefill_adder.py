@@ -6,6 +6,11 @@ of the prefix that only host memory has is copied to the first of the pages.
 
     chunk = min(budget left, chunk limit, rest of the prompt)
 
+`PromptBudget` has less for all while several tenants have requests (`shared`), because the first token of one waits
+for the step of another. A prompt of a tenant that is behind the others has the usual limits, and all that is left of
+the step where it would have to wait for another's partly computed prompt. That adds up to at most as many tokens as the
+others had before.
+
 The page estimate covers the whole rest of the prompt and the expected part of the output, not only the chunk, for this
 request and for all running ones (`reserved`). So a started prompt can be finished, unless outputs grow longer than
 expected; for those, admission leaves the `watermark` free.
@@ -19,14 +24,15 @@ memory, both workers would block:
                                        ▲                                                                │
                                        └──────── memory for that prompt, once it is no longer delayed ◀─┘
 
-So a prompt for another worker overtakes only while the overtaken ones still fit next to it. Requests that finish on
+So a prompt for another worker overtakes only while the overtaken ones still fit next to it. Where its tenant's turn has
+come before theirs, it gives that up. Requests that finish on
 this worker release their memory in any case and are exempt.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import repeat
+from itertools import chain, repeat
 from math import ceil
 from typing import NamedTuple
 
@@ -46,9 +52,13 @@ class KeptBack(NamedTuple):
 NOTHING = KeptBack(rows=0, pages=0)
 
 
-def kept_back(memory: KvMemory, queues: Queues, req: Request) -> KeptBack:
-    """What `req`, which will wait for another worker, leaves to prompts that it overtakes."""
-    earlier = [other for other in _held_up(queues) if other.arrived_at < req.arrived_at and _needs_memory(other)]
+def kept_back(memory: KvMemory, queues: Queues, req: Request, *, in_turns: bool = False) -> KeptBack:
+    """What `req`, which will wait for another worker, leaves to prompts that it overtakes.
+
+    `in_turns`: it may overtake those of other tenants in the queue.
+    """
+    overtaken = chain(_held_up(queues), queues.of_other_tenants(req) if in_turns else ())
+    earlier = [other for other in overtaken if other.arrived_at < req.arrived_at and _needs_memory(other)]
     if not earlier:
         return NOTHING
     return KeptBack(rows=len(earlier), pages=sum(memory.pages_for(other.seq_len) for other in earlier))
@@ -65,6 +75,35 @@ def _held_up(queues: Queues) -> Iterator[Request]:
 
 def _needs_memory(req: Request) -> bool:
     return req.kv is None and sends_kv(req) and req.to_finish is None
+
+
+@dataclass(kw_only=True, slots=True)
+class PromptBudget:
+    """Prompt tokens that one step may still compute."""
+
+    left: int
+    chunk: int
+    """Of one request."""
+    shared: int | None = None
+    """Of `left`, those for prompts of tenants that are not behind; None: there is one tenant."""
+
+    def most(self, req: Request, *, may_chunk: bool) -> int:
+        """For `req`. `may_chunk`: it may be computed in parts."""
+        if self.shared is None:
+            return min(self.left, self.chunk)
+        if req.is_behind:
+            return min(self.left, self.chunk) if may_chunk else self.left
+        return min(self.left, self.chunk, self.shared)
+
+    def take(self, tokens: int) -> None:
+        self.left -= tokens
+        if self.shared is not None:
+            self.shared = max(0, self.shared - tokens)
+
+    def keep_going(self) -> None:
+        """A partly computed prompt gets a token at least, if the step has one left."""
+        if self.shared is not None:
+            self.shared = max(1, self.shared)
 
 
 class Admission(Enum):
@@ -177,10 +216,7 @@ class PrefillAdder:
     groups: Groups
     kept_back: Callable[[Request], KeptBack]
     """What a prompt for another worker leaves to those that it overtakes."""
-    tokens_left: int
-    """Prompt tokens that this step may still compute."""
-    chunk_limit: int
-    """Prompt tokens that one request may compute in this step."""
+    budget: PromptBudget
     ratio: float
     reserved: int
     """Pages promised to running requests and to those added by this pass."""
@@ -196,7 +232,9 @@ class PrefillAdder:
 
     def resume(self, req: Request) -> Admission:
         """The next chunk of a request that has row and prefix already."""
-        chunk = self._chunk(req.extend_target - req.launched_len)
+        chunk = min(self.budget.most(req, may_chunk=True), req.extend_target - req.launched_len)
+        if not chunk:
+            return Admission.BUDGET
         if not self.memory.ensure(req.held_kv, req.launched_len + chunk):
             return Admission.NO_PAGES
         self._take(req, chunk)
@@ -204,7 +242,7 @@ class PrefillAdder:
 
     def full(self) -> Admission:
         """What every request would be answered, as far as that is known without looking at one."""
-        if self.tokens_left == 0:
+        if self.budget.left == 0:
             return Admission.BUDGET
         if self.crowded and (self.memory.available_pages() <= self.reserved or self._windows_are_full()):
             return Admission.NO_PAGES
@@ -245,6 +283,9 @@ class PrefillAdder:
         full = self.full()
         if not full.ok:
             return full
+        most = self.budget.most(req, may_chunk=self.may_chunk)
+        if not most:
+            return Admission.BUDGET
         kept = self.kept_back(req) if sends_kv(req) else NOTHING
         if self.memory.rows.available <= kept.rows:
             return Admission.NO_ROW
@@ -256,7 +297,7 @@ class PrefillAdder:
         # A window may have passed pages that a copy of its whole prompt needs.
         donor = None if self.memory.windows else self.groups.donor(req)
         first = kv.matched_len if donor is None else max(kv.matched_len, min(req.prompt_len, longest))
-        stop = first + self._chunk(len(tokens) - first)
+        stop = first + min(most, len(tokens) - first)
         answer = self._fits(req, kv, len(tokens), stop, kept.pages)
         if answer.ok:
             return Start(kv=kv, donor=donor, start=first, stop=stop, tokens=len(tokens))
@@ -306,9 +347,6 @@ class PrefillAdder:
         pages = slice(kv.committed_len // kv.page_size, self.memory.pages_for(stop))
         return tuple(map(PageCopy, donor.pages[pages], kv.pages[pages]))
 
-    def _chunk(self, remaining: int) -> int:
-        return min(self.tokens_left, self.chunk_limit, remaining)
-
     def _take(self, req: Request, chunk: int, *, copies: tuple[PageCopy, ...] = ()) -> None:
         self.extends.append(Extend(req=req, start=req.launched_len, stop=req.launched_len + chunk, copies=copies))
-        self.tokens_left -= chunk
+        self.budget.take(chunk)

@@ -20,15 +20,25 @@ of the queue. Each takes the whole pages from the prefix cache and a copy of the
 (copy on write), and computes the prompt's last token to sample from. From then on members are independent. If the
 leader ends early, the first follower leads. Names of groups are per client: two gateways may use the same.
 
+`TenantOrder` gives each new request its place in the queue. With one tenant that is arrival order. Several tenants
+have their prompts computed in turns (start-time fair queueing, Goyal et al., SIGCOMM '96):
+
+    turn       where a request begins, in virtual tokens: where its tenant's last one ends, and not before `now`
+    end        turn + all tokens of its prefill
+    now        the furthest point that any prompt has been computed to
+
+So a tenant without requests in the queue goes next, whatever others have queued, and two that have are computed token
+for token. Time plays no part but in `shared`: whether several tenants had something to do within `TENANT_WINDOW_S`.
+
 `Deadlines` orders requests by the time at which they must end. The entry of a finished request stays until `overdue`
 reaches it, and must not keep its prompt in memory.
 """
 
 import heapq
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import NamedTuple
 from weakref import ref
 
@@ -147,8 +157,70 @@ def _key(req: Request) -> GroupKey:
     return GroupKey(req.client, req.group)
 
 
+TENANT_WINDOW_S = 10.0
+"""For so long a tenant without requests is expected back."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Line:
+    """What is known of one tenant."""
+
+    end: int = 0
+    """Where its last request ends."""
+    seen: float = 0.0
+    """When it last had something to do."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TenantOrder:
+    """One per scheduler. The same on all ranks: it knows no time but the one that decisions go by."""
+
+    now: int = 0
+    """In virtual tokens."""
+    _lines: OrderedDict[str, _Line] = field(default_factory=OrderedDict)
+    """Last seen last."""
+
+    def see(self, tenant: str, now: float) -> None:
+        """It has something to do. Tenants that are not expected back are forgotten."""
+        self._lines.setdefault(tenant, _Line()).seen = now
+        self._lines.move_to_end(tenant)
+        while True:
+            oldest, line = next(iter(self._lines.items()))
+            if line.seen >= now - TENANT_WINDOW_S or line.end > self.now:
+                return
+            del self._lines[oldest]
+
+    def arrive(self, req: Request, tokens: int) -> None:
+        """Give `req`, whose prefill has so many tokens, its place."""
+        line = self._lines.setdefault(req.tenant, _Line())
+        req.is_behind = self.now - line.end >= tokens
+        req.turn = max(self.now, line.end)
+        req.turn_end = line.end = req.turn + tokens
+
+    def postpone(self, req: Request, turn: int) -> None:
+        """`req` has its place at `turn` at the earliest."""
+        later = max(0, turn - req.turn)
+        req.turn, req.turn_end, req.is_behind = req.turn + later, req.turn_end + later, False
+        line = self._lines.setdefault(req.tenant, _Line())
+        line.end = max(line.end, req.turn_end)
+
+    def computed(self, req: Request, stop: int, now: float) -> None:
+        """The first `stop` tokens of `req` are computed by this step, at the time `now`."""
+        self.now = max(self.now, min(req.turn + stop, req.turn_end))
+        self.see(req.tenant, now)
+
+    def shared(self, now: float) -> bool:
+        """Whether several tenants have something to do, or are expected back."""
+        return any(line.seen >= now - TENANT_WINDOW_S for line in islice(reversed(self._lines.values()), 1, 2))
+
+    @property
+    def several(self) -> bool:
+        """Whether requests of several tenants may be here."""
+        return len(self._lines) > 1
+
+
 class WaitingQueue:
-    """First in, first out; requests that had run before may also enter at the head."""
+    """In the order of `TenantOrder`; requests that had run before may also enter at the head."""
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
@@ -164,19 +236,21 @@ class WaitingQueue:
         return self._requests[0] if self._requests else None
 
     def join(self, req: Request) -> None:
-        """A new request, after all others."""
-        self._requests.append(req)
-
-    def join_in_order(self, req: Request) -> None:
-        """A new request that was held up elsewhere: before those that came later and have not had their turn."""
+        """A new request, or one that was held up elsewhere: before those whose turn is later and has not come."""
         place = len(self._requests)
-        while place and _came_later(self._requests[place - 1], req):
+        while place and _is_later(self._requests[place - 1], req):
             place -= 1
         self._requests.insert(place, req)
 
     def return_to_head(self, req: Request) -> None:
-        """A request that had been admitted before; exempt from any cap [retraction-bounded]."""
-        self._requests.appendleft(req)
+        """A request that had been admitted before, or follows one that was; exempt from any cap [retraction-bounded].
+
+        Only requests of other tenants whose turn is earlier stay before it.
+        """
+        place = 0
+        while place < len(self._requests) and _keeps_its_turn(self._requests[place], req):
+            place += 1
+        self._requests.insert(place, req)
 
     def discard(self, req: Request) -> None:
         """Take `req` out, wherever it stands, if it is here."""
@@ -186,8 +260,12 @@ class WaitingQueue:
             self._requests.remove(req)
 
 
-def _came_later(queued: Request, req: Request) -> bool:
-    return queued.first_scheduled_at is None and queued.arrived_at > req.arrived_at
+def _keeps_its_turn(queued: Request, req: Request) -> bool:
+    return queued.tenant != req.tenant and queued.turn < req.turn
+
+
+def _is_later(queued: Request, req: Request) -> bool:
+    return queued.first_scheduled_at is None and (queued.turn, queued.arrived_at) > (req.turn, req.arrived_at)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -196,6 +274,7 @@ class Queues:
 
     compiling: dict[RequestId, Request] = field(default_factory=dict)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
+    tenants: TenantOrder = field(default_factory=TenantOrder)
     groups: Groups = field(default_factory=Groups)
     prefetching: dict[Request, AwaitedPages] = field(default_factory=dict)
     """In arrival order, with what each waits for."""
@@ -229,9 +308,25 @@ class Queues:
         elif self.groups.follow(req):
             return
         elif prefetch is None or prefetch.done:
-            self.waiting.join_in_order(req)
+            self.waiting.join(req)
         else:
             self.prefetching[req] = prefetch
+
+    def of_other_tenants(self, req: Request) -> list[Request]:
+        """Requests in the queue that `req` may overtake there."""
+        return [other for other in self.waiting if other.tenant != req.tenant] if self.tenants.several else []
+
+    def give_up_turn(self, req: Request) -> bool:
+        """`req` and the other requests of its tenant go after those that came earlier. False if they do already."""
+        earlier = [other for other in self.of_other_tenants(req) if other.arrived_at < req.arrived_at]
+        turn = max((other.turn for other in earlier), default=req.turn)
+        if turn <= req.turn or req.first_scheduled_at is not None:
+            return False
+        for mine in [mine for mine in self.waiting if mine.tenant == req.tenant and mine.first_scheduled_at is None]:
+            self.waiting.discard(mine)
+            self.tenants.postpone(mine, turn)
+            self.waiting.join(mine)
+        return True
 
     def parked(self) -> list[Request]:
         """Requests with KV that will run as soon as their grammar is compiled."""
@@ -247,10 +342,11 @@ class Queues:
         """`req` needs its prompt computed. False: it is kept here until its grammar is compiled, or until another
         choice of its answer has computed the prompt."""
         self.requests[req.rid] = req
+        follows = not req.awaits_grammar and self.groups.follow(req)
+        self.tenants.arrive(req, 1 if follows else req.seq_len)
         if req.awaits_grammar:
             self.compiling[req.rid] = req
-            return False
-        return not self.groups.follow(req)
+        return not (follows or req.awaits_grammar)
 
     def prompt_computed(self, req: Request) -> None:
         """Those that waited for the prompt of `req` go next, in their order."""
@@ -266,7 +362,7 @@ class Queues:
     def _queue_follower(self, req: Request) -> None:
         """At the head, while what it shares is in the cache; unless another worker expects prompts as they came."""
         if sends_kv(req):
-            self.waiting.join_in_order(req)
+            self.waiting.join(req)
         else:
             self.waiting.return_to_head(req)
 

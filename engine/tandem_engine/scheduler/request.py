@@ -112,6 +112,14 @@ class Request:
     space: CacheSpace = BASE_SPACE
     """Where its prefix may be cached. The adapter in it, if any, computes prompt and output."""
     priority: int = 0
+    tenant: str = ""
+    """Tenants get prompts computed in turns (see `queues`)."""
+    turn: int = 0
+    """Its place in the queue, in virtual tokens: `TenantOrder` sets it on arrival."""
+    turn_end: int = 0
+    """Where its prefill ends, in the same."""
+    is_behind: bool = False
+    """On arrival its tenant had fewer tokens computed than the others, by at least this prompt."""
     group: str = ""
     """Name shared by the choices of one answer, "" for a request of its own (see `groups`)."""
     session: str | None = None

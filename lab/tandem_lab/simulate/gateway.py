@@ -2,8 +2,8 @@
 
 arrive   each choice of a request, as in a gateway. One that fits no worker is rejected; the queue routes the others,
          or gives them a slot. The first rejected choice ends the waiting ones of its request
-turn     while requests wait: at once after each admission and when a request of this gateway has ended, else each
-         `poll_s`
+turn     while requests wait: at once after each admission, when a request of this gateway has ended and when a new
+         request is the first in line, else each `poll_s`
 sync     of several gateways: the service of tenants is added up in Redis, as often as gateways do it
 refresh  the view of the fleet, once a heartbeat, each gateway at a different moment
 """
@@ -147,7 +147,7 @@ class Gateway:
         if visit.refusals:
             # As in a gateway: all have come before one of them ends the request.
             visit.end()
-        elif visit.waiting and not self._taking_turns:
+        elif visit.waiting and (not self._taking_turns or any(map(self.binding.is_next, visit.waiting))):
             self._plan_turn(0.0)
 
     async def _arrive(self, request: SimulatedRequest, visit: "_Visit", number: int, route: SharedRoute | None) -> None:
@@ -188,8 +188,8 @@ class Gateway:
         await self._fleet.redis.follow()
         await self.chooser.release(choice)
         self.binding.charge_output(request.tenant, request.output_tokens)
+        self.binding.freed()
         if self.binding.queue:
-            self.binding.freed()
             self._plan_turn(0.0)
 
     def after(self, action: Callable[[], Awaitable[None] | None]) -> None:

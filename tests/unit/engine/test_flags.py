@@ -79,6 +79,7 @@ def test_every_scheduler_setting_has_a_flag_or_is_internal_on_purpose() -> None:
             ("session_ttl", "3"),
             ("max_prefill_tokens", "3"),
             ("mixed_prefill_tokens", "3"),
+            ("shared_prefill_tokens", "3"),
             ("scheduler_delay_factor", "0.5"),
             ("chunked_prefill_size", "3"),
             ("force_retract_every", "3"),

@@ -13,6 +13,7 @@ _SCHEDULER_FLAGS = (
     "max_tokens_per_step",
     "max_prefill_tokens",
     "mixed_prefill_tokens",
+    "shared_prefill_tokens",
     "chunked_prefill_size",
     "long_prefill_token_threshold",
     "policy_ageing_seconds",
@@ -95,6 +96,14 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
         metavar="N",
         help="maximum number of prompt tokens in a step in which other requests decode, whose next tokens wait for it "
         "(default: 0, which is --max-prefill-tokens; 512 to 2048 on a GPU, by its memory)",
+    )
+    group.add_argument(
+        "--shared-prefill-tokens",
+        type=count,
+        metavar="N",
+        help="maximum number of prompt tokens in a step while requests of several tenants have come within seconds: "
+        "a tenant's first token waits for a step of another tenant. 0 is no limit of its own "
+        f"(default: {scheduler.shared_prefill_tokens}; 256 or 512 on a GPU, by its memory)",
     )
     group.add_argument(
         "--chunked-prefill-size",

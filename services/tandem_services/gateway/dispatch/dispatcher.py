@@ -54,6 +54,7 @@ def request_alone(
         resume_ids=tuple(progress.received),
         cache_salt=request.cache_salt,
         priority=request.priority,
+        tenant=request.caller.tenant.name,
         group=request.group,
         pooling=request.pooling,
         session=None if request.turn is None else request.turn.ref,

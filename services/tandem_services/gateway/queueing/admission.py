@@ -1,7 +1,7 @@
 """Runs `LateBinding` in real time: each new request waits here until it has workers or is rejected.
 
-While requests wait, one task iterates: at once after each admission, otherwise when a request has ended or a short
-interval has passed.
+While requests wait, one task iterates: at once after each admission, otherwise when a request has ended, when a new
+request is the first in line, or when a short interval has passed.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ class Admission:
 
     def freed(self) -> None:
         """A request has ended, or left its worker."""
+        self.binding.freed()
         if self.binding.queue:
-            self.binding.freed()
             self._changed.set()
 
     async def close(self) -> None:
@@ -50,6 +50,8 @@ class Admission:
         await self.binding.settle()
 
     async def _wait(self, visitor: Visitor, choice: "asyncio.Future[Choice]") -> Choice:
+        if self.binding.is_next(visitor):
+            self._changed.set()
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run(), name="admission")
         try:

@@ -1,6 +1,7 @@
 """Fairness of the gateway's queue: the order of requests, overload, and fairness between gateways. Pure except reports.
 
-`FairQueue` orders by priority, then by the least virtual tokens of the tenant (`VirtualCounters`), then by arrival.
+`FairQueue` orders by priority, then by the least virtual tokens of the tenant (`VirtualCounters`), then by arrival;
+of equals, a tenant that was behind until it came is first.
 The key file bounds the priority of each tenant. When the queue is full, a new request replaces the last request of the
 tenant that holds the most seats for its weight. A flood of one tenant therefore displaces only requests of that tenant.
 
@@ -46,6 +47,8 @@ class Waiting:
     arrived: float
     number: int = 0
     """Given by the queue, in order of arrival."""
+    is_behind: bool = False
+    """On arrival its tenant had had less than each other one of the last seconds, by more than its prompt."""
     not_before: float = float("-inf")
     """No worker could take it at the last try: others are tried until then."""
 
@@ -112,8 +115,10 @@ class FairQueue(Generic[W]):
     def _head(self, line: list[W], now: float) -> W | None:
         return next((waiting for waiting in line if waiting.not_before <= now), None)
 
-    def _rank(self, waiting: W) -> tuple[int, float, int]:
-        return (-waiting.priority, self.counters.value(waiting.tenant), waiting.number)
+    def _rank(self, waiting: W) -> tuple[int, float, bool, int]:
+        # Its arrival has made a tenant that was behind level with the others.
+        value = self.counters.value(waiting.tenant)
+        return (-waiting.priority, value, not waiting.is_behind, waiting.number)
 
     def _loser(self, newcomer: W) -> W:
         own = self._by_tenant.get(newcomer.tenant, [])

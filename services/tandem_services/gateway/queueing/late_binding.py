@@ -10,7 +10,10 @@
                   without any worker: 429 or 503 with Retry-After
 
 A worker has capacity when the sequence need not wait for others to end, and the prompt waits at most `worker_wait_s`
-for other prompts. That keeps the worker busy until the next prompt, without a queue of its own.
+for other prompts. That keeps the worker busy until the next prompt, without a queue of its own. A tenant that is behind
+(`RecentTenants`) may find `BEHIND_WAIT` times as many prompts there: the worker computes prompts of several tenants in
+turns, so that its prompt is next. Up to `MOST_EARLY` of its choices also go to a worker where each place is taken: the
+prompt is computed until one is free. The next places that are freed are theirs.
 
 `Turnover` counts slots that were freed but are not in a worker's report yet, which may be a second old. A slot that a
 request of this gateway freed, or that another gateway offered, counts at once: so many requests may go to workers that
@@ -21,7 +24,7 @@ and `turn` and provides the clock. That is `Admission` in a gateway, and the eve
 """
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -36,7 +39,7 @@ from tandem_services.router.decision import Choice, NoWorkersError, WorkerView
 from tandem_services.router.keys import RESERVATION_MS
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
 from tandem_services.router.shared_state import Wish
-from tandem_services.router.usage_counters import OUTPUT_WEIGHT, prompt_cost
+from tandem_services.router.usage_counters import OUTPUT_WEIGHT, VirtualCounters, prompt_cost
 
 Ask = Callable[[], Awaitable[Choice]]
 """Queries the router, and reserves what it returns. Raises `NoWorkersError`."""
@@ -153,6 +156,38 @@ class Turnover:
         return places
 
 
+BEHIND_WAIT = 2.0
+"""Above 1, so that a tenant that keeps a worker at its limit leaves room for others."""
+
+MOST_EARLY = 4
+"""Choices of one queue that were sent to workers before a place there was free."""
+
+RECENT_S = 10.0
+"""For so long a tenant counts as present after a request."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RecentTenants:
+    """One per queue; belongs to its event loop."""
+
+    clock: Clock
+    _seen: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    """When a request of it last came, the last one last."""
+
+    def see(self, tenant: str) -> None:
+        """A request of it has come."""
+        self._seen[tenant] = self.clock.now()
+        self._seen.move_to_end(tenant)
+
+    def is_behind(self, tenant: str, cost: float, counters: VirtualCounters) -> bool:
+        """Whether it has had less than each other tenant that is present, by more than `cost`."""
+        oldest = self.clock.now() - RECENT_S
+        while self._seen and next(iter(self._seen.values())) < oldest:
+            self._seen.popitem(last=False)
+        others = [counters.value(other) for other in self._seen if other != tenant]
+        return bool(others) and counters.value(tenant) + cost < min(others)
+
+
 logger = logging.getLogger(__name__)
 
 TRIES_PER_ROUND = 4
@@ -220,6 +255,9 @@ class LateBinding:
     policy: AdmissionPolicy
     _way: GivingWay = field(init=False)
     _turnover: Turnover = field(init=False)
+    _recent: RecentTenants = field(init=False)
+    _early: int = 0
+    """Choices that were sent early, less the places freed since."""
     _nobody_since: float | None = None
     _pace: Pace = field(init=False)
     _background: BackgroundTasks = field(default_factory=BackgroundTasks)
@@ -227,6 +265,7 @@ class LateBinding:
     def __post_init__(self) -> None:
         self._way = GivingWay(clock=self.clock)
         self._turnover = Turnover(clock=self.clock)
+        self._recent = RecentTenants(clock=self.clock)
         self._pace = Pace(clock=self.clock)
 
     def figures(self) -> QueueFigures:
@@ -258,6 +297,9 @@ class LateBinding:
             ApiError: 429 when its tenant's other requests fill the queue; 503 when it is full.
         """
         self.observer.asked(visitor.prompt_tokens)
+        self._recent.see(visitor.tenant)
+        cost = prompt_cost(visitor.prompt_tokens, 0) / visitor.weight
+        visitor.is_behind = self._recent.is_behind(visitor.tenant, cost, self.counters.counters)
         choice = None if self.queue or self._gives_way(visitor) else await self._try(visitor)
         if choice is None:
             self._seat(visitor)
@@ -267,6 +309,10 @@ class LateBinding:
             self.counters.counters.leave(visitor.tenant)
         self._note_admitted(visitor, choice)
         return choice
+
+    def is_next(self, visitor: Visitor) -> bool:
+        """Whether the next turn tries this request: it is worth one now."""
+        return self.queue.next(self.clock.now()) is visitor
 
     async def turn(self) -> bool:
         """Admit the head of line and reject late requests. True after an admission: the next one may be tried at once.
@@ -285,7 +331,9 @@ class LateBinding:
 
     def freed(self) -> None:
         """A request has ended, or left its worker."""
-        if self.queue:
+        if self._early:
+            self._early -= 1
+        elif self.queue:
             self._turnover.add(1)
 
     async def run(self) -> None:
@@ -384,14 +432,23 @@ class LateBinding:
         except NoWorkersError:
             visitor.verdict = Verdict.NO_WORKER
             return None
-        if self._turnover.take() or self._has_room(choice):
+        if self._turnover.take() or self._has_room(choice, visitor) or self._goes_early(choice, visitor):
             return choice
         await self.chooser.release(choice)
         visitor.verdict = Verdict.NO_ROOM
         return None
 
-    def _has_room(self, choice: Choice) -> bool:
-        return not has_to_wait(choice.terms) and prefill_wait_s(choice.terms) <= self.policy.worker_wait_s
+    def _has_room(self, choice: Choice, visitor: Visitor) -> bool:
+        return not has_to_wait(choice.terms) and self._waits_little(choice, visitor)
+
+    def _waits_little(self, choice: Choice, visitor: Visitor) -> bool:
+        most = self.policy.worker_wait_s * (BEHIND_WAIT if visitor.is_behind else 1.0)
+        return prefill_wait_s(choice.terms) <= most
+
+    def _goes_early(self, choice: Choice, visitor: Visitor) -> bool:
+        early = visitor.is_behind and self._early < MOST_EARLY and self._waits_little(choice, visitor)
+        self._early += early
+        return early
 
     def _hand_over(self, visitor: Visitor, choice: Choice) -> None:
         self.leave(visitor)

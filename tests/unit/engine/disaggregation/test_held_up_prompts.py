@@ -1,4 +1,5 @@
-"""Prompts that are held up on the way to the writer's queue, while their receiver has granted pages to them.
+"""Prompts that are held up on the way to the writer's queue, or overtaken there by another tenant, while their receiver
+has granted pages to them.
 
 The receiver serves in order of arrival. If those that come later filled the writer's memory meanwhile, they would
 wait for the receiver's, which waits for the prompt that has no room to be computed any more.
@@ -100,5 +101,27 @@ def test_a_choice_that_followed_does_not_overtake_those_before_it():
     assert [req.rid for req in pair.prefill.engine.scheduler.queues.waiting] == ["before", "a", "b"]
     pair.run(max_turns=300, seconds_per_turn=0.01)
     for rid in ("first", "before", "a", "b"):
+        assert pair.decode.tokens(rid) == pair.expected(rid)
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize(("pages", "order"), [(14, ["big", "big2", "small"]), (40, ["big", "small", "big2"])])
+def test_a_tenant_overtakes_while_others_find_room(pages, order):
+    """In tight memory it does not: its pages would be those that the overtaken prompt needs."""
+    pair = make_pair(usable_pages=pages, chunked_prefill_size=8, max_prefill_tokens=8, shared_prefill_tokens=8)
+    prompts = {"big": LONG, "big2": tuple(range(33, 81)), "small": tuple(range(40, 52))}
+    for rid, prompt in prompts.items():
+        pair.pass_time(0.01)
+        pair.submit(rid, prompt, tenant=rid.rstrip("2"))
+        pair.turn()
+    found: list[str] = []
+    for _ in range(300):
+        pair.pass_time(0.01)
+        pair.turn()
+        received = pair.prefill.engine.received
+        found += [rid for rid in prompts if rid in received and rid not in found]
+    assert found == order
+    pair.run(max_turns=200, seconds_per_turn=0.01)
+    for rid in prompts:
         assert pair.decode.tokens(rid) == pair.expected(rid)
     pair.assert_clean()

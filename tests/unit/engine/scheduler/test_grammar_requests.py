@@ -81,7 +81,7 @@ def test_it_does_not_overtake_those_who_had_their_turn():  # [retraction-bounded
     queue = WaitingQueue()
     for req in (request("retracted", 5.0, scheduled=True), request("later", 7.0)):
         queue.join(req)
-    queue.join_in_order(request("g", 1.0))
+    queue.join(request("g", 1.0))
     assert [req.rid for req in queue] == ["retracted", "g", "later"]
 
 

@@ -12,7 +12,7 @@ from tandem_services.gateway.access.caller import UNKNOWN
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
-from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
+from tandem_services.gateway.queueing.late_binding import MOST_EARLY, RECENT_S, AdmissionPolicy, LateBinding
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
@@ -144,6 +144,69 @@ async def test_tenants_take_turns():
     await desk.waiting(8)
     await desk.done(holder)
     assert (await serve_all(desk, flood + calm))[1:5] == ["a0", "b0", "a1", "b1"]
+
+
+async def crowded(desk: Desk) -> "list[asyncio.Task[Choice]]":
+    """Prompts of the tenant `flood` wait behind others of it."""
+    await desk.come("f0", "flood")
+    desk.fleet.queue_s = 1.5
+    flood = [desk.come(f"f{n}", "flood") for n in range(1, 4)]
+    await desk.waiting(3)
+    return flood
+
+
+async def test_prompts_of_another_tenant_are_no_reason_to_wait():
+    """Its arrival starts a round: the next one is due in a minute."""
+    desk = Desk(Fleet(places=9), worker_wait_s=1.0, poll_s=60.0)
+    flood = await crowded(desk)
+    await asyncio.wait_for(desk.come("calm", "calm", prompt=50), 30)
+    assert (desk.order, len(desk.binding.queue)) == (["f0", "calm"], 3)
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+    await desk.admission.close()
+
+
+async def test_few_requests_of_tenants_behind_are_sent_early():
+    desk = Desk(Fleet(places=1), poll_s=60.0)
+    holder = await desk.come("holder", "flood", prompt=1000)
+    flood = [desk.come(f"f{n}", "flood") for n in range(2)]
+    await desk.waiting(2)
+    calm = [desk.come(f"c{n}", f"calm{n}", prompt=10) for n in range(MOST_EARLY + 1)]
+    done, _ = await asyncio.wait(calm[:MOST_EARLY])
+    assert (len(desk.binding.queue), desk.fleet.taken) == (3, 1 + MOST_EARLY)
+    # The places that are freed next are theirs.
+    for choice in [holder, *(task.result() for task in done)]:
+        assert not calm[-1].done()
+        await desk.done(choice)
+    assert desk.fleet.taken == 0
+    await serve_all(desk, [*flood, calm[-1]])
+
+
+async def test_a_tenant_ahead_of_another_waits_for_prompts():
+    desk = Desk(Fleet(places=9), worker_wait_s=1.0)
+    flood = await crowded(desk)
+    calm = [await desk.come("c0", "calm", prompt=50), desk.come("c1", "calm", prompt=50)]
+    await desk.waiting(4)
+    asked = len(desk.fleet.asked)
+    await until(lambda: len(desk.fleet.asked) > asked + 4, 10.0, "several rounds")
+    assert desk.order == ["f0", "c0"]
+    desk.fleet.queue_s = 0.5
+    await asyncio.gather(*flood, calm[1])
+
+
+async def test_a_tenant_is_forgotten_after_a_while():
+    desk = Desk(Fleet(places=9), worker_wait_s=1.0)
+    await desk.come("calm", "calm")
+    desk.clock.advance(RECENT_S + 1)
+    desk.fleet.queue_s = 1.5
+    alone = desk.come("late", "other", prompt=50)
+    await desk.waiting(1)
+    asked = len(desk.fleet.asked)
+    await until(lambda: len(desk.fleet.asked) > asked + 2, 10.0, "several rounds")
+    assert not alone.done()
+    desk.fleet.queue_s = 0.5
+    await alone
 
 
 async def test_what_is_charged_is_what_was_computed_and_generated():
