@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem_engine.kernels.cpu import gemm, vectors
-from tandem_engine.kernels.cpu.gemm import BLOCK, OUTPUTS, in_place, multiply, multiply_panel, pack
-from tandem_engine.kernels.cpu.numbers import as_numbers
+from tandem_engine.kernels.cpu.gemm import BLOCK, OUTPUTS, multiply_panel
+from tandem_engine.kernels.cpu.panels import in_place, multiply, pack
+from tandem_engine.kernels.cpu.tensors import as_numbers
 from tandem_testing.compiled_pieces import calling
 
 DTYPES = [torch.float32, torch.bfloat16]
