@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Compiles the CPU kernels of the bundled model for wheels, so that a first start compiles nothing (ADR 97).
 #
-# usage: kernel_packs.sh [--target NAME]… [--all-pythons] [--clear]
+# usage: kernel_packs.sh [--target NAME]… [--python COMMAND]… [--clear]
 #
-#   --target NAME   a kind of CPU that this machine has; default: x86-64-v3, x86-64-v4 and x86-64-v4-bf16. One that it
-#                   does not have is an error
-#   --all-pythons   also for each of python3.11 to python3.13 of PATH that has this project's [engine] installed
-#   --clear         only delete what an earlier run made
+#   --target NAME     a kind of CPU that this machine has; default: x86-64-v3, x86-64-v4 and x86-64-v4-bf16. One that it
+#                     does not have is an error
+#   --python COMMAND  with the dependencies of [engine] installed; default: the one of .venv (TANDEM_VENV)
+#   --clear           only delete what an earlier run made
 #
 # Files go to engine/tandem_engine/kernels/store/packs, which git ignores and wheels include: 0.5 MB for each target and
 # Python. They fit the sources, and the versions of Python, numba and llvmlite, that they were made with; with any other
@@ -19,22 +19,19 @@ die() { printf 'kernel_packs: %s\n' "$1" >&2; exit 1; }
 
 packs=engine/tandem_engine/kernels/store/packs
 targets=()
-pythons=("${TANDEM_VENV:-.venv}/bin/python")
+pythons=()
 clear=
 while [ $# -gt 0 ]; do
     case $1 in
     -h | --help) usage; exit 0 ;;
     --target) targets+=("${2:?--target needs a name}") && shift ;;
-    --all-pythons)
-        for name in python3.11 python3.12 python3.13; do
-            if "$name" -c 'import numba, torch' 2>/dev/null; then pythons+=("$name"); fi
-        done
-        ;;
+    --python) pythons+=("${2:?--python needs a command}") && shift ;;
     --clear) clear=1 ;;
     *) die "unknown argument '$1': see --help" ;;
     esac
     shift
 done
+[ "${#pythons[@]}" -gt 0 ] || pythons=("${TANDEM_VENV:-.venv}/bin/python")
 [ "${#targets[@]}" -gt 0 ] || targets=(x86-64-v3 x86-64-v4 x86-64-v4-bf16)
 
 # Old ones would still be read where their key fits, and be in the wheel where it does not.

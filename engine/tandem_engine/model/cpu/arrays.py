@@ -1,6 +1,6 @@
 """A decoder's arrays as the fused kernels take them.
 
-The kernels read the memory of projections that consist of panels (`kernels.cpu.gemm.in_place`). Of others they have a
+The kernels read the memory of projections that consist of panels (`kernels.cpu.panels.in_place`). Of others they have a
 copy, for models where these copies take at most `MAX_COPIED_BYTES`.
 """
 
