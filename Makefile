@@ -17,12 +17,12 @@ export TANDEM_VENV := $(VENV)
 # Modules are compiled once, not by each of the hundreds of processes that tests and commands start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up test test-fast setup check format lint types imports unit front-door test-kube gpu gpu-pack gpu-rehearse verify bench bench-peers chaos fuzz mutate console-shots clients images e2e docs clean
+.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube gpu gpu-pack gpu-rehearse verify bench bench-peers chaos fuzz mutate console-shots clients images e2e docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
 
-up: setup ## Start gateway, router, Redis, one prefill and one decode worker on the bundled model (ARGS="--decode 2 …")
+up: setup-runtime ## Start gateway, router, Redis, one prefill and one decode worker on the bundled model (ARGS="--decode 2 …")
 	@$(BIN)/tandem up $(ARGS)
 
 test: setup lint imports ## Set up, run every check and every test
@@ -31,8 +31,11 @@ test: setup lint imports ## Set up, run every check and every test
 test-fast: setup ## What is tested in milliseconds, nearly half of all tests, in two minutes: for the inner loop
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(FAST) $(ARGS)
 
-setup: ## Install what is missing; a second run does nothing
-	@tools/setup.sh
+setup: ## Install what is missing, for tests as well; a second run does nothing
+	@tools/setup.sh dev
+
+setup-runtime: ## Install what `make up` needs, without what tests and checks need
+	@tools/setup.sh runtime
 
 check: lint types imports ## Lint, formatting, strict types, import rules
 

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Sets up everything `make up` and `make test` need, and only what is missing:
+# Sets up what `make up` needs (runtime) or `make test` as well (dev, the default), and only what is missing:
 # Debian packages (as root), a virtual environment, torch, Tandem and its dependencies.
+#
+# usage: setup.sh [runtime|dev]
 #
 #   TANDEM_TORCH=cpu    (default) the CPU build of torch
 #   TANDEM_TORCH=cuda   the CUDA build, for a machine with an NVIDIA GPU
@@ -9,6 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+kind=${1:-dev}
 flavour=${TANDEM_TORCH:-cpu}
 venv=${TANDEM_VENV:-.venv}
 python=${PYTHON:-python3}
@@ -18,13 +21,15 @@ cpu_index=https://download.pytorch.org/whl/cpu
 step() { printf '\n[%s/4] %s\n' "$1" "$2"; }
 fail() { printf 'setup: %s\n' "$1" >&2; exit 1; }
 
+case $kind in runtime) extras=engine ;; dev) extras=dev ;; *) fail "runtime or dev, not '$kind'" ;; esac
 case $flavour in cpu | cuda) ;; *) fail "TANDEM_TORCH must be cpu or cuda, got '$flavour'" ;; esac
 
-# A stamp of everything the result depends on makes the second run a no-op.
+# A stamp of everything the result depends on makes the second run a no-op. What tests need has all that runs.
 stamp=$venv/.tandem-setup
 want="$(sha256sum pyproject.toml tools/setup.sh | sha256sum | cut -d' ' -f1) $flavour"
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && command -v redis-server >/dev/null; then
-    exit 0
+stamped=$(cat "$stamp" 2>/dev/null || true)
+if command -v redis-server >/dev/null; then
+    case $stamped in "$want dev" | "$want $kind") exit 0 ;; esac
 fi
 
 step 1 "Debian packages"
@@ -68,12 +73,13 @@ else
 fi
 
 step 4 "Tandem and its dependencies"
-"${install[@]}" -e '.[dev]'
+"${install[@]}" -e ".[$extras]"
 # xds-protos up to 1.85 has an old copy of this package's files; who is installed last wins (grpc/grpc#42926).
-"$venv/bin/python" -c 'from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope' 2>/dev/null ||
+[ "$kind" = runtime ] ||
+    "$venv/bin/python" -c 'from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope' 2>/dev/null ||
     "${install[@]}" --force-reinstall --no-deps opentelemetry-proto
 # Not what is hardly ever imported. Templates and code for other versions of Python among the rest do not compile.
 "$venv/bin/python" -m compileall -qq -j 0 -x 'site-packages/(transformers/models|.*/tests?)/' "$venv"/lib/python3*/site-packages || true
 
-echo "$want" >"$stamp"
+echo "$want $kind" >"$stamp"
 printf '\nSet-up is complete.\n'

@@ -144,7 +144,7 @@ def machine_limits(session: Session) -> None:
 
 def startup(session: Session) -> None:
     told = told_by(
-        [sys.executable, str(BENCHMARKS / "startup.py"), "--json"],
+        [sys.executable, str(BENCHMARKS / "start_time.py"), "--json"],
         log=session.log("start-up"),
         limit_s=session.deadline.wait_s(300),
         environment=python_path(),

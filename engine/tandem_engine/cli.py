@@ -2,7 +2,7 @@
 
 serve    one engine process for a worker service; with --tensor-parallel-size it starts its further ranks
 follow   the ranks of a further machine of an engine with --nnodes
-kernels  compile, list or delete kernels of engines on a CPU
+kernels  compile, list or delete kernels of engines on a CPU; print the kind of CPU that they are for
 """
 
 import argparse
@@ -134,8 +134,8 @@ def _rank(args: argparse.Namespace) -> int:
 
 def _add_kernels(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("kernels", help="compile, list or delete kernels of a CPU", allow_abbrev=False)
-    parser.add_argument("action", choices=("build", "list", "prune"))
-    parser.add_argument("--model", metavar="PATH", help="checkpoint directory; not for prune")
+    parser.add_argument("action", choices=("build", "list", "prune", "target"))
+    parser.add_argument("--model", metavar="PATH", help="checkpoint directory; for build and list")
     parser.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
     parser.add_argument("--missing", action="store_true", help="list only those that are in no file")
     add_engine_flags(parser)
@@ -143,6 +143,11 @@ def _add_kernels(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _kernels(args: argparse.Namespace) -> int:
+    if args.action == "target":
+        from tandem_engine.kernels.cpu.target import target
+
+        print(target().name)
+        return 0
     from tandem_engine.engine import kernel_commands
 
     if args.action == "prune":

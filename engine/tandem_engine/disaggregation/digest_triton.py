@@ -21,16 +21,17 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_engine.disaggregation import digest_words
+from tandem_engine.kernels.cpu import page_digests
 from tandem_engine.memory.pool import PageLayout
 
 BLOCK = 1024
 """Words that one program of `full_kernel` reads."""
 
-_GOLDEN = tl.constexpr(digest_words.GOLDEN)
-_FIRST, _SECOND = tl.constexpr(digest_words.FIRST), tl.constexpr(digest_words.SECOND)
-_HEAD_BITS, _WORD_BITS = tl.constexpr(digest_words.HEAD_BITS), tl.constexpr(digest_words.WORD_BITS)
-_FIELD_BITS = tl.constexpr(digest_words.FIELD_BITS)
-_FOLD_BITS, _TERM_BITS = tl.constexpr(digest_words.FOLD_BITS), tl.constexpr(digest_words.TERM_BITS)
+_GOLDEN = tl.constexpr(page_digests.GOLDEN)
+_FIRST, _SECOND = tl.constexpr(page_digests.FIRST), tl.constexpr(page_digests.SECOND)
+_HEAD_BITS, _WORD_BITS = tl.constexpr(page_digests.HEAD_BITS), tl.constexpr(page_digests.WORD_BITS)
+_FIELD_BITS = tl.constexpr(page_digests.FIELD_BITS)
+_FOLD_BITS, _TERM_BITS = tl.constexpr(page_digests.FOLD_BITS), tl.constexpr(page_digests.TERM_BITS)
 
 
 @triton.jit

@@ -81,8 +81,8 @@ def _stay_quantized(facts: ModelConfig) -> bool:
 def _of_fused_steps(facts: ModelConfig, dtype: torch.dtype) -> tuple[list[KernelSpec], list[KernelSpec]]:
     """Kernels over rows, and that of small steps."""
     from tandem_engine.kernels.cpu.decoder_step import build_step_kernel
-    from tandem_engine.kernels.cpu.numbers import dtype_of
     from tandem_engine.kernels.cpu.row_ops import build_gate_kernel, build_norm_kernel, build_place_kernel
+    from tandem_engine.kernels.cpu.tensors import dtype_of
 
     number, group = dtype_of(dtype), facts.num_heads // facts.num_kv_heads
     place = build_place_kernel.spec(number, facts.head_dim, group)
@@ -92,8 +92,8 @@ def _of_fused_steps(facts: ModelConfig, dtype: torch.dtype) -> tuple[list[Kernel
 
 def _of_attention(config: EngineConfig, facts: ModelConfig, pages: torch.dtype) -> list[KernelSpec]:
     from tandem_engine.kernels.cpu.block_attention import build_block_kernel
-    from tandem_engine.kernels.cpu.numbers import as_array
     from tandem_engine.kernels.cpu.paged_attention import build_paged_kernel
+    from tandem_engine.kernels.cpu.tensors import as_array
 
     heads, number = heads_of_rank(facts, config.parallel.tp_size), as_array(torch.empty(0, dtype=pages)).dtype
     group, (kinds, _) = heads.query // heads.kv, distinct(attention_specs(facts))
@@ -105,7 +105,7 @@ def _of_attention(config: EngineConfig, facts: ModelConfig, pages: torch.dtype) 
 def _of_products(facts: ModelConfig, dtype: torch.dtype) -> list[KernelSpec]:
     """Of few tokens by weights that oneDNN has packed, and of any by matrices of int8."""
     from tandem_engine.kernels.cpu.gemm import build_product_kernel
-    from tandem_engine.kernels.cpu.numbers import dtype_of
+    from tandem_engine.kernels.cpu.tensors import dtype_of
 
     kinds = (False, True) if _stay_quantized(facts) else (False,)
     return [build_product_kernel.spec(dtype_of(dtype), int8=int8) for int8 in kinds]
@@ -114,9 +114,9 @@ def _of_products(facts: ModelConfig, dtype: torch.dtype) -> list[KernelSpec]:
 def _of_steps(facts: ModelConfig, pages: torch.dtype) -> list[KernelSpec]:
     """What steps of any model call from Python; torch attends over latents."""
     from tandem_engine.kernels.cpu.attention_work import cut_queries, group_tasks, store
-    from tandem_engine.kernels.cpu.numbers import as_array
+    from tandem_engine.kernels.cpu.first_places import find_in_blocks
+    from tandem_engine.kernels.cpu.tensors import as_array
     from tandem_engine.kernels.cpu.type_text import array
-    from tandem_engine.sampling.sampler import find_in_blocks
 
     number = as_array(torch.empty(0, dtype=pages)).dtype.name
     some, many = array("int64", 1), array("int64", 2)
@@ -132,8 +132,9 @@ def _of_steps(facts: ModelConfig, pages: torch.dtype) -> list[KernelSpec]:
 
 
 def _of_transfers(facts: ModelConfig, pages: torch.dtype) -> list[KernelSpec]:
-    from tandem_engine.disaggregation.digest_words import full_digests, sampled_digests, word_bytes_of
-    from tandem_engine.disaggregation.nixl.layout import merge_runs
+    from tandem_engine.disaggregation.digest_words import word_bytes_of
+    from tandem_engine.kernels.cpu.page_digests import full_digests, sampled_digests
+    from tandem_engine.kernels.cpu.page_runs import merge_runs
     from tandem_engine.kernels.cpu.type_text import array
 
     words = array(f"uint{8 * word_bytes_of(facts.head_dim * pages.itemsize)}", 2)

@@ -28,13 +28,12 @@ probability 1e-9 is drawn as often as it should be. All arithmetic is on signed 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tandem_engine.forward.batch import SampledLogprobs, SamplingBatch
-from tandem_engine.kernels.cpu.jit import COMPILES, compiled
+from tandem_engine.kernels.cpu.first_places import find_in_blocks
+from tandem_engine.kernels.cpu.jit import COMPILES
 from tandem_engine.sampling.logits_processor import LogitEditor
 from tandem_engine.sampling.logprobs import sampled_logprobs
 
@@ -116,10 +115,6 @@ def _mass(logits: Tensor) -> Tensor:
     return logits.log_softmax(dim=1).amax(dim=1).neg().double().exp()
 
 
-BLOCK = 256
-"""Logits that are compared before anybody asks whether one of them was it."""
-
-
 def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Of each row of logits [R, V] float32: the largest one [R], and the first id [R] int64 that has it.
 
@@ -132,28 +127,6 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     token_ids = torch.zeros(len(logits), dtype=torch.int64)
     find_in_blocks(logits.contiguous().numpy(), best.numpy(), token_ids.numpy())
     return best, token_ids
-
-
-def _find_in_blocks(
-    logits: npt.NDArray[np.float32], best: npt.NDArray[np.float32], token_ids: npt.NDArray[np.int64]
-) -> None:
-    """token_ids[row] = the first place of best[row] in its row, if it is anywhere."""
-    for row in range(logits.shape[0]):
-        wanted = best[row]
-        for first in range(0, logits.shape[1], BLOCK):
-            block = logits[row, first : first + BLOCK]
-            hits = 0
-            for i in range(block.shape[0]):
-                hits += block[i] == wanted
-            if hits > 0:
-                place = 0
-                while block[place] != wanted:
-                    place += 1
-                token_ids[row] = first + place
-                break
-
-
-find_in_blocks = compiled(_find_in_blocks)
 
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15, the increment of splitmix64

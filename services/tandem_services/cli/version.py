@@ -1,16 +1,27 @@
-"""`tandem version`, and `tandem --version`: from the metadata of distributions, without importing any of them."""
+"""`tandem version`, and `tandem --version`: from the metadata of distributions, without importing any of them.
+
+The commit is that of the checkout which has this file, or the one that pip has installed from a repository. The kind of
+CPU that kernels are compiled for comes from a process of the engine, which has the compiler.
+"""
 
 import argparse
 import json
 import platform
 import re
+import subprocess
+import sys
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
 
-from tandem_engine.base.version import product_version
+from tandem_engine.base.version import DISTRIBUTION, product_version
 
-OTHERS = ("torch", "numba", "nixl", "transformers")
-"""Distributions that decide what an engine does."""
+OTHERS = ("torch", "numba", "nixl", "transformers", "tandem-llm-valkey")
+"""Distributions that decide what an engine, and a service on one machine, do."""
 
+TARGET = (sys.executable, "-m", "tandem_engine.cli", "kernels", "target")
+PATIENCE_S = 30.0
+
+_ABSENT = {"commit": "unknown", "kernel_target": "none: numba is not installed"}
 _CUDA = re.compile(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", re.MULTILINE)
 
 
@@ -30,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found))
     else:
         for name, value in found.items():
-            print(f"{name:<14}{value or 'not installed'}")
+            print(f"{name:<18} {value or _ABSENT.get(name, 'not installed')}")
     return 0
 
 
@@ -41,14 +52,48 @@ def print_version() -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Version by name; None: not installed. `torch_build` is cpu, or cuda with its version."""
-    found: dict[str, str | None] = {"tandem": product_version(), "python": platform.python_version()}
+    """Version by name; None: not installed, or not known. `torch_build` is cpu, or cuda with its version."""
+    found: dict[str, str | None] = {"tandem": product_version(), "commit": commit_of(Path(__file__))}
+    found["python"] = platform.python_version()
     for name in OTHERS:
         installed = _distribution(name)
         found[name] = None if installed is None else installed.version
         if name == "torch":
             found["torch_build"] = None if installed is None else torch_build(installed)
-    return found
+    return found | {"kernel_target": kernel_target()}
+
+
+def commit_of(file: Path) -> str | None:
+    """Of the checkout that `file` lies in, `+` after it where files differ; else of what pip installed."""
+    repository = next((folder for folder in file.resolve().parents if (folder / ".git").exists()), None)
+    # One that merely contains the environment is not Tandem's.
+    if repository is None or not (repository / "services" / "tandem_services").is_dir():
+        return _installed_commit()
+    return _output("git", "-C", str(repository), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
+
+
+def _installed_commit() -> str | None:
+    """As PEP 610 has it."""
+    installed = _distribution(DISTRIBUTION)
+    text = None if installed is None else installed.read_text("direct_url.json")
+    if text is None:
+        return None
+    commit = json.loads(text).get("vcs_info", {}).get("commit_id")
+    return None if commit is None else str(commit)
+
+
+def kernel_target() -> str | None:
+    """The kind of CPU that kernels here are for; None where nothing compiles them."""
+    return _output(*TARGET)
+
+
+def _output(*command: str) -> str | None:
+    """The line that a command prints; None where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def _distribution(name: str) -> Distribution | None:

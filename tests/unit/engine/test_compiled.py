@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from numba.extending import is_jitted
 
-from tandem_engine.disaggregation.digest_words import full_digests, sampled_digests
-from tandem_engine.disaggregation.nixl.layout import merge_runs
 from tandem_engine.kernels.cpu.attention_work import cut_queries, group_tasks, listed, shared_end
-from tandem_engine.sampling.sampler import find_in_blocks
+from tandem_engine.kernels.cpu.first_places import find_in_blocks
+from tandem_engine.kernels.cpu.page_digests import full_digests, sampled_digests
+from tandem_engine.kernels.cpu.page_runs import merge_runs
 
 
 def names_from_elsewhere(kernel) -> set[str]:

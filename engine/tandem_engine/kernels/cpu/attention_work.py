@@ -21,7 +21,6 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 from numba.core import types
 from numba.extending import overload, register_jitable
 
@@ -57,7 +56,7 @@ _MIN_EXPONENT = np.float32(-126.0)
 _MANTISSA_BITS = np.int32(23)
 _BFLOAT16_SHIFT, _UPPER_HALF = np.uint32(16), np.uint32(0xFFFF0000)
 _JUST_BELOW_HALF, _ONE = np.uint32(0x7FFF), np.uint32(1)
-_E4M3, _E5M2 = bits_of_codes(torch.float8_e4m3fn), bits_of_codes(torch.float8_e5m2)
+_E4M3, _E5M2 = bits_of_codes(4, has_infinity=False), bits_of_codes(5, has_infinity=True)
 
 
 @register_jitable  # type: ignore[untyped-decorator]

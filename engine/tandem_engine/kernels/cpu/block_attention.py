@@ -259,7 +259,8 @@ BlockKernel = Any
 def build_block_kernel(pages_dtype: np.dtype[Any]) -> BlockKernel:
     """The kernel for pages of float32, or of others as `numbers` has them. A head_dim is even."""
     number = numba.from_dtype(pages_dtype)
-    pairs = MULTIPLIES_PAIRS and pages_dtype == np.uint16
+    # numba leaves out what it compiles for None, which takes as long as the rest.
+    pairs = True if MULTIPLIES_PAIRS and pages_dtype == np.uint16 else None
 
     def attend_blocks(data: Any) -> None:
         work = numba.carray(data, 1)[0]
@@ -289,7 +290,7 @@ def build_block_kernel(pages_dtype: np.dtype[Any]) -> BlockKernel:
 
 
 @inlined
-def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: bool) -> None:
+def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: bool | None) -> None:
     """The queries of one task, from q to out."""
     kv_head, begin, end, group = task[KV_HEAD], task[BEGIN], task[END], work.group
     sequences = numba.carray(pointer(work.sequences, types.int64), (1, SEQUENCE_COLUMNS))
@@ -299,7 +300,7 @@ def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: 
     offset = sequence[START] * width * FLOAT_BYTES
     q = numba.carray(pointer(work.q + offset, types.float32), (1, width))
     out = numba.carray(pointer(work.out + offset, types.float32), (1, width))
-    if pairs:
+    if pairs is not None:
         place_query_pairs(q, kv_head, group, begin, end, scratch.queries)
     else:
         place_queries(q, kv_head, group, begin, end, work.scale, scratch.queries)
@@ -310,13 +311,13 @@ def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: 
     key, last = max(sequence[POSITION] + begin + 1 - work.window, 0) // 2 * 2, sequence[POSITION] + end
     while key < last:
         count = min(key // KEYS * KEYS + KEYS, last) - key
-        if pairs:
+        if pairs is not None:
             copy_key_pairs(pages, work.layer, kv_head, page_row, key, count, scratch.keys)
             copy_value_pairs(pages, work.layer, kv_head, page_row, key, count, scratch.values)
         else:
             copy_rows(pages, work.layer, 0, kv_head, page_row, key, count, scratch.wide, scratch.keys)
             copy_rows(pages, work.layer, 1, kv_head, page_row, key, count, scratch.wide, scratch.values)
-        scale = work.scale if pairs else np.float32(1.0)
+        scale = work.scale if pairs is not None else np.float32(1.0)
         for panel in range(((end - begin) * group + PANEL - 1) // PANEL):
             # Its last token sees no key after itself.
             oldest = sequence[POSITION] + begin + panel * PANEL // group
@@ -328,7 +329,7 @@ def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: 
         key += count
     if work.sinks != 0:
         sinks = numba.carray(pointer(work.sinks, types.float32), (work.num_kv_heads * group,))
-        unit = work.scale if pairs and work.soft_cap == 0 else np.float32(1.0)
+        unit = work.scale if pairs is not None and work.soft_cap == 0 else np.float32(1.0)
         add_sinks(scratch.totals, scratch.maxima, kv_head, group, begin, end, unit, sinks)
     place_outputs(scratch.outputs, scratch.totals, kv_head, group, begin, end, out)
 
@@ -342,7 +343,7 @@ def _attend_panel(
     scale: np.float32,
     soft_cap: np.float32,
     scratch: Scratch,
-    pairs: bool,
+    pairs: bool | None,
 ) -> None:
     """One panel of queries against the block of `count` keys from position `key` on, of which some may be `hidden`."""
     head_dim = scratch.keys.shape[1]
@@ -351,7 +352,7 @@ def _attend_panel(
     maxima, totals = scratch.maxima[panel].ctypes.data, scratch.totals[panel].ctypes.data
     firsts, ends = scratch.bounds[0, panel], scratch.bounds[1, panel]
     factors = scratch.factors.ctypes.data
-    if pairs:
+    if pairs is not None:
         product_of_pairs(keys, head_dim // 2, 1, queries, scores, PANEL, count, head_dim // 2, 0)
     else:
         product(keys, head_dim, 1, queries, scores, PANEL, count, head_dim, 0)
@@ -360,7 +361,7 @@ def _attend_panel(
     if hidden:
         hide(scores, count, key, firsts.ctypes.data, ends.ctypes.data)
     weigh(scores, count, maxima, totals, factors, np.float32(1.0) if soft_cap > 0 else scale)
-    if pairs:
+    if pairs is not None:
         if count % 2 == 1:
             scratch.scores[count] = 0.0
         pair_up(scores, count)

@@ -50,7 +50,7 @@ def _specs(texts: Sequence[str]) -> tuple[list[KernelSpec], list[KernelSpec]]:
 
 def build(specs: Sequence[KernelSpec]) -> bool:
     """Compile what is missing and no other process compiles. Returns whether it could be kept."""
-    # numba and torch take seconds; a builder without a place needs neither.
+    # numba takes half a second; a builder without a place does not need it.
     from tandem_engine.kernels.cpu.kept import is_there, kept_by, store
 
     for spec in specs:

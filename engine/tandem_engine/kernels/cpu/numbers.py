@@ -14,12 +14,10 @@ from typing import Any
 import llvmlite.ir
 import numpy as np
 import numpy.typing as npt
-import torch
 from numba.core import types as numba_types
 from numba.extending import intrinsic, overload
-from torch import Tensor
 
-from tandem_engine.kernels.cpu.pieces import Array, kernel_piece_options
+from tandem_engine.kernels.cpu.pieces import kernel_piece_options
 
 ir: Any = llvmlite.ir
 types: Any = numba_types
@@ -28,16 +26,6 @@ _JUST_BELOW_HALF = 0x7FFF
 
 _QUIET = 0x40
 """Bit of a bfloat16 NaN that keeps it one when the rest of its mantissa is cut off."""
-
-
-def as_numbers(tensor: torch.Tensor) -> Array:
-    """The memory of a dense float32 or bfloat16 tensor, as kernels see it."""
-    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
-
-
-def dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
-    """As kernels see it."""
-    return np.dtype(np.uint16 if dtype is torch.bfloat16 else np.float32)
 
 
 def widened(number: Any) -> Any:
@@ -144,17 +132,21 @@ def _rounded_of_dtype(value: Any, like: Any) -> Any:  # noqa: ARG001
     return _keep if like.dtype == types.float32 else _round
 
 
-SEEN_AS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.int8}
+def bits_of_codes(exponent_bits: int, *, has_infinity: bool) -> npt.NDArray[np.uint32]:
+    """uint32 [256]: the bits of the float32 that each code of a float8 type stands for, infinities and NaN included.
 
-
-def as_array(tensor: Tensor) -> npt.NDArray[np.generic]:
-    """The tensor's memory as numpy sees it."""
-    seen = SEEN_AS.get(tensor.dtype)
-    array: npt.NDArray[np.generic] = (tensor if seen is None else tensor.view(seen)).numpy()
-    return array
-
-
-def bits_of_codes(dtype: torch.dtype) -> npt.NDArray[np.uint32]:
-    """uint32 [256]: the bits of the float32 that each code of a type of 8 bits stands for."""
-    bits: npt.NDArray[np.uint32] = torch.arange(256).to(torch.uint8).view(dtype).float().numpy().view(np.uint32)
+    `has_infinity`: codes whose exponent bits are all set are infinities and NaN, as in e5m2; else the last one alone is
+    NaN, as in e4m3.
+    """
+    mantissa_bits = 7 - exponent_bits
+    codes = np.arange(256)
+    exponent, mantissa = codes >> mantissa_bits & (1 << exponent_bits) - 1, codes & (1 << mantissa_bits) - 1
+    scale = np.maximum(exponent, 1) - (1 << exponent_bits - 1) + 1 - mantissa_bits
+    numbers = np.ldexp((mantissa + (exponent > 0) * (1 << mantissa_bits)).astype(np.float32), scale)
+    special = exponent == (1 << exponent_bits) - 1
+    if has_infinity:
+        numbers[special] = np.where(mantissa[special] == 0, np.inf, np.nan)
+    else:
+        numbers[special & (mantissa == (1 << mantissa_bits) - 1)] = np.nan
+    bits: npt.NDArray[np.uint32] = numbers.view(np.uint32) | (codes >> 7 << 31).astype(np.uint32)
     return bits

@@ -28,7 +28,6 @@ from typing import Any, Protocol
 
 import llvmlite.ir
 import numba
-import torch  # noqa: F401  it loads the OpenMP runtime
 from numba.core import cgutils
 from numba.core import types as numba_types
 from numba.extending import intrinsic
@@ -79,6 +78,8 @@ class PythonTeam:
 @cache
 def team() -> Team:
     """Of this process."""
+    import torch  # noqa: F401  it loads the OpenMP runtime
+
     runtime = _openmp()
     return PythonTeam() if runtime is None else OpenMpTeam(runtime)
 

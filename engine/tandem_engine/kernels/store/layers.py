@@ -4,10 +4,10 @@
     2. folders of TANDEM_KERNELS_PATH, separated by colons                       read
     3. `packs` of this package                                                   read
 
-To call a kernel is to execute its file. So folders and files of 1 and 2 must belong to this user or to root, and
-no other user may be able to write to them; others are skipped with a warning. The check uses the descriptor that
-files are then opened from, so that nothing can take their place in between. The packs are as trusted as the code next
-to them.
+To call a kernel is to execute its file. So folders and files must belong to this user or to root, and no other user may
+be able to write to them; others are skipped with a warning. The check uses the descriptor that files are then opened
+from, so that nothing can take their place in between. Packs are trusted as this file is, which is executed as well:
+they may also belong to its owner, and whoever may write to it may write to them.
 
 Files are written under another name and renamed, so a reader finds a whole kernel or none. `KernelStore.compiling` is
 an exclusive lock on a key, which ends with its process: who waited for it looks again.
@@ -38,6 +38,32 @@ FOLDER_MODE, FILE_MODE = 0o755, 0o644
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 ROOT = 0
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trust:
+    """Which folders and files may be executed."""
+
+    owners: frozenset[int]
+    refused: int
+    """Bits of a mode."""
+
+    def accepts(self, status: os.stat_result) -> bool:
+        return status.st_uid in self.owners and not status.st_mode & self.refused
+
+
+def trust_of_user() -> Trust:
+    """For folders that the environment names."""
+    return Trust(owners=frozenset((os.geteuid(), ROOT)), refused=OTHERS_WRITE)
+
+
+def trust_of_package(code: Path = Path(__file__)) -> Trust:
+    """For folders next to `code`."""
+    status = code.stat()
+    return Trust(
+        owners=frozenset((os.geteuid(), ROOT, status.st_uid)), refused=OTHERS_WRITE & ~stat.S_IMODE(status.st_mode)
+    )
+
+
 STALE_AFTER_S = 30 * 24 * 3600
 """A kernel that was not read for so long is pruned,"""
 
@@ -67,8 +93,8 @@ class KernelStore:
 
     def find(self, key: KernelKey) -> Code | None:
         """The kernel of `key`, from the first layer that has it."""
-        for folder, checked in self._layers():
-            data = self._read(folder, key.file_name, checked=checked)
+        for folder, trust in self._layers():
+            data = self._read(folder, key.file_name, trust)
             if data is None:
                 continue
             try:
@@ -79,9 +105,9 @@ class KernelStore:
 
     def has(self, key: KernelKey) -> bool:
         """Whether a layer has a file for `key`."""
-        for folder, checked in self._layers():
-            with self._opened(folder, checked=checked) as opened:
-                if opened is not None and _is_file(opened, key.file_name, checked=checked):
+        for folder, trust in self._layers():
+            with self._opened(folder, trust) as opened:
+                if opened is not None and _is_file(opened, key.file_name, trust):
                     return True
         return False
 
@@ -103,7 +129,7 @@ class KernelStore:
         if self.own is None:
             return False
         try:
-            with self._opened(self.own, checked=True, make=True) as opened:
+            with self._opened(self.own, trust_of_user(), make=True) as opened:
                 return opened is not None and os.access(self.own, os.W_OK)
         except OSError as error:
             logger.warning("cannot keep compiled kernels in %s: %s", self.own, error.strerror)
@@ -126,7 +152,7 @@ class KernelStore:
         if self.own is None:
             return None
         try:
-            with self._opened(self.own, checked=True, make=True) as folder:
+            with self._opened(self.own, trust_of_user(), make=True) as folder:
                 if folder is None:
                     return None
                 with contextlib.suppress(FileExistsError):
@@ -137,16 +163,15 @@ class KernelStore:
             logger.warning("cannot lock kernels in %s: %s", self.own, error.strerror)
             return None
 
-    def _layers(self) -> Iterator[tuple[Path, bool]]:
-        """Folders, and whether who owns them must be checked."""
+    def _layers(self) -> Iterator[tuple[Path, Trust]]:
         if self.own is not None:
-            yield self.own, True
+            yield self.own, trust_of_user()
         for folder in self.others:
-            yield folder, True
-        yield self.packs, False
+            yield folder, trust_of_user()
+        yield self.packs, trust_of_package()
 
-    def _read(self, folder: Path, name: str, *, checked: bool) -> bytes | None:
-        with self._opened(folder, checked=checked) as opened:
+    def _read(self, folder: Path, name: str, trust: Trust) -> bytes | None:
+        with self._opened(folder, trust) as opened:
             if opened is None:
                 return None
             try:
@@ -156,14 +181,14 @@ class KernelStore:
                     logger.warning("cannot read the kernel %s: %s", folder / name, error.strerror)
                 return None
             with os.fdopen(file, "rb") as data:
-                if checked and not _is_trusted(os.fstat(data.fileno()), stat.S_ISREG):
+                if not _is_trusted(os.fstat(data.fileno()), stat.S_ISREG, trust):
                     logger.warning("%s is not used: it is not a file of this user or of root alone", folder / name)
                     return None
                 _note_use(data.fileno())
                 return data.read()
 
     @contextlib.contextmanager
-    def _opened(self, folder: Path, *, checked: bool, make: bool = False) -> Iterator[int | None]:
+    def _opened(self, folder: Path, trust: Trust, *, make: bool = False) -> Iterator[int | None]:
         """A descriptor of `folder`; None where there is none, or where others could write to it."""
         if make:
             folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
@@ -173,7 +198,7 @@ class KernelStore:
             yield None
             return
         try:
-            trusted = not checked or _is_trusted(os.fstat(opened), stat.S_ISDIR)
+            trusted = _is_trusted(os.fstat(opened), stat.S_ISDIR, trust)
             if not trusted and folder not in self._refused:
                 self._refused.add(folder)
                 logger.warning(
@@ -187,7 +212,7 @@ class KernelStore:
             os.close(opened)
 
     def _write(self, folder: Path, name: str, data: bytes) -> None:
-        with self._opened(folder, checked=True, make=True) as opened:
+        with self._opened(folder, trust_of_user(), make=True) as opened:
             if opened is None:
                 return
             new = f"{NEW_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
@@ -240,17 +265,16 @@ def _locked(lock: int, *, wait: bool) -> bool:
     return True
 
 
-def _is_trusted(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    belongs = status.st_uid in (os.geteuid(), ROOT)
-    return belongs and not status.st_mode & OTHERS_WRITE and is_kind(status.st_mode)
+def _is_trusted(status: os.stat_result, is_kind: Callable[[int], bool], trust: Trust) -> bool:
+    return trust.accepts(status) and is_kind(status.st_mode)
 
 
-def _is_file(folder: int, name: str, *, checked: bool) -> bool:
+def _is_file(folder: int, name: str, trust: Trust) -> bool:
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except OSError:
         return False
-    return _is_trusted(status, stat.S_ISREG) if checked else stat.S_ISREG(status.st_mode)
+    return _is_trusted(status, stat.S_ISREG, trust)
 
 
 def _note_use(file: int) -> None:

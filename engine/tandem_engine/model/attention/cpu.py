@@ -43,9 +43,9 @@ from tandem_engine.kernels.cpu.attention_work import (
     pages_of_tile,
 )
 from tandem_engine.kernels.cpu.block_attention import SEQUENCE_COLUMNS, TASK_COLUMNS, WORK, build_block_kernel
-from tandem_engine.kernels.cpu.numbers import as_array
 from tandem_engine.kernels.cpu.paged_attention import ATTEND, PHASES, PagedKernel, build_paged_kernel
 from tandem_engine.kernels.cpu.pieces import Array
+from tandem_engine.kernels.cpu.tensors import as_array
 from tandem_engine.kernels.cpu.threads import PHASE_BYTES, team
 from tandem_engine.kernels.cpu.vectors import PANEL
 from tandem_engine.kernels.interface import FLOAT8

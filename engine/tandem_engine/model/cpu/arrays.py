@@ -1,6 +1,6 @@
 """A decoder's arrays as the fused kernels take them.
 
-The kernels read the memory of projections that consist of panels (`kernels.cpu.gemm.in_place`). Of others they have a
+The kernels read the memory of projections that consist of panels (`kernels.cpu.panels.in_place`). Of others they have a
 copy, for models where these copies take at most `MAX_COPIED_BYTES`.
 """
 
@@ -13,9 +13,10 @@ import torch
 
 from tandem_engine.config import ModelConfig
 from tandem_engine.kernels.cpu.decoder_step import PROJECTION_COLUMNS, PROJECTIONS, STEP
-from tandem_engine.kernels.cpu.gemm import OUTPUTS, Panels, pack, steps_of
-from tandem_engine.kernels.cpu.numbers import as_numbers
+from tandem_engine.kernels.cpu.gemm import OUTPUTS
+from tandem_engine.kernels.cpu.panels import Panels, pack, steps_of
 from tandem_engine.kernels.cpu.pieces import Array
+from tandem_engine.kernels.cpu.tensors import as_numbers
 from tandem_engine.model.layers.attention import RotaryTable, SelfAttention
 from tandem_engine.model.layers.linear import (
     DenseTable,

@@ -32,9 +32,8 @@ from torch import Tensor
 from tandem_engine.config import Activation, ModelConfig, NormKind, NormPlacement, QkNorm
 from tandem_engine.kernels.cpu.attention_work import STATISTICS
 from tandem_engine.kernels.cpu.decoder_step import PHASES_OF_LAYER, StepKernel, build_step_kernel
-from tandem_engine.kernels.cpu.gemm import steps_of
 from tandem_engine.kernels.cpu.kept import LateKernel
-from tandem_engine.kernels.cpu.numbers import dtype_of
+from tandem_engine.kernels.cpu.panels import steps_of
 from tandem_engine.kernels.cpu.pieces import Array
 from tandem_engine.kernels.cpu.row_ops import (
     GATE,
@@ -45,6 +44,7 @@ from tandem_engine.kernels.cpu.row_ops import (
     build_norm_kernel,
     build_place_kernel,
 )
+from tandem_engine.kernels.cpu.tensors import dtype_of
 from tandem_engine.kernels.cpu.threads import PHASE_BYTES, team
 from tandem_engine.model.adapters.step import StepAdapters
 from tandem_engine.model.adapters.tensor_names import Site

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tandem_engine.kernels.cpu.gemm import Panels, multiply, pack_int8
+from tandem_engine.kernels.cpu.panels import Panels, multiply, pack_int8
 from tandem_engine.model.quantization.levels import INT8_MIDDLE, Levels
 
 

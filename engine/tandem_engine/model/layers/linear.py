@@ -30,7 +30,7 @@ from tandem_engine.model.quantization.levels import INT8_MIDDLE, Levels
 from tandem_engine.parallel.group import TpGroup
 
 if TYPE_CHECKING:
-    from tandem_engine.kernels.cpu.gemm import PanelLinear, Panels
+    from tandem_engine.kernels.cpu.panels import PanelLinear, Panels
 
 
 Projection = Callable[[Tensor], Tensor]
@@ -111,7 +111,7 @@ class PackedLinear:
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> "PackedLinear":
         # Only an engine on a CPU needs numba.
-        from tandem_engine.kernels.cpu.gemm import panel_linear
+        from tandem_engine.kernels.cpu.panels import panel_linear
 
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_TOKENS)
         return cls(packed=packed, bias=bias, few=panel_linear(packed, weight, bias))

@@ -35,8 +35,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "doctor",
         help="find what keeps Tandem from serving on this machine",
-        description="Check Python, packages, CPU, memory, disks, limits, GPU, Redis, NIXL, port and model cache. "
-        "Nothing is changed. Exit status 1 if a check fails.",
+        description="Check Python, packages, CPU, kernels, memory, disks, limits, GPU, Redis, NIXL, port and model "
+        "cache. Nothing is changed. Exit status 1 if a check fails.",
         epilog=EXAMPLES,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")

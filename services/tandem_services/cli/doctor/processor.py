@@ -1,10 +1,13 @@
-"""CPU level, cores and their quota, load."""
+"""CPU level, cores and their quota, load, compiled kernels."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 
 from tandem_engine.base.cgroups import cpu_quota
-from tandem_services.cli.doctor.finding import Check, Finding, Machine, fail, ok, warn
+from tandem_services.cli.doctor.finding import LIMIT_S, Check, Finding, Machine, fail, ok, warn
+from tandem_services.cli.flags import bundled_model
 
 LEVELS = {
     "x86-64-v2": frozenset("cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3".split()),
@@ -16,11 +19,15 @@ LEVELS = {
 
 MIN_CORES = 2
 
+LISTING_LIMIT_S = 30.0
+"""Of the process that lists kernels: it imports torch, which takes two seconds on an idle machine."""
+
 
 def checks(machine: Machine) -> Iterator[Check]:
     yield Check(name="cpu", probe=partial(level, machine))
     yield Check(name="cores", probe=partial(cores, machine))
     yield Check(name="load", probe=partial(load, machine))
+    yield Check(name="kernels", probe=kernels, limit_s=LISTING_LIMIT_S + LIMIT_S)
 
 
 def level(machine: Machine) -> Finding:
@@ -60,3 +67,29 @@ def load(machine: Machine) -> Finding:
         if (recent > len(machine.cpus))
         else ok(fact)
     )
+
+
+def kernels(command: tuple[str, ...] | None = None) -> Finding:
+    """Of the bundled model: whether the next start compiles any."""
+    listing = ("kernels", "list", "--model", str(bundled_model()), "--dtype", "float32")
+    try:
+        done = subprocess.run(
+            command or (sys.executable, "-m", "tandem_engine.cli", *listing),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LISTING_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return warn(f"not listed within {LISTING_LIMIT_S:g} s", "try again when the machine is idle")
+    states = [line.split()[0] for line in done.stdout.splitlines() if line.strip()]
+    if not states:
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no output")
+        return warn(f"kernels cannot be listed: {last}", "tandem kernels list")
+    missing = states.count("missing")
+    if missing:
+        return warn(
+            f"{missing} of {len(states)} kernels of the bundled model are not compiled: its first start does that",
+            "tandem kernels build",
+        )
+    return ok(f"all {len(states)} kernels of the bundled model are compiled")

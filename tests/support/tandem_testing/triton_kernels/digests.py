@@ -8,13 +8,8 @@ import torch
 from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation import digest_triton
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.digest_words import (
-    full_digests,
-    full_digests_torch,
-    sampled_digests,
-    sampled_digests_torch,
-    sampled_rows,
-)
+from tandem_engine.disaggregation.digest_words import full_digests_torch, sampled_digests_torch, sampled_rows
+from tandem_engine.kernels.cpu.page_digests import full_digests, sampled_digests
 from tandem_testing.digest_pools import digest_pool, signed_words
 from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, compile_kernel
 

@@ -8,8 +8,8 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import MAX_DRAFT_TOKENS
 from tandem_engine.kernels.cpu.attention_work import CHUNK, as_float32
 from tandem_engine.kernels.cpu.jit import compiled
-from tandem_engine.kernels.cpu.numbers import as_array
 from tandem_engine.kernels.cpu.pieces import compiled_kernel
+from tandem_engine.kernels.cpu.tensors import as_array
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention import cpu
 from tandem_engine.model.attention.cpu import SHORT_EXTEND, CpuAttention

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.digest_words import full_digests, full_digests_torch
+from tandem_engine.disaggregation.digest_words import full_digests_torch
+from tandem_engine.kernels.cpu.page_digests import full_digests
 from tandem_testing.digest_pools import digest_pool, signed_words
 
 PAGE = PageId(1)

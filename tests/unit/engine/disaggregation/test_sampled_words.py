@@ -6,13 +6,8 @@ import torch
 
 from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.digest import PageDigester
-from tandem_engine.disaggregation.digest_words import (
-    SLOT_GROUP,
-    sampled_digests,
-    sampled_digests_torch,
-    sampled_rows,
-    word_bytes,
-)
+from tandem_engine.disaggregation.digest_words import sampled_digests_torch, sampled_rows, word_bytes
+from tandem_engine.kernels.cpu.page_digests import SLOT_GROUP, sampled_digests
 from tandem_engine.memory.pool import PageLayout
 from tandem_testing.digest_pools import digest_pool, signed_words
 

@@ -19,6 +19,7 @@ from tandem_engine.config.flags import add_engine_flags, engine_config
 from tandem_engine.engine.kernel_plan import kernel_plan
 from tandem_engine.kernels.cpu.kept import kept_by, store
 from tandem_services.cli.flags import bundled_model
+from tandem_testing.import_blocker import write_import_blocker
 from tandem_testing.random_weights import small_config
 
 STEPS = ["_cut_queries", "_find_in_blocks", "_group_tasks", "store"]
@@ -89,6 +90,27 @@ def test_plan_follows_the_numbers_of_pages_and_caps():
 
 def test_plan_of_a_gpu_is_empty():
     assert kernel_plan(replace(config_of(), device="cuda"), small_config()).all == ()
+
+
+COMPILER = """
+import importlib, sys
+import tandem_engine.kernels.cpu.build, tandem_engine.kernels.cpu.kept
+
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+print(sorted({"torch", "scipy", "transformers"} & {*sys.modules}))
+"""
+
+
+def test_builders_of_a_plan_import_no_torch(tmp_path):
+    """It would take each of them as long as a kernel."""
+    plan = kernel_plan(config_of(), small_config()).all
+    modules = sorted({spec.function.partition(":")[0] for spec in plan})
+    path = os.pathsep.join([str(write_import_blocker(tmp_path / "site", "torch")), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-c", COMPILER, *modules]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
 
 
 VERIFY = """

@@ -10,7 +10,7 @@ import pytest
 
 from tandem_engine.kernels.store.code_file import Code, DamagedError, Environment, Header, decode
 from tandem_engine.kernels.store.keys import KernelKey, KernelSpec
-from tandem_engine.kernels.store.layers import STALE_AFTER_S, KernelStore, own_folder, prune
+from tandem_engine.kernels.store.layers import STALE_AFTER_S, KernelStore, own_folder, prune, trust_of_package
 
 SPEC = KernelSpec(function="some.module:build", arguments=(("capped", False), ("dtype", "float32"), ("head_dim", 16)))
 KEY = KernelKey(spec=SPEC, target="x86-64-v3", compiler=("cpython-311", "0.68.1"))
@@ -89,6 +89,40 @@ def test_layer_that_others_can_write_is_skipped(store, tmp_path, caplog, layer, 
     found = store.find(KEY)
     assert found is not None
     assert found.object == (OBJECT if layer == "own" else b"new"), "nothing is written there either"
+
+
+@pytest.mark.parametrize("part", ["folder", "file"])
+def test_pack_that_more_users_can_write_than_code_is_skipped(store, part):
+    KernelStore(own=store.packs).save(KEY, code_of(KEY))
+    pack = store.packs if part == "folder" else store.packs / KEY.file_name
+    pack.chmod(pack.stat().st_mode | 0o002)
+    assert store.find(KEY) is None
+    assert not store.has(KEY)
+    pack.chmod(pack.stat().st_mode & ~0o002)
+    assert store.find(KEY) is not None
+
+
+@pytest.mark.parametrize(
+    ("code_mode", "code_owner", "mode", "owner", "accepted"),
+    [
+        (0o644, 7, 0o644, 7, True),
+        (0o644, 7, 0o644, 8, False),
+        (0o644, 7, 0o664, 7, False),
+        (0o664, 7, 0o664, 7, True),
+        (0o664, 7, 0o666, 7, False),
+    ],
+    ids=["of one owner", "of another", "group may write", "as to the code", "all may write"],
+)
+def test_packs_are_trusted_as_the_code_beside_them(code_mode, code_owner, mode, owner, accepted):
+    class File:
+        def stat(self) -> os.stat_result:
+            return status_of(code_mode, code_owner)
+
+    assert trust_of_package(File()).accepts(status_of(mode, owner)) is accepted
+
+
+def status_of(mode: int, owner: int) -> os.stat_result:
+    return os.stat_result((mode, 0, 0, 1, owner, owner, 0, 0, 0, 0))
 
 
 def test_file_that_others_can_write_is_skipped(store):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem_engine.kernels.cpu.numbers import as_numbers, narrowed, rounded, widened
+from tandem_engine.kernels.cpu.numbers import narrowed, rounded, widened
+from tandem_engine.kernels.cpu.tensors import as_numbers
 from tandem_testing.compiled_pieces import calling
 
 narrow, wide, round_off = calling(narrowed), calling(widened), calling(rounded)

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem_engine.kernels.cpu import gemm, vectors
-from tandem_engine.kernels.cpu.gemm import BLOCK, OUTPUTS, in_place, multiply, multiply_panel, pack
-from tandem_engine.kernels.cpu.numbers import as_numbers
+from tandem_engine.kernels.cpu import panels, vectors
+from tandem_engine.kernels.cpu.gemm import BLOCK, OUTPUTS, multiply_panel
+from tandem_engine.kernels.cpu.panels import in_place, multiply, pack
+from tandem_engine.kernels.cpu.tensors import as_numbers
 from tandem_testing.compiled_pieces import calling
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -105,7 +106,7 @@ def test_memory_of_another_size_is_not(monkeypatch):
     _, weight = operands(0, 256, 320, torch.float32)
     packed = reordered(weight)
     assert in_place(packed, weight[:200]) is None
-    monkeypatch.setattr(gemm, "ROW_BYTES", gemm.ROW_BYTES * 3)
+    monkeypatch.setattr(panels, "ROW_BYTES", panels.ROW_BYTES * 3)
     assert in_place(packed, weight) is None
 
 

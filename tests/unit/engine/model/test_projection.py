@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem_engine.kernels.cpu import gemm as fused_projection
+from tandem_engine.kernels.cpu import panels as fused_projection
 from tandem_engine.model.layers.linear import (
     FEW_TOKENS,
     MIN_PACKED_ELEMENTS,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tandem_engine.sampling.sampler import BLOCK, best_tokens
+from tandem_engine.kernels.cpu.first_places import BLOCK
+from tandem_engine.sampling.sampler import best_tokens
 
 
 @pytest.mark.parametrize("size", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7])

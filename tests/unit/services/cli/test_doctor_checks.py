@@ -280,3 +280,20 @@ def test_check_that_hangs_or_cannot_read_is_a_warning():
         release.set()
     assert_found(hung, Status.WARN, "no answer within 0.01 s", "try again")
     assert_found(unread, Status.WARN, "/nowhere/at/all", "run as the user")
+
+
+def printing(text: str, status: int, *, errors: str = "") -> tuple[str, ...]:
+    return ("sh", "-c", 'printf "$1"; printf "$2" >&2; exit "$3"', "sh", text, errors, str(status))
+
+
+def test_kernels_that_are_missing_are_counted():
+    command = printing("missing  build(a=1)\\npresent  store(int64)\\n", 1)
+    assert_found(processor.kernels(command), Status.WARN, "1 of 2 kernels", "tandem kernels build")
+    assert_found(processor.kernels(printing("present  store(int64)\\n", 0)), Status.OK, "all 1 kernels", "")
+    command = printing("", 3, errors="numba is missing\\n")
+    assert_found(processor.kernels(command), Status.WARN, "cannot be listed: numba is missing", "tandem kernels list")
+
+
+def test_kernels_that_hang_while_listed_are_a_warning(monkeypatch):
+    monkeypatch.setattr(processor, "LISTING_LIMIT_S", 0.01)
+    assert_found(processor.kernels(("sleep", "60")), Status.WARN, "not listed within", "idle")
