@@ -10,7 +10,7 @@ import httpx
 
 from tandem_engine.base.logs import quoted
 from tandem_operator.builders.naming import SERVICE_LABEL
-from tandem_services.cli.chat import converse
+from tandem_services.cli.chat.command import converse
 from tandem_services.cli.flags import key_headers
 from tandem_services.cli.k8s.cluster import CONNECT_S, Cluster, Object, pod_client
 from tandem_services.cli.k8s.pods import (
