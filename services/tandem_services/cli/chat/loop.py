@@ -16,6 +16,7 @@ from tandem_services.cli.chat.display import Display
 from tandem_services.cli.chat.history import LineHistory
 from tandem_services.cli.chat.plain_text import harmless
 from tandem_services.cli.chat.report import report
+from tandem_services.cli.text.explanation import explain_text
 from tandem_services.common.errors import RemoteError
 
 PROMPT = "you> "
@@ -128,8 +129,6 @@ class Loop:
             self._say(f"{'*' if each == self._conversation.model else ' '} {each}")
 
     def _explain(self) -> None:
-        from tandem_services.cli.k8s.explain import explain_text
-
         record = self._conversation.explain(self._last) if self._last is not None else {}
         if record:
             self._say(explain_text(record))
