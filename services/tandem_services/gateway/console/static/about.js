@@ -21,7 +21,7 @@ function factsOf(fleet) {
     ["Gateway", `Tandem ${version}, up for ${format.seconds(uptime_s)}`],
     ["API keys", requires_key ? "required" : "not required: authentication is disabled"],
     ["Models", of((worker) => worker.model)],
-    ["From the hub", roots.join(", ") || format.NONE],
+    ...(roots.length > 0 ? [/** @type {[string, string]} */ (["From the hub", roots.join(", ")])] : []),
     ["Data types", of((worker) => worker.figures?.dtype)],
     ["KV transport", of((worker) => worker.figures?.transport)],
     ["Clusters", clusters.join(", ")],

@@ -13,7 +13,7 @@ const EVERY_MS = 2000;
 export function showErrors(main, page) {
   const body = h("tbody");
   const blank = h("div", { class: "blank" }, h("p", { class: "loading" }, "Loading errors…"));
-  const panel = h("section", { class: "panel", hidden: true }, table(["When", "Request", "Status", "Endpoint", "Tenant", "Error"], body, "Refused requests"));
+  const panel = h("section", { class: "panel", hidden: true }, table(["When", "Status", "Error", "Endpoint", "Tenant", "Request"], body, "Refused requests"));
   fill(main, h("div", { class: "headline" }, h("h1", {}, "Errors")), blank, panel);
   return poll({
     everyMs: EVERY_MS,
@@ -37,7 +37,7 @@ export function showErrors(main, page) {
 /** @param {any} first */
 function errorRow(first) {
   const cells = Array.from({ length: 5 }, () => h("td"));
-  const [when, status, endpoint, tenant, error] = cells;
+  const [when, status, error, endpoint, tenant] = cells;
   when.classList.add("number", "start");
   error.classList.add("wide");
   const link = h("a", { class: "id", href: `#request/${encodeURIComponent(first.request_id)}`, title: first.request_id }, first.request_id.slice(0, 10));
@@ -49,5 +49,5 @@ function errorRow(first) {
     setText(tenant, row.tenant || format.NONE);
     setText(error, row.error ?? format.NONE);
   }
-  return { element: h("tr", {}, when, h("th", { scope: "row" }, link), status, endpoint, tenant, error), update };
+  return { element: h("tr", {}, when, status, error, endpoint, tenant, h("th", { scope: "row" }, link)), update };
 }

@@ -82,7 +82,7 @@ function endOf(kind, lines, at) {
   }
   if (kind === "heading" || kind === "rule") return end;
   if (kind === "list") {
-    while (end < lines.length && continuesList(lines, end)) end += 1;
+    while (end < lines.length && continuesList(lines, end, isNumbered(lines[at]))) end += 1;
     return end;
   }
   while (end < lines.length && lines[end].trim() && continues(kind, lines, end)) end += 1;
@@ -95,12 +95,17 @@ function closes(line, fence) {
   return text.length >= fence.length && text === fence[0].repeat(text.length);
 }
 
-/** @param {string[]} lines @param {number} at */
-function continuesList(lines, at) {
-  if (/^ {2,}\S/.test(lines[at]) || ITEM.test(lines[at])) return !RULE.test(lines[at]);
-  if (lines[at].trim()) return lines[at - 1].trim() !== "" && kindOf(lines, at) === "text";
+/** @param {string} line */
+function isNumbered(line) {
+  return /^ *\d/.test(line);
+}
+
+/** @param {string[]} lines @param {number} at @param {boolean} numbered */
+function continuesList(lines, at, numbered) {
+  const belongs = (/** @type {string} */ line) => /^ {2,}\S/.test(line) || (ITEM.test(line) && !RULE.test(line) && isNumbered(line) === numbered);
+  if (lines[at].trim()) return belongs(lines[at]) || (lines[at - 1].trim() !== "" && kindOf(lines, at) === "text");
   const next = lines.findIndex((line, index) => index > at && line.trim());
-  return next > 0 && (/^ {2,}\S/.test(lines[next]) || ITEM.test(lines[next]));
+  return next > 0 && belongs(lines[next]);
 }
 
 /** @param {Block["kind"]} kind @param {string[]} lines @param {number} at */
@@ -147,7 +152,7 @@ function list(lines, depth) {
     } else items[items.length - 1].push(line.replace(new RegExp(`^ {0,${width}}`), ""));
   }
   const first = /^ *(\d+)/.exec(lines[0]);
-  return h(first ? "ol" : "ul", { start: first && Number(first[1]) }, ...items.map((item) => h("li", {}, ...children(item, depth))));
+  return h(first ? "ol" : "ul", { start: first && first[1] }, ...items.map((item) => h("li", {}, ...children(item, depth))));
 }
 
 /** @param {string[]} lines */

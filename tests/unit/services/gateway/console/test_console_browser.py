@@ -38,6 +38,9 @@ A **bold** *word* and `code`, [site](https://example.org/a) and [not](javascript
   - nested
 - two
 
+1. first
+2. second
+
 ```python
 if a < b:
     pass
@@ -198,6 +201,7 @@ async def test_playground_renders_markdown_as_elements(see, tokenizer):
             ["H4", "Title"],
             ["P", "A bold word and code, site and [not](javascript:alert(1))."],
             ["UL", "one\nnested\ntwo"],
+            ["OL", "first\nsecond"],
             ["DIV.code", "python\nCopy\nif a < b:\n    pass"],
             ["DIV.scroll", "a\tb\n1\t<b>2</b>"],
             ["P", "The end."],
