@@ -196,7 +196,8 @@ async def test_playground_renders_markdown_as_elements(see, tokenizer):
         await page.keyboard.press("Enter")
         await page.wait_for_selector(".said.model a[href^='#request']")
         seen = """Array.from(document.querySelectorAll(".markdown > *"))
-            .map((each) => [each.tagName + (each.className && "." + each.className), each.innerText.trim().replace(/\\n+/g, '\\n')])"""
+            .map((each) => [each.tagName + (each.className && "." + each.className), each.innerText.trim()])
+            .map(([kind, text]) => [kind, text.replace(/\\n+/g, "\\n")])"""
         assert await page.evaluate(seen) == [
             ["H4", "Title"],
             ["P", "A bold word and code, site and [not](javascript:alert(1))."],
