@@ -27,7 +27,7 @@ class OnTerminal:
         os.write(self.descriptor, text.encode())
 
     def wait_for(self, text: str, *, after: str = "") -> None:
-        """Until `text` is in the output, behind the last `after`."""
+        """Until `text` is in the output, after the last `after`."""
         while after not in self.output or text not in self.output[self.output.rindex(after) if after else 0 :]:
             assert self._read(), f"it ended without {text!r}: {self.output!r}"
 

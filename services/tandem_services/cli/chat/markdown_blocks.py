@@ -1,6 +1,6 @@
 """Markdown of a model as lines for a terminal, block by block.
 
-Text that arrives later never changes a block that has another one behind it, so that all blocks but the last can be
+Text that arrives later never changes a block that is followed by another one, so that all blocks but the last can be
 printed for good.
 """
 

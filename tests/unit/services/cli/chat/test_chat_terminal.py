@@ -43,7 +43,7 @@ def end(terminal) -> str:
     return terminal.output
 
 
-def test_terminal_gets_markdown_and_no_control_codes_of_the_model(chat) -> None:
+def test_terminal_gets_markdown_without_codes_of_the_model(chat) -> None:
     with chat_server(ANSWER) as server, chat(server) as terminal:
         terminal.type("hi\n")
         terminal.wait_for(PROMPT, after=" out")
