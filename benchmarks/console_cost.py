@@ -54,6 +54,8 @@ def measure(workers: int, journal: RequestJournal) -> dict[str, float]:
         running=lambda: journal.running,
         waiting=lambda: 0,
         traffic=lambda: traffic(journal),
+        uptime_s=lambda: 7.0,
+        requires_key=False,
     )
     times, size = [], 0
     for _ in range(REPEATS):

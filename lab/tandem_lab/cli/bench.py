@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem_engine.config.flags import non_negative_int, positive_int
-from tandem_services.cli.chat import error_message
+from tandem_services.cli.chat.conversation import error_message
 from tandem_services.cli.flags import (
     add_api_key,
     fraction,

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from tandem_engine.base.version import install_hint, product_version
-from tandem_services.cli import chat, ctl, gateway, kernels, keys, quarantine, router, runs, serve, up, version, worker
+from tandem_services.cli import ctl, gateway, kernels, keys, quarantine, router, runs, serve, up, version, worker
+from tandem_services.cli.chat import command as chat
 from tandem_services.cli.doctor import command as doctor
 from tandem_services.cli.entry import TeachingParser, run_command
 from tandem_services.cli.k8s import command as k8s

@@ -49,12 +49,15 @@ from tandem_services.gateway.admin import create_admin_app
 from tandem_services.gateway.app import Gateway, api_app, build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.console.fleet_document import (
+    FleetDocument,
     GatewayFigures,
     ViewedFleet,
     fleet_document,
+    latest_errors,
     latest_requests,
     traffic,
 )
+from tandem_services.gateway.console.fleet_history import FleetHistory
 from tandem_services.gateway.console.routes import Console, SharedDocument
 from tandem_services.gateway.http.accepting import Acceptor, needs_acceptor
 from tandem_services.gateway.http.connection import GatewayConnection, end_one
@@ -71,15 +74,23 @@ if TYPE_CHECKING:
 
 def console_of(gateway: Gateway, fleets: Callable[[], Sequence[ViewedFleet]]) -> Console:
     """`fleets`: those of its models now, at least one."""
-    journal = gateway.answering.journal
+    journal, started = gateway.answering.journal, gateway.clock.now()
     figures = GatewayFigures(
         health=gateway.health,
         running=lambda: journal.running,
         waiting=lambda: sum(len(service.dispatcher.placing.admission.binding.queue) for service in gateway.models),
         traffic=lambda: traffic(journal),
+        uptime_s=lambda: gateway.clock.now() - started,
+        requires_key=gateway.access is not None,
     )
+
+    def fleet() -> FleetDocument:
+        return fleet_document(fleets(), figures)
+
     return Console(
-        fleet=SharedDocument(build=lambda: fleet_document(fleets(), figures), clock=gateway.clock),
+        fleet=SharedDocument(build=fleet, clock=gateway.clock),
+        errors=SharedDocument(build=lambda: latest_errors(journal), clock=gateway.clock),
+        history=FleetHistory(look=fleet, clock=gateway.clock),
         requests=SharedDocument(build=lambda: latest_requests(journal), clock=gateway.clock),
         journal=journal,
     )

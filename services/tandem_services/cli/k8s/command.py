@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tandem_services.cli.chat import add_conversation
+from tandem_services.cli.chat.command import add_conversation
 from tandem_services.cli.entry import TeachingParser, run_command
 from tandem_services.cli.flags import add_api_key, positive_float
 

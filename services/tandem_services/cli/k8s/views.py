@@ -18,15 +18,11 @@ from tandem_services.cli.k8s.pods import (
     Pod,
     Said,
     WorkerFigures,
-    age,
     ask,
-    count,
     now,
-    percent,
     pods_of,
-    seconds,
-    table,
 )
+from tandem_services.cli.text.tables import age, count, percent, seconds, table
 
 ROLES = ("prefill", "decode")
 

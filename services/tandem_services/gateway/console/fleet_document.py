@@ -88,6 +88,33 @@ def latest_requests(journal: RequestJournal) -> list[RequestRow]:
     return [_row(record) for record in sorted(records, key=lambda each: -each.created)[:ROWS]]
 
 
+class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that was refused before it was accepted. Nothing of its body is kept."""
+
+    request_id: str
+    tenant: str
+    endpoint: str
+    created: int
+    status: int | None
+    error: str | None
+    """Type, code and parameter."""
+
+
+def latest_errors(journal: RequestJournal) -> list[ErrorRow]:
+    """Of all tenants, newest first."""
+    return [
+        ErrorRow(
+            request_id=record.request_id,
+            tenant=record.tenant,
+            endpoint=record.endpoint,
+            created=record.created,
+            status=record.status,
+            error=record.error,
+        )
+        for record in journal.latest_refused(ROWS)
+    ]
+
+
 def _row(record: RequestRecord) -> RequestRow:
     attempts = [attempt for choice in record.choices for attempt in choice.attempts]
     last = attempts[-1] if attempts else None
@@ -173,6 +200,9 @@ class GatewayRow(msgspec.Struct, frozen=True, kw_only=True):
     """Of its models' fleets."""
     roots: tuple[str, ...]
     """Repository and commit of those models that are from a hub."""
+    uptime_s: float
+    requires_key: bool
+    """Of all requests but those for the page itself."""
     draining: bool
     running: int
     waiting: int
@@ -202,6 +232,8 @@ class GatewayFigures:
     running: Callable[[], int]
     waiting: Callable[[], int]
     traffic: Callable[[], Traffic]
+    uptime_s: Callable[[], float]
+    requires_key: bool
 
 
 class ViewedFleet(NamedTuple):
@@ -229,6 +261,8 @@ def fleet_document(fleets: Sequence[ViewedFleet], gateway: GatewayFigures) -> Fl
             version=VERSION,
             clusters=tuple(dict.fromkeys(fleet.cluster for fleet in fleets)),
             roots=tuple(dict.fromkeys(fleet.root for fleet in fleets if fleet.root)),
+            uptime_s=round(gateway.uptime_s(), 1),
+            requires_key=gateway.requires_key,
             draining=gateway.health.draining,
             running=gateway.running(),
             waiting=gateway.waiting(),

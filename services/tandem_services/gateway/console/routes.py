@@ -3,6 +3,8 @@
     /console                       the page                        without a key: contains no data of the deployment
     /console/assets/{name}         its scripts and styles          without a key
     /console/data/fleet            workers, links, this gateway    administrators
+    /console/data/history          its last hour                   administrators
+    /console/data/errors           refused requests                administrators
     /console/data/requests         the latest requests             administrators
     /console/data/requests/{id}    one request, as in explain      administrators
 
@@ -24,6 +26,7 @@ from starlette.routing import Route
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.logs import quoted
 from tandem_services.common.errors import not_found
+from tandem_services.gateway.console.fleet_history import FleetHistory
 from tandem_services.gateway.http.authentication import Access
 from tandem_services.gateway.http.sse import encode_json
 from tandem_services.gateway.observe.explain import RequestJournal
@@ -129,6 +132,8 @@ class Console:
 
     fleet: SharedDocument
     requests: SharedDocument
+    errors: SharedDocument
+    history: FleetHistory
     journal: RequestJournal
     assets: dict[str, Asset] = field(default_factory=lambda: {asset.name: asset for asset in read_assets()})
 
@@ -145,6 +150,8 @@ class Console:
             f"{PAGE}/": self._redirect,
             ASSETS + "{name}": self._asset,
             f"{DATA}fleet": self._fleet,
+            f"{DATA}history": self._history,
+            f"{DATA}errors": self._errors,
             f"{DATA}requests": self._requests,
             DATA + "requests/{request_id}": self._request,
         }
@@ -165,7 +172,15 @@ class Console:
         return _send(asset, request)
 
     async def _fleet(self, _: Request) -> Response:
+        self.history.viewed()
         return _data(self.fleet.current())
+
+    async def _history(self, _: Request) -> Response:
+        self.history.viewed()
+        return _data(encode_json(self.history.document()))
+
+    async def _errors(self, _: Request) -> Response:
+        return _data(self.errors.current())
 
     async def _requests(self, _: Request) -> Response:
         return _data(self.requests.current())

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tandem_engine.base.errors import ConfigError
-from tandem_services.cli.chat import Turn
+from tandem_services.cli.chat.conversation import Turn
 from tandem_services.cli.cores import Cores
 from tandem_services.cli.flags import bundled_model, model_folder
 from tandem_services.cli.gateway import models_of
@@ -435,9 +435,9 @@ def test_what_the_others_need_is_stopped_after_them(tmp_path) -> None:
 
 def test_a_chat_turn_keeps_text_usage_and_id_and_raises_on_an_error_event() -> None:
     turn = Turn()
-    assert turn.take({"id": "x", "choices": [{"delta": {"role": "assistant", "content": ""}}]}) == ""
+    assert turn.take({"id": "x", "choices": [{"delta": {"role": "assistant", "content": ""}}]}).content == ""
     assert turn.first_token is None
-    assert turn.take({"id": "x", "choices": [{"delta": {"content": "Hi"}}], "usage": None}) == "Hi"
+    assert turn.take({"id": "x", "choices": [{"delta": {"content": "Hi"}}], "usage": None}).content == "Hi"
     turn.take({"id": "x", "choices": [], "usage": {"prompt_tokens": 1}})
     assert (turn.text, turn.response_id, turn.usage) == ("Hi", "x", {"prompt_tokens": 1})
     with pytest.raises(RemoteError, match="lost"):

@@ -1,5 +1,6 @@
 // @ts-check
 /** The fleet: what it does now, its workers, its caches, and the links between them. */
+import { aboutPanel } from "./about.js";
 import { getJson } from "./api.js";
 import { cacheTable } from "./cache_table.js";
 import { fill, h } from "./dom.js";
@@ -20,14 +21,18 @@ export function showFleet(main, page) {
   const workers = workerTable(history);
   const caches = cacheTable(history);
   const links = linkTable();
-  const body = h("div", { class: "stack-view", hidden: true }, tiles.element, workers.element, caches.element, links.element);
+  const about = aboutPanel();
+  const body = h("div", { class: "stack-view", hidden: true }, tiles.element, workers.element, caches.element, links.element, about.element);
   const blank = h("div", { class: "blank" });
   fill(blank, h("p", { class: "loading" }, "Loading the fleet…"));
   fill(main, h("h1", { class: "visually-hidden" }, "Fleet"), blank, body);
 
   return poll({
     everyMs: EVERY_MS,
-    ask: () => getJson("console/data/fleet"),
+    async ask() {
+      if (!history.begun) history.begin(await getJson("console/data/history"));
+      return getJson("console/data/fleet");
+    },
     show(fleet) {
       page.answered(fleet);
       history.add(fleet);
@@ -39,6 +44,7 @@ export function showFleet(main, page) {
       workers.update(rows, fleet);
       caches.update(fleet);
       links.update(fleet);
+      about.update(fleet);
     },
     fail(error, retryMs) {
       page.failed(error, retryMs);

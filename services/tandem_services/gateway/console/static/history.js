@@ -1,12 +1,15 @@
 // @ts-check
 /**
- * What the page remembers of the fleet: the last two minutes, as long as it is open.
+ * What the page remembers of the fleet: curves of the last hour, which begin with what the gateway has recorded, and
+ * two minutes of each worker.
  *
  * Counters are totals since a worker's start, so a rate is a difference of two documents; an incarnation's counters
  * never go back. Who was there and is not any more stays for a minute, as lost.
  */
 
 export const SPAN = 120;
+const CURVE_S = 5;
+const CURVE_POINTS = 720;
 const RATE_S = 4;
 const SHARE_S = 60;
 const LOST_S = 60;
@@ -32,6 +35,10 @@ export class FleetHistory {
   tracks = new Map();
   /** @type {{[name: string]: (number | null)[]}} the fleet's own curves */
   curves = {};
+  /** @type {{[name: string]: number}} when the last point of a curve began */
+  #noted = {};
+  /** Whether it has the gateway's record. */
+  begun = false;
   /** @type {any} */
   latest = null;
   /** @type {Sample[]} of this gateway */
@@ -67,11 +74,24 @@ export class FleetHistory {
     return back && fleet.time - (track.gone ?? fleet.time) > 15;
   }
 
-  /** @param {string} name @param {number | null} value */
+  /** @param {any} recorded by the gateway: a point of every curve each `CURVE_S` */
+  begin(recorded) {
+    this.begun = true;
+    for (const name of ["running", "queued", "output", "hits", "kv", "ttft", "moved"]) {
+      this.curves[name] = recorded.samples.map((/** @type {any} */ sample) => sample[name]);
+      this.#noted[name] = recorded.samples.at(-1)?.time ?? -Infinity;
+    }
+  }
+
+  /** The newest value of a curve, which has a point each `CURVE_S`. @param {string} name @param {number | null} value */
   note(name, value) {
     const curve = (this.curves[name] ??= []);
-    curve.push(value);
-    if (curve.length > SPAN) curve.shift();
+    if (curve.length > 0 && this.latest.time - this.#noted[name] < CURVE_S) curve[curve.length - 1] = value;
+    else {
+      curve.push(value);
+      this.#noted[name] = this.latest.time;
+    }
+    if (curve.length > CURVE_POINTS) curve.shift();
     return curve;
   }
 

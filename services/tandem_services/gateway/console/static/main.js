@@ -2,6 +2,7 @@
 /** The page: which view is shown, how the gateway is doing, and the key of this tab. */
 import { apiKey, setApiKey } from "./api.js";
 import { fill, h, setAttribute, setText } from "./dom.js";
+import { showErrors } from "./errors.js";
 import { showFleet } from "./fleet.js";
 import * as format from "./format.js";
 import { showPlayground } from "./playground.js";
@@ -15,7 +16,7 @@ import { showTimeline } from "./timeline.js";
  * @property {(error: import("./api.js").ApiError, retryMs?: number) => void} failed
  */
 
-const TITLES = { fleet: "Fleet", requests: "Requests", request: "Request", playground: "Playground" };
+const TITLES = { fleet: "Fleet", requests: "Requests", errors: "Errors", request: "Request", playground: "Playground" };
 
 /** @param {string} id @returns {any} */
 const byId = (id) => document.getElementById(id);
@@ -32,6 +33,7 @@ const page = {
     if (!apiKey()) asksForKey = false;
     const notes = [];
     if (fleet) {
+      asksForKey = fleet.gateway.requires_key;
       const clusters = fleet.gateway.clusters.filter((/** @type {string} */ name) => name !== "default");
       const models = fleet.gateway.roots.map((/** @type {string} */ root) => root.replace(/(@.{12}).*/, "$1"));
       setText(byId("where"), [...clusters, ...models].join(", "));
@@ -95,6 +97,7 @@ function route() {
   main.dataset.view = view;
   if (view === "fleet") leave = showFleet(main, page);
   else if (view === "requests") leave = showRequests(main, page);
+  else if (view === "errors") leave = showErrors(main, page);
   else if (view === "request") leave = showTimeline(main, page, identifier(rest.join("/")));
   else leave = showPlayground(main, page);
 }

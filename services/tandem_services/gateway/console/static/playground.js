@@ -3,6 +3,7 @@
 import { ApiError, getJson, stream } from "./api.js";
 import { fill, h, setText } from "./dom.js";
 import * as format from "./format.js";
+import { MarkdownView } from "./markdown.js";
 
 /** @typedef {{role: string, content: string}} Message */
 
@@ -156,12 +157,12 @@ class Reply {
   #first = null;
   #last = 0;
   #due = false;
-  #text = document.createTextNode("");
+  #text = new MarkdownView();
   #thought = document.createTextNode("");
   #thinking = h("details", { class: "thinking", hidden: true }, h("summary", {}, "Reasoning"), h("p", { class: "text" }, this.#thought));
   #facts = h("span", { class: "facts" }, "waiting for the first token");
   #ending = h("span", { class: "facts" });
-  element = h("article", { class: "said model" }, h("h3", {}, "Model"), this.#thinking, h("p", { class: "text" }, this.#text), h("p", { class: "facts" }, this.#facts, this.#ending));
+  element = h("article", { class: "said model" }, h("h3", {}, "Model"), this.#thinking, this.#text.element, h("p", { class: "facts" }, this.#facts, this.#ending));
 
   /** @param {any} event a chunk of a chat completion */
   take(event) {
@@ -198,7 +199,7 @@ class Reply {
   #show() {
     const log = this.element.parentElement;
     const follows = log && log.scrollHeight - log.scrollTop - log.clientHeight < 48;
-    grow(this.#text, this.content);
+    this.#text.update(this.content);
     grow(this.#thought, this.reasoning);
     this.#thinking.hidden = !this.reasoning;
     if (this.#first !== null) fill(this.#facts, ...this.#figures());

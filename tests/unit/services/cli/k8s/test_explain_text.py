@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_services.cli.k8s.explain import explain_text
+from tandem_services.cli.text.explanation import explain_text
 
 
 def record(**choice):

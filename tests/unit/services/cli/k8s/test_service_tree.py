@@ -6,8 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem_engine.config import Role
-from tandem_services.cli.k8s.pods import Pod, WorkerFigures, age, gateway_figures, seconds, worker_figures
+from tandem_services.cli.k8s.pods import Pod, WorkerFigures, gateway_figures, worker_figures
 from tandem_services.cli.k8s.views import decisions_text, queue_text, roles_text, service_tree, tree_text
+from tandem_services.cli.text.tables import age, seconds
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.queueing.admission import QueueMetrics

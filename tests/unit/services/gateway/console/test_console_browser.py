@@ -30,7 +30,27 @@ pytestmark = [
 ]
 
 ATTACK = "<img src=x onerror=\"window.hacked='yes'\"><script>window.hacked='yes'</script><b>bold</b>"
-PHONE = {"width": 360, "height": 740}
+MARKDOWN = """# Title
+
+A **bold** *word* and `code`, [site](https://example.org/a) and [not](javascript:alert(1)).
+
+- one
+  - nested
+- two
+
+1. first
+2. second
+
+```python
+if a < b:
+    pass
+```
+
+| a | b |
+|---|---|
+| 1 | <b>2</b> |
+
+The end."""
 
 
 @dataclass(kw_only=True)
@@ -167,6 +187,79 @@ async def test_what_a_model_writes_is_text_and_leads_to_its_timeline(see, tokeni
         await sight.is_sound()
 
 
+async def test_playground_renders_markdown_as_elements(see, tokenizer):
+    behaviour = MockBehaviour(token=scripted_tokens(script(tokenizer, MARKDOWN, eos=EOS)), eos=EOS)
+    async with see(member("w1"), behaviour=behaviour, viewport={"width": 360, "height": 740}) as sight:
+        page = sight.watched.page
+        await sight.open("playground")
+        await page.fill("#prompt", "go")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".said.model a[href^='#request']")
+        seen = """Array.from(document.querySelectorAll(".markdown > *"))
+            .map((each) => [each.tagName + (each.className && "." + each.className), each.innerText.trim()])
+            .map(([kind, text]) => [kind, text.replace(/\\n+/g, "\\n")])"""
+        assert await page.evaluate(seen) == [
+            ["H4", "Title"],
+            ["P", "A bold word and code, site and [not](javascript:alert(1))."],
+            ["UL", "one\nnested\ntwo"],
+            ["OL", "first\nsecond"],
+            ["DIV.code", "python\nCopy\nif a < b:\n    pass"],
+            ["DIV.scroll", "a\tb\n1\t<b>2</b>"],
+            ["P", "The end."],
+        ]
+        links = "Array.from(document.querySelectorAll('.markdown a')).map((each) => [each.href, each.rel])"
+        assert await page.evaluate(links) == [["https://example.org/a", "noopener noreferrer"]]
+        assert await page.evaluate("document.documentElement.scrollWidth") == 360
+        await page.click(".code button")
+        await page.wait_for_selector(".code button:is(:text('Copied'), :text('Selected'))")
+        await sight.is_sound()
+
+
+async def test_growing_markdown_rebuilds_the_last_block_alone(see):
+    async with see(member("w1")) as sight:
+        await sight.open()
+        grown = """async (text) => {
+            const { MarkdownView } = await import("/console/assets/markdown.js");
+            const [whole, growing] = [new MarkdownView(), new MarkdownView()];
+            whole.update(text);
+            let kept = true;
+            for (let end = 1; end <= text.length; end += 1) {
+                const before = Array.from(growing.element.children).slice(0, -1);
+                growing.update(text.slice(0, end));
+                kept &&= before.every((each, index) => growing.element.children[index] === each);
+            }
+            return [kept, whole.element.innerHTML === growing.element.innerHTML];
+        }"""
+        assert await sight.watched.page.evaluate(grown, MARKDOWN) == [True, True]
+        await sight.is_sound()
+
+
+async def test_refused_requests_are_listed_with_code_and_field(see):
+    async with see(member("w1")) as sight:
+        await sight.open("errors")
+        await sight.shows("No refused requests")
+        await sight.live.http.post("/v1/chat/completions", json={"messages": ATTACK, "model": "mock"})
+        await sight.says("400", "chat", "BadRequestError: messages")
+        assert "onerror" not in await sight.text()
+        await sight.is_sound()
+
+
+async def test_curves_are_there_after_a_reload(see):
+    async with see(member("w1")) as sight:
+        await sight.live.http.get("/console/data/fleet")
+        await sight.open()
+        await sight.watched.page.wait_for_selector(".tile .spark .line[d^='M']", state="attached")
+        document = (await sight.live.http.get("/console/data/history")).json()
+        recorded = len(document["samples"])
+        await sight.watched.page.reload()
+        await sight.shows("live")
+        path = await sight.watched.page.get_attribute(".tile .spark .line >> nth=0", "d")
+        assert path is not None
+        assert path.count("L") + 1 >= recorded >= 1
+        await sight.says("API keys", "not required", "Tandem", selector=".about")
+        await sight.is_sound()
+
+
 async def test_a_timeline_shows_every_attempt_and_what_was_resumed(see, rack, tokenizer):
     answer = scripted_tokens(script(tokenizer, "Not all is well here.", eos=EOS))
     rack.add("frail", MockBehaviour(token=answer, eos=EOS, die_after=3))
@@ -281,17 +374,20 @@ async def test_the_policy_stops_what_escaping_would_have_missed(see):
         assert await page.evaluate(tries) == ["TypeError", "TypeError"]
 
 
-@pytest.mark.parametrize("view", ["fleet", "requests", "playground", "request/none"])
-async def test_a_phone_shows_every_view_without_scrolling_sideways(see, view):
+@pytest.mark.parametrize("width", [360, 390, 768])
+@pytest.mark.parametrize("view", ["fleet", "requests", "errors", "playground", "request/none"])
+async def test_narrow_screens_show_every_view_without_scrolling(see, view, width):
     workers = [
         member(f"a-worker-with-a-long-name-{i}", links=(link("w2", problem="a long story " * 9),)) for i in range(3)
     ]
-    async with see(*workers, viewport=PHONE) as sight:
+    async with see(*workers, viewport={"width": width, "height": 740}) as sight:
         page = sight.watched.page
+        await sight.live.http.post("/v1/chat/completions", json={"messages": [], "a_field_of_a_long_name" * 4: 1})
         await sight.open(view)
         await page.wait_for_selector("main h1")
         await sight.shows("live")
-        assert await page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        sizes = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+        assert await page.evaluate(sizes) == [width, width]
         unnamed = """Array.from(document.querySelectorAll("button, a, input, select, textarea"))
             .filter((each) => each.checkVisibility())
             .filter((each) => !(each.innerText || each.ariaLabel || each.labels?.length)).length"""

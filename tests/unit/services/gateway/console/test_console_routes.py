@@ -21,7 +21,13 @@ from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.service_clock import ServiceClock
 
 OPEN = ["/console", "/console/", "/console/assets/main.js", "/console/assets/console.css", "/console/assets/icon.svg"]
-DATA = ["/console/data/fleet", "/console/data/requests", "/console/data/requests/r1"]
+DATA = [
+    "/console/data/fleet",
+    "/console/data/history",
+    "/console/data/errors",
+    "/console/data/requests",
+    "/console/data/requests/r1",
+]
 
 
 def record(request_id: str, tenant: str) -> RequestRecord:
@@ -174,10 +180,12 @@ async def test_an_unchanged_file_is_not_sent_again(tokenizer):
 async def test_however_many_look_the_fleet_is_described_once_a_second(tokenizer):
     async with consoles(tokenizer) as both:
         answers = {(await both.api.get("/console/data/fleet")).content for _ in range(50)}
-        assert (len(answers), both.fleet.asked) == (1, 1)
+        assert (len(answers), both.console.fleet.builds) == (1, 1)
         both.clock.advance(1.0)
         await both.api.get("/console/data/fleet")
-        assert both.fleet.asked == 2
+        assert both.console.fleet.builds == 2
+        # And once for the first point of the curves.
+        assert both.fleet.asked == 3
 
 
 async def test_the_redirect_holds_behind_a_prefix(tokenizer):

@@ -27,6 +27,8 @@ def gateway_figures(health: Health | None = None) -> GatewayFigures:
         running=lambda: 2,
         waiting=lambda: 1,
         traffic=lambda: traffic(RequestJournal(4)),
+        uptime_s=lambda: 7.0,
+        requires_key=False,
     )
 
 

@@ -6,7 +6,8 @@ import json
 import httpx
 import pytest
 
-from tandem_services.cli.chat import Turn, converse
+from tandem_services.cli.chat.command import converse
+from tandem_services.cli.chat.conversation import Turn
 from tandem_services.cli.main import build_parser
 from tandem_services.common.errors import RemoteError
 
@@ -34,6 +35,11 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture(autouse=True)
+def state_folder(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
 def talk(monkeypatch, *answers: list[dict], said: str, terminal: bool, interrupted: bool = False) -> list[list[dict]]:
     """Hold the conversation; returns the messages of each request."""
     asked, left = [], list(answers)
@@ -48,7 +54,7 @@ def talk(monkeypatch, *answers: list[dict], said: str, terminal: bool, interrupt
 
     monkeypatch.setattr("sys.stdin", Terminal(said) if terminal else io.StringIO(said))
     lines = iter(said.splitlines())
-    monkeypatch.setattr("builtins.input", lambda _: next_line(lines))
+    monkeypatch.setattr("builtins.input", lambda *_: next_line(lines))
     args = build_parser().parse_args(["chat"])
     with httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(answer)) as client:
         assert converse(client, args) == 0
@@ -65,11 +71,8 @@ def next_line(lines) -> str:
 THOUGHTFUL = [delta(reasoning_content="Hm."), delta(content="Hello"), delta(content="!")]
 
 
-def test_reasoning_is_dim_on_a_terminal_and_no_part_of_the_conversation(monkeypatch) -> None:
-    out = Terminal()
-    monkeypatch.setattr("sys.stdout", out)
+def test_reasoning_is_no_part_of_the_conversation(monkeypatch) -> None:
     asked = talk(monkeypatch, THOUGHTFUL, [delta(content="Bye.")], said="Hi\nand?", terminal=True)
-    assert "\033[2mHm.\033[0mHello!" in out.getvalue()
     assert asked[1][1] == {"role": "assistant", "content": "Hello!"}
 
 
@@ -78,10 +81,42 @@ def test_reasoning_is_not_in_what_goes_to_a_pipe(monkeypatch, capsys) -> None:
     assert capsys.readouterr().out.startswith("Hello!\n[")
 
 
-def test_ctrl_c_stops_an_answer_and_not_the_conversation(monkeypatch, capsys) -> None:
+def test_stopped_answer_stays_in_the_conversation(monkeypatch, capsys) -> None:
     asked = talk(monkeypatch, THOUGHTFUL, [delta(content="Bye.")], said="Hi\nand?", terminal=True, interrupted=True)
-    assert asked[1] == [{"role": "user", "content": "and?"}]
+    assert [message["content"] for message in asked[1]] == ["Hi", "Hello!", "and?"]
     assert "stopped" in capsys.readouterr().err
+
+
+def test_stopped_answer_without_text_leaves_no_turn(monkeypatch) -> None:
+    asked = talk(monkeypatch, [], [delta(content="Bye.")], said="Hi\nand?", terminal=True, interrupted=True)
+    assert [message["content"] for message in asked[1]] == ["and?"]
+
+
+def test_clear_forgets_all_turns_but_the_system_message(monkeypatch) -> None:
+    asked = talk(monkeypatch, THOUGHTFUL, THOUGHTFUL, said="Hi\n/clear\nand?", terminal=True)
+    assert [message["content"] for message in asked[1]] == ["and?"]
+
+
+def test_model_command_lists_and_rejects_unknown_names(monkeypatch, capsys) -> None:
+    assert talk(monkeypatch, said="/model\n/model other\n/model m", terminal=True) == []
+    output = capsys.readouterr()
+    assert "* m" in output.err
+    assert "the server has no model other: /model lists them" in output.err
+
+
+def test_explain_reports_where_there_is_no_record(monkeypatch, capsys) -> None:
+    talk(monkeypatch, THOUGHTFUL, said="/explain\nHi\n/explain", terminal=True)
+    said = capsys.readouterr().err
+    assert said.index("no answer to explain") < said.index("no record of the last answer")
+
+
+def test_slash_lines_of_a_terminal_are_commands_of_a_pipe_text(monkeypatch, capsys) -> None:
+    said = "/etc/passwd?\n//clear it\n/what"
+    typed = talk(monkeypatch, THOUGHTFUL, THOUGHTFUL, said=said, terminal=True)
+    assert [messages[-1]["content"] for messages in typed] == ["/etc/passwd?", "/clear it"]
+    assert "no command /what: /help lists them" in capsys.readouterr().err
+    piped = talk(monkeypatch, THOUGHTFUL, THOUGHTFUL, THOUGHTFUL, said=said, terminal=False)
+    assert [messages[-1]["content"] for messages in piped] == said.splitlines()
 
 
 def test_the_first_token_of_reasoning_is_the_first_token() -> None:

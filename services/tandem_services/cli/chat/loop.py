@@ -1,0 +1,151 @@
+"""The loop of a conversation: lines that a user types or pipes, commands among them, and answers.
+
+A line of a pipe is always a message. On a terminal, a line that begins with / and a word is a command; with // it is a
+message that begins with /.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import httpx
+
+from tandem_services.cli.chat.conversation import Conversation, Turn
+from tandem_services.cli.chat.display import Display
+from tandem_services.cli.chat.history import LineHistory
+from tandem_services.cli.chat.plain_text import harmless
+from tandem_services.cli.chat.report import report
+from tandem_services.cli.text.explanation import explain_text
+from tandem_services.common.errors import RemoteError
+
+PROMPT = "you> "
+
+_COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?")
+
+HELP = """\
+/model          list the models of the server
+/model NAME     continue with another model
+/clear          forget all turns
+/explain        what the last answer took: workers, queues, cache, transfer
+/help           this list
+/quit, Ctrl-D   end
+Ctrl-C          stop the answer that is being written; the text so far stays in the conversation
+Up, Down        earlier lines
+//TEXT          a message that begins with a slash"""
+
+
+class _Command(NamedTuple):
+    name: str
+    argument: str
+
+
+class Loop:
+    """One conversation, until its lines end."""
+
+    def __init__(self, conversation: Conversation, display: Display, *, interactive: bool) -> None:
+        self._conversation = conversation
+        self._display = display
+        self._interactive = interactive
+        self._last: Turn | None = None
+        self._failures = 0
+
+    def run(self) -> int:
+        """Returns the exit status: 1 when any turn failed."""
+        if self._interactive:
+            where = f"{self._conversation.model} at {self._conversation.client.base_url}"
+            self._say(f"{where}: Ctrl-C stops an answer, /help lists the commands")
+        for line in self._lines():
+            command = self._command(line)
+            if command is not None and command.name == "quit":
+                break
+            try:
+                self._turn(line) if command is None else self._obey(command)
+            except RemoteError as error:
+                self._fail(str(error))
+            except httpx.HTTPError as error:
+                self._fail(f"{self._conversation.client.base_url} does not answer ({error})")
+            except KeyboardInterrupt:
+                if not self._interactive:
+                    raise
+                print("(stopped)", file=sys.stderr)
+        return 1 if self._failures else 0
+
+    def _fail(self, message: str) -> None:
+        self._failures += 1
+        print(f"error: {harmless(message)}", file=sys.stderr)
+
+    def _lines(self) -> Iterator[str]:
+        """Non-empty lines of the terminal or of standard input."""
+        history = LineHistory.load() if self._interactive else None
+        while True:
+            try:
+                line = self._read().strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if not self._interactive:
+                    raise
+                self._say("\n(Ctrl-D or /quit ends)")
+                continue
+            if line and history is not None:
+                history.add(line)
+            if line:
+                yield line
+
+    def _read(self) -> str:
+        if not self._interactive:
+            return input()
+        if sys.stdout.isatty():
+            return input(PROMPT)
+        print(PROMPT, end="", file=sys.stderr, flush=True)
+        return input()
+
+    def _command(self, line: str) -> _Command | None:
+        found = _COMMAND.fullmatch(line) if self._interactive else None
+        return None if found is None else _Command(found[1], (found[2] or "").strip())
+
+    def _obey(self, command: _Command) -> None:
+        match command.name:
+            case "help" | "?":
+                self._say(HELP)
+            case "clear":
+                self._conversation.clear()
+                self._last = None
+            case "model":
+                self._choose(command.argument)
+            case "explain":
+                self._explain()
+            case _:
+                self._say(f"no command /{command.name}: /help lists them, //{command.name} … is a message")
+
+    def _choose(self, name: str) -> None:
+        served = self._conversation.served_models()
+        if name and name not in served:
+            self._say(f"the server has no model {name}: /model lists them")
+            return
+        self._conversation.model = name or self._conversation.model
+        for each in [name] if name else served:
+            self._say(f"{'*' if each == self._conversation.model else ' '} {each}")
+
+    def _explain(self) -> None:
+        record = self._conversation.explain(self._last) if self._last is not None else {}
+        if record:
+            self._say(explain_text(record))
+        elif self._last is None:
+            self._say("there is no answer to explain yet")
+        else:
+            self._say("the server has no record of the last answer")
+
+    def _turn(self, line: str) -> None:
+        text = line[1:] if self._interactive and line.startswith("//") else line
+        with self._conversation.ask(text) as (turn, pieces):
+            self._last = turn
+            with self._display.answer() as show:
+                for piece in pieces:
+                    show(piece)
+        self._display.note(report(turn, self._conversation.explain(turn)))
+
+    def _say(self, text: str) -> None:
+        """To the user; standard output is for answers where it is no terminal."""
+        print(harmless(text), file=sys.stdout if sys.stdout.isatty() else sys.stderr)

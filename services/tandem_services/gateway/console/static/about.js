@@ -1,0 +1,39 @@
+// @ts-check
+/** What this gateway is, and what it serves. */
+import { h, keep, setText } from "./dom.js";
+import * as format from "./format.js";
+import { panel } from "./table.js";
+
+export function aboutPanel() {
+  const list = h("dl", { class: "about" });
+  /** @param {any} fleet */
+  function update(fleet) {
+    keep(list, factsOf(fleet), ([name]) => name, makeFact);
+  }
+  return { element: panel("About", list), update };
+}
+
+/** @param {any} fleet @returns {[string, string][]} */
+function factsOf(fleet) {
+  const { version, uptime_s, requires_key, roots, clusters } = fleet.gateway;
+  const of = (/** @type {(worker: any) => string | undefined} */ read) => [...new Set(fleet.workers.map(read).filter(Boolean))].join(", ") || format.NONE;
+  return [
+    ["Gateway", `Tandem ${version}, up for ${format.seconds(uptime_s)}`],
+    ["API keys", requires_key ? "required" : "not required: authentication is disabled"],
+    ["Models", of((worker) => worker.model)],
+    ...(roots.length > 0 ? [/** @type {[string, string]} */ (["From the hub", roots.join(", ")])] : []),
+    ["Data types", of((worker) => worker.figures?.dtype)],
+    ["KV transport", of((worker) => worker.figures?.transport)],
+    ["Clusters", clusters.join(", ")],
+  ];
+}
+
+/** @param {[string, string]} fact */
+function makeFact([name]) {
+  const value = h("dd");
+  return {
+    element: h("div", {}, h("dt", {}, name), value),
+    /** @param {[string, string]} fact */
+    update: ([, text]) => setText(value, text),
+  };
+}
