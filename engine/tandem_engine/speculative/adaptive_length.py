@@ -105,6 +105,8 @@ class DraftedSteps:
 
     def slope(self, plain_s: float) -> float:
         """Seconds by which one draft more per request prolongs a step; a step never costs less than a plain one."""
+        if not self.drafts:
+            return 0.0  # no drafted step has proposed a draft yet
         through_plain = max(0.0, self.seconds - plain_s) / self.drafts
         fitted = (self.together + RIDGE * through_plain) / (self.spread + RIDGE)
         return min(max(0.0, fitted), through_plain)

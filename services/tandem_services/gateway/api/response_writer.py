@@ -328,12 +328,11 @@ class Answer:
             try:
                 async with self._shared.bounded(self._job.deadline):
                     await self._write_events(events)
+                await events.finish(self._format.closing(self._usage()))
             except Exception as error:  # the status is out: the client learns in the stream
-                if not events.started:
+                if not events.started or events.ended:
                     raise
                 await self._write_failure(events, error)
-                return
-            await events.finish(self._format.closing(self._usage()))
 
     async def _gather(self, choices: list[WholeChoice]) -> None:
         async with aclosing(self._generator.pieces(self._job)) as batches:

@@ -5,9 +5,9 @@
                  deployment, whatever Redis contains; the router offers no other workers
     3. in use    a reader passes each output to the listener of its rid; unknown rids are ignored
                  [unknown-id-ignored]. One ping is sent per interval
-    4. dead      the socket closed, pings stayed unanswered, or a message could not be decoded. Router and listeners are
-                 notified at once, and the socket is closed. `Revival` then probes the worker, unless it sent such a
-                 message
+    4. dead      the socket closed, pings stayed unanswered, a message could not be decoded, or code of the connection
+                 failed. Router and listeners are notified at once, and the socket is closed. `Revival` then probes the
+                 worker, unless it sent such a message
        reopened  the socket closed while idle. Firewalls and restarted networks close idle connections, so one new
                  connection is tried; a dead engine refuses it
 
@@ -112,6 +112,8 @@ class Revival:
 
 UNREADABLE = "unreadable message"
 LOST = "connection lost"
+FAILED = "failed here"
+"""An exception of the gateway's own code: the worker may be well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +176,8 @@ class EngineConnection:
             asyncio.create_task(self._watch_socket()),
             asyncio.create_task(self._ping()),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
 
     @property
     def idle(self) -> bool:
@@ -240,6 +244,12 @@ class EngineConnection:
                 task.cancel()
         self._channel.close()
 
+    def _task_ended(self, task: "asyncio.Task[None]") -> None:
+        """A connection that lacks one of its tasks would leave all its requests without an answer."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("connection to a worker failed", exc_info=error, extra={"fields": {"task": task.get_name()}})
+            self._die(FAILED)
+
     async def _read(self) -> None:
         try:
             while not self._closed:
@@ -261,8 +271,15 @@ class EngineConnection:
     def _deliver(self, batch: OutputBatch) -> None:
         for output in batch.outputs:
             listener = self._listeners.get(output.rid)
-            if listener is not None:
+            if listener is None:
+                continue
+            try:
                 listener.on_output(output)
+            except Exception:
+                # One request has failed; the outputs of others are in the same batch.
+                logger.exception("output could not be passed on", extra={"fields": {"rid": output.rid}})
+                self.forget(output.rid, abort=True)
+                listener.on_lost()
 
     def _note_pong(self, pong: Pong) -> None:
         if pong.incarnation == self.worker.incarnation:

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.messages.outputs import TokenLogprob
@@ -58,12 +59,14 @@ class Generator:
         return self._merged(job)
 
     async def _merged(self, job: Job) -> AsyncGenerator[list[ChoicePiece], None]:
-        arrived: asyncio.Queue[ChoicePiece | Exception] = asyncio.Queue()
+        arrived: asyncio.Queue[ChoicePiece | BaseException] = asyncio.Queue()
         routes = self._routes(job.plan)
         tasks = [
             asyncio.create_task(self._feed(job, choice, routes[choice.index // job.plan.n], arrived))
             for choice in job.plan.choices
         ]
+        for task in tasks:
+            task.add_done_callback(partial(_note_failure, arrived))
         unfinished = len(tasks)
         try:
             while unfinished:
@@ -87,14 +90,11 @@ class Generator:
         job: Job,
         choice: PlannedChoice,
         route: SharedRoute | None,
-        arrived: "asyncio.Queue[ChoicePiece | Exception]",
+        arrived: "asyncio.Queue[ChoicePiece | BaseException]",
     ) -> None:
-        try:
-            async with aclosing(self._choice(job, choice, route)) as pieces:
-                async for (piece,) in pieces:
-                    arrived.put_nowait(piece)
-        except Exception as error:  # noqa: BLE001  # raised again where the choices are merged
-            arrived.put_nowait(error)
+        async with aclosing(self._choice(job, choice, route)) as pieces:
+            async for (piece,) in pieces:
+                arrived.put_nowait(piece)
 
     async def _choice(
         self, job: Job, choice: PlannedChoice, route: SharedRoute | None
@@ -149,12 +149,18 @@ class Generator:
         return now
 
 
-async def _gathered(arrived: "asyncio.Queue[ChoicePiece | Exception]") -> list[ChoicePiece]:
+def _note_failure(arrived: "asyncio.Queue[ChoicePiece | BaseException]", task: "asyncio.Task[None]") -> None:
+    """However a choice fails, it is raised where the choices are merged."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        arrived.put_nowait(error)
+
+
+async def _gathered(arrived: "asyncio.Queue[ChoicePiece | BaseException]") -> list[ChoicePiece]:
     """At least one piece, and all that have arrived by now. Raises what a choice has raised."""
     batch: list[ChoicePiece] = []
     while not batch or not arrived.empty():
         item = await arrived.get()
-        if isinstance(item, Exception):
+        if isinstance(item, BaseException):
             raise item
         batch.append(item)
     return batch

@@ -20,6 +20,7 @@ that is impossible, as during the response to a request whose body still arrives
 """
 
 import asyncio
+import logging
 import math
 import uuid
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem_services.common.errors import ApiError, bad_request, unavailable
-from tandem_services.gateway.http.errors import error_json
+from tandem_services.gateway.http.errors import UNEXPECTED, error_json
 from tandem_services.gateway.limits import (
     HEAD_TIMEOUT_S,
     LINGER_S,
@@ -41,6 +42,8 @@ from tandem_services.gateway.limits import (
     SEND_STALL_S,
     url_too_long,
 )
+
+logger = logging.getLogger(__name__)
 
 CONNECTIONS_RETRY_S = 1.0
 
@@ -96,6 +99,20 @@ class GatewayConnection(HttpToolsProtocol):
         self._reads()
 
     def data_received(self, data: bytes) -> None:
+        """A boundary: an exception of what handles `data` would otherwise end the connection without a word."""
+        try:
+            self._receive(data)
+        except Exception:
+            logger.exception("request bytes could not be handled")
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """After an exception: a request that an application has is answered by it, any other gets a 500."""
+        if self.cycle is None or self.cycle.response_complete or self._in_head:
+            self.transport.write(_FAILED)
+            self.transport.close()
+
+    def _receive(self, data: bytes) -> None:
         if self.transport.is_closing() or self._last_word is not None:
             return
         began_in_head = self._in_head
@@ -255,3 +272,7 @@ def _whole_response(refusal: ApiError) -> bytes:
     if refusal.retry_after is not None:
         lines.append(f"retry-after: {math.ceil(refusal.retry_after)}")
     return "\r\n".join([*lines, "", ""]).encode("ascii") + body
+
+
+_FAILED = _whole_response(UNEXPECTED)
+"""Made before anything can fail."""

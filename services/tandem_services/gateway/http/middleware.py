@@ -24,7 +24,7 @@ import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -37,7 +37,8 @@ from tandem_services.common.errors import ApiError, bad_request, unavailable
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import bounded_label
 from tandem_services.gateway.access.caller import Caller
-from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error, send_error, speaks_anthropic
+from tandem_services.gateway.http.errors import PATH as ANTHROPIC_PATH
+from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error, error_body, send_error, speaks_anthropic
 from tandem_services.gateway.limits import (
     MAX_HEADER_BYTES,
     MAX_HEADER_FIELDS,
@@ -109,9 +110,10 @@ async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -
     watcher = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((job, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not job.done():
+        if not job.done() and watcher.exception() is None:
             raise ClientGoneError
-        return job.result()
+        # A watch that has failed says nothing about the client.
+        return await job
     finally:
         watcher.cancel()
         if not job.done():
@@ -228,9 +230,26 @@ class RequestBoundary:
         self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The last boundary: what fails in the one below is answered with bytes that were made before."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        started = False
+
+        def watched(message: Message) -> Awaitable[None]:
+            nonlocal started
+            started = True
+            return send(message)
+
+        try:
+            await self._answer(scope, receive, watched)
+        except Exception:
+            logger.exception("request failed outside of its boundary")
+            if not started:
+                for message in _LAST_ANSWERS[speaks_anthropic(scope["path"])]:
+                    await send(message)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         identity = self._identify(scope, self._clock.now())
         scope[_SCOPE_KEY] = identity
         answer = _Answer(send, scope, self._health)
@@ -250,14 +269,20 @@ class RequestBoundary:
         except Exception as error:  # noqa: BLE001  # the boundary of one request: others must continue
             await self._refuse(answer, scope, error)
         finally:
-            identity.body.release()
-            endpoint = bounded_label(scope["path"], self._endpoints)
-            self._metrics.answered(endpoint, answer.status, model=identity_of(scope).model)
-            identity.trace.answered(answer.status)
+            self._ended(scope, answer)
+
+    def _ended(self, scope: Scope, answer: "_Answer") -> None:
+        """Each part whatever happens to the others: what is held must be given back."""
+        identity = identity_of(scope)
+        endpoint = bounded_label(scope["path"], self._endpoints)
+        with ExitStack() as parts:
+            for ended in identity.on_end:
+                parts.callback(ended)
             if self._refused is not None and _is_refusal(scope, endpoint, answer.status):
-                self._refused(identity_of(scope), endpoint, answer.status, answer.refusal)
-            for ended in identity_of(scope).on_end:
-                ended()
+                parts.callback(self._refused, identity, endpoint, answer.status, answer.refusal)
+            parts.callback(identity.trace.answered, answer.status)
+            parts.callback(self._metrics.answered, endpoint, answer.status, model=identity.model)
+            parts.callback(identity.body.release)
 
     def _identify(self, scope: Scope, now: float) -> RequestIdentity:
         given = _header(scope, b"x-request-id") or ""
@@ -287,6 +312,17 @@ class RequestBoundary:
             await send_error(answer.send, refusal, path=scope["path"], request_id=identity.public_id)
 
 
+def _last_answer(path: str) -> tuple[Message, Message]:
+    body = error_body(UNEXPECTED, path=path, request_id="")
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode("ascii"))]
+    start = {"type": "http.response.start", "status": UNEXPECTED.status, "headers": headers}
+    return start, {"type": "http.response.body", "body": body}
+
+
+_LAST_ANSWERS = {False: _last_answer(""), True: _last_answer(ANTHROPIC_PATH)}
+"""By whether the path is Anthropic's."""
+
+
 def _is_refusal(scope: Scope, endpoint: str, status: int) -> bool:
     """Of a request for work: unknown paths are text of outsiders, and polls would fill the list."""
     return scope["method"] == "POST" and endpoint == scope["path"] and status in _ERRORS
@@ -304,10 +340,13 @@ class _Answer:
         self.refusal: ApiError | None = None
 
     def send(self, message: Message) -> Awaitable[None]:
-        return self._send(self._begun(message) if message["type"] == "http.response.start" else message)
+        if message["type"] != "http.response.start":
+            return self._send(message)
+        sending = self._send(self._begun(message))
+        self.started = True
+        return sending
 
     def _begun(self, message: Message) -> Message:
-        self.started = True
         self.status = message["status"]
         closing = [(b"connection", b"close")] if self._health.draining else []
         identity = identity_of(self._scope)

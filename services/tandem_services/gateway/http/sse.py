@@ -62,6 +62,8 @@ class EventStream:
         self._timer: asyncio.TimerHandle | None = None
         self._comment: asyncio.Task[None] | None = None
         self.started = False
+        self.ended = False
+        """The last events are on their way."""
 
     async def __aenter__(self) -> Self:
         self._timer = self._loop.call_later(WAITING_S, self._tick)
@@ -95,6 +97,7 @@ class EventStream:
         try:
             if not self.started:
                 await self._start()
+            self.ended = not more
             await self._send({"type": "http.response.body", "body": events, "more_body": more})
         finally:
             self._writing = False

@@ -244,8 +244,13 @@ class TokenizerThreads:
 
 
 def _deliver(jobs: list[_Job]) -> None:
+    """Whatever happens to one of them, all others get their results, and none waits for nothing."""
     for job in jobs:
-        job.deliver()
+        try:
+            job.deliver()
+        except Exception as error:  # noqa: BLE001  # raised where the result is awaited
+            if not job.answer.done():
+                job.answer.set_exception(error)
 
 
 NO_WORKERS_RETRY_S = 2.0

@@ -33,6 +33,14 @@ def test_drafts_that_cost_nothing_have_no_negative_price():
     assert prices.fixed == prices.plain
 
 
+def test_a_drafted_step_without_drafts_has_a_price():
+    costs = StepCosts()
+    costs.drafted(1, 0, 0.01)
+    costs.plain(1, 0.01)
+    prices = costs.prices(1)
+    assert prices.draft == 0.0
+
+
 def test_one_step_during_which_the_machine_was_busy_changes_little():
     costs = measured(2, plain_s=1.0, steps=[(8, 2.0)])
     costs.plain(2, 1000.0)
