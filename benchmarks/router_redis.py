@@ -1,6 +1,6 @@
 """What one routing decision costs Redis: microseconds per call by fleet size, prompt length and cache state.
 
-    python benchmarks/router_redis.py [--workers 8,64] [--tokens 1024,32768] [--calls 200] [--rounds 5] [--told]
+    python benchmarks/router_redis.py [--workers 8,64] [--tokens 1024,32768] [--calls 200] [--rounds 5] [--explained]
                                       [--out r.json]
 
 Starts its own redis-server on a free loopback port. For each case: CPU time of Redis per decision, network and protocol
@@ -11,7 +11,7 @@ one caller sees. Medians over rounds. Cases of cache state:
     shared    every worker has the same first quarter (a system prompt), one of them all of it
     ragged    every worker has a different share: the worst case for the search
 
-`--told`: every decision tells what it chose from, as explain shows it for some of them.
+`--explained`: every decision tells what it chose from, as explain shows it for some of them.
 
 Then what a million blocks in the index take of Redis's memory, and a decision without Redis by the last view.
 """
@@ -87,8 +87,8 @@ def links_of(number: int, workers: int) -> tuple[LinkReport, ...]:
 
 
 class Bench:
-    def __init__(self, server: RedisServer, workers: int, *, told: bool = False) -> None:
-        self.server, self.told, self.cold = server, told, False
+    def __init__(self, server: RedisServer, workers: int, *, explained: bool = False) -> None:
+        self.server, self.explained, self.cold = server, explained, False
         self.client = RedisClient(RedisAddress(url=server.url), timeout_s=5)
         library = FunctionLibrary(self.client)
         self.index = BlockIndex(library=library, keys=Keys("bench"))
@@ -128,7 +128,7 @@ class Bench:
             chain=chain,
             exclude=frozenset(),
             seed=seed,
-            told=self.told,
+            explained=self.explained,
         )
         assert routed is not None, "no choice"
 
@@ -147,12 +147,12 @@ class Case:
     workers: int
     tokens: int
     state: str
-    told: bool = False
+    explained: bool = False
 
 
 async def measure(server: RedisServer, case: Case, *, calls: int, rounds: int) -> dict[str, object]:
     await asyncio.to_thread(server.command, "FLUSHALL")
-    bench = Bench(server, case.workers, told=case.told)
+    bench = Bench(server, case.workers, explained=case.explained)
     chain = [os.urandom(16) for _ in range(case.tokens // PAGE)]
     packed = b"".join(chain)
     await bench.fill(case.state, chain)
@@ -176,7 +176,7 @@ async def measure(server: RedisServer, case: Case, *, calls: int, rounds: int) -
         "workers": case.workers,
         "prompt_tokens": case.tokens,
         "cache": case.state,
-        "told": case.told,
+        "explained": case.explained,
         "redis_us": round(median(many), 1),
         "redis_us_one_caller": round(median(alone), 1),
         "redis_core_decisions_per_s": round(1e6 / median(many)),
@@ -247,7 +247,7 @@ async def main() -> None:
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=1_000_000)
-    parser.add_argument("--told", action="store_true")
+    parser.add_argument("--explained", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     random.seed(1)
@@ -256,7 +256,7 @@ async def main() -> None:
         cases = [
             await measure(
                 server,
-                Case(workers=int(workers), tokens=int(tokens), state=state, told=arguments.told),
+                Case(workers=int(workers), tokens=int(tokens), state=state, explained=arguments.explained),
                 calls=arguments.calls,
                 rounds=arguments.rounds,
             )

@@ -128,10 +128,10 @@ async def test_a_gateway_carries_out_what_was_picked_and_the_end_releases_it(ser
                 assert (attempt["source"], attempt["decode"]) == ("router", record["choice"]["decode"]["incarnation"])
                 assert record["state"] == "open"
                 await stream.send(answer_head(served=endpoint))
-                assert len(live.server.desk.holds) == 1
+                assert len(live.server.routing.holds) == 1
                 await stream.send(answer_body(answer.content, end=False))
                 await stream.send(answer_trailers())
-                await until(lambda: not len(live.server.desk.holds), PATIENCE_S, "the choice is released")
+                await until(lambda: not len(live.server.routing.holds), PATIENCE_S, "the choice is released")
             assert live.server.endpoints.running(endpoint) == 0
 
 
@@ -197,7 +197,7 @@ async def test_bad_bodies_are_refused_as_the_gateway_would(server, engines, tmp_
         for name, (request, param) in bad.items():
             code, error = await refused(live, request, subset=ANYWHERE)
             assert (code, error["param"]) == (400, param), name
-        assert len(live.server.desk.holds) == 0
+        assert len(live.server.routing.holds) == 0
 
 
 async def test_what_is_not_read_goes_to_a_gateway_without_a_reservation(server, engines, tmp_path):
@@ -223,7 +223,7 @@ async def test_without_room_a_request_waits_at_the_gateway_or_is_refused(server,
             assert (code, error["code"]) == (429, "no_room")
             live.router.mark_dead(engine.view.incarnation)
             assert (await refused(live, subset=ANYWHERE))[0] == 503
-            assert len(live.server.desk.holds) == 0
+            assert len(live.server.routing.holds) == 0
 
 
 async def test_only_ready_gateways_of_the_subset_are_picked(server, engines, tmp_path):
@@ -243,8 +243,8 @@ async def test_a_client_that_leaves_gives_back_what_was_reserved(server, engines
     async with live_router(server, tmp_path) as live:
         async with exchange(live) as stream:
             await picked(stream, subset=ANYWHERE)
-            assert (len(live.server.desk.holds), live.server.grpc.processor.places.taken) == (1, 1)
-        await until(lambda: not len(live.server.desk.holds), PATIENCE_S, "the choice is released")
+            assert (len(live.server.routing.holds), live.server.grpc.processor.places.taken) == (1, 1)
+        await until(lambda: not len(live.server.routing.holds), PATIENCE_S, "the choice is released")
         await until(lambda: not live.server.grpc.processor.places.taken, PATIENCE_S, "the exchange has ended")
         async with exchange(live) as stream:
             await stream.send(head(), 0)

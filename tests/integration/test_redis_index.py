@@ -140,7 +140,7 @@ async def test_a_rubbish_row_is_never_chosen_and_is_swept(server, fleet, row):
     server.command("HSET", fleet.keys.prefix + "fleet", "evil@1", row)
     assert await matched(fleet) == 0
     server.command("HSET", fleet.keys.prefix + "meta", "swept_at", "0")
-    assert (await fleet.registry.snapshot()).rubbish == 1
+    assert (await fleet.registry.snapshot()).malformed == 1
     assert server.command("HEXISTS", fleet.keys.prefix + "fleet", "evil@1") == ":0\r\n"
 
 

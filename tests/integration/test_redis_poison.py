@@ -58,7 +58,7 @@ TYPES = {
     "hash": ("HSET", "a", "b"),
     "stream": ("XADD", "*", "a", "b"),
 }
-META = ("epoch", "generation", "last_call", "swept_at", "amnesty_until")
+META = ("epoch", "generation", "last_call", "swept_at", "grace_until")
 OWN_KEYS = ("blocks", "host", "cursor", "links", "fenced")
 
 
@@ -109,7 +109,7 @@ async def check_sound(fleet, router, *, what: str) -> None:
     assert {record.view.incarnation: record for record in snapshot.workers} == {
         record.view.incarnation: record for record in RECORDS
     }, what
-    assert (await fleet.registry.snapshot()).rubbish == 0, what
+    assert (await fleet.registry.snapshot()).malformed == 0, what
     choice = await router.choose(make_query(PROMPT))
     assert choice.source is Source.REDIS, what
     assert choice.decode.incarnation in own, what

@@ -4,7 +4,7 @@ import pytest
 import redis
 
 from tandem_services.router.shared_state import (
-    MOST_LEFT,
+    MAX_QUARANTINE_S,
     Charge,
     FairBoard,
     QuarantineBoard,
@@ -85,7 +85,7 @@ async def test_a_quarantine_of_another_type_is_made_again(raw, fleet):
         await board.put("aa", ttl_s=60, capacity=8)
         assert "aa" in await board.digests(), kind
     raw.zadd(fleet.keys.quarantine, {"bb": "inf"})
-    assert (await board.digests())["bb"] == MOST_LEFT
+    assert (await board.digests())["bb"] == MAX_QUARANTINE_S
 
 
 async def test_a_session_or_ticket_that_makes_no_sense_is_none(raw, fleet):

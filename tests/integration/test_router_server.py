@@ -92,7 +92,7 @@ async def test_what_is_reserved_counts_until_it_is_released(live):
     assert (await live.http.post("/v1/release", json=release)).json() == {"released": True}
     assert (await live.http.post("/v1/release", json=release)).json() == {"released": False}
     assert await queue() == 0
-    assert len(live.server.desk.holds) == 0
+    assert len(live.server.routing.holds) == 0
 
 
 async def test_text_and_messages_are_read_with_the_models_tokenizer(live):
@@ -162,7 +162,7 @@ async def test_bad_input_is_refused_with_the_field_at_fault(live):
     for name, (fields, status, param) in BAD.items():
         error = (await choose(live, status=status, **fields))["error"]
         assert error["param"] == param or param in error["message"], name
-    assert len(live.server.desk.holds) == 0
+    assert len(live.server.routing.holds) == 0
 
 
 BAD_CALLS = [

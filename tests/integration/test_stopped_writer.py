@@ -38,7 +38,7 @@ class NobodyElse:
 
     async def snapshot(self) -> FleetSnapshot:
         self.asked += 1
-        return FleetSnapshot(epoch="e", workers=(), rubbish=0)
+        return FleetSnapshot(epoch="e", workers=(), malformed=0)
 
 
 def stopped_in_the_middle(writer: RemoteWriter, memory: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from tandem_testing.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
-TOLD_S = 120.0
+VIEW_DELAY_S = 120.0
 """Within which the index knows what a worker has cached, and a figure of what it costs to fetch it."""
 WAVES_S = 150.0
 LARGEST = 2
@@ -56,7 +56,7 @@ async def test_the_next_turn_brings_the_answer_back_from_the_decode_worker(fleet
         told, fetch = attempt["fetch"], seen["fetch"]
         return bool(told and told["source"].startswith("decode") and fetch and fetch["pages"] > 0)
 
-    await until(flows_back, TOLD_S, "a prefix came from a decode worker", came.copy)
+    await until(flows_back, VIEW_DELAY_S, "a prefix came from a decode worker", came.copy)
     newest = [*came.values()][-1]
     assert newest["fetch"]["peer"] == newest["attempts"][0]["fetch"]["source"]
     assert newest["fetch"]["bytes"] > 0

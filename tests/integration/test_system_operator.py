@@ -12,7 +12,7 @@ import pytest
 from tandem_operator.scaling.load import Load
 from tandem_operator.telemetry.autoscaler import Flip, order_flip
 from tandem_operator.telemetry.pods import PodSeen, pod_client
-from tandem_operator.telemetry.samples import LoadReader, Seen
+from tandem_operator.telemetry.samples import LoadReader, LoadReading
 from tandem_operator.telemetry.worker_control import order_token, pair_of, run_canary
 from tandem_services.common.sockets import free_port
 from tandem_testing.system import tandem_command
@@ -62,10 +62,10 @@ async def another_gateway(fleet) -> AsyncIterator[tuple[PodSeen, str]]:
             await process.wait()
 
 
-async def looked(reader: LoadReader, pods: list[PodSeen]) -> tuple[Seen, Load]:
+async def looked(reader: LoadReader, pods: list[PodSeen]) -> tuple[LoadReading, Load]:
     seen = await reader.read(pods)
     assert seen.load is not None, seen.reason
-    assert seen.load.trouble() == ""
+    assert seen.load.error() == ""
     return seen, seen.load
 
 

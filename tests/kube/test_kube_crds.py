@@ -135,13 +135,13 @@ def test_kubectl_get_shows_what_the_status_says(control_plane, namespace):
         "ready": "0/1P 1/1D",
         "serving": "abc122",
         "revision": "abc123",
-        "trouble": "CanaryFailed: no answer",
+        "error": "CanaryFailed: no answer",
         "endpoint": "http://chat",
         "conditions": conditions,
     }
     control_plane.merge(control_plane.path(manifest, "status"), {"status": status}).raise_for_status()
     head, row = control_plane.kubectl("-n", namespace, "get", "ms").splitlines()
-    assert head.split() == ["NAME", "READY", "WORKERS", "SERVING", "WANTED", "REASON", "TROUBLE", "AGE"]
+    assert head.split() == ["NAME", "READY", "WORKERS", "SERVING", "WANTED", "REASON", "ERROR", "AGE"]
     shown = ["chat", "False", "0/1P", "1/1D", "abc122", "abc123", "WorkersStarting"]
     assert row.split()[:-1] == [*shown, "CanaryFailed:", "no", "answer"]
     assert "http://chat" in control_plane.kubectl("-n", namespace, "get", "ms", "-o", "wide")

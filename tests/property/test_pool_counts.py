@@ -21,8 +21,8 @@ def test_as_many_serve_as_are_wanted_once_the_pools_have_followed(now, wanted):
     pools = now.pools_for(wanted, ScalingConfig(prefill=FREE, decode=FREE))
     assert all(pools[role] >= 0 for role in ROLES)
     assert sum(pools.values()) == sum(wanted.values())
-    gone = {role: min(now.lent[role], max(0, now.serving[role] - wanted[role])) for role in ROLES}
-    after = PoolCounts.of(pools, {role: now.lent[role] - gone[role] for role in ROLES})
+    gone = {role: min(now.flipped[role], max(0, now.serving[role] - wanted[role])) for role in ROLES}
+    after = PoolCounts.of(pools, {role: now.flipped[role] - gone[role] for role in ROLES})
     assert after.serving == wanted
 
 
@@ -40,7 +40,7 @@ def test_bounds_hold_for_pods(now, wanted):
 @given(pool_counts, st.sampled_from(ROLES), st.booleans())
 def test_a_flip_moves_one_worker_and_no_pod(now, taker, comes_home):
     home = taker if comes_home else OTHER[taker]
-    able = now.lent[OTHER[taker]] if comes_home else now.pools[home] - now.lent[taker]
+    able = now.flipped[OTHER[taker]] if comes_home else now.pools[home] - now.flipped[taker]
     if not able:
         return
     after = now.after([Flip(pod("x", home), taker)])

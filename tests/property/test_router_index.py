@@ -24,7 +24,7 @@ from tandem_services.router.cost import (
     Demand,
     Load,
 )
-from tandem_services.router.decision import TOLD_OPTIONS, PricedOptions
+from tandem_services.router.decision import EXPLAINED_OPTIONS, PricedOptions
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import TIE_S, cheapest, options, priced_options
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
@@ -174,9 +174,9 @@ def allowed(fleet: list[Member]) -> dict[tuple[str | None, str], float]:
     return found
 
 
-@given(fleet=fleets(), seed=st.integers(0, 2**31 - 1), told=st.booleans())
+@given(fleet=fleets(), seed=st.integers(0, 2**31 - 1), explained=st.booleans())
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, seed, told):
+def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, seed, explained):
     expected = allowed(fleet)
 
     async def decide():
@@ -192,7 +192,7 @@ def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, 
             chain=b"".join(CHAIN),
             exclude=frozenset(),
             seed=seed,
-            told=told,
+            explained=explained,
         )
         await workers.close()
         return routed
@@ -212,12 +212,12 @@ def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, 
         source = {m.record.view.incarnation: m for m in fleet}[routed.fetch.source]
         assert routed.fetch.tokens == source.matched > computing.matched
         assert computing_s(computing, source) < computing_s(computing, None)
-    check_told(routed.priced, choice, expected, told=told)
+    check_explained(routed.priced, choice, expected, explained=explained)
     check_tiers(routed.priced, fleet)
 
 
 def check_tiers(priced: PricedOptions | None, fleet: list[Member]) -> None:
-    """Of every option it is told how much of its match is in host memory alone, at either end."""
+    """Of every option it is explained how much of its match is in host memory alone, at either end."""
     members = {member.record.view.incarnation: member for member in fleet}
     for option in () if priced is None else priced.options:
         computing, decode = members[option.prefill or option.decode], members[option.decode]
@@ -225,21 +225,23 @@ def check_tiers(priced: PricedOptions | None, fleet: list[Member]) -> None:
         assert (option.decode_matched_tokens, option.decode_matched_host_tokens) == (decode.matched, decode.host_tokens)
 
 
-def check_told(priced: PricedOptions | None, chosen: tuple[str | None, str], expected: dict, *, told: bool) -> None:
-    """What is told is the choice and other allowed ones, each with its price, the cheapest first."""
-    assert (priced is not None) is told
+def check_explained(
+    priced: PricedOptions | None, chosen: tuple[str | None, str], expected: dict, *, explained: bool
+) -> None:
+    """What is explained is the choice and other allowed ones, each with its price, the cheapest first."""
+    assert (priced is not None) is explained
     if priced is None:
         return
     assert (priced.options[0].prefill, priced.options[0].decode) == chosen
     others = [(option.prefill, option.decode) for option in priced.options[1:]]
-    assert len({chosen, *others}) == 1 + len(others) <= TOLD_OPTIONS
+    assert len({chosen, *others}) == 1 + len(others) <= EXPLAINED_OPTIONS
     for option in priced.options:
         assert option.predicted_s == pytest.approx(expected[option.prefill, option.decode], abs=1e-6)
         assert option.predicted_s == pytest.approx(sum(term.seconds for term in option.terms))
     prices = [option.predicted_s for option in priced.options[1:]]
     assert prices == sorted(prices)
     assert len(priced.options) + priced.more <= len(expected)
-    assert priced.more == 0 or len(priced.options) == TOLD_OPTIONS
+    assert priced.more == 0 or len(priced.options) == EXPLAINED_OPTIONS
 
 
 @given(fleet=fleets(), seed=st.integers())
@@ -268,5 +270,5 @@ def test_the_local_formula_makes_the_cheapest_allowed_choice(fleet, seed):
     assert expected[choice] <= min(expected.values()) + 3 * TIE_S
     assert option.cost == pytest.approx(expected[choice], abs=1e-9)
     priced = priced_options(found, option)
-    check_told(priced, choice, expected, told=True)
+    check_explained(priced, choice, expected, explained=True)
     check_tiers(priced, fleet)

@@ -20,7 +20,7 @@ from tandem_lab.simulate.gateway import Held
 from tandem_lab.simulate.worker import ModelledWorker
 from tandem_operator.api.types import ROLES, RoleName
 from tandem_operator.scaling.load import Load
-from tandem_operator.scaling.policy import Memory, ScalingConfig, Window, decide
+from tandem_operator.scaling.policy import ScalingConfig, ScalingState, Window, decide
 from tandem_operator.telemetry.pod_metrics import GatewayFigures, GatewayTotals, WorkerFigures
 from tandem_operator.telemetry.samples import Demand, Gain, Sizes, load_of
 
@@ -44,7 +44,7 @@ class Law:
     """The operator's."""
 
     config: ScalingConfig
-    _memory: Memory = field(default_factory=Memory)
+    _memory: ScalingState = field(default_factory=ScalingState)
 
     def decide(self, load: Load, there: Mapping[RoleName, int]) -> tuple[Counts, int]:
         outcome = decide(load, there, self._memory, self.config)

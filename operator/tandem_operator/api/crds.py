@@ -186,7 +186,7 @@ SERVICE_COLUMNS = (
     ("Serving", "string", ".status.serving", 0),
     ("Wanted", "string", ".status.revision", 0),
     ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
-    ("Trouble", "string", ".status.trouble", 0),
+    ("Error", "string", ".status.error", 0),
     ("Endpoint", "string", ".status.endpoint", 1),
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )

@@ -430,7 +430,7 @@ class ModelServiceStatus(Api, frozen=True, kw_only=True):
     """Revision that gets most new requests; empty while none has a ready decode worker."""
     revision: str = ""
     """Revision of the current spec."""
-    trouble: str = ""
+    error: str = ""
     """Short error: for `kubectl get`. Conditions have the details."""
     revisions: Annotated[list[RevisionStatus], msgspec.Meta(max_length=32)] = []
     """All revisions with workers."""

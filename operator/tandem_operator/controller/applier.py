@@ -6,7 +6,7 @@
 `Rehearsal` is the dry run. If the API server rejects one object of a plan, no other object changes. Effects that a dry
 run does not count, such as the quota that two new objects use together, appear only when the plan is applied.
 
-`Executor` applies an object when its manifest differs from the last applied one, or when fields that others may change
+`Applier` applies an object when its manifest differs from the last applied one, or when fields that others may change
 differ from what the API server returned then (`Seen.fingerprint`). Manual edits are therefore reverted, and an
 unchanged service costs no request. After a start everything is applied once, which changes nothing that is correct.
 
@@ -255,7 +255,7 @@ class _Applied:
     fingerprint: bytes
 
 
-class Executor:
+class Applier:
     """Writes what plans say. Everything that it changes is owned by the service, by UID."""
 
     def __init__(self, cluster: Cluster, store: Store, secrets: SecretLookup) -> None:
@@ -265,7 +265,7 @@ class Executor:
         self._applied: defaultdict[ServiceKey, dict[str, _Applied]] = defaultdict(dict)
         """By service and UID."""
 
-    async def carry_out(self, service: Seen, parts: Parts, plan: Plan) -> bool:
+    async def apply_plan(self, service: Seen, parts: Parts, plan: Plan) -> bool:
         """Whether anything was written.
 
         Raises `RefusedError` where the API server refuses a part of the plan beforehand, so that nothing was written,

@@ -4,7 +4,7 @@
                                                            ─▶ pods become Ready, the rollout continues
     before the canary of a single worker: POST /hold, so that it does not offer itself in the meantime
 
-`CanaryBook` and `PodTrials` are pure: the caller provides time and results. `Trials` sends the requests.
+`RevisionCanaries` and `PodCanaries` are pure: the caller provides time and results. `CanaryRunner` sends the requests.
 
     revision   through its first pair until one passes: then both workers are offered to the router, and from then on
                their readiness counts
@@ -55,62 +55,62 @@ AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    asked_at: float = -math.inf
+    sent_at: float = -math.inf
     bad: int = 0
     message: str = ""
 
 
 @dataclass(slots=True)
-class PodTrials:
-    """Of one service. Times are monotonic seconds; pods go by their uid."""
+class PodCanaries:
+    """Canaries of the new workers of one service. Times are monotonic seconds; keys are uids of pods."""
 
     _tried: dict[str, _Tried] = field(default_factory=dict)
-    _proved: set[str] = field(default_factory=set)
+    _passed: set[str] = field(default_factory=set)
 
     def due(self, now: float, usable: Iterable[PodSeen], passed: Collection[str]) -> list[tuple[PodSeen, PodSeen]]:
         """New workers of the revisions `passed` to test now, each with its partner; those that waited longest first."""
         known = sorted(usable, key=lambda pod: pod.name)
-        newcomers = [pod for pod in known if pod.standby and pod.worker_role and pod.revision in passed]
-        due = [pod for pod in newcomers if pod.uid not in self._proved and now - self._of(pod).asked_at >= RETRY_S]
-        due.sort(key=lambda pod: self._of(pod).asked_at)
+        candidates = [pod for pod in known if pod.standby and pod.worker_role and pod.revision in passed]
+        due = [pod for pod in candidates if pod.uid not in self._passed and now - self._of(pod).sent_at >= RETRY_S]
+        due.sort(key=lambda pod: self._of(pod).sent_at)
         partners = ((pod, self._partner(pod, known)) for pod in due)
         return [(pod, partner) for pod, partner in partners if partner is not None][:AT_ONCE]
 
     def take(self, now: float, pod: PodSeen, answer: Canary, *, serving: bool) -> None:
-        """What became of it. `serving`: canaries through the gateway pass."""
+        """Records the result of a canary. `serving`: canaries through the gateway pass."""
         if answer.passed:
-            self.prove(pod)
+            self.mark_passed(pod)
             return
         bad = self._of(pod).bad + 1
         self._tried[pod.uid] = _Tried(now, bad, answer.message)
         if bad >= BAD_IN_A_ROW and not serving:
-            self.prove(pod)
+            self.mark_passed(pod)
 
-    def prove(self, *pods: PodSeen) -> None:
-        """A canary has gone through them."""
-        self._proved |= {pod.uid for pod in pods if pod.standby}
+    def mark_passed(self, *pods: PodSeen) -> None:
+        """Marks the pods that a canary has passed."""
+        self._passed |= {pod.uid for pod in pods if pod.standby}
 
-    def proved(self, pod: PodSeen) -> bool:
-        return pod.uid in self._proved
+    def has_passed(self, pod: PodSeen) -> bool:
+        return pod.uid in self._passed
 
     def offered(self, pod: PodSeen) -> None:
-        """It stands by no longer. Should it do so again, it is another process, and tried again."""
-        self._proved.discard(pod.uid)
+        """The pod has left standby. If it is on standby again, it is another process and gets a new canary."""
+        self._passed.discard(pod.uid)
         self._tried.pop(pod.uid, None)
 
     def failing(self, pods: Iterable[PodSeen]) -> Mapping[str, str]:
-        """Names of those that are not offered, with the reason. Forgets pods that no longer exist."""
+        """Names of pods that are not offered, with the reason. Forgets pods that no longer exist."""
         living = {pod.uid: pod for pod in pods}
         self._tried = {uid: tried for uid, tried in self._tried.items() if uid in living}
-        self._proved &= living.keys()
+        self._passed &= living.keys()
         return {
             living[uid].name: tried.message
             for uid, tried in self._tried.items()
-            if tried.bad >= BAD_IN_A_ROW and uid not in self._proved and not living[uid].ready
+            if tried.bad >= BAD_IN_A_ROW and uid not in self._passed and not living[uid].ready
         }
 
     def _partner(self, pod: PodSeen, usable: Sequence[PodSeen]) -> PodSeen | None:
-        """The next one at each failure, of those that serve, else of those that stand by too."""
+        """The next partner after each failure: one that serves, or else one on standby."""
         others = [one for one in usable if one.worker_role not in (None, pod.role) and one.revision == pod.revision]
         chosen = [one for one in others if not one.standby] or others
         return chosen[self._of(pod).bad % len(chosen)] if chosen else None
@@ -120,91 +120,91 @@ class PodTrials:
 
 
 REPEAT_S = 30.0
-"""Between two canaries through the gateway while they pass."""
+"""Seconds between two canaries through the gateway while they pass."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CanaryRequest:
     """A canary to send."""
 
     revision: str
-    """`GATEWAY_CANARY` for one that takes whatever way the gateway chooses."""
+    """`GATEWAY_CANARY` if the gateway chooses the workers."""
     gateway: PodSeen
     pair: tuple[PodSeen, PodSeen] | None = None
-    """The prefill and the decode worker that it has to go through."""
-    newcomer: PodSeen | None = None
-    """The one of the two that it is to prove, where its revision has passed before."""
+    """The prefill and the decode worker of the canary."""
+    candidate: PodSeen | None = None
+    """The worker of the pair that is tested, if its revision has passed before."""
 
     @property
     def key(self) -> str:
         """The subject of the canary: one such canary at a time."""
-        return self.revision if self.newcomer is None else f"pod {self.newcomer.uid}"
+        return self.revision if self.candidate is None else f"pod {self.candidate.uid}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
     canary: Canary | None = None
-    asked_at: float | None = None
+    sent_at: float | None = None
     bad: int = 0
 
 
 @dataclass(slots=True)
-class CanaryBook:
-    """Of one service. Times are monotonic seconds."""
+class RevisionCanaries:
+    """Canaries of the revisions and the gateway of one service. Times are monotonic seconds."""
 
     timeout_s: float
-    """A revision that has not answered so long after it was first seen has failed."""
+    """A revision without a result this long after it was first seen has failed."""
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _first_seen: dict[str, float] = field(default_factory=dict)
-    _pods: PodTrials = field(default_factory=PodTrials)
+    _pods: PodCanaries = field(default_factory=PodCanaries)
 
-    def due(self, now: float, pods: Iterable[PodSeen]) -> list[Ask]:
-        """What to ask now."""
+    def due(self, now: float, pods: Iterable[PodSeen]) -> list[CanaryRequest]:
+        """The canaries to send now."""
         usable = [pod for pod in pods if pod.usable]
         gateway = next((pod for pod in usable if pod.role == "gateway"), None)
         if gateway is None:
             return []
         revisions = dict.fromkeys(pod.revision for pod in usable if pod.worker_role is not None)
         pairs = {revision: pair for revision in revisions if (pair := pair_of(revision, usable)) is not None}
-        asks = [Ask(revision, gateway, pair) for revision, pair in pairs.items() if self._due(now, revision)]
+        asks = [CanaryRequest(revision, gateway, pair) for revision, pair in pairs.items() if self._due(now, revision)]
         # Workers that the router may choose: none, while all pairs are on standby.
         offered = any(not pod.standby for pair in pairs.values() for pod in pair)
         if offered and self._due(now, GATEWAY_CANARY):
-            asks.append(Ask(GATEWAY_CANARY, gateway))
+            asks.append(CanaryRequest(GATEWAY_CANARY, gateway))
         passed = {name for name, entry in self._entries.items() if entry.canary is not None and entry.canary.passed}
         for pod, partner in self._pods.due(now, usable, passed):
             pair = (pod, partner) if pod.role == "prefill" else (partner, pod)
-            asks.append(Ask(pod.revision, gateway, pair, newcomer=pod))
+            asks.append(CanaryRequest(pod.revision, gateway, pair, candidate=pod))
         return asks
 
-    def take(self, now: float, ask: Ask, answer: Canary) -> None:
-        """What became of it."""
-        if ask.newcomer is not None:
+    def take(self, now: float, ask: CanaryRequest, answer: Canary) -> None:
+        """Records the result of a canary."""
+        if ask.candidate is not None:
             gateway = self._entries.get(GATEWAY_CANARY)
-            self._pods.take(now, ask.newcomer, answer, serving=gateway is None or not gateway.bad)
+            self._pods.take(now, ask.candidate, answer, serving=gateway is None or not gateway.bad)
             return
         if answer.passed and ask.pair is not None:
-            self._pods.prove(*ask.pair)
+            self._pods.mark_passed(*ask.pair)
         before = self._entries.get(ask.revision, _Entry())
         bad = 0 if answer.passed else before.bad + 1
-        forgiven = before.canary is not None and before.canary.passed and bad < BAD_IN_A_ROW
-        canary = before.canary if forgiven else _steady(before.canary, answer)
+        tolerated = before.canary is not None and before.canary.passed and bad < BAD_IN_A_ROW
+        canary = before.canary if tolerated else _steady(before.canary, answer)
         self._entries[ask.revision] = _Entry(canary, now, bad)
 
-    def proved(self, pod: PodSeen) -> bool:
-        """Whether a canary has gone through it since it stands by."""
-        return self._pods.proved(pod)
+    def has_passed(self, pod: PodSeen) -> bool:
+        """Whether a canary has passed through the pod since it is on standby."""
+        return self._pods.has_passed(pod)
 
     def offered(self, pod: PodSeen) -> None:
-        """It stands by no longer."""
+        """The pod has left standby."""
         self._pods.offered(pod)
 
     def failing(self, pods: Iterable[PodSeen]) -> Mapping[str, str]:
-        """Names of workers that fail though their revision has passed, with the reason. `pods`: all there are."""
+        """Names of workers that fail although their revision has passed, with the reason. `pods`: all pods."""
         return self._pods.failing(pods)
 
     def results(self, now: float, revisions: Iterable[str]) -> dict[str, Canary]:
-        """Of the revisions that have workers, and of the gateway."""
+        """Results of the revisions that have workers, and of the gateway."""
         living = {*revisions, GATEWAY_CANARY}
         self._entries = {name: entry for name, entry in self._entries.items() if name in living}
         self._first_seen = {name: self._first_seen.get(name, now) for name in living}
@@ -218,15 +218,15 @@ class CanaryBook:
 
     def _due(self, now: float, revision: str) -> bool:
         entry = self._entries.get(revision)
-        if entry is None or entry.asked_at is None:
+        if entry is None or entry.sent_at is None:
             return True
         if entry.canary is not None and entry.canary.passed and not entry.bad:
-            return revision == GATEWAY_CANARY and now - entry.asked_at >= REPEAT_S
-        return now - entry.asked_at >= RETRY_S
+            return revision == GATEWAY_CANARY and now - entry.sent_at >= REPEAT_S
+        return now - entry.sent_at >= RETRY_S
 
 
 def _steady(before: Canary | None, now: Canary) -> Canary:
-    """With the sentence of before where only its figures are others: a status would be written for each."""
+    """`now`, with the message of `before` if only numbers differ: otherwise each canary would write a status."""
     if before is None or before.passed != now.passed:
         return now
     return replace(now, message=steady(before.message, now.message))
@@ -243,36 +243,36 @@ def _words(text: str) -> str:
 
 logger = logging.getLogger(__name__)
 
-SendCanary = Callable[[Ask, str], Awaitable[Canary]]
-"""Sends one, with the service's token."""
+SendCanary = Callable[[CanaryRequest, str], Awaitable[Canary]]
+"""Sends a canary with the token of the service."""
 
 
 @dataclass(slots=True)
-class Trials:
-    """One per service, for as long as this operator leads."""
+class CanaryRunner:
+    """Sends the canaries of one service, while this operator leads."""
 
     client: httpx.AsyncClient
     token: Callable[[Served], Awaitable[str]]
-    """The service's token for orders. Raises `OrderFailedError` while there is none."""
+    """The control token of the service. Raises `OrderFailedError` while there is none."""
     send: SendCanary | None
-    """None: canaries are switched off, and no worker stands by."""
-    book: CanaryBook
+    """None: canaries are switched off, and no worker is on standby."""
+    book: RevisionCanaries
     clock: Callable[[], float] = time.monotonic
-    asking: dict[str, tuple[Ask, "asyncio.Task[Canary]"]] = field(default_factory=dict)
-    """Canaries under way, by `Ask.key`."""
+    asking: dict[str, tuple[CanaryRequest, "asyncio.Task[Canary]"]] = field(default_factory=dict)
+    """Canaries under way, by `CanaryRequest.key`."""
     expecting: bool = False
-    """A worker starts, or an answer is due: the next turn should be soon."""
+    """A worker starts, or a result is pending: the next poll should be soon."""
     failing: dict[str, str] = field(default_factory=dict)
-    """Pods that are kept from the router because canaries through them fail, though their revision has passed."""
+    """Pods that are not routable because canaries through them fail, although their revision has passed."""
 
-    async def turn(self, subject: Subject, *, patience_s: float | None) -> dict[str, Canary]:
-        """What is known of each revision, and of the gateway under "". Waits no longer than `patience_s` for answers;
-        None: for all of them.
+    async def run_due(self, subject: Subject, *, timeout_s: float | None) -> dict[str, Canary]:
+        """The results of each revision, and of the gateway under "". Waits at most `timeout_s` for results; None: for
+        all of them.
         """
         if self.send is None:
             return {}
         pods = await with_standby(self.client, subject.pods)
-        canaries = await self._canaries(subject, pods, self.send, patience_s)
+        canaries = await self._canaries(subject, pods, self.send, timeout_s)
         await self._offer(subject, pods)
         failing = self.book.failing(pods)
         self.failing = {name: steady(self.failing.get(name, text), text) for name, text in failing.items()}
@@ -280,19 +280,19 @@ class Trials:
         return canaries
 
     def close(self) -> None:
-        """Canaries under way are given up."""
+        """Cancels canaries in flight."""
         for _, answer in self.asking.values():
             answer.cancel()
 
     async def _canaries(
-        self, subject: Subject, pods: Sequence[PodSeen], send: SendCanary, patience_s: float | None
+        self, subject: Subject, pods: Sequence[PodSeen], send: SendCanary, timeout_s: float | None
     ) -> dict[str, Canary]:
-        """Send those that are due, in addition to those under way."""
+        """Sends due canaries, in addition to those in flight."""
         for ask in self.book.due(self.clock(), pods):
             if ask.key not in self.asking:
                 self.asking[ask.key] = (ask, asyncio.create_task(self._ask(subject, ask, send)))
         if self.asking:
-            await asyncio.wait([answer for _, answer in self.asking.values()], timeout=patience_s)
+            await asyncio.wait([answer for _, answer in self.asking.values()], timeout=timeout_s)
         for key, (ask, answer) in list(self.asking.items()):
             if answer.done():
                 self.book.take(self.clock(), ask, answer.result())
@@ -300,25 +300,25 @@ class Trials:
         revisions = [one.revision for one in subject.parts.deployments() if one.revision]
         return self.book.results(self.clock(), revisions)
 
-    async def _ask(self, subject: Subject, ask: Ask, send: SendCanary) -> Canary:
+    async def _ask(self, subject: Subject, ask: CanaryRequest, send: SendCanary) -> Canary:
         try:
             token = await self.token(subject.wanted)
-            if ask.newcomer is not None:
-                await order_hold(self.client, ask.newcomer, token)
+            if ask.candidate is not None:
+                await order_hold(self.client, ask.candidate, token)
             return await send(ask, token)
         except OrderFailedError as error:
             return Canary(passed=False, message=str(error))
 
     async def _offer(self, subject: Subject, pods: Sequence[PodSeen]) -> None:
-        """End the standby of all that a canary has passed through, and of those without a possible partner."""
-        proved = [pod for pod in pods if pod.standby and (self.book.proved(pod) or not subject.has_pairs)]
-        await asyncio.gather(*(self._offer_one(subject, pod) for pod in proved))
+        """Ends the standby of pods that passed a canary, and of pods without a possible partner."""
+        passed = [pod for pod in pods if pod.standby and (self.book.has_passed(pod) or not subject.has_pairs)]
+        await asyncio.gather(*(self._offer_one(subject, pod) for pod in passed))
 
     async def _offer_one(self, subject: Subject, pod: PodSeen) -> None:
         try:
             await order_offer(self.client, pod, await self.token(subject.wanted))
         except OrderFailedError as error:
-            # It stands by, and the next turn finds it so.
+            # It stays on standby, and the next poll detects that.
             logger.warning("cannot make pod routable for %s: %s: %s", subject.service.key, pod.name, error)
         else:
             self.book.offered(pod)

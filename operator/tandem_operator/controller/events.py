@@ -22,32 +22,34 @@ logger = logging.getLogger(__name__)
 CONTROLLER = "tandem.dev/operator"
 
 MAX_NOTE = 1000
-"""Characters of its sentence; the API server takes 1024 bytes."""
+"""Max. characters of the note; the API server accepts 1024 bytes."""
 
-_TOLD = {VALID: "True", READY: "True", DEGRADED: "False", TRANSPORT_READY: "True"}
-"""Conditions whose changes become events, and the status that is good news."""
+EVENT_CONDITIONS = {VALID: "True", READY: "True", DEGRADED: "False", TRANSPORT_READY: "True"}
+"""Conditions whose changes become events, and their good status."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """One event."""
+class ServiceEvent:
+    """A Kubernetes event about a service or a part of it."""
 
     kind: Literal["Normal", "Warning"]
     reason: str
     note: str
 
 
-def transitions(before: ModelServiceStatus, after: ModelServiceStatus) -> list[Told]:
+def events_for_transition(before: ModelServiceStatus, after: ModelServiceStatus) -> list[ServiceEvent]:
     """The events for a change of status."""
     known = {one.type: one for one in before.conditions}
-    told = [_of_condition(one) for one in after.conditions if one.type in _TOLD and _news(known.get(one.type), one)]
+    reported = [one for one in after.conditions if one.type in EVENT_CONDITIONS]
+    events = [_of_condition(one) for one in reported if _is_new(known.get(one.type), one)]
     if before.revision and after.revision != before.revision:
-        told.append(Told("Normal", "RollingOut", f"revision {before.revision} is replaced by {after.revision}"))
-    return told
+        note = f"revision {before.revision} is replaced by {after.revision}"
+        events.append(ServiceEvent("Normal", "RollingOut", note))
+    return events
 
 
-def _news(before: Condition | None, after: Condition) -> bool:
-    good = _TOLD[after.type]
+def _is_new(before: Condition | None, after: Condition) -> bool:
+    good = EVENT_CONDITIONS[after.type]
     if before is None:
         # The initial state becomes an event only when it is bad.
         return after.type in (VALID, DEGRADED) and after.status != good
@@ -57,33 +59,34 @@ def _news(before: Condition | None, after: Condition) -> bool:
     return after.type in (VALID, DEGRADED) and after.status != good and changed
 
 
-def _of_condition(one: Condition) -> Told:
-    good = _TOLD[one.type] == one.status
-    return Told("Normal" if good else "Warning", one.reason, f"{one.type} is {one.status}: {one.message or one.reason}")
+def _of_condition(one: Condition) -> ServiceEvent:
+    good = EVENT_CONDITIONS[one.type] == one.status
+    note = f"{one.type} is {one.status}: {one.message or one.reason}"
+    return ServiceEvent("Normal" if good else "Warning", one.reason, note)
 
 
-class EventPoster:
+class EventRecorder:
     """Posts events about objects, as `instance`."""
 
     def __init__(self, cluster: Cluster, instance: str) -> None:
         self._cluster = cluster
         self._instance = instance
 
-    async def post(self, about: Seen, told: Told) -> None:
+    async def post(self, about: Seen, event: ServiceEvent) -> None:
         try:
-            await self._cluster.create(self._manifest(about, told))
+            await self._cluster.create(self._manifest(about, event))
         except ApiError as error:
-            logger.warning("cannot post event %s of %s: %s", told.reason, about.key, error)
+            logger.warning("cannot post event %s of %s: %s", event.reason, about.key, error)
 
-    def _manifest(self, about: Seen, told: Told) -> Manifest:
+    def _manifest(self, about: Seen, event: ServiceEvent) -> Manifest:
         return {
             "apiVersion": EVENT.api_version,
             "kind": EVENT.name,
             "metadata": {"name": f"{about.ref.name}.{uuid4().hex[:16]}", "namespace": about.namespace},
             "eventTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
-            "type": told.kind,
-            "reason": told.reason,
-            "note": told.note[:MAX_NOTE],
+            "type": event.kind,
+            "reason": event.reason,
+            "note": event.note[:MAX_NOTE],
             "action": "Reconcile",
             "reportingController": CONTROLLER,
             "reportingInstance": self._instance,

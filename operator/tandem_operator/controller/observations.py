@@ -1,10 +1,10 @@
 """Builds the planner's input from the known objects of a service and from the results of polling its pods. Pure.
 
 Only objects whose controller is the service itself count. An object that merely has the same labels or the same name
-belongs to another owner: it is neither counted nor changed nor deleted.
+belongs to another owner: it is not counted, changed or deleted.
 
-`Findings` has the results of polling: canaries, links, decisions of the autoscaler. The pod poller updates them every
-few seconds; reconciles only read them.
+`Observations` has the results of polling: canaries, links, decisions of the autoscaler. The pod poller updates them
+every few seconds; reconciles only read them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,13 +21,13 @@ from tandem_operator.controller.store import DEPLOYMENT, LEADER_WORKER_SET, POD,
 from tandem_operator.planning.deletion import gateway_selector
 from tandem_operator.planning.observed import Canary, DeploymentSeen, Observed, Ref
 from tandem_operator.planning.plan import wanted_workers
-from tandem_operator.planning.pod_failure import pod_trouble
+from tandem_operator.planning.pod_failure import pod_failure
 from tandem_operator.planning.status import GATEWAY_CANARY
 from tandem_operator.telemetry.pods import COMPONENT_LABEL, PodSeen
-from tandem_operator.telemetry.samples import Seen as SeenPods
+from tandem_operator.telemetry.samples import LoadReading
 
 _ENDED = ("Succeeded", "Failed")
-MAX_TROUBLE = 500
+MAX_FAILURE_TEXT = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Parts:
         return Parts(owned=owned, pods=tuple(one for one in everything if one.ref.kind == POD.name and not _ended(one)))
 
     def removable(self) -> frozenset[Ref]:
-        """What a plan may delete: neither what is being deleted already, nor pools, which stay with the service."""
+        """Objects that a plan may delete: not pools, which stay with the service, and not objects being deleted."""
         return frozenset(
             ref for ref, one in self.owned.items() if not one.deleting and ref.kind not in (WORKER_POOL.name, POD.name)
         )
@@ -61,7 +61,7 @@ class Parts:
         return counts
 
     def deployments(self, failing: Mapping[str, str] = MappingProxyType({})) -> tuple[DeploymentSeen, ...]:
-        """All that the service owns and that are not going. `failing`: as `Findings.failing`."""
+        """Deployments and groups of the service that are not being deleted. `failing`: as `Observations.failing`."""
         mine = [one for one in self.owned.values() if not one.deleting]
         plain = [
             _deployment(one, self.pods_with(one.body["spec"]["selector"]["matchLabels"]), failing)
@@ -71,23 +71,23 @@ class Parts:
         return (*plain, *(self._group(one, failing) for one in mine if one.ref.kind == LEADER_WORKER_SET.name))
 
     def _group(self, seen: Seen, failing: Mapping[str, str]) -> DeploymentSeen:
-        """Its leaders are the workers; a follower that does not come up is an error all the same."""
+        """Leaders are the workers; a follower that does not start is an error too."""
         labels = selector_of(seen.body["metadata"].get("labels", {}))
         found = _deployment(seen, self.pods_with(labels), failing)
         followers = [pod for pod in self.pods_with({**labels, COMPONENT_LABEL: FOLLOWER}) if not pod.deleting]
-        trouble = found.trouble or _trouble({}, followers, failing)
-        return replace(found, paused=_partition(seen) > 0, trouble=trouble)
+        failure = found.failure or _failure({}, followers, failing)
+        return replace(found, paused=_partition(seen) > 0, failure=failure)
 
     def pods_seen(self) -> tuple[PodSeen, ...]:
         """Workers and gateways, in the form for polling."""
         return tuple(pod for one in self.pods if (pod := PodSeen.of(one.body)) is not None)
 
     def pods_with(self, labels: Mapping[str, str]) -> list[Seen]:
-        """Terminating ones too."""
+        """Pods with these labels, also terminating ones."""
         return [pod for pod in self.pods if labels.items() <= pod.body["metadata"].get("labels", {}).items()]
 
     def ready_pods(self, labels: Mapping[str, str]) -> list[Seen]:
-        """Those that take requests."""
+        """Pods with these labels that accept requests."""
         return [pod for pod in self.pods_with(labels) if _ready(pod) and not pod.deleting]
 
 
@@ -109,7 +109,7 @@ def _deployment(seen: Seen, pods: list[Seen], failing: Mapping[str, str]) -> Dep
         created=body["metadata"].get("creationTimestamp", ""),
         exchanging=_exchanging(body),
         paused=body["spec"].get("paused", False),
-        trouble=_trouble(body, living, failing),
+        failure=_failure(body, living, failing),
     )
 
 
@@ -121,7 +121,7 @@ def _exchanging(body: dict[str, Any]) -> bool:
 
 
 def _partition(group: Seen) -> int:
-    """Groups that keep their template."""
+    """Number of groups that keep their template."""
     strategy = group.body["spec"].get("rolloutStrategy", {})
     return int(strategy.get("rollingUpdateConfiguration", {}).get("partition", 0))
 
@@ -135,52 +135,52 @@ def _ended(pod: Seen) -> bool:
     return pod.ref.kind == POD.name and pod.body["status"].get("phase") in _ENDED
 
 
-def _trouble(deployment: dict[str, Any], pods: list[Seen], failing: Mapping[str, str]) -> str:
-    """The first pod's that has some, else what keeps the Deployment from making pods."""
+def _failure(deployment: dict[str, Any], pods: list[Seen], failing: Mapping[str, str]) -> str:
+    """The first failure of a pod, or else the reason why the Deployment cannot create pods."""
     for pod in sorted(pods, key=lambda one: one.ref.name):
-        for text in pod_trouble(pod.body["status"]):
-            return text[:MAX_TROUBLE]
+        for text in pod_failure(pod.body["status"]):
+            return text[:MAX_FAILURE_TEXT]
         if pod.ref.name in failing and not _ready(pod):
-            return f"no canary passes through {pod.ref.name}: {failing[pod.ref.name]}"[:MAX_TROUBLE]
+            return f"no canary passes through {pod.ref.name}: {failing[pod.ref.name]}"[:MAX_FAILURE_TEXT]
     for one in deployment.get("status", {}).get("conditions", ()):
         if one["type"] == "ReplicaFailure" and one["status"] == "True":
-            return str(one.get("message", one.get("reason", "")))[:MAX_TROUBLE]
+            return str(one.get("message", one.get("reason", "")))[:MAX_FAILURE_TEXT]
     return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Findings:
-    """Of one service."""
+class Observations:
+    """Results of the last poll of one service."""
 
     canaries: Mapping[str, Canary] = field(default_factory=dict)
-    """As `Observed.canaries`."""
+    """Results of canaries by revision, as `Observed.canaries`."""
     failing: Mapping[str, str] = field(default_factory=dict)
-    """Pods through which canaries fail, though their revision has passed: name → why."""
+    """Pods through which canaries fail, although their revision has passed: name → reason."""
     links: Mapping[str, str] = field(default_factory=dict)
-    """As `Observed.links`."""
+    """Links slower than expected, as `Observed.links`."""
     decisions: tuple[Decision, ...] | None = None
-    """Newest first; None: none made since this operator leads, those in the status stay."""
+    """Decisions of the autoscaler, newest first; None: none since this operator leads, those in the status stay."""
     holding: str = ""
-    """Why the autoscaler holds; empty while it does not."""
-    pods: SeenPods | None = field(default=None, compare=False)
+    """Why the autoscaler changes nothing; empty if it may."""
+    pods: LoadReading | None = field(default=None, compare=False)
     """The last metrics of pods. They change each time and do not cause a reconcile."""
 
 
-class FindingsBoard:
-    """The newest of each service."""
+class ObservationStore:
+    """The latest observations of each service."""
 
     def __init__(self) -> None:
-        self._of: dict[ServiceKey, Findings] = {}
+        self._of: dict[ServiceKey, Observations] = {}
 
-    def of(self, key: ServiceKey) -> Findings | None:
-        """None: not polled yet."""
+    def of(self, key: ServiceKey) -> Observations | None:
+        """None if the service was not polled yet."""
         return self._of.get(key)
 
-    def put(self, key: ServiceKey, findings: Findings) -> bool:
-        """Whether they are new."""
+    def put(self, key: ServiceKey, observations: Observations) -> bool:
+        """Whether the observations have changed."""
         before = self._of.get(key)
-        self._of[key] = findings
-        return before != findings
+        self._of[key] = observations
+        return before != observations
 
     def forget(self, key: ServiceKey) -> None:
         self._of.pop(key, None)
@@ -190,7 +190,7 @@ class FindingsBoard:
 
 
 def canaries_by_readiness(service: str, parts: Parts, roles: Iterable[RoleName] = ROLES) -> dict[str, Canary]:
-    """A revision counts as one that answered when it has a ready pod of each of `roles`: with canaries switched off
+    """A revision has passed when it has a ready pod of each of `roles`: with canaries switched off
     (`--canary off`), and where there are no pairs to test, because there is no separate prefill role.
     """
     ready: dict[str, set[RoleName]] = {}
@@ -205,7 +205,7 @@ def canaries_by_readiness(service: str, parts: Parts, roles: Iterable[RoleName] 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """The service, what it owns, and its pods."""
+    """A service, its objects, and its pods."""
 
     service: Seen
     wanted: Served
@@ -217,12 +217,12 @@ class Subject:
 
     @property
     def rolling_out(self) -> bool:
-        """Whether workers of another revision are there."""
+        """Whether there are workers of another revision."""
         return any(one.replicas or one.pods for one in self.parts.deployments() if one.role and self._old(one.revision))
 
     @property
     def has_pairs(self) -> bool:
-        """Whether there is a separate prefill role: else no canary can go from one worker to another."""
+        """Whether there is a separate prefill role: otherwise no canary can pass from one worker to another."""
         return wanted_workers(self.wanted, Observed(now=self.now, pools=self.parts.pools()))["prefill"] > 0
 
     def _old(self, revision: str | None) -> bool:

@@ -3,14 +3,14 @@
 pods ─▶ due canaries ─▶ workers on standby are offered to the router once their revision has passed
      ─▶ metrics ─▶ links slower than expected
                 ─▶ the autoscaler (mode internal): pod costs, then role flips, then replicas of pools
-                                                             all results ─▶ `Findings`, which reconciles read
+                                                             all results ─▶ `Observations`, which reconciles read
 
-Lookout         polls one service
-Lookouts        polls all services, many at a time, while this operator leads. A service that was never polled is
-                polled at once, and its reconciles wait for that
-ExternalLooks   metrics for external autoscalers, for services with `autoscaling.mode: external`. Every replica
-                polls, leading or not, because it only reads, and an HPA's adapter or KEDA may query any replica.
-                The leader's `Lookout` reuses these results, so that no pod is polled twice
+PodPoller        polls one service
+PodPollers       polls all services, many at a time, while this operator leads. A service that was never polled is
+                 polled at once, and its reconciles wait for that
+ExternalPoller   metrics for external autoscalers, for services with `autoscaling.mode: external`. Every replica
+                 polls, leading or not, because it only reads, and an HPA's adapter or KEDA may query any replica.
+                 The leader's `PodPoller` reuses these results, so that no pod is polled twice
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from tandem_operator.api.model_service import Decision
 from tandem_operator.api.types import ROLES
 from tandem_operator.builders.naming import pool_name
 from tandem_operator.builders.served import Served, served
-from tandem_operator.controller.applier import Executor
-from tandem_operator.controller.canary_runner import CanaryBook, Trials, steady
+from tandem_operator.controller.applier import Applier
+from tandem_operator.controller.canary_runner import CanaryRunner, RevisionCanaries, steady
 from tandem_operator.controller.cluster import ApiError
-from tandem_operator.controller.events import EventPoster, Told
+from tandem_operator.controller.events import EventRecorder, ServiceEvent
 from tandem_operator.controller.leader_election import NotLeading
-from tandem_operator.controller.observations import Findings, FindingsBoard, Parts, Subject
+from tandem_operator.controller.observations import Observations, ObservationStore, Parts, Subject
 from tandem_operator.controller.probes import OperatorMetrics
 from tandem_operator.controller.reconcile import rfc3339
 from tandem_operator.controller.store import WORKER_POOL, Seen, ServiceKey, Store, spec_of, status_of
@@ -42,57 +42,54 @@ from tandem_operator.telemetry.autoscaler import (
     Flip,
     Scaled,
     event_of,
+    merge_history,
+    new_events,
     order_flip,
-    remembered,
     scaling_config,
-    worth_telling,
 )
-from tandem_operator.telemetry.external import ScalingFigures
-from tandem_operator.telemetry.samples import LoadReader
-from tandem_operator.telemetry.samples import Seen as PodsSeen
+from tandem_operator.telemetry.external import ScalingMetrics
+from tandem_operator.telemetry.samples import LoadReader, LoadReading
 from tandem_operator.telemetry.worker_control import OrderFailedError
 
 logger = logging.getLogger(__name__)
 
 QUICK_S = 1.0
-"""A canary that is answered so soon counts in the same turn."""
+"""The result of a canary counts in the same poll if it arrives within this time."""
 
 
 @dataclass(slots=True)
-class Lookout:
-    """One per service, for as long as this operator leads."""
+class PodPoller:
+    """Polls the pods of one service, while this operator leads."""
 
     client: httpx.AsyncClient
-    executor: Executor
-    events: EventPoster
+    applier: Applier
+    events: EventRecorder
     token: Callable[[Served], Awaitable[str]]
-    """The service's token for orders. Raises `OrderFailedError` while there is none."""
-    trials: Trials
-    external: Callable[[ServiceKey], PodsSeen | None] = lambda _: None
-    """What was observed of an externally scaled service: `ExternalLooks` polls its pods."""
+    """The control token of the service. Raises `OrderFailedError` while there is none."""
+    canary_runner: CanaryRunner
+    external: Callable[[ServiceKey], LoadReading | None] = lambda _: None
+    """The last load of an externally scaled service: `ExternalPoller` polls its pods."""
     clock: Callable[[], float] = time.monotonic
     autoscaler: Autoscaler = field(default_factory=Autoscaler)
     reader: LoadReader = field(init=False)
-    look_at: float = -math.inf
-    """When figures are read again."""
+    next_read: float = -math.inf
+    """When metrics are read again."""
 
     def __post_init__(self) -> None:
         self.reader = LoadReader(client=self.client, now=self.clock)
 
-    async def ask(self, subject: Subject, before: Findings | None) -> Findings:
-        """Send the canaries that are due. `before`: None the first time, which waits for the answers, for nothing is
-        planned without them; later polls do not wait for slow ones.
+    async def run_canaries(self, subject: Subject, before: Observations | None) -> Observations:
+        """Sends due canaries. `before` is None in the first poll, which waits for the results, because plans need
+        them; later polls do not wait for slow ones.
         """
-        canaries = await self.trials.turn(subject, patience_s=None if before is None else QUICK_S)
-        return replace(before or Findings(), canaries=canaries, failing=self.trials.failing)
+        canaries = await self.canary_runner.run_due(subject, timeout_s=None if before is None else QUICK_S)
+        return replace(before or Observations(), canaries=canaries, failing=self.canary_runner.failing)
 
-    async def look(self, subject: Subject, known: Findings) -> Findings:
-        """Read figures, if it is time to, and act on them. Raises `ApiError` when the API server does not take the
-        outcome.
-        """
-        if self.clock() < self.look_at:
+    async def poll(self, subject: Subject, known: Observations) -> Observations:
+        """Reads metrics, if they are due, and acts on them. Raises `ApiError` if the API server rejects a change."""
+        if self.clock() < self.next_read:
             return known
-        self.look_at = self.clock() + subject.wanted.spec.autoscaling.period_seconds
+        self.next_read = self.clock() + subject.wanted.spec.autoscaling.period_seconds
         seen = await self._seen(subject)
         if seen is None:
             return known
@@ -101,26 +98,26 @@ class Lookout:
         if scaled is None:
             return replace(found, holding="")
         decisions = list(known.decisions) if known.decisions is not None else subject.status.decisions
-        await self._tell(subject, decisions, scaled)
+        await self._post_events(subject, decisions, scaled)
         await self._scale(subject, scaled)
-        told = tuple(remembered(decisions, scaled.decisions, subject.now))
-        return replace(found, decisions=told, holding=steady(known.holding, scaled.holding))
+        history = tuple(merge_history(decisions, scaled.decisions, subject.now))
+        return replace(found, decisions=history, holding=steady(known.holding, scaled.holding))
 
     @property
     def expecting(self) -> bool:
-        """Whether the next turn should be soon."""
-        return self.trials.expecting
+        """Whether the next poll should be soon."""
+        return self.canary_runner.expecting
 
-    async def _seen(self, subject: Subject) -> PodsSeen | None:
+    async def _seen(self, subject: Subject) -> LoadReading | None:
         if subject.wanted.spec.autoscaling.mode == "external":
             return self.external(subject.service.key)
         return await self.reader.read(subject.pods)
 
     def close(self) -> None:
-        """Canaries under way are given up."""
-        self.trials.close()
+        """Cancels canaries in flight."""
+        self.canary_runner.close()
 
-    def _decide(self, subject: Subject, seen: PodsSeen) -> Scaled | None:
+    def _decide(self, subject: Subject, seen: LoadReading) -> Scaled | None:
         pools = subject.parts.pools()
         if subject.wanted.spec.autoscaling.mode != "internal" or len(pools) < len(ROLES):
             return None
@@ -133,28 +130,29 @@ class Lookout:
             rolling_out=subject.rolling_out,
         )
 
-    async def _tell(self, subject: Subject, known: Sequence[Decision], scaled: Scaled) -> None:
-        for decision in worth_telling(known, scaled.decisions):
+    async def _post_events(self, subject: Subject, known: Sequence[Decision], scaled: Scaled) -> None:
+        for decision in new_events(known, scaled.decisions):
             kind, reason, message = event_of(decision)
             logger.info("%s: %s: %s", subject.service.key, reason, message)
-            await self.events.post(subject.service, Told("Warning" if kind == "Warning" else "Normal", reason, message))
+            event = ServiceEvent("Warning" if kind == "Warning" else "Normal", reason, message)
+            await self.events.post(subject.service, event)
 
     async def _scale(self, subject: Subject, scaled: Scaled) -> None:
         namespace = subject.service.namespace
-        await self.executor.annotate_costs(namespace, scaled.costs)
+        await self.applier.annotate_costs(namespace, scaled.costs)
         for flip in scaled.flips:
             await self._flip(subject, flip)
         pools = subject.parts.pools()
         for role in ROLES:
             if scaled.pools[role] != pools[role]:
                 ref = WORKER_POOL.ref(pool_name(subject.service.ref.name, role))
-                await self.executor.scale(ref, namespace, scaled.pools[role])
+                await self.applier.scale(ref, namespace, scaled.pools[role])
 
     async def _flip(self, subject: Subject, flip: Flip) -> None:
         try:
             await order_flip(self.client, flip, await self.token(subject.wanted))
         except OrderFailedError as error:
-            # The next poll shows that it serves as before, and decides again.
+            # The next poll shows its unchanged role, and the autoscaler may order the flip again.
             logger.warning(
                 "role flip failed for %s: pod %s to %s: %s", subject.service.key, flip.pod.name, flip.role, error
             )
@@ -163,33 +161,33 @@ class Lookout:
 PERIOD_S = 5.0
 
 AT_ONCE = 32
-"""Services; most of a look is waiting for pods."""
+"""Services polled at once; most of a poll is waiting for pods."""
 
 
 @dataclass(slots=True)
-class ExternalLooks:
-    """`run` it."""
+class ExternalPoller:
+    """Polls externally scaled services in the task of `run`."""
 
     store: Store
     settings: OperatorSettings
     client: httpx.AsyncClient
-    figures: ScalingFigures
+    figures: ScalingMetrics
     _readers: dict[ServiceKey, LoadReader] = field(default_factory=dict)
-    _seen: dict[ServiceKey, PodsSeen] = field(default_factory=dict)
-    _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+    _seen: dict[ServiceKey, LoadReading] = field(default_factory=dict)
+    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await self.look()
+            await self.poll()
             await asyncio.sleep(PERIOD_S)
 
-    def seen(self, key: ServiceKey) -> PodsSeen | None:
-        """What came of the last look at a service; None before the first."""
+    def seen(self, key: ServiceKey) -> LoadReading | None:
+        """The result of the last poll of a service; None before the first."""
         return self._seen.get(key)
 
-    async def look(self) -> None:
-        """At all that others scale; what is no longer among them is forgotten."""
+    async def poll(self) -> None:
+        """Polls all externally scaled services, and forgets others."""
         wanted = {
             service.key: (service, found) for service in self.store.services() if (found := self._external(service))
         }
@@ -197,7 +195,7 @@ class ExternalLooks:
             del self._readers[key]
             self._seen.pop(key, None)
             self.figures.forget((key.namespace, key.name))
-        await asyncio.gather(*(self._look_at(service, found) for service, found in wanted.values()))
+        await asyncio.gather(*(self._poll_service(service, found) for service, found in wanted.values()))
 
     def _external(self, service: Seen) -> Served | None:
         try:
@@ -209,13 +207,13 @@ class ExternalLooks:
             return None
         return served(service.ref.name, service.namespace, spec, self.settings)
 
-    async def _look_at(self, service: Seen, wanted: Served) -> None:
-        """Nothing that goes wrong with one service reaches the others."""
+    async def _poll_service(self, service: Seen, wanted: Served) -> None:
+        """Handles every error of one service, so that the others are polled."""
         key = service.key
         reader = self._readers.setdefault(key, LoadReader(client=self.client))
         pods = Parts.of(service.uid, self.store.parts(key)).pods_seen()
         try:
-            async with self._room:
+            async with self._slots:
                 seen = await reader.read(pods)
             self._seen[key] = seen
             self.figures.put((key.namespace, key.name), seen, scaling_config(wanted))
@@ -229,35 +227,35 @@ TICK_S = 0.5
 RETRY_S = 5.0
 
 STARTING_S = 1.0
-"""Until the next poll while workers start: no watch reports when one is on standby."""
+"""Seconds until the next poll while workers start: no watch reports when one is on standby."""
 
 PAUSE_S = 1.0
-"""Between two turns, however often pods change."""
+"""Min. seconds between two polls, however often pods change."""
 
 
 @dataclass(slots=True)
-class _Post:
-    """A lookout and its schedule."""
+class _Entry:
+    """A poller and its schedule."""
 
     due: float
     ended: float = 0.0
-    """When its last turn did."""
-    lookout: Lookout | None = None
+    """When its last poll ended."""
+    poller: PodPoller | None = None
     at_work: bool = False
 
-    def leave(self) -> None:
-        if self.lookout is not None:
-            self.lookout.close()
+    def close(self) -> None:
+        if self.poller is not None:
+            self.poller.close()
 
 
-class Lookouts:
-    """`run` it. `changed` is called for a service about which something new was found."""
+class PodPollers:
+    """Polls all services in the task of `run`. Calls `changed` for a service with new observations."""
 
     def __init__(
         self,
         store: Store,
-        findings: FindingsBoard,
-        make: Callable[[CanaryBook], Lookout],
+        observations: ObservationStore,
+        make: Callable[[RevisionCanaries], PodPoller],
         settings: OperatorSettings,
         metrics: OperatorMetrics,
         *,
@@ -267,7 +265,7 @@ class Lookouts:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self._findings = findings
+        self._observations = observations
         self._make = make
         self._settings = settings
         self._metrics = metrics
@@ -275,22 +273,22 @@ class Lookouts:
         self._changed = changed
         self._known = known
         self._clock = clock
-        self._posts: dict[str, _Post] = {}
-        self._room = asyncio.Semaphore(AT_ONCE)
-        self._turns: set[asyncio.Task[None]] = set()
+        self._entries: dict[str, _Entry] = {}
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._polls: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until cancelled; turns under way end with it."""
+        """Until cancelled, which also cancels polls in flight."""
         try:
             while True:
                 self.tick()
                 await asyncio.sleep(TICK_S)
         finally:
-            for turn in self._turns:
-                turn.cancel()
+            for poll in self._polls:
+                poll.cancel()
 
     def tick(self) -> None:
-        """Begin the turns that are due."""
+        """Starts the polls that are due."""
         services = {
             service.uid: service
             for service in self._store.services()
@@ -298,62 +296,62 @@ class Lookouts:
         }
         if not self._leading():
             services.clear()
-        for uid in self._posts.keys() - services.keys():
-            self._posts.pop(uid).leave()
+        for uid in self._entries.keys() - services.keys():
+            self._entries.pop(uid).close()
         for uid, service in services.items():
-            post = self._posts.setdefault(uid, _Post(due=self._clock()))
-            if post.due <= self._clock() and not post.at_work:
-                post.at_work = True
-                turn = asyncio.create_task(self._turn(post, service))
-                self._turns.add(turn)
-                turn.add_done_callback(self._turns.discard)
+            entry = self._entries.setdefault(uid, _Entry(due=self._clock()))
+            if entry.due <= self._clock() and not entry.at_work:
+                entry.at_work = True
+                poll = asyncio.create_task(self._poll_one(entry, service))
+                self._polls.add(poll)
+                poll.add_done_callback(self._polls.discard)
 
     def wake(self, key: ServiceKey) -> None:
-        """Its pods have changed: a canary may be due."""
+        """The pods of a service have changed: a canary may be due."""
         service = self._store.service(key)
-        post = self._posts.get(service.uid) if service is not None else None
-        if post is not None:
-            post.due = min(post.due, post.ended + PAUSE_S)
+        entry = self._entries.get(service.uid) if service is not None else None
+        if entry is not None:
+            entry.due = min(entry.due, entry.ended + PAUSE_S)
 
-    async def _turn(self, post: _Post, service: Seen) -> None:
-        """Nothing that goes wrong with one service reaches the others."""
+    async def _poll_one(self, entry: _Entry, service: Seen) -> None:
+        """Handles every error of one service, so that the others are polled."""
         period_s = RETRY_S
         try:
-            async with self._room:
-                period_s = await self._look(post, service)
+            async with self._slots:
+                period_s = await self._poll(entry, service)
         except NotLeading:
             logger.debug("skipped %s: another operator is the leader", service.key)
         except ApiError as error:
-            self._metrics.errors.labels("lookout", error.reason or str(error.status)).inc()
+            self._metrics.errors.labels("poll", error.reason or str(error.status)).inc()
             logger.info("%s: %s", service.key, error)
         except Exception:
-            self._metrics.errors.labels("lookout", "Defect").inc()
+            self._metrics.errors.labels("poll", "Defect").inc()
             logger.exception("cannot poll pods of %s", service.key)
         finally:
-            post.ended = self._clock()
-            post.due = post.ended + period_s
-            post.at_work = False
+            entry.ended = self._clock()
+            entry.due = entry.ended + period_s
+            entry.at_work = False
 
-    async def _look(self, post: _Post, service: Seen) -> float:
-        """Time until the next turn."""
+    async def _poll(self, entry: _Entry, service: Seen) -> float:
+        """Returns the seconds until the next poll."""
         try:
             spec = spec_of(service)
         except ValueError:
             # Its reconcile reports it in the status; there is nothing to poll.
-            self._found(service.key, Findings())
+            self._found(service.key, Observations())
             return RETRY_S
-        if post.lookout is None:
-            post.lookout = self._make(CanaryBook(spec.rollout.canary_timeout_seconds))
+        if entry.poller is None:
+            entry.poller = self._make(RevisionCanaries(spec.rollout.canary_timeout_seconds))
         subject = self._subject(service, served(service.ref.name, service.namespace, spec, self._settings))
-        asked = await post.lookout.ask(subject, self._findings.of(service.key))
-        # Plans need the canaries; figures may take their time.
-        self._found(service.key, asked)
-        self._found(service.key, await post.lookout.look(subject, asked))
+        found = await entry.poller.run_canaries(subject, self._observations.of(service.key))
+        # Plans need the canaries; metrics may arrive later.
+        self._found(service.key, found)
+        self._found(service.key, await entry.poller.poll(subject, found))
         period_s = spec.autoscaling.period_seconds
-        return min(period_s, STARTING_S) if post.lookout.expecting else period_s
+        return min(period_s, STARTING_S) if entry.poller.expecting else period_s
 
-    def _found(self, key: ServiceKey, findings: Findings) -> None:
-        if self._findings.put(key, findings):
+    def _found(self, key: ServiceKey, observations: Observations) -> None:
+        if self._observations.put(key, observations):
             self._changed(key)
 
     def _subject(self, service: Seen, wanted: Served) -> Subject:

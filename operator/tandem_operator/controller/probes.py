@@ -8,7 +8,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tandem_engine.base.addresses import EVERY_ADDRESS, Address, AddressError, family_of
-from tandem_operator.telemetry.external import ScalingFigures
+from tandem_operator.telemetry.external import ScalingMetrics
 
 
 class PortTakenError(Exception):
@@ -47,8 +47,8 @@ def probe_app(registry: CollectorRegistry, live: Health, ready: Health, scaling:
     return app
 
 
-def _answer(trouble: str) -> web.Response:
-    return web.Response(status=503 if trouble else 200, text=f"{trouble or 'ok'}\n")
+def _answer(error: str) -> web.Response:
+    return web.Response(status=503 if error else 200, text=f"{error or 'ok'}\n")
 
 
 @asynccontextmanager
@@ -113,7 +113,7 @@ class OperatorMetrics:
             "tandem_operator_queue_length", "Services that wait for a reconciliation", registry=self.registry
         )
         self.services = Gauge("tandem_operator_services", "Known ModelServices", registry=self.registry)
-        self.scaling = ScalingFigures()
+        self.scaling = ScalingMetrics()
         """Of services that others scale."""
         self.registry.register(self.scaling)
         self.watch_events = Counter(

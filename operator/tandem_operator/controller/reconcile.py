@@ -1,13 +1,13 @@
 """One reconciliation of one service: observe, plan, apply.
 
     deleted? ─▶ bound the time of what remains, forget it       deleted in the foreground? ─▶ report it
-    spec ─▶ Observed ─▶ make_plan ─▶ Executor ─▶ events for changes
+    spec ─▶ Observed ─▶ make_plan ─▶ Applier ─▶ events for changes
 
 Level-triggered: it does not matter which event arrived, how often, or whether one was missed.
 
 `costs_before` sets which pods go when a plan removes some: the pods with the least to migrate, whatever caused the
 scale-down. Kubernetes deletes the pods of a Deployment with the lowest pod-deletion-cost first, so costs are written
-before the number of replicas: for scalings of the autoscaler, a rollout, an HPA and `kubectl scale` alike.
+before the number of replicas: for scalings of the autoscaler, a rollout, an HPA and `kubectl scale`.
 """
 
 import logging
@@ -22,11 +22,11 @@ from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStat
 from tandem_operator.api.types import ROLES
 from tandem_operator.builders.naming import ROLE_LABEL, curve_secret_name, redis_secret_name
 from tandem_operator.builders.served import Served, served
-from tandem_operator.controller.applier import Executor, SecretLookup, pods_that_hold
+from tandem_operator.controller.applier import Applier, SecretLookup, pods_that_hold
 from tandem_operator.controller.cluster import ApiError
-from tandem_operator.controller.events import EventPoster, Told, transitions
+from tandem_operator.controller.events import EventRecorder, ServiceEvent, events_for_transition
 from tandem_operator.controller.leader_election import NotLeading
-from tandem_operator.controller.observations import Findings, FindingsBoard, Parts, canaries_by_readiness
+from tandem_operator.controller.observations import Observations, ObservationStore, Parts, canaries_by_readiness
 from tandem_operator.controller.store import (
     DEPLOYMENT,
     WORKER_POOL,
@@ -44,46 +44,46 @@ from tandem_operator.planning.status import not_applied, referenced_secrets
 from tandem_operator.settings import OperatorSettings
 from tandem_operator.telemetry.autoscaler import changed_costs
 from tandem_operator.telemetry.pods import PodSeen
-from tandem_operator.telemetry.samples import Seen as SeenPods
+from tandem_operator.telemetry.samples import LoadReading
 
 DEFAULT_GRACE_S = 30.0
-"""Of a pod that names none: Kubernetes' own default."""
+"""Grace period of a pod that does not set one: the default of Kubernetes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """What became of one step."""
+class FinalizeResult:
+    """The result of one step."""
 
     wrote: bool = False
     again_s: float | None = None
 
 
-class Farewells:
-    """Services that are gone. `clock` is monotonic: a clock that jumps neither hurries nor holds anything."""
+class Finalizer:
+    """Bounds the time in which pools of deleted services drain. `clock` is monotonic, so clock jumps have no effect."""
 
-    def __init__(self, executor: Executor, events: EventPoster, clock: Callable[[], float]) -> None:
-        self._executor = executor
+    def __init__(self, applier: Applier, events: EventRecorder, clock: Callable[[], float]) -> None:
+        self._applier = applier
         self._events = events
         self._clock = clock
         self._since: dict[ServiceKey, float] = {}
 
-    async def step(self, key: ServiceKey, left: Iterable[Seen]) -> Parting:
-        """`left`: objects with the service's label that no service of that name owns any more. Raises `ApiError`."""
+    async def step(self, key: ServiceKey, left: Iterable[Seen]) -> FinalizeResult:
+        """`left`: objects with the label of a service that no service of that name owns any more. Raises `ApiError`."""
         left = list(left)
         draining = {pool.uid: pods for pool in left if _is_pool(pool) and (pods := _ending(pool, left))}
         if not draining:
             self.forget(key)
-            return Parting()
+            return FinalizeResult()
         elapsed = self._clock() - self._since.setdefault(key, self._clock())
         bound = drain_bound_s(max(_grace_s(pod) for pods in draining.values() for pod in pods))
         if elapsed < bound:
-            return Parting(again_s=bound - elapsed)
+            return FinalizeResult(again_s=bound - elapsed)
         for pool in (one for one in left if one.uid in draining):
             note = f"gateways did not finish within {bound:.0f} s; remaining requests are aborted"
-            await self._events.post(pool, Told("Warning", "DrainTimedOut", note))
-            await self._executor.delete(pool)
+            await self._events.post(pool, ServiceEvent("Warning", "DrainTimedOut", note))
+            await self._applier.delete(pool)
         self.forget(key)
-        return Parting(wrote=True)
+        return FinalizeResult(wrote=True)
 
     def forget(self, key: ServiceKey) -> None:
         self._since.pop(key, None)
@@ -94,8 +94,8 @@ def _is_pool(seen: Seen) -> bool:
 
 
 def _ending(pool: Seen, left: list[Seen]) -> list[Seen]:
-    """The gateway pods that hold it, if all of them are being deleted. Others are served on: the service was deleted
-    without what it owns (`kubectl delete --cascade=orphan`).
+    """The gateway pods that use the pool, if all of them are being deleted. Otherwise the pool continues to serve: the
+    service was deleted without its objects (`kubectl delete --cascade=orphan`).
     """
     pods = pods_that_hold(pool, left)
     return pods if all(pod.deleting for pod in pods) else []
@@ -105,15 +105,15 @@ def _grace_s(pod: Seen) -> float:
     return float(pod.body["spec"].get("terminationGracePeriodSeconds", DEFAULT_GRACE_S))
 
 
-def costs_before(plan: Plan, observed: Observed, pods: Iterable[PodSeen], seen: SeenPods) -> dict[str, int]:
+def costs_before(plan: Plan, observed: Observed, pods: Iterable[PodSeen], seen: LoadReading) -> dict[str, int]:
     """New pod-deletion-costs by pod name, of Deployments that shrink and keep some of their pods."""
     wanted = _replicas(plan)
     shrinking = [one for one in observed.workers() if 0 < wanted.get(one.name, one.replicas) < one.replicas]
     costs: dict[str, int] = {}
-    everybody = list(pods)
+    listed = list(pods)
     for one in shrinking:
         role = next(role for role in ROLES if role == one.role)
-        costs |= changed_costs(_of(one, everybody), seen, pools={role}, roles={role})
+        costs |= changed_costs(_of(one, listed), seen, pools={role}, roles={role})
     return costs
 
 
@@ -136,22 +136,22 @@ def _of(deployment: DeploymentSeen, pods: Iterable[PodSeen]) -> list[PodSeen]:
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 3
-"""Failures in a row, for a reason that may pass such as a conflict, before the status reports them. They are about
-two seconds apart.
+REPORT_AFTER_FAILURES = 3
+"""Failures in a row before the status reports them, if the reason may pass, such as a conflict. They are about two
+seconds apart.
 """
 
 WAITING_S = 5.0
-"""Until the next check of a service that waits for something without a watch: a Secret, a name that is taken."""
+"""Seconds until the next check of a service that waits for something without a watch: a Secret, a free name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """What became of a look."""
+class ReconcileResult:
+    """The result of a reconciliation."""
 
     wrote: bool = False
     again_s: float | None = None
-    """Look again after this, even if nothing happens."""
+    """Seconds until the next reconciliation, even without an event."""
 
 
 def rfc3339(moment: datetime) -> str:
@@ -165,41 +165,41 @@ class Reconciler:
     def __init__(
         self,
         store: Store,
-        findings: FindingsBoard,
-        executor: Executor,
+        observations: ObservationStore,
+        applier: Applier,
         secrets: SecretLookup,
-        events: EventPoster,
+        events: EventRecorder,
         settings: OperatorSettings,
         *,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self._findings = findings
-        self._executor = executor
+        self._observations = observations
+        self._applier = applier
         self._secrets = secrets
         self._events = events
         self._settings = settings
         self._now = now
-        self._farewells = Farewells(executor, events, clock)
+        self._finalizer = Finalizer(applier, events, clock)
         self._planned: dict[ServiceKey, ModelServiceStatus] = {}
-        """What the status was to be, of the look that is under way."""
+        """The planned status of the reconciliation in progress."""
         self._failures: dict[ServiceKey, int] = {}
-        """Looks in a row that failed."""
+        """Failed reconciliations in a row."""
 
-    async def look(self, key: ServiceKey) -> Looked:
-        """Raises `ApiError` when the API server does not answer or refuses, `NotLeading` when another leads now.
+    async def reconcile(self, key: ServiceKey) -> ReconcileResult:
+        """Raises `ApiError` if the API server does not respond or rejects, `NotLeading` if another operator leads now.
 
-        Whatever it raises but `NotLeading` is a condition and an event of the service first.
+        Every error except `NotLeading` becomes a condition and an event of the service before it is raised.
         """
         self._planned.pop(key, None)
         try:
-            looked = await self._look(key)
+            result = await self._reconcile(key)
         except NotLeading:
             raise
         except ApiError as error:
             self._failures[key] = self._failures.get(key, 0) + 1
-            if error.refused or (error.status and self._failures[key] >= PATIENCE):
+            if error.refused or (error.status and self._failures[key] >= REPORT_AFTER_FAILURES):
                 await self._report(key, "ApplyRefused" if error.refused else "ApplyFailed", str(error))
             raise
         except Exception as error:
@@ -207,10 +207,10 @@ class Reconciler:
             await self._report(key, "OperatorError", text)
             raise
         self._failures.pop(key, None)
-        return looked
+        return result
 
     async def _report(self, key: ServiceKey, reason: str, message: str) -> None:
-        """Say in the status, and by an event, why the spec is not carried out."""
+        """Reports in the status, and by an event, why the spec was not applied."""
         service = self._store.service(key)
         if service is None:
             return
@@ -218,51 +218,51 @@ class Reconciler:
         planned = self._planned.get(key) or msgspec.structs.replace(before, observed_generation=generation_of(service))
         status = not_applied(planned, before, reason, message, rfc3339(self._now()))
         try:
-            await self._executor.write_status(service, status)
+            await self._applier.write_status(service, status)
         except ApiError as error:
             logger.warning("cannot write the status of %s: %s", key, error)
             return
-        await self._tell(service, before, status)
+        await self._post_events(service, before, status)
 
-    async def _look(self, key: ServiceKey) -> Looked:
+    async def _reconcile(self, key: ServiceKey) -> ReconcileResult:
         service = self._store.service(key)
         known = self._store.parts(key)
         if service is None:
             self._forget(key)
-            parting = await self._farewells.step(key, known)
-            return Looked(parting.wrote, parting.again_s)
+            result = await self._finalizer.step(key, known)
+            return ReconcileResult(result.wrote, result.again_s)
         service = await self._without_former_finalizer(service)
         parts = Parts.of(service.uid, known)
         if service.deleting:
             status = leaving(status_of(service), generation_of(service), rfc3339(self._now()))
-            return Looked(await self._executor.write_status(service, status))
+            return ReconcileResult(await self._applier.write_status(service, status))
         # A former service of this name may still drain.
-        await self._farewells.step(key, [one for one in known if one.owner != service.uid])
-        if self._findings.of(key) is None:
-            # What its pods say is not known yet: a rollout that is half done would be taken for one that fails. The
-            # first turn of the lookout, seconds after leadership began, asks for the next look.
-            return Looked()
+        await self._finalizer.step(key, [one for one in known if one.owner != service.uid])
+        if self._observations.of(key) is None:
+            # Its pods were not polled yet: a rollout that is half done would look like one that fails. The first poll,
+            # seconds after leadership began, triggers the next reconciliation.
+            return ReconcileResult()
         return await self._serve(service, parts)
 
-    async def _serve(self, service: Seen, parts: Parts) -> Looked:
+    async def _serve(self, service: Seen, parts: Parts) -> ReconcileResult:
         before, generation = status_of(service), generation_of(service)
         try:
             spec = spec_of(service)
         except ValueError as error:
             plan = refused([str(error)], self._seen(parts, service.key), before, generation)
             return await self._finish(service, parts, before, plan)
-        looked, waits = await self._follow(service, parts, spec, before)
-        return replace(looked, again_s=WAITING_S) if waits else looked
+        result, waits = await self._follow(service, parts, spec, before)
+        return replace(result, again_s=WAITING_S) if waits else result
 
     async def _follow(
         self, service: Seen, parts: Parts, spec: ModelServiceSpec, before: ModelServiceStatus
-    ) -> tuple[Looked, bool]:
+    ) -> tuple[ReconcileResult, bool]:
         """Apply the spec; returns whether it waits for something that no watch reports."""
         generation = generation_of(service)
         wanted = served(service.ref.name, service.namespace, spec, self._settings)
         observed = await self._observe(wanted, service.key, parts)
         plan = make_plan(wanted, observed, before, generation, self._settings)
-        foreign = await self._executor.foreign(service, parts, plan)
+        foreign = await self._applier.foreign(service, parts, plan)
         if foreign:
             observed = replace(observed, foreign=foreign)
             plan = make_plan(wanted, observed, before, generation, self._settings)
@@ -271,24 +271,24 @@ class Reconciler:
         return await self._finish(service, parts, before, plan), bool(missing or foreign)
 
     async def _note_costs(self, service: Seen, parts: Parts, plan: Plan, observed: Observed) -> None:
-        findings = self._findings.of(service.key)
-        if findings is not None and findings.pods is not None:
-            costs = costs_before(plan, observed, parts.pods_seen(), findings.pods)
-            await self._executor.annotate_costs(service.namespace, costs)
+        observations = self._observations.of(service.key)
+        if observations is not None and observations.pods is not None:
+            costs = costs_before(plan, observed, parts.pods_seen(), observations.pods)
+            await self._applier.annotate_costs(service.namespace, costs)
 
-    async def _finish(self, service: Seen, parts: Parts, before: ModelServiceStatus, plan: Plan) -> Looked:
+    async def _finish(self, service: Seen, parts: Parts, before: ModelServiceStatus, plan: Plan) -> ReconcileResult:
         if plan.secrets and parts.pods:
             note = f"Recreated Secrets: {', '.join(plan.secrets)}; running pods use the old ones"
-            await self._events.post(service, Told("Warning", "SecretsReplaced", note))
+            await self._events.post(service, ServiceEvent("Warning", "SecretsReplaced", note))
         self._planned[service.key] = plan.status
-        wrote = await self._executor.carry_out(service, parts, plan)
-        await self._tell(service, before, plan.status)
-        return Looked(wrote)
+        wrote = await self._applier.apply_plan(service, parts, plan)
+        await self._post_events(service, before, plan.status)
+        return ReconcileResult(wrote)
 
-    async def _tell(self, service: Seen, before: ModelServiceStatus, after: ModelServiceStatus) -> None:
-        for told in transitions(before, after):
-            logger.info("%s: %s", service.key, told.note, extra={"reason": told.reason})
-            await self._events.post(service, told)
+    async def _post_events(self, service: Seen, before: ModelServiceStatus, after: ModelServiceStatus) -> None:
+        for event in events_for_transition(before, after):
+            logger.info("%s: %s", service.key, event.note, extra={"reason": event.reason})
+            await self._events.post(service, event)
 
     async def _observe(self, wanted: Served, key: ServiceKey, parts: Parts) -> Observed:
         names = {*referenced_secrets(wanted)}
@@ -303,17 +303,17 @@ class Reconciler:
         return observed
 
     def _seen(self, parts: Parts, key: ServiceKey) -> Observed:
-        findings = self._findings.of(key) or Findings()
-        canaries = findings.canaries if self._settings.canaries else canaries_by_readiness(key.name, parts)
+        observations = self._observations.of(key) or Observations()
+        canaries = observations.canaries if self._settings.canaries else canaries_by_readiness(key.name, parts)
         return Observed(
             now=rfc3339(self._now()),
             pools=parts.pools(),
-            deployments=parts.deployments(findings.failing),
+            deployments=parts.deployments(observations.failing),
             owned=parts.removable(),
             canaries=canaries,
-            links=findings.links,
-            decisions=findings.decisions,
-            holding=findings.holding,
+            links=observations.links,
+            decisions=observations.decisions,
+            holding=observations.holding,
         )
 
     async def _without_former_finalizer(self, service: Seen) -> Seen:
@@ -321,7 +321,7 @@ class Reconciler:
         if FORMER_FINALIZER not in finalizers:
             return service
         try:
-            await self._executor.set_finalizers(service, [one for one in finalizers if one != FORMER_FINALIZER])
+            await self._applier.set_finalizers(service, [one for one in finalizers if one != FORMER_FINALIZER])
         except ApiError as error:
             # Deleted in the meantime.
             if not error.absent:
@@ -329,7 +329,7 @@ class Reconciler:
         return self._store.service(service.key) or service
 
     def _forget(self, key: ServiceKey) -> None:
-        self._findings.forget(key)
-        self._executor.forget(key)
+        self._observations.forget(key)
+        self._applier.forget(key)
         self._secrets.forget(key.namespace)
         self._failures.pop(key, None)

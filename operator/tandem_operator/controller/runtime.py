@@ -24,13 +24,13 @@ import kopf
 from kubernetes.aio.client.api_client import ApiClient
 
 from tandem_engine.base.addresses import EVERY_ADDRESS
-from tandem_operator.controller.applier import Executor, SecretLookup
-from tandem_operator.controller.canary_runner import Ask, CanaryBook, SendCanary, Trials
+from tandem_operator.controller.applier import Applier, SecretLookup
+from tandem_operator.controller.canary_runner import CanaryRequest, CanaryRunner, RevisionCanaries, SendCanary
 from tandem_operator.controller.cluster import ApiError, Cluster, connected, wait_for_cluster, watched_kinds
-from tandem_operator.controller.events import EventPoster
+from tandem_operator.controller.events import EventRecorder
 from tandem_operator.controller.leader_election import Election, ElectionConfig, Leadership
-from tandem_operator.controller.observations import FindingsBoard
-from tandem_operator.controller.pod_poller import ExternalLooks, Lookout, Lookouts
+from tandem_operator.controller.observations import ObservationStore
+from tandem_operator.controller.pod_poller import ExternalPoller, PodPoller, PodPollers
 from tandem_operator.controller.probes import OperatorMetrics, probe_app, serving
 from tandem_operator.controller.reconcile import Reconciler
 from tandem_operator.controller.store import POD, ServiceKey, Store
@@ -77,10 +77,10 @@ async def run(options: RuntimeOptions) -> None:
     operator: Operator | None = None
 
     def live() -> str:
-        return operator.stuck() if operator is not None else ""
+        return operator.liveness_error() if operator is not None else ""
 
     def ready() -> str:
-        return operator.unready() if operator is not None else "waiting for the API server and the CRDs"
+        return operator.readiness_error() if operator is not None else "waiting for the API server and the CRDs"
 
     async with (
         serving(
@@ -123,11 +123,11 @@ class Operator:
         self._leadership = self._elect(options.election, client) if options.election is not None else None
         cluster = Cluster(client, metrics, self._leadership.check if self._leadership is not None else lambda: None)
         self._store = Store()
-        self._findings = FindingsBoard()
+        self._observations = ObservationStore()
         secrets = SecretLookup(cluster)
-        executor = Executor(cluster, self._store, secrets)
-        events = EventPoster(cluster, identity)
-        reconciler = Reconciler(self._store, self._findings, executor, secrets, events, options.settings)
+        applier = Applier(cluster, self._store, secrets)
+        events = EventRecorder(cluster, identity)
+        reconciler = Reconciler(self._store, self._observations, applier, secrets, events, options.settings)
 
         def known(key: ServiceKey) -> bool:
             return self._resync.knows(key)
@@ -135,21 +135,21 @@ class Operator:
         self._dispatcher = Dispatcher(self._store, reconciler, metrics, self._leading, known=known)
         self._pods = httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, limits=httpx.Limits(max_connections=256))
 
-        def lookout(book: CanaryBook) -> Lookout:
-            trials = Trials(self._pods, secrets.token, self._canary(), book)
-            return Lookout(self._pods, executor, events, secrets.token, trials, self._external.seen)
+        def make_poller(book: RevisionCanaries) -> PodPoller:
+            canary_runner = CanaryRunner(self._pods, secrets.token, self._canary(), book)
+            return PodPoller(self._pods, applier, events, secrets.token, canary_runner, self._external.seen)
 
-        self._lookouts = Lookouts(
+        self._pollers = PodPollers(
             self._store,
-            self._findings,
-            lookout,
+            self._observations,
+            make_poller,
             options.settings,
             metrics,
             leading=lambda: self._resync.synced.is_set() and self._leading(),
             changed=self._dispatcher.changed,
             known=known,
         )
-        self._external = ExternalLooks(self._store, options.settings, self._pods, metrics.scaling)
+        self._external = ExternalPoller(self._store, options.settings, self._pods, metrics.scaling)
         self._kinds = watched_kinds(options.settings.apis)
         self._resync = Resync(cluster, self._store, self._kinds, options.namespaces, self._dispatcher.changed)
 
@@ -163,19 +163,19 @@ class Operator:
         if self._failure is not None:
             raise self._failure
 
-    def stuck(self) -> str:
+    def liveness_error(self) -> str:
         """Why it should be started again; empty when it should not."""
         silent = time.monotonic() - self._moved
         return f"no progress for {silent:.0f} s" if silent > SILENT_S else ""
 
-    def unready(self) -> str:
+    def readiness_error(self) -> str:
         """What it still waits for; empty when it has listed the cluster, leader or not."""
         return "" if self._resync.synced.is_set() else "objects have not been listed yet"
 
     def _canary(self) -> SendCanary | None:
         """None when canaries are switched off."""
 
-        async def send(ask: Ask, token: str) -> Canary:
+        async def send(ask: CanaryRequest, token: str) -> Canary:
             return await run_canary(self._pods, ask.gateway, token, pair=ask.pair)
 
         return send if self._options.settings.canaries else None
@@ -195,12 +195,12 @@ class Operator:
     def _ended(self) -> None:
         self._metrics.leader.set(0)
         self._dispatcher.end()
-        self._findings.clear()
+        self._observations.clear()
 
     def _heard(self, kind: str, event: str | None, body: Any) -> None:
-        key = self._dispatcher.heard(kind, event, body)
+        key = self._dispatcher.on_event(kind, event, body)
         if kind == POD.name:
-            self._lookouts.wake(key)
+            self._pollers.wake(key)
         if event is None and self._resync.synced.is_set():
             self._resync.soon()
 
@@ -209,7 +209,7 @@ class Operator:
             self._resync.run(),
             self._once_synced(),
             self._pulse(),
-            self._lookouts.run(),
+            self._pollers.run(),
             self._external.run(),
         ]
         if self._leadership is not None:

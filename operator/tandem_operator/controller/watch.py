@@ -180,7 +180,7 @@ class EndlessBackoff:
 
 
 def registry_for(
-    kinds: Sequence[Kind], heard: Heard, start: Callable[[], Awaitable[None]], stop: Callable[[], Awaitable[None]]
+    kinds: Sequence[Kind], on_event: Heard, start: Callable[[], Awaitable[None]], stop: Callable[[], Awaitable[None]]
 ) -> kopf.OperatorRegistry:
     """Handlers of one operator. `start` and `stop`: what runs in parallel to the watches."""
     registry = kopf.OperatorRegistry()
@@ -201,14 +201,14 @@ def registry_for(
         await stop()
 
     for kind in kinds:
-        _watch(registry, kind, heard)
+        _watch(registry, kind, on_event)
     return registry
 
 
-def _watch(registry: kopf.OperatorRegistry, kind: Kind, heard: Heard) -> None:
-    @kopf.on.event(kind.group, kind.version, kind.plural, id=f"heard-{kind.plural}", registry=registry)
+def _watch(registry: kopf.OperatorRegistry, kind: Kind, on_event: Heard) -> None:
+    @kopf.on.event(kind.group, kind.version, kind.plural, id=f"on_event-{kind.plural}", registry=registry)
     async def event(type: str | None, body: kopf.Body, **_: Any) -> None:  # noqa: A002 - kopf's name
-        heard(kind.name, type, body)
+        on_event(kind.name, type, body)
 
 
 def configure(settings: kopf.OperatorSettings, kinds: Sequence[Kind]) -> None:

@@ -8,7 +8,7 @@ An event during the reconciliation of its service is not lost: the service is re
 
 `Dispatcher` records events, queues the affected services, and runs the workers that reconcile them:
 
-    event ─▶ Store ─▶ queue (while leading) ─▶ workers ─▶ Reconciler.look
+    event ─▶ Store ─▶ queue (while leading) ─▶ workers ─▶ Reconciler.reconcile
 
 No service is reconciled before everything was listed once: a plan from half of the state would undo the other half.
 """
@@ -24,19 +24,19 @@ from typing import Any, Generic, TypeVar
 from tandem_operator.controller.cluster import ApiError
 from tandem_operator.controller.leader_election import NotLeading
 from tandem_operator.controller.probes import OperatorMetrics
-from tandem_operator.controller.reconcile import Looked, Reconciler
+from tandem_operator.controller.reconcile import Reconciler, ReconcileResult
 from tandem_operator.controller.store import MODEL_SERVICE, Seen, ServiceKey, Store
 
 Key = TypeVar("Key", bound=Hashable)
 FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 60.0
+MAX_PAUSE_S = 60.0
 
 
 def back_off(failures: int, jitter: Callable[[float, float], float] = random.uniform) -> float:
     """Seconds until the next attempt after so many failures in a row: twice as long each time, spread by a half, so
     that what failed together does not come back together.
     """
-    longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures - 1, 30))
+    longest = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures - 1, 30))
     return jitter(longest / 2, longest)
 
 
@@ -198,7 +198,7 @@ class Dispatcher:
         metrics.queue.set_function(lambda: len(self._queue))
         metrics.services.set_function(lambda: len(store.services()))
 
-    def heard(self, kind: str, event: str | None, body: Mapping[str, Any]) -> ServiceKey:
+    def on_event(self, kind: str, event: str | None, body: Mapping[str, Any]) -> ServiceKey:
         """An event of a watch; the service that it concerns."""
         self._metrics.watch_events.labels(kind).inc()
         seen = Seen.of(body)
@@ -256,7 +256,7 @@ class Dispatcher:
             self._queue.done(key)
             return "stopped"
         try:
-            looked = await self._reconciler.look(key)
+            result = await self._reconciler.reconcile(key)
         except NotLeading:
             self._queue.done(key)
             return "stopped"
@@ -270,17 +270,17 @@ class Dispatcher:
             self._failed(key, "Defect")
             logger.exception("reconcile failed for %s", key, extra=_about(key))
             return "failed"
-        return self._succeeded(key, looked)
+        return self._succeeded(key, result)
 
-    def _succeeded(self, key: ServiceKey, looked: Looked) -> str:
+    def _succeeded(self, key: ServiceKey, result: ReconcileResult) -> str:
         self._queue.done(key)
-        if looked.wrote:
+        if result.wrote:
             # Another writer's change a moment before is in the API server's answers to our writes, and in the store
             # by them: its event is old news when it comes.
             self._queue.add(key, AFTER_WRITES_S)
-        if looked.again_s is not None:
-            self._queue.add(key, looked.again_s)
-        return "changed" if looked.wrote else "unchanged"
+        if result.again_s is not None:
+            self._queue.add(key, result.again_s)
+        return "changed" if result.wrote else "unchanged"
 
     def _failed(self, key: ServiceKey, reason: str) -> None:
         self._metrics.errors.labels("reconcile", reason).inc()

@@ -37,7 +37,7 @@ class DeploymentSeen:
     """Its pods are being exchanged for those of its newest template."""
     paused: bool = False
     """Its pods are not replaced, whatever its template is."""
-    trouble: str = ""
+    failure: str = ""
     """Why pods do not come up, in the words of the scheduler or the kubelet."""
 
     @property

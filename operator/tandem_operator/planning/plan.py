@@ -49,7 +49,7 @@ from tandem_operator.builders.served import Served, worker_pool
 from tandem_operator.builders.worker import LEADER_WORKER_SETS, workers
 from tandem_operator.planning.observed import Observed, Ref
 from tandem_operator.planning.rollout import Counts, RevisionSeen, Step, next_step
-from tandem_operator.planning.status import READY, health_of, invalid, name_taken, ready, settled, trouble_of
+from tandem_operator.planning.status import READY, health_of, invalid, name_taken, ready, settled, status_error
 from tandem_operator.planning.validation import problems_of
 from tandem_operator.settings import OperatorSettings
 
@@ -281,7 +281,7 @@ def _status(
         conditions=timed,
         ready=before.ready,
         serving=before.serving,
-        trouble=trouble_of(timed),
+        error=status_error(timed),
         endpoint=before.endpoint,
         revision=before.revision,
         revisions=before.revisions,

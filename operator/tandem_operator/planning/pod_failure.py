@@ -38,7 +38,7 @@ _SIGNALLED = 128
 """Statuses above are this and the number of a signal."""
 
 
-def pod_trouble(status: Mapping[str, Any]) -> Iterator[str]:
+def pod_failure(status: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a pod of this status, the most specific first; nothing without an error.
 
     Each on one line, without control characters, whatever its source.
@@ -47,12 +47,12 @@ def pod_trouble(status: Mapping[str, Any]) -> Iterator[str]:
         if one["type"] == "PodScheduled" and one["status"] == "False" and one.get("message"):
             yield _on_one_line(one["message"])
     for one in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
-        trouble = _container_trouble(one)
-        if trouble:
-            yield _on_one_line(f"{one['name']}: {trouble}")
+        failure = _container_failure(one)
+        if failure:
+            yield _on_one_line(f"{one['name']}: {failure}")
 
 
-def _container_trouble(container: Mapping[str, Any]) -> str:
+def _container_failure(container: Mapping[str, Any]) -> str:
     failure, waiting = _failure(container), container.get("state", {}).get("waiting", {})
     reason = waiting.get("reason")
     if failure and reason in (None, _BACK_OFF):
@@ -75,7 +75,7 @@ def _failure(container: Mapping[str, Any]) -> Mapping[str, Any]:
 def _how_it_ended(ended: Mapping[str, Any]) -> str:
     if ended.get("reason") == _OUT_OF_MEMORY:
         return "OOMKilled: memory use exceeded resources.limits.memory"
-    words = last_words(ended.get("message", ""))
+    words = termination_message(ended.get("message", ""))
     return f"ended with {_status(ended['exitCode'])}" + (f": {words}" if words else "")
 
 
@@ -86,7 +86,7 @@ def _status(code: int) -> str:
         return f"status {code}"
 
 
-def last_words(log: str) -> str:
+def termination_message(log: str) -> str:
     """The error that a container ended with, from the end of its log; its last line where none is an error's.
 
     Lines are JSON records of ours, sentences of a command (`tandem: error: …`), or anybody's. The kubelet keeps the end

@@ -38,7 +38,7 @@ NEEDED = (VALID, MODEL_AVAILABLE, REDIS_READY, *WORKERS_READY.values(), ROUTER_R
 """What must be true for `Ready`, in the order in which people should look."""
 
 MAX_MESSAGE = 4096
-MAX_TROUBLE = 80
+MAX_ERROR = 80
 
 
 def condition(kind: str, status: bool | None, reason: str, message: str = "") -> Condition:
@@ -59,8 +59,8 @@ def ready(conditions: Sequence[Condition]) -> Condition:
     return condition(READY, True, "CanaryPassed", "a request passed through prefill and decode")
 
 
-def trouble_of(conditions: Sequence[Condition]) -> str:
-    """What is wrong, as a column of `kubectl get` has it: the first of what people should look at, cut short."""
+def status_error(conditions: Sequence[Condition]) -> str:
+    """The first error of the conditions, shortened for a column of `kubectl get`."""
     bad = {
         VALID: "False",
         ARGUMENTS_ACCEPTED: "False",
@@ -73,7 +73,7 @@ def trouble_of(conditions: Sequence[Condition]) -> str:
         one = by_type.get(kind)
         if one is not None and one.status == status:
             text = f"{one.reason}: {one.message}" if one.message else one.reason
-            return text if len(text) <= MAX_TROUBLE else f"{text[: MAX_TROUBLE - 1]}…"
+            return text if len(text) <= MAX_ERROR else f"{text[: MAX_ERROR - 1]}…"
     return ""
 
 
@@ -127,7 +127,7 @@ def not_applied(
     kept = [one for one in planned.conditions if one.type not in (READY, DEGRADED)]
     conditions = [ready, *kept, condition(DEGRADED, True, reason, message)]
     timed = settled(conditions, before.conditions, generation=planned.observed_generation, now=now)
-    return msgspec.structs.replace(planned, conditions=timed, trouble=trouble_of(timed))
+    return msgspec.structs.replace(planned, conditions=timed, error=status_error(timed))
 
 
 def health_of(service: Served, observed: Observed, target: str, wanted: Counts) -> list[Condition]:
@@ -181,10 +181,10 @@ def _workers(observed: Observed, role: RoleName, wanted: int) -> Condition:
         return condition(kind, True, "ScaledToZero", f"no {role} worker is wanted")
     if count >= wanted:
         return condition(kind, True, "AllReady", f"{count} of {wanted} {role} workers are ready")
-    trouble = next((one.trouble for one in seen if one.trouble), "")
-    message = f"{count} of {wanted} {role} workers are ready" + (f": {trouble}" if trouble else "")
+    failure = next((one.failure for one in seen if one.failure), "")
+    message = f"{count} of {wanted} {role} workers are ready" + (f": {failure}" if failure else "")
     # With one ready the service answers; `Degraded` and `Progressing` say the rest.
-    reason = "Unschedulable" if "nodes are available" in trouble else "PodsFailing" if trouble else "Starting"
+    reason = "Unschedulable" if "nodes are available" in failure else "PodsFailing" if failure else "Starting"
     return condition(kind, count > 0, "SomeReady" if count else reason, message)
 
 
@@ -208,11 +208,11 @@ def _arguments(service: Served, observed: Observed) -> Iterator[Condition]:
     """What the images say of the flags in `args`; nothing where there are none."""
     if not any(words for _, words in lists_of(service).values()):
         return
-    refused = [one for one in observed.deployments if one.trouble.startswith(f"{CHECK}: ")]
+    refused = [one for one in observed.deployments if one.failure.startswith(f"{CHECK}: ")]
     unknown = unknown_flags(service)
     if refused:
         first = refused[0]
-        message = f"{first.name}: {first.trouble.removeprefix(f'{CHECK}: ')}"
+        message = f"{first.name}: {first.failure.removeprefix(f'{CHECK}: ')}"
         yield condition(ARGUMENTS_ACCEPTED, False, "ArgumentRefused", message)
     elif unknown:
         message = f"this operator does not know {', '.join(unknown)}; the images decide"
@@ -274,9 +274,9 @@ def _degraded(observed: Observed, target: str) -> Condition:
     canary = observed.canaries.get(target)
     if canary is not None and not canary.passed:
         return condition(DEGRADED, True, "CanaryFailed", f"revision {target}: {canary.message}")
-    trouble = next((f"{one.name}: {one.trouble}" for one in observed.deployments if one.trouble), "")
-    if trouble:
-        return condition(DEGRADED, True, "PodsFailing", trouble)
+    failure = next((f"{one.name}: {one.failure}" for one in observed.deployments if one.failure), "")
+    if failure:
+        return condition(DEGRADED, True, "PodsFailing", failure)
     return condition(DEGRADED, False, "AllWell")
 
 
@@ -284,5 +284,5 @@ def _available(kind: str, seen: DeploymentSeen | None, wanted: int, what: str) -
     ready = seen.ready if seen is not None else 0
     if ready >= 1:
         return condition(kind, True, "Available", f"{ready} of {wanted} {what} pods are ready")
-    trouble = f": {seen.trouble}" if seen is not None and seen.trouble else ""
-    return condition(kind, False, "Starting", f"no {what} pod is ready{trouble}")
+    failure = f": {seen.failure}" if seen is not None and seen.failure else ""
+    return condition(kind, False, "Starting", f"no {what} pod is ready{failure}")

@@ -14,7 +14,7 @@ from tandem_operator.builders.engine_flags import OTHER_GPUS, SHARED_GPU, gpus_o
 from tandem_operator.builders.served import Served
 from tandem_operator.settings import ClusterApis, ObjectPrivilege, Privilege
 
-LONGEST_GROUPED_NAME = 32
+MAX_GROUPED_NAME = 32
 """StatefulSets have names of at most 52 characters, to which a label adds a hash; ours add role, revision and group."""
 
 
@@ -205,8 +205,8 @@ def _ranks(service: Served, role: RoleName, apis: ClusterApis) -> Iterator[str]:
             f"LeaderWorkerSet API (leaderworkerset.x-k8s.io/v1), which this cluster does not serve; install it "
             f"(https://lws.sigs.k8s.io) and restart the operator, or set tensorParallelSize to {ranks // nodes}"
         )
-    elif nodes > 1 and len(service.name) > LONGEST_GROUPED_NAME:
+    elif nodes > 1 and len(service.name) > MAX_GROUPED_NAME:
         yield (
             f"metadata.name: {service.name!r} has {len(service.name)} characters; with workers of {nodes} pods it may "
-            f"have {LONGEST_GROUPED_NAME}, because names of StatefulSets begin with it"
+            f"have {MAX_GROUPED_NAME}, because names of StatefulSets begin with it"
         )

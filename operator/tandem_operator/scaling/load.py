@@ -61,14 +61,14 @@ class Load:
     at: float
     """Seconds, monotonic."""
     age_s: float
-    """How old the oldest figure in it is."""
+    """Age of its oldest metric, in seconds."""
     prefill: PrefillLoad
     decode: DecodeLoad
     held: float = 0.0
-    """Requests that gateways hold because no worker is there."""
+    """Requests that gateways hold because there is no worker."""
 
-    def trouble(self) -> str:
-        """Why it cannot be trusted; empty when it can."""
+    def error(self) -> str:
+        """Why the load is not reliable; empty if it is."""
         if self.age_s > STALE_S:
             return f"metrics are {self.age_s:.0f} s old"
         for role, part in (("prefill", self.prefill), ("decode", self.decode)):

@@ -2,13 +2,13 @@
 
     load not reliable?            ─▶ hold, and report why
     no requests for long?         ─▶ zero, both roles together; requests waiting at zero? ─▶ one pair
-    need of each role ─▶ windows ─▶ tolerance ─▶ refuted counts ─▶ bounds, steps, cooldown ─▶ GPU budget
+    need of each role ─▶ windows ─▶ tolerance ─▶ rejected numbers ─▶ bounds, steps, cooldown ─▶ GPU budget
                                                                                      ─▶ role flips before pods
 
 Pending and warming workers count as present, because they were already requested. The operator and `tandem simulate
 --autoscale` run the same code.
 
-`Lesson` prevents oscillation: a number of workers that proved too low is not used again at the same need.
+`ScaleDownHistory` prevents oscillation: a number of workers that proved too low is not used again at the same need.
 
 The need is measured with the current workers and differs with fewer. Batches are then larger, each sequence takes
 longer, excess requests become backlog, roles compete for shared resources, and waiting clients send less. A steady load
@@ -16,9 +16,9 @@ can need 1.7 workers as measured with three and 2.2 as measured with two. Scalin
 third worker and add it again forever.
 
     scale-down to m at need y, then scale-up from m within the trial without a higher load than before
-                             ─▶ m was too low at y: refuted
-    refuted                  ─▶ scale-down to m only for a need below y by more than the tolerance
-    a later scale-down outlasts its trial  ─▶ forgotten
+                             ─▶ m was too low at y: `rejected_floor`
+    a later scale-down to m  ─▶ only for a need below y by more than the tolerance
+    that one outlasts its trial  ─▶ m is allowed again
 
 The trial lasts as long as clearing a backlog may take, plus the time for a higher need to appear. If arrivals per
 second have grown during the trial, a scale-up does not refute m.
@@ -38,8 +38,8 @@ Counts = dict[RoleName, int]
 def within_budget(
     wanted: Mapping[RoleName, int], least: Mapping[RoleName, int], gpus: Mapping[RoleName, int], budget: int | None
 ) -> Counts:
-    """As much of `wanted` as `budget` GPUs allow, the roles alike: next is always the one that has the smaller part
-    of what it wants. `least` is given even beyond the budget, for without it nothing is served.
+    """As much of `wanted` as `budget` GPUs allow. The role with the smaller share of its workers is always next.
+    `least` is granted even beyond the budget, because nothing is served without it.
     """
     if budget is None or sum(wanted[role] * gpus[role] for role in ROLES) <= budget:
         return {role: wanted[role] for role in ROLES}
@@ -56,42 +56,42 @@ def within_budget(
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Of a role's workers."""
+    """A scale-down of the workers of one role."""
 
     at: float
     workers: int
-    """That were left."""
+    """Workers that remained."""
     need: float
-    """The greatest need throughout the window before, as measured with the workers of that time."""
+    """Maximum need in the window before, as measured with the workers of that time."""
     arrivals: float
-    """The most that came per second throughout that window."""
+    """Maximum arrivals per second in that window."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """Of one role."""
+class ScaleDownHistory:
+    """The last scale-down of one role, and the last number of workers that proved too low."""
 
-    on_trial: Reduction | None = None
-    refuted: Reduction | None = None
+    provisional: Reduction | None = None
+    rejected_floor: Reduction | None = None
 
-    def went_down(self, reduction: Reduction) -> "Lesson":
-        """From now on the trial runs."""
-        return replace(self, on_trial=reduction)
+    def went_down(self, reduction: Reduction) -> "ScaleDownHistory":
+        """Starts the trial of a scale-down."""
+        return replace(self, provisional=reduction)
 
-    def went_up(self, at: float, before: int, arrivals: float, trial_s: float) -> "Lesson":
-        """More were needed than `before`, while so much came per second."""
-        last = self.on_trial
+    def went_up(self, at: float, before: int, arrivals: float, trial_s: float) -> "ScaleDownHistory":
+        """A scale-up from `before` workers, at this rate of arrivals."""
+        last = self.provisional
         if last is None or last.workers != before:
-            return replace(self, on_trial=None)
+            return replace(self, provisional=None)
         if at - last.at > trial_s:
-            return Lesson()
-        return Lesson(refuted=last if arrivals <= last.arrivals else self.refuted)
+            return ScaleDownHistory()
+        return ScaleDownHistory(rejected_floor=last if arrivals <= last.arrivals else self.rejected_floor)
 
-    def fewest(self, need: float, tolerance: float) -> int:
-        """Workers that must be left at a need of `need`, the most of the window; 0 where nothing speaks against any."""
-        if self.refuted is None or need < self.refuted.need * (1 - tolerance):
+    def min_workers(self, need: float, tolerance: float) -> int:
+        """Min. workers at the maximum need of the window; 0 if every number is allowed."""
+        if self.rejected_floor is None or need < self.rejected_floor.need * (1 - tolerance):
             return 0
-        return self.refuted.workers + 1
+        return self.rejected_floor.workers + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,20 +183,19 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
-    """State that one step leaves for the next. Lost with its process: scaling down then begins its window again."""
+class ScalingState:
+    """State from one step to the next. A restart loses it: the window of a scale-down then starts again."""
 
     windows: Mapping[RoleName, Window] = field(default_factory=dict)
     changes: Mapping[RoleName, Change] = field(default_factory=dict)
-    lessons: Mapping[RoleName, Lesson] = field(default_factory=dict)
-    """Of scaling down."""
+    scale_downs: Mapping[RoleName, ScaleDownHistory] = field(default_factory=dict)
     busy_at: float | None = None
     """Time of the last request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """One thing that was decided, for status and events."""
+    """One decision, for status and events."""
 
     role: RoleName | Literal["both"]
     action: Action
@@ -207,22 +206,22 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What there should be."""
+    """The result of one step: the desired workers."""
 
     wanted: Counts
-    """Workers of each role, flipped ones counted in their new role."""
+    """Desired workers of each role; flipped ones count in their new role."""
     flips: int
-    """Live workers to flip before any pod comes or goes: positive from decode to prefill, negative the other way."""
+    """Live workers to flip before pods are added or removed: positive from decode to prefill, negative opposite."""
     decisions: tuple[Decision, ...]
-    memory: Memory
+    memory: ScalingState
 
 
-def decide(load: Load, there: Mapping[RoleName, int], memory: Memory, config: ScalingConfig) -> Outcome:
-    """`there`: workers of each role, those that are pending or warming up included."""
+def decide(load: Load, there: Mapping[RoleName, int], memory: ScalingState, config: ScalingConfig) -> Outcome:
+    """`there`: workers of each role, including pending and warming ones."""
     now = {role: there[role] for role in ROLES}
-    trouble = load.trouble()
-    if trouble:
-        return _hold(now, f"metrics are not reliable: {trouble}", memory)
+    error = load.error()
+    if error:
+        return _hold(now, f"metrics are not reliable: {error}", memory)
     memory = _remember(load, memory, config)
     zero = _zero(load, now, memory, config)
     if zero is not None:
@@ -235,11 +234,11 @@ def decide(load: Load, there: Mapping[RoleName, int], memory: Memory, config: Sc
     wanted = within_budget(
         wanted, _least(config), {role: config.bounds(role).gpus for role in ROLES}, config.gpu_budget
     )
-    lessons = {role: _learnt(role, load, now[role], wanted[role], memory, config) for role in ROLES}
-    return _outcome(load.at, now, wanted, flips, needs, replace(memory, lessons=lessons))
+    scale_downs = {role: _history(role, load, now[role], wanted[role], memory, config) for role in ROLES}
+    return _outcome(load.at, now, wanted, flips, needs, replace(memory, scale_downs=scale_downs))
 
 
-def _remember(load: Load, memory: Memory, config: ScalingConfig) -> Memory:
+def _remember(load: Load, memory: ScalingState, config: ScalingConfig) -> ScalingState:
     reach = max(config.scale_up_window_s, config.scale_down_window_s, config.cooldown_s)
     windows = {}
     for role in ROLES:
@@ -271,8 +270,8 @@ def _least(config: ScalingConfig) -> Counts:
     return {role: max(1, config.bounds(role).least) for role in ROLES}
 
 
-def _zero(load: Load, now: Counts, memory: Memory, config: ScalingConfig) -> Outcome | None:
-    """Both roles go to nothing, stay there, and come back, together. None: neither is the case."""
+def _zero(load: Load, now: Counts, memory: ScalingState, config: ScalingConfig) -> Outcome | None:
+    """Scale to zero, stay at zero, or scale from zero: both roles together. None if no case applies."""
     assert memory.busy_at is not None, "just remembered"
     idle_s = load.at - memory.busy_at
     allowed = config.idle_s_to_zero > 0 and not any(config.bounds(role).least for role in ROLES)
@@ -287,7 +286,7 @@ def _zero(load: Load, now: Counts, memory: Memory, config: ScalingConfig) -> Out
     return None
 
 
-def _wanted(role: RoleName, now: int, need: Need, at: float, memory: Memory, config: ScalingConfig) -> int:
+def _wanted(role: RoleName, now: int, need: Need, at: float, memory: ScalingState, config: ScalingConfig) -> int:
     window, bounds = memory.windows[role], config.bounds(role)
     up = window.lasting(at, config.scale_up_window_s)
     down = window.most(at, config.scale_down_window_s)
@@ -299,41 +298,43 @@ def _wanted(role: RoleName, now: int, need: Need, at: float, memory: Memory, con
         down < now and window.covers(at, config.scale_down_window_s) and not _resting(role, at, memory, config, up=True)
     ):
         target = _fewer(now, max(down, now - config.max_step_down), need, config)
-        target = min(now, max(target, _taught(role, at, memory, config)))
+        target = min(now, max(target, _history_minimum(role, at, memory, config)))
     return min(max(target, bounds.least, 1), bounds.most)
 
 
 def _fewer(now: int, target: int, need: Need, config: ScalingConfig) -> int:
-    """`target`, if that would still hold with a little more to do; else the fewest that would."""
+    """`target`, or the lowest number above it that suffices with the tolerance."""
     while target < now and need.workers > target * (1 - config.tolerance):
         target += 1
     return target
 
 
-def _taught(role: RoleName, at: float, memory: Memory, config: ScalingConfig) -> int:
-    """Workers that must be left, for fewer have proved too few at this need."""
+def _history_minimum(role: RoleName, at: float, memory: ScalingState, config: ScalingConfig) -> int:
+    """Min. workers, because fewer have proved too few at this need."""
     peak = memory.windows[role].peak(at, config.scale_down_window_s)
-    return memory.lessons.get(role, Lesson()).fewest(peak, config.tolerance)
+    return memory.scale_downs.get(role, ScaleDownHistory()).min_workers(peak, config.tolerance)
 
 
-def _learnt(role: RoleName, load: Load, now: int, wanted: int, memory: Memory, config: ScalingConfig) -> Lesson:
-    lesson, window = memory.lessons.get(role, Lesson()), memory.windows[role]
+def _history(
+    role: RoleName, load: Load, now: int, wanted: int, memory: ScalingState, config: ScalingConfig
+) -> ScaleDownHistory:
+    history, window = memory.scale_downs.get(role, ScaleDownHistory()), memory.windows[role]
     at, window_s = load.at, config.scale_down_window_s
     if wanted < now:
-        return lesson.went_down(Reduction(at, wanted, window.peak(at, window_s), window.busiest(at, window_s)))
+        return history.went_down(Reduction(at, wanted, window.peak(at, window_s), window.busiest(at, window_s)))
     if wanted > now:
         trial_s = config.scale_up_window_s + config.bounds(role).targets.clear_seconds
-        return lesson.went_up(at, now, _arrivals(role, load), trial_s)
-    return lesson
+        return history.went_up(at, now, _arrivals(role, load), trial_s)
+    return history
 
 
-def _resting(role: RoleName, at: float, memory: Memory, config: ScalingConfig, *, up: bool) -> bool:
-    """Whether its last change was in this direction, and lately: not the moment for the other one."""
+def _resting(role: RoleName, at: float, memory: ScalingState, config: ScalingConfig, *, up: bool) -> bool:
+    """Whether the last change in this direction was recent, so that the opposite change must wait."""
     change = memory.changes.get(role)
     return change is not None and change.up is up and at - change.at < config.cooldown_s
 
 
-def _flips(now: Counts, wanted: Counts, at: float, memory: Memory, config: ScalingConfig) -> int:
+def _flips(now: Counts, wanted: Counts, at: float, memory: ScalingState, config: ScalingConfig) -> int:
     """Workers that change from decode to prefill; negative: the other way.
 
     A flip takes seconds and is taken back as fast, so what has been spare throughout the cooldown is enough.
@@ -348,11 +349,12 @@ def _flips(now: Counts, wanted: Counts, at: float, memory: Memory, config: Scali
     return 0
 
 
-def _spare(role: RoleName, now: Counts, at: float, memory: Memory, config: ScalingConfig) -> int:
+def _spare(role: RoleName, now: Counts, at: float, memory: ScalingState, config: ScalingConfig) -> int:
     window = memory.windows[role]
     if not window.covers(at, config.cooldown_s):
         return 0
-    busy = max(window.most(at, config.cooldown_s), config.bounds(role).least, 1, _taught(role, at, memory, config))
+    tried = _history_minimum(role, at, memory, config)
+    busy = max(window.most(at, config.cooldown_s), config.bounds(role).least, 1, tried)
     return max(0, now[role] - busy)
 
 
@@ -363,7 +365,7 @@ def _after(flips: int, now: Counts, wanted: Counts) -> Counts:
 
 
 def _outcome(
-    at: float, now: Counts, wanted: Counts, flips: int, needs: Mapping[RoleName, Need], memory: Memory
+    at: float, now: Counts, wanted: Counts, flips: int, needs: Mapping[RoleName, Need], memory: ScalingState
 ) -> Outcome:
     decisions: list[Decision] = []
     if flips:
@@ -386,7 +388,7 @@ def _outcome(
     return Outcome(wanted=wanted, flips=flips, decisions=tuple(decisions), memory=replace(memory, changes=changes))
 
 
-def _hold(now: Counts, reason: str, memory: Memory) -> Outcome:
+def _hold(now: Counts, reason: str, memory: ScalingState) -> Outcome:
     total = sum(now.values())
     held = Decision(role="both", action="hold", before=total, after=total, reason=reason)
     return Outcome(wanted=now, flips=0, decisions=(held,), memory=memory)

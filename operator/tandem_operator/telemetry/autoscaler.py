@@ -25,14 +25,14 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 
-from tandem_operator.api.model_service import Decision as Told
+from tandem_operator.api.model_service import Decision as StatusDecision
 from tandem_operator.api.types import ROLES, RoleName
 from tandem_operator.builders.engine_flags import gpus_of
 from tandem_operator.builders.served import Served
 from tandem_operator.scaling.load import Targets
-from tandem_operator.scaling.policy import Decision, Memory, RoleBounds, ScalingConfig, decide
+from tandem_operator.scaling.policy import Decision, RoleBounds, ScalingConfig, ScalingState, decide
 from tandem_operator.telemetry.pods import HEALTH_PORT, PodSeen
-from tandem_operator.telemetry.samples import Seen
+from tandem_operator.telemetry.samples import LoadReading
 from tandem_operator.telemetry.worker_control import post_order
 
 KEPT = 1_000_000
@@ -43,7 +43,7 @@ UNKNOWN = KEPT // 2
 
 
 def changed_costs(
-    workers: Iterable[PodSeen], seen: Seen, *, pools: Collection[RoleName], roles: Collection[RoleName]
+    workers: Iterable[PodSeen], seen: LoadReading, *, pools: Collection[RoleName], roles: Collection[RoleName]
 ) -> dict[str, int]:
     """New costs by pod name, where they differ. `pools` are those that shrink, `roles` those with too many workers."""
     costs = {pod.name: cost_of(pod, seen, roles) for pod in workers if pod.worker_role in pools}
@@ -51,7 +51,7 @@ def changed_costs(
     return {name: cost for name, cost in costs.items() if cost != before[name]}
 
 
-def cost_of(pod: PodSeen, seen: Seen, roles: Collection[RoleName]) -> int:
+def cost_of(pod: PodSeen, seen: LoadReading, roles: Collection[RoleName]) -> int:
     """Of one pod."""
     figures = seen.workers.get(pod.name)
     outstanding = UNKNOWN if figures is None else min(round(figures.outstanding), UNKNOWN)
@@ -70,17 +70,17 @@ class Flip:
     role: RoleName
 
 
-def flips_of(workers: Iterable[PodSeen], seen: Seen) -> dict[RoleName, int]:
+def flips_of(workers: Iterable[PodSeen], seen: LoadReading) -> dict[RoleName, int]:
     """Pods that serve in each role and belong to the other's pool."""
-    lent: dict[RoleName, int] = {"prefill": 0, "decode": 0}
+    flipped: dict[RoleName, int] = {"prefill": 0, "decode": 0}
     for pod in workers:
         serves = seen.serves(pod)
         if serves is not None and serves != pod.worker_role:
-            lent[serves] += 1
-    return lent
+            flipped[serves] += 1
+    return flipped
 
 
-def candidates(count: int, workers: Iterable[PodSeen], seen: Seen) -> tuple[Flip, ...]:
+def candidates(count: int, workers: Iterable[PodSeen], seen: LoadReading) -> tuple[Flip, ...]:
     """The workers to flip: `count` from decode to prefill, negative the other way; fewer where fewer can.
 
     Workers that return to their pool's role go first, then the least loaded. One without metrics, or draining, stays.
@@ -100,7 +100,7 @@ def candidates(count: int, workers: Iterable[PodSeen], seen: Seen) -> tuple[Flip
     return tuple(Flip(pod, taker) for pod in able[: abs(count)])
 
 
-def _price(pod: PodSeen, taker: RoleName, seen: Seen) -> tuple[bool, float, str]:
+def _price(pod: PodSeen, taker: RoleName, seen: LoadReading) -> tuple[bool, float, str]:
     return (pod.worker_role != taker, seen.workers[pod.name].outstanding, pod.name)
 
 
@@ -118,29 +118,29 @@ class PoolCounts:
     """Pods of each pool, and how many of the other pool's pods serve in each role."""
 
     pools: Counts
-    lent: Counts
+    flipped: Counts
     """By the role they serve in: pods of the other pool. Never more than that pool has."""
 
     @staticmethod
-    def of(pools: Mapping[RoleName, int], lent: Mapping[RoleName, int]) -> "PoolCounts":
+    def of(pools: Mapping[RoleName, int], flipped: Mapping[RoleName, int]) -> "PoolCounts":
         """A pool smaller than the number of its flipped pods counts only the pods that it has."""
         return PoolCounts(
-            {role: pools[role] for role in ROLES}, {role: min(lent[role], pools[OTHER[role]]) for role in ROLES}
+            {role: pools[role] for role in ROLES}, {role: min(flipped[role], pools[OTHER[role]]) for role in ROLES}
         )
 
     @property
     def serving(self) -> Counts:
         """Workers of each role. Pods that are desired and not there yet will serve as their pool specifies."""
-        return {role: self.pools[role] + self.lent[role] - self.lent[OTHER[role]] for role in ROLES}
+        return {role: self.pools[role] + self.flipped[role] - self.flipped[OTHER[role]] for role in ROLES}
 
     def after(self, flips: Iterable[Flip]) -> "PoolCounts":
-        lent = dict(self.lent)
+        flipped = dict(self.flipped)
         for flip in flips:
             if flip.pod.worker_role == flip.role:
-                lent[OTHER[flip.role]] -= 1
+                flipped[OTHER[flip.role]] -= 1
             else:
-                lent[flip.role] += 1
-        return PoolCounts.of(self.pools, {role: max(0, lent[role]) for role in ROLES})
+                flipped[flip.role] += 1
+        return PoolCounts.of(self.pools, {role: max(0, flipped[role]) for role in ROLES})
 
     def pools_for(self, wanted: Mapping[RoleName, int], config: ScalingConfig) -> Counts:
         """Pods of each pool so that `wanted` workers serve in each role. Of a role that shrinks, flipped ones go first.
@@ -150,7 +150,7 @@ class PoolCounts:
         pools, serving = dict(self.pools), self.serving
         for role in ROLES:
             change = wanted[role] - serving[role]
-            back = min(max(0, -change), self.lent[role])
+            back = min(max(0, -change), self.flipped[role])
             pools[OTHER[role]] -= back
             pools[role] += change + back
         return {role: min(max(pools[role], config.bounds(role).least), config.bounds(role).most) for role in ROLES}
@@ -175,11 +175,11 @@ class Scaled:
 class Autoscaler:
     """One per ModelService. It remembers needs over time."""
 
-    memory: Memory = field(default_factory=Memory)
+    memory: ScalingState = field(default_factory=ScalingState)
 
     def step(
         self,
-        seen: Seen,
+        seen: LoadReading,
         config: ScalingConfig,
         pods: Sequence[PodSeen],
         pools: Mapping[RoleName, int],
@@ -197,7 +197,7 @@ class Autoscaler:
         law = replace(config, flip_roles=config.flip_roles and not rolling_out)
         outcome = decide(seen.load, counts.serving, self.memory, law)
         self.memory = outcome.memory
-        if seen.load.trouble():
+        if seen.load.error():
             return Scaled(pools=now, decisions=outcome.decisions, holding=outcome.decisions[0].reason)
         flips = candidates(outcome.flips, [pod for pod in workers if pod.revision == revision], seen)
         flipped = counts.after(flips)
@@ -253,29 +253,29 @@ def _bounds(service: Served, name: RoleName) -> RoleBounds:
     )
 
 
-MOST = 10
+MAX_HISTORY = 10
 MAX_REASON = 1024
 _FIGURES = re.compile(r"[\d.]+")
 
 
-def remembered(before: Sequence[Told], new: Iterable[Decision], now: str) -> list[Told]:
-    """Newest first, at most `MOST`; `before` itself where nothing is new. `now`: RFC 3339."""
-    told = list(before)
-    for decision in worth_telling(before, new):
-        told.insert(0, _told(decision, now))
-    return told[:MOST]
+def merge_history(before: Sequence[StatusDecision], new: Iterable[Decision], now: str) -> list[StatusDecision]:
+    """Newest first, at most `MAX_HISTORY`; equal to `before` if nothing is new. `now`: RFC 3339."""
+    history = list(before)
+    for decision in new_events(before, new):
+        history.insert(0, _status_decision(decision, now))
+    return history[:MAX_HISTORY]
 
 
-def worth_telling(before: Sequence[Told], new: Iterable[Decision]) -> list[Decision]:
-    """Those of `new` that differ from the last one that was reported: these become events."""
-    told: list[Decision] = []
+def new_events(before: Sequence[StatusDecision], new: Iterable[Decision]) -> list[Decision]:
+    """Decisions of `new` that differ from the last reported one: these become events."""
+    events: list[Decision] = []
     last = _kind(before[0].action, before[0].reason) if before else None
     for decision in new:
         kind = _kind(decision.action, decision.reason)
         if decision.action != "hold" or kind != last:
-            told.append(decision)
+            events.append(decision)
             last = kind
-    return told
+    return events
 
 
 def event_of(decision: Decision) -> tuple[str, str, str]:
@@ -289,8 +289,8 @@ def event_of(decision: Decision) -> tuple[str, str, str]:
     return "Normal", f"Scaled{direction.capitalize()}", f"{change}: {decision.reason}"
 
 
-def _told(decision: Decision, now: str) -> Told:
-    return Told(
+def _status_decision(decision: Decision, now: str) -> StatusDecision:
+    return StatusDecision(
         time=now,
         role=decision.role,
         action=decision.action,

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from tandem_operator.api.types import ROLES, RoleName
 from tandem_operator.scaling.load import Load, decode_need, prefill_need
 from tandem_operator.scaling.policy import ScalingConfig
-from tandem_operator.telemetry.samples import Seen
+from tandem_operator.telemetry.samples import LoadReading
 
 LEAST = 0.01
 """Of a worker: more than nothing, which is what brings a scaler from zero."""
@@ -90,26 +90,26 @@ def role_figures(load: Load, config: ScalingConfig) -> dict[RoleName, RoleFigure
 
 
 @dataclass(kw_only=True, eq=False)
-class ScalingFigures(Collector):
+class ScalingMetrics(Collector):
     """Those of all services. Register it with the operator's metrics."""
 
     _figures: dict[ServiceName, dict[RoleName, RoleFigures]] = field(default_factory=dict)
-    _troubles: dict[ServiceName, str] = field(default_factory=dict)
+    _errors: dict[ServiceName, str] = field(default_factory=dict)
 
-    def put(self, service: ServiceName, seen: Seen, config: ScalingConfig) -> None:
+    def put(self, service: ServiceName, seen: LoadReading, config: ScalingConfig) -> None:
         """What came of a look at `service`."""
-        trouble = seen.reason if seen.load is None else seen.load.trouble()
-        if seen.load is None or trouble:
+        error = seen.reason if seen.load is None else seen.load.error()
+        if seen.load is None or error:
             self._figures.pop(service, None)
-            self._troubles[service] = trouble
+            self._errors[service] = error
             return
-        self._troubles.pop(service, None)
+        self._errors.pop(service, None)
         self._figures[service] = role_figures(seen.load, config)
 
     def forget(self, service: ServiceName) -> None:
         """It was deleted, or is not polled any more."""
         self._figures.pop(service, None)
-        self._troubles.pop(service, None)
+        self._errors.pop(service, None)
 
     def answer(self, namespace: str, service: str, role: str) -> tuple[int, dict[str, float | str]]:
         """HTTP status and JSON for `GET /scaling/{namespace}/{service}/{role}`."""
@@ -118,9 +118,9 @@ class ScalingFigures(Collector):
             return 200, figures.document()
         if role not in ROLES:
             return 404, {"message": f"role must be prefill or decode, got {role[:64]!r}"}
-        trouble = self._troubles.get((namespace, service))
-        if trouble is not None:
-            return 503, {"message": f"no reliable metrics: {trouble}"}
+        error = self._errors.get((namespace, service))
+        if error is not None:
+            return 503, {"message": f"no reliable metrics: {error}"}
         return 404, {"message": "no such ModelService, or it has not been checked yet"}
 
     def describe(self) -> Iterator[Metric]:

@@ -4,8 +4,8 @@
     deleted pod         ─▶ forgotten          ready pod without metrics ─▶ its last metrics, with their age
     all of them         ─▶ one `Load`, as old as its oldest metric, or the reason why there is none
 
-`Looks` is pure: the caller provides the time. `LoadReader` polls the pods once per period. Prometheus is not used: it
-may not exist, and its values are as old as its last scrape. `Load.trouble` checks the age of metrics, not this module
+`PodSampler` is pure: the caller provides the time. `LoadReader` polls the pods once per period. Prometheus is not used:
+it may not exist, and its values are as old as its last scrape. `Load.error` checks the age of metrics, not this module
 [figures-or-hold].
 
 `load_of` combines the pods. A sequence on a decode worker has a slot, or waits for its KV and will have one. A request
@@ -28,44 +28,44 @@ from tandem_operator.telemetry.pod_metrics import Figures, GatewayFigures, Gatew
 from tandem_operator.telemetry.pods import PodSeen, fetch_figures
 
 SMOOTHING = 0.3
-"""Weight of the newest look in means over looks."""
+"""Weight of the newest sample in means over samples."""
 
 FIRST_SECONDS_EACH = 10.0
-"""How long a sequence decodes, before any has ended. It does not matter for long."""
+"""Assumed decode time of a sequence before any has ended. Measurements replace it soon."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """Of one gateway between two looks."""
+    """Increase of the counters of one gateway between two samples."""
 
     totals: GatewayTotals
     seconds: float
     waiting_tokens: float
-    """By how much its queue has grown; negative: shrunk."""
+    """Growth of its queue; negative if it has shrunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Of all gateways together."""
+    """Arrivals at all gateways together."""
 
     tokens_per_s: float
     """Prompt tokens without a cached prefix."""
     choices_per_s: float
     seconds_each: float
-    """How long a choice decodes."""
+    """Mean decode time of a choice."""
     uncached_share: float
-    """Of prompt tokens."""
+    """Share of prompt tokens without a cached prefix."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Demand:
-    """Means over looks."""
+    """Means over samples."""
 
     seconds_each: float = FIRST_SECONDS_EACH
     cached_share: float = 0.0
 
     def take(self, gains: Iterable[Gain]) -> None:
-        """The gains of one look."""
+        """Adds the gains of one sample."""
         taken = list(gains)
         ended = sum(gain.totals.finished for gain in taken)
         first = sum(gain.totals.first_tokens for gain in taken)
@@ -73,14 +73,14 @@ class Demand:
             whole = sum(gain.totals.finished_s for gain in taken) / ended
             before = sum(gain.totals.first_token_s for gain in taken) / first
             self.seconds_each += SMOOTHING * (max(0.0, whole - before) - self.seconds_each)
-        # What came and does not wait has got a worker, and a prediction of what that one has cached.
+        # A request that does not wait has a worker, and a prediction of the tokens that this worker has cached.
         admitted = sum(gain.totals.asked_tokens - gain.waiting_tokens for gain in taken)
         if admitted > 0:
             share = min(1.0, sum(gain.totals.predicted_tokens for gain in taken) / admitted)
             self.cached_share += SMOOTHING * (share - self.cached_share)
 
     def rates(self, gains: Iterable[Gain]) -> Rates:
-        """From the last gain of each gateway."""
+        """Rates from the last gain of each gateway."""
         taken = list(gains)
         uncached = 1.0 - self.cached_share
         return Rates(
@@ -93,14 +93,14 @@ class Demand:
 
 @dataclass(kw_only=True, slots=True)
 class Sizes:
-    """What one worker can do, as last known: that is needed while there is none, too."""
+    """Capacity of one worker, as last reported; also used while there is no worker."""
 
     tokens_per_s: float = 0.0
     places: float = 0.0
     pages: float = 0.0
 
     def take(self, workers: Collection[WorkerFigures]) -> None:
-        """Means over workers of each role; of a role without any what was known of it, or the other's."""
+        """Means over workers by role; a role without workers keeps its last values, or takes those of the other."""
         prefill = [one for one in workers if one.serves == "prefill"]
         decode = [one for one in workers if one.serves == "decode"]
         self.tokens_per_s = _mean(one.tokens_per_s for one in prefill) or self.tokens_per_s
@@ -118,7 +118,7 @@ def load_of(
     rates: Rates,
     sizes: Sizes,
 ) -> Load:
-    """`age_s`: of the oldest of these figures."""
+    """`age_s`: age of the oldest of these metrics."""
     busy = [*workers] if any(one.answering + one.waiting for one in gateways) else []
     prefill = [one for one in busy if one.serves == "prefill"]
     decode = [one for one in busy if one.serves == "decode"]
@@ -148,23 +148,23 @@ def load_of(
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Of those that are known; 0 when none is."""
+    """Mean of the positive values; 0 if there is none."""
     known = [value for value in values if value > 0]
     return sum(known) / len(known) if known else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """What came of one look."""
+class LoadReading:
+    """The result of one poll of all pods."""
 
     load: Load | None
     reason: str = ""
     """Why there is no load."""
     workers: Mapping[str, WorkerFigures] = field(default_factory=dict)
-    """By pod name: those that exist and have reported, lately or as long as they are ready."""
+    """Metrics of existing workers by pod name, if they are recent or the pod is ready."""
 
     def serves(self, pod: PodSeen) -> RoleName | None:
-        """The role of a worker: as it reports itself, else as its Deployment has it. None for gateways."""
+        """The role that a worker reports, or else that of its Deployment. None for gateways."""
         figures = self.workers.get(pod.name)
         return pod.worker_role if figures is None or figures.serves is None else figures.serves
 
@@ -178,13 +178,13 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
-    """The last figures of a pod."""
+class PodSample:
+    """The last metrics of a pod."""
 
     at: float
     figures: Figures
     gain: Gain | None = None
-    """Of a gateway that was looked at twice."""
+    """The increase since the previous sample of a gateway."""
 
     def age_s(self, now: float) -> float:
         own = self.figures.age_s if isinstance(self.figures, WorkerFigures) else 0.0
@@ -192,54 +192,54 @@ class Look:
 
 
 @dataclass(kw_only=True, slots=True)
-class Looks:
-    """One per ModelService."""
+class PodSampler:
+    """The samples of the pods of one ModelService."""
 
     demand: Demand = field(default_factory=Demand)
     sizes: Sizes = field(default_factory=Sizes)
-    _looks: dict[str, Look] = field(default_factory=dict)
+    _samples: dict[str, PodSample] = field(default_factory=dict)
     """By uid."""
 
-    def take(self, at: float, pods: Sequence[PodSeen], answers: Mapping[str, Figures | str]) -> Seen:
-        """`at`: monotonic seconds. `answers`: by uid, figures or in one sentence why there are none."""
+    def take(self, at: float, pods: Sequence[PodSeen], answers: Mapping[str, Figures | str]) -> LoadReading:
+        """`at`: monotonic seconds. `answers`: by uid, metrics or the reason why there are none."""
         self._remember(at, pods, answers)
-        known = [(pod, look) for pod in pods if (look := self._current(at, pod)) is not None]
-        workers = {pod.name: look.figures for pod, look in known if isinstance(look.figures, WorkerFigures)}
-        gateways = [look for _, look in known if isinstance(look.figures, GatewayFigures)]
+        known = [(pod, sample) for pod in pods if (sample := self._current(at, pod)) is not None]
+        workers = {pod.name: sample.figures for pod, sample in known if isinstance(sample.figures, WorkerFigures)}
+        gateways = [sample for _, sample in known if isinstance(sample.figures, GatewayFigures)]
         self.sizes.take(workers.values())
         reason = self._silent(pods, answers) or _no_rates(gateways)
         if reason:
-            return Seen(load=None, reason=reason, workers=workers)
-        self.demand.take(look.gain for look in gateways if look.at == at and look.gain is not None)
+            return LoadReading(load=None, reason=reason, workers=workers)
+        self.demand.take(sample.gain for sample in gateways if sample.at == at and sample.gain is not None)
         load = load_of(
             at=at,
-            age_s=max(look.age_s(at) for _, look in known),
+            age_s=max(sample.age_s(at) for _, sample in known),
             workers=workers.values(),
-            gateways=[look.figures for look in gateways if isinstance(look.figures, GatewayFigures)],
-            rates=self.demand.rates(look.gain for look in gateways if look.gain is not None),
+            gateways=[sample.figures for sample in gateways if isinstance(sample.figures, GatewayFigures)],
+            rates=self.demand.rates(sample.gain for sample in gateways if sample.gain is not None),
             sizes=self.sizes,
         )
-        return Seen(load=load, workers=workers)
+        return LoadReading(load=load, workers=workers)
 
     def _remember(self, at: float, pods: Sequence[PodSeen], answers: Mapping[str, Figures | str]) -> None:
         there = {pod.uid for pod in pods}
-        self._looks = {uid: look for uid, look in self._looks.items() if uid in there}
+        self._samples = {uid: sample for uid, sample in self._samples.items() if uid in there}
         for uid, answer in answers.items():
             if uid in there and not isinstance(answer, str):
-                self._looks[uid] = Look(at=at, figures=answer, gain=_gain(self._looks.get(uid), at, answer))
+                self._samples[uid] = PodSample(at=at, figures=answer, gain=_gain(self._samples.get(uid), at, answer))
 
-    def _current(self, at: float, pod: PodSeen) -> Look | None:
-        """The last look at `pod`. Of one that takes no requests old figures say nothing any more."""
-        look = self._looks.get(pod.uid)
-        if look is None or (not _counts(pod) and look.age_s(at) > STALE_S):
+    def _current(self, at: float, pod: PodSeen) -> PodSample | None:
+        """The last sample of `pod`. Old metrics of a pod that accepts no requests are ignored."""
+        sample = self._samples.get(pod.uid)
+        if sample is None or (not _counts(pod) and sample.age_s(at) > STALE_S):
             return None
-        return look
+        return sample
 
     def _silent(self, pods: Sequence[PodSeen], answers: Mapping[str, Figures | str]) -> str:
-        """About a pod that takes requests and has never reported anything."""
+        """The error of a pod that accepts requests and has never reported metrics."""
         for pod in pods:
             answer = answers.get(pod.uid)
-            if _counts(pod) and pod.uid not in self._looks:
+            if _counts(pod) and pod.uid not in self._samples:
                 return f"pod {pod.name} is ready, and {answer if isinstance(answer, str) else 'has no address'}"
         return ""
 
@@ -248,7 +248,7 @@ def _counts(pod: PodSeen) -> bool:
     return pod.ready and not pod.terminating
 
 
-def _gain(before: Look | None, at: float, now: Figures) -> Gain | None:
+def _gain(before: PodSample | None, at: float, now: Figures) -> Gain | None:
     if before is None or not isinstance(before.figures, GatewayFigures) or not isinstance(now, GatewayFigures):
         return None
     if at <= before.at:
@@ -260,8 +260,8 @@ def _gain(before: Look | None, at: float, now: Figures) -> Gain | None:
     )
 
 
-def _no_rates(gateways: Iterable[Look]) -> str:
-    gains = [look.gain for look in gateways]
+def _no_rates(gateways: Iterable[PodSample]) -> str:
+    gains = [sample.gain for sample in gateways]
     if not gains:
         return "no gateway reports its queue"
     return "" if any(gain is not None for gain in gains) else "arrival rates need a second sample"
@@ -269,13 +269,13 @@ def _no_rates(gateways: Iterable[Look]) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class LoadReader:
-    """One per ModelService. It remembers the last look, for rates."""
+    """Polls the pods of one ModelService. It keeps the last sample, for rates."""
 
     client: httpx.AsyncClient
     now: Callable[[], float] = monotonic
-    looks: Looks = field(default_factory=Looks)
+    sampler: PodSampler = field(default_factory=PodSampler)
 
-    async def read(self, pods: Sequence[PodSeen]) -> Seen:
+    async def read(self, pods: Sequence[PodSeen]) -> LoadReading:
         """Poll all pods. Bounded in time; a pod without metrics is no error but a reason."""
         answers = await fetch_figures(self.client, pods)
-        return self.looks.take(self.now(), pods, answers)
+        return self.sampler.take(self.now(), pods, answers)

@@ -28,7 +28,7 @@ from tandem_operator.planning.observed import Canary
 from tandem_operator.telemetry.pods import ADMIN_PORT, ANSWER_S, AT_ONCE, HEALTH_PORT, MAX_BYTES, PodSeen
 
 CURVE_KEY_BYTES = 40
-MOST_SHOWN = 512
+MAX_SHOWN = 512
 
 
 class OrderFailedError(Exception):
@@ -80,7 +80,7 @@ async def post_order(
         raise OrderFailedError(f"pod {pod.name} cannot be reached: {error!r}") from error
     answer = _decoded(bytes(data))
     if response.status_code // 100 != 2 or answer is None:
-        said = bytes(data[:MOST_SHOWN]).decode("utf-8", "replace")
+        said = bytes(data[:MAX_SHOWN]).decode("utf-8", "replace")
         raise OrderFailedError(f"pod {pod.name} answered {path} with {response.status_code}: {said}")
     return answer
 

@@ -7,42 +7,41 @@ the cores that the first left, or binds to none if these are too few.
 """
 
 import fcntl
-import os
-import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from tandem_engine.base.linux import can_bind, format_cpus
+from tandem_services.common.private_folder import private_folder
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Those of each worker, as `--cpu-affinity` takes them; empty where they are not bound."""
+    """Cores of each worker, in the format of `--cpu-affinity`; empty if workers are not bound."""
 
     of_worker: tuple[str, ...] = ()
     locks: tuple[IO[str], ...] = field(default=(), repr=False, compare=False)
 
     def flag(self, worker: int) -> str | None:
-        """For worker number `worker`; None where it is not bound."""
+        """Value of `--cpu-affinity` for worker number `worker`; None if it is not bound."""
         return self.of_worker[worker] if self.of_worker else None
 
     def release(self) -> None:
-        """Others may have them."""
+        """Releases the locks."""
         for lock in self.locks:
             lock.close()
 
 
 def claim(allowed: Collection[int], *, workers: int, threads: int, folder: Path | None = None) -> Cores:
-    """`threads` cores for each worker; none for any of them where there are too few, or cores cannot be claimed.
+    """Claims `threads` cores for each worker, or none at all if there are too few or they cannot be claimed.
 
-    `folder`: of the locks, instead of one of this user's.
+    `folder`: folder of the locks (default: one of this user).
     """
     if not can_bind() or workers < 2 or workers * threads > len(allowed):
         return Cores()
     try:
-        taken = _lock(sorted(allowed), workers * threads, folder or _own_folder())
+        taken = _lock(sorted(allowed), workers * threads, folder or private_folder("cores"))
     except OSError:
         # Not being bound costs little; not starting would cost everything.
         return Cores()
@@ -55,16 +54,8 @@ def claim(allowed: Collection[int], *, workers: int, threads: int, folder: Path 
     return Cores(of_worker=tuple(map(format_cpus, shares)), locks=tuple(taken.values()))
 
 
-def _own_folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"tandem-cores-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
-    return folder
-
-
 def _lock(cpus: Collection[int], wanted: int, folder: Path) -> dict[int, IO[str]]:
-    """The first that are free, at most as many as wanted."""
+    """Locks of the first free cores, at most `wanted`."""
     taken: dict[int, IO[str]] = {}
     for cpu in cpus:
         if len(taken) == wanted:

@@ -119,7 +119,7 @@ class RoutedFleet:
                 local_prefill_tokens=config.local_prefill_tokens,
                 policies=config.policies,
                 exploration=config.exploration,
-                told_per_second=config.explain_candidates,
+                explained_per_second=config.explain_candidates,
                 start_timeout_s=start_timeout_s,
             )
         )

@@ -6,7 +6,7 @@
                      iterations of the other's loop + missing KV bytes / rate of the link
     host_load        prompt tokens cached only in host memory × seconds to copy one to the device
     prefill_queue    tokens queued and reserved / prefill rate of the worker that computes the prompt
-    prefill_compute  prompt tokens neither cached nor fetched, at least one / prefill rate
+    prefill_compute  prompt tokens that are not cached or fetched, at least one / prefill rate
     prefill_stall    (prefill_compute + host_load) × the sequences that wait for them: those decoding on that worker; on
                      a decode worker one that will arrive; everywhere those that arrive later (FOLLOWERS). For fetched
                      tokens only those whose blocks they evict from the cache (COPY_FOLLOWERS)
@@ -63,7 +63,7 @@ that cache for a second copy of what another worker has. Found by `tandem simula
 for any shorter queue, and the copies push each other out (docs/benchmarks.md)."""
 
 COPY_FOLLOWERS = 2
-"""Of the followers, those that a fetched prefix has, too: it is not computed, but it is a second copy."""
+"""Followers that are charged for a fetched prefix: it is not computed, but it is a second copy."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -156,7 +156,7 @@ def fetch_s(source: Load, token_seconds: float, tokens: int) -> float:
 
 
 def fetch_wait_s(seconds: float, load: Load) -> float:
-    """Of a fetch of `seconds` to the worker whose load is `load`: while it lasts, the queue there gets shorter."""
+    """Seconds of a fetch to a worker that exceed its queue: while the fetch lasts, the queue gets shorter."""
     return max(0.0, seconds - prefill_queue_s(load))
 
 
@@ -180,7 +180,7 @@ class PricedFetch:
 
     source: WorkerView
     tokens: int
-    """Of the prompt, that the source has cached."""
+    """Prompt tokens that the source has cached."""
     seconds: float
 
 
@@ -193,9 +193,9 @@ class Candidate:
     matched: int
     """Prompt tokens in its prefix cache, in device or host memory."""
     in_host: int = 0
-    """Of them, those in host memory alone."""
+    """Tokens of `matched` that are in host memory alone."""
     in_flight: int = 0
-    """Of `matched`, those that a prompt in flight will leave there. They are not computed again, and not fetched."""
+    """Tokens of `matched` that a prompt in flight will leave there. They are not computed again, and not fetched."""
     links: Mapping[str, float] = field(default_factory=dict)
     """Bytes per second of its writes by the receiver's incarnation; 0 for a broken link."""
     fetch: PricedFetch | None = None
@@ -213,7 +213,7 @@ class Candidate:
 
     @property
     def fetched(self) -> int:
-        """Of them, those that come from another worker."""
+        """Tokens of `known` that come from another worker."""
         return self.known - self.matched
 
 

@@ -71,7 +71,7 @@ class PricedPrefix(msgspec.Struct, frozen=True, gc=False):
     source: str
     """Incarnation."""
     tokens: int
-    """Of the prompt, that the source is predicted to have cached."""
+    """Prompt tokens that the source is predicted to have cached."""
     seconds: float
 
 
@@ -90,9 +90,9 @@ class PricedOption(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     decode_matched_tokens: int
     """Those on the decode worker: a pair need not move them."""
     matched_host_tokens: int = 0
-    """Of `matched_tokens`, those in host memory alone."""
+    """Tokens of `matched_tokens` that are in host memory alone."""
     decode_matched_host_tokens: int = 0
-    """Of `decode_matched_tokens`, those in host memory alone."""
+    """Tokens of `decode_matched_tokens` that are in host memory alone."""
     fetch: PricedPrefix | None
 
 
@@ -100,12 +100,12 @@ class PricedOptions(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a choice was made from."""
 
     options: tuple[PricedOption, ...]
-    """The one that was chosen, then the others, cheapest first; at most `TOLD_OPTIONS`."""
+    """The one that was chosen, then the others, cheapest first; at most `EXPLAINED_OPTIONS`."""
     more: int
     """Others that were dearer than all of these."""
 
 
-TOLD_OPTIONS = 8
+EXPLAINED_OPTIONS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ class RouteQuery:
     exclude: frozenset[str] = frozenset()
     """Incarnations that this request has already failed on."""
     compat_hash: str | None = None
-    """Of the workers whose output is continued: other weights would continue it with other tokens
+    """Compat hash of the workers whose output is continued: other weights would continue it with other tokens
     [same-kind-paired]."""
     session_key: str = ""
     """Whose request it is, for the policy `session`."""
@@ -153,11 +153,11 @@ class Reservation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedFetch:
-    """A prefix of the prompt that the worker that computes it had better bring from another worker."""
+    """A prefix that the computing worker should fetch from another worker, because that is predicted to be faster."""
 
     source: WorkerView
     tokens: int
-    """Of the prompt, that the source is predicted to have cached."""
+    """Prompt tokens that the source is predicted to have cached."""
     seconds: float
     """Predicted."""
     within_s: float

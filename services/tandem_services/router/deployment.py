@@ -25,7 +25,7 @@ PROOF_BYTES = 16
 NAMESPACE_BYTES = 8
 
 PROOF_FIELD = "proof"
-"""Of a row."""
+"""Name of the field of a row that has its proof."""
 
 UNSIGNED_FIELDS = frozenset({PROOF_FIELD, "number"})
 """`number` is written by the script."""
@@ -33,7 +33,7 @@ UNSIGNED_FIELDS = frozenset({PROOF_FIELD, "number"})
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Of one process. `secret`: of the key file; empty without one."""
+    """The deployment that a process belongs to. `secret` comes from the key file; empty without one."""
 
     secret: bytes = field(default=b"", repr=False)
     _key: bytes = field(init=False, repr=False, compare=False)

@@ -22,7 +22,7 @@ def named_blocks(chain: bytes) -> bytes:
 
 
 def named_positions(blocks: int) -> Sequence[int]:
-    """Of a prompt of so many blocks; the first block is number 1."""
+    """Positions of the named blocks of a prompt with `blocks` blocks; the first block is number 1."""
     step = named_step(blocks)
     return range(1, blocks + 1) if step == 1 else (*range(step, blocks, step), blocks)
 
@@ -39,11 +39,11 @@ EXPIRY_FACTOR = 2
 """A note counts this many times as long as computing its prompt is predicted to take, with the queue before it."""
 
 EXPIRY_SLACK_MS = 500
-"""And so much longer: the index has to learn of it."""
+"""Added to the expiry, because the index receives a block some time after it is computed."""
 
 NOTES_OF_DECISION = 32
-"""Of a long prompt, so that a decision stays cheap: its common prefix with another prompt is known to 3 % of it. Equal
-prompts are known whole, because the last block has a note."""
+"""Max. notes of a long prompt, so that a decision stays cheap: its common prefix with another prompt is known to 3 % of
+it. Equal prompts match completely, because the last block has a note."""
 
 MAX_NOTES = 131_072
 """In Redis. Beyond that the notes of the oldest decision are dropped."""

@@ -14,7 +14,7 @@ import msgspec
 
 from tandem_services.router.cost import Demand
 from tandem_services.router.decision import (
-    TOLD_OPTIONS,
+    EXPLAINED_OPTIONS,
     Claim,
     PricedOption,
     PricedOptions,
@@ -166,11 +166,11 @@ class BlockIndex:
         chain: bytes,
         exclude: frozenset[str],
         seed: int,
-        told: bool = False,
+        explained: bool = False,
     ) -> Routed | None:
         """Choose and reserve; None when no live worker qualifies.
 
-        `chain`: 16-byte digests of the prompt's pages. `told`: also return the options it was chosen from.
+        `chain`: 16-byte digests of the prompt's pages. `explained`: also return the options that were priced.
         """
         reply = await self.library.ask(
             "route_and_reserve",
@@ -184,7 +184,7 @@ class BlockIndex:
             seed,
             named_blocks(chain),
             len(chain) // DIGEST_BYTES,
-            TOLD_OPTIONS - 1 if told else 0,
+            EXPLAINED_OPTIONS - 1 if explained else 0,
             *exclude,
             shape=_RouteReply,
         )

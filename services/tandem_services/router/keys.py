@@ -9,7 +9,7 @@ hash tag, so on a Redis Cluster all keys of one cluster name share a slot and on
     owner                HASH  worker_id → the incarnation that holds the name, and its claim (router.deployment)
     worker:<worker_id>   HASH  the same worker for gateways, peers, people and the operator: readable fields, signed
     fenced:<incarnation> STR   why it is over for good: a verdict (router.deployment)
-    meta                 HASH  epoch, generation, last_call, swept_at, amnesty_until
+    meta                 HASH  epoch, generation, last_call, swept_at, grace_until
     blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
     host:<incarnation>   SET   those of them that are in host memory alone, not on the device
     cursor:<incarnation> STR   revision of the last index update that was applied to the two sets above
@@ -84,7 +84,7 @@ MAX_WORKERS = 4_096
 """One more is rejected. Rows beyond it were not written by workers: they are removed, and the workers stay."""
 
 MAX_ROW_FIELDS = 128
-"""Of one worker's readable hash. One with more was not written by a worker."""
+"""Fields of the readable hash of a worker. A hash with more was not written by a worker."""
 
 MAX_GATEWAYS = 1_024
 """More wishes than this are malformed data."""
@@ -109,11 +109,11 @@ MAX_CHAIN_BLOCKS = 65_536
 """Blocks of a prompt that are hashed for routing."""
 
 MAX_NAMED_BLOCKS = 128
-"""Of them, those that a routing call names: each 2nd, 4th, 8th … one and the last one. What is cached of a longer
-prompt is known to 1.6 % of it, closer than the rates it is priced with, and a call is 2 KiB instead of up to 1 MiB."""
+"""Max. blocks that a routing call names: each 2nd, 4th, 8th … one and the last one. The cached part of a longer prompt
+is known to 1.6 % of it, more precise than the rates of its price, and a call is 2 KiB instead of up to 1 MiB."""
 
 DIGEST_BYTES = 16
-"""Of a block."""
+"""Size of the digest of a block."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 

@@ -9,7 +9,7 @@ Redis is a hint: it contains addresses and loads, but a worker's own answer prov
     4. no proofs     a router without proofs relies on rows. After a wipe (new epoch), or with new malformed rows,
                      workers of the old view stay for one lease, in which live ones register again
     5. `mark_dead`   the gateway lost the connection: the worker is excluded until `mark_alive`, because it has answered
-                     since, until it leaves the registry, or until it was listed for another `FORGIVE_S`
+                     since, until it leaves the registry, or until it was listed for another `RETRY_LOST_AFTER_S`
     6. `note_refusal`  the worker answers but rejects requests: its state is recorded until a newer view (`Refusals`)
 
 `Refusals` tracks workers that rejected a request because they drain or are paused. Redis has the state of such a worker
@@ -37,17 +37,17 @@ class FleetMember:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetView:
-    """What routing goes by now."""
+    """What routing uses now."""
 
     members: tuple[FleetMember, ...]
     age_s: float
-    """Since Redis last returned the members. Beyond a few heartbeats Redis counts as away and the last view decides."""
+    """Seconds since Redis last returned the members. After a few heartbeats Redis counts as unavailable."""
 
 
-TOLD_S = 0.25
+VIEW_DELAY_S = 0.25
 """A view requested sooner after a rejection may be older than the worker's own report to Redis."""
 
-ASK_AGAIN_S = 2.0
+RETRY_REJECTED_AFTER_S = 2.0
 """While Redis is unavailable there is no view, and only the worker can report that it accepts requests: it is tried."""
 
 
@@ -58,28 +58,28 @@ class _Refusal(NamedTuple):
 
 @dataclass(slots=True)
 class Refusals:
-    """One router's."""
+    """Workers that rejected a request, and why. One instance per router."""
 
     clock: Clock
     _latest: dict[str, _Refusal] = field(default_factory=dict)
 
     def note(self, incarnation: str, state: WorkerState) -> None:
-        """`state`: why it refused."""
+        """`state`: why the worker rejected the request."""
         self._latest[incarnation] = _Refusal(state, self.clock.now())
 
     def state(self, incarnation: str) -> WorkerState | None:
-        """What is known of it beyond the view; None: nothing."""
+        """The state that its last rejection showed; None if the view is newer."""
         refusal = self._latest.get(incarnation)
-        if refusal is None or self.clock.now() - refusal.at > ASK_AGAIN_S:
+        if refusal is None or self.clock.now() - refusal.at > RETRY_REJECTED_AFTER_S:
             return None
         return refusal.state
 
-    def settle(self, *, asked_at: float) -> None:
-        """Apply a view that was requested at `asked_at`: it contains the state behind rejections well before that."""
-        self._latest = {who: each for who, each in self._latest.items() if each.at + TOLD_S > asked_at}
+    def settle(self, *, requested_at: float) -> None:
+        """Apply a view requested at `requested_at`, which contains the cause of every rejection well before that."""
+        self._latest = {name: each for name, each in self._latest.items() if each.at + VIEW_DELAY_S > requested_at}
 
 
-FORGIVE_S = 10.0
+RETRY_LOST_AFTER_S = 10.0
 """As long as it takes until a silent incarnation is fenced for good (`keys.FENCE_AFTER_MS`)."""
 
 PROOF_WAIT_S = 0.25
@@ -100,7 +100,7 @@ class Membership:
     """Incarnations that Redis chose and no signed row describes, and when that was."""
     _refusals: Refusals = field(init=False)
     _epoch: str = ""
-    _rubbish: int = 0
+    _malformed: int = 0
     _recovering_until: float = float("-inf")
 
     def __post_init__(self) -> None:
@@ -117,39 +117,39 @@ class Membership:
         return self._unlisted
 
     def unlisted_share(self, model: str) -> float:
-        """Of the members that serve `model`, those that Redis cannot choose, 0 to 1."""
+        """Share of the members that serve `model` and that Redis cannot choose, 0 to 1."""
         if not self._unlisted:
             return 0.0
-        serving = [who for who, r in self._records.items() if r.view.model == model and self._usable(who)]
+        serving = [name for name, r in self._records.items() if r.view.model == model and self._usable(name)]
         return len(self._unlisted.intersection(serving)) / len(serving) if serving else 0.0
 
     @property
     def unusable(self) -> frozenset[str]:
         """Incarnations that nothing may be sent to: dead, not proven, or without a signed row."""
-        return frozenset(who for who in self._records if not self._usable(who)) | self.dead | self._nameless.keys()
+        return frozenset(name for name in self._records if not self._usable(name)) | self.dead | self._nameless.keys()
 
     @property
     def dead(self) -> frozenset[str]:
         """Incarnations that this gateway found dead and the registry does not know to be gone."""
         return frozenset(self._marked_dead)
 
-    def update(self, snapshot: FleetSnapshot, *, asked_at: float | None = None) -> None:
-        """Apply a snapshot of the registry, requested at `asked_at`, or just now."""
+    def update(self, snapshot: FleetSnapshot, *, requested_at: float | None = None) -> None:
+        """Apply a snapshot of the registry, requested at `requested_at`, or just now."""
         # A record that stays malformed must not keep the old view forever.
-        if snapshot.rubbish > self._rubbish or (self._epoch and snapshot.epoch != self._epoch):
+        if snapshot.malformed > self._malformed or (self._epoch and snapshot.epoch != self._epoch):
             self._recovering_until = self.clock.now() + LEASE_MS / 1000
-        self._epoch, self._rubbish = snapshot.epoch, snapshot.rubbish
+        self._epoch, self._malformed = snapshot.epoch, snapshot.malformed
         seen = {record.view.incarnation: record for record in snapshot.workers}
         kept = self._survivors(seen.values(), fenced=snapshot.fenced)
         self._records = kept | seen
         self._unlisted = frozenset(kept)
         now = self.clock.now()
         self._nameless = {
-            who: at for who, at in self._nameless.items() if who not in seen and now - at < LEASE_MS / 1000
+            name: at for name, at in self._nameless.items() if name not in seen and now - at < LEASE_MS / 1000
         }
-        self._forgive(seen)
+        self._retry_lost(seen)
         self._watch()
-        self._refusals.settle(asked_at=self.clock.now() if asked_at is None else asked_at)
+        self._refusals.settle(requested_at=self.clock.now() if requested_at is None else requested_at)
 
     def rely_on(self, proofs: MemberProofs) -> None:
         """From now on offer only workers that answer, according to `proofs`."""
@@ -233,19 +233,19 @@ class Membership:
 
     def _watch(self) -> None:
         if self.proofs is not None:
-            living = [record.view for who, record in self._records.items() if who not in self._marked_dead]
+            living = [record.view for name, record in self._records.items() if name not in self._marked_dead]
             self.proofs.watch(living)
 
     def _survivors(self, seen: Iterable[WorkerRecord], *, fenced: frozenset[str]) -> dict[str, WorkerRecord]:
-        """Records of the view before that no row of now takes the place of, and that count all the same."""
+        """Records of the previous view that no current row replaces and that are still valid."""
         newest = {record.view.worker_id: record.view.incarnation for record in seen}
         return {
-            who: record
-            for who, record in self._records.items()
-            if who not in newest.values()
-            and who not in fenced
-            and not self._replaced(who, newest.get(worker_id_of(who)))
-            and (self.recovering or self._may_answer(who))
+            name: record
+            for name, record in self._records.items()
+            if name not in newest.values()
+            and name not in fenced
+            and not self._replaced(name, newest.get(worker_id_of(name)))
+            and (self.recovering or self._may_answer(name))
         }
 
     def _may_answer(self, incarnation: str) -> bool:
@@ -253,18 +253,18 @@ class Membership:
         if self.proofs is None:
             return False
         lost_at = self._marked_dead.get(incarnation)
-        return self._usable(incarnation) if lost_at is None else self.clock.now() - lost_at < FORGIVE_S
+        return self._usable(incarnation) if lost_at is None else self.clock.now() - lost_at < RETRY_LOST_AFTER_S
 
     def _replaced(self, incarnation: str, by: str | None) -> bool:
         """By rows alone whichever incarnation registers takes the place of the other; the row of an older one proves
         nothing against one that answers."""
         return by is not None and (self.proofs is None or supersedes(by, incarnation))
 
-    def _forgive(self, seen: dict[str, WorkerRecord]) -> None:
+    def _retry_lost(self, seen: dict[str, WorkerRecord]) -> None:
         now = self.clock.now()
         self._marked_dead = {
             incarnation: since
             for incarnation, since in self._marked_dead.items()
-            if (incarnation in seen and now - since < FORGIVE_S)
+            if (incarnation in seen and now - since < RETRY_LOST_AFTER_S)
             or (incarnation not in seen and incarnation in self._records)
         }

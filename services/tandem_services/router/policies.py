@@ -7,9 +7,9 @@ as it is: the cost model, pair or single worker, reservation and explain.
 `Session` sends requests of one user or conversation to one worker; a worker that leaves moves only its own keys. The
 key is the request's `user`. A request without one is placed by its id.
 
-`Newcomers` implements slow start for `Ramping`. A worker that has just registered has an empty queue and is therefore
-the cheapest for every gateway at once, but it still compiles kernels and opens connections. Its share grows from zero
-to full within `RAMP_S`. It does not apply while all workers are new: at the start of a fleet or of this gateway.
+`SlowStart` is the ramp of `Ramping`. A worker that has just registered has an empty queue and is therefore the cheapest
+for every gateway at once, but it still compiles kernels and opens connections. Its share grows from zero to full within
+`RAMP_S`. It does not apply while all workers are new: at the start of a fleet or of this gateway.
 """
 
 import math
@@ -34,8 +34,8 @@ FORGET_S = 60.0
 
 
 @dataclass(slots=True)
-class Newcomers:
-    """One router's."""
+class SlowStart:
+    """When each worker was first seen, and the share of requests that it may get. One instance per router."""
 
     clock: Clock
     _first: dict[str, float] = field(default_factory=dict)
@@ -179,9 +179,9 @@ class PolicyNames:
     """Which policy each role has."""
 
     prefill: str = LOCALITY
-    """Of prefill workers."""
+    """Policy of prefill workers."""
     decode: str = LOCALITY
-    """Of decode workers and of those that do both."""
+    """Policy of decode workers and of workers with both roles."""
 
     def __str__(self) -> str:
         """In the form that `parse` reads."""
@@ -221,7 +221,7 @@ class PoliciesByRole:
         random: Random,
         outstanding: Callable[[WorkerView], float],
         *,
-        newcomers: Newcomers,
+        slow_start: SlowStart,
         exploration: float = 0.0,
     ) -> None:
         """`exploration`: share of queries that may go to any worker."""
@@ -230,28 +230,28 @@ class PoliciesByRole:
             policy = POLICIES[name](random)
             if exploration:
                 policy = Exploring(policy, exploration, random)
-            return Ramping(policy, newcomers.share, random)
+            return Ramping(policy, slow_start.share, random)
 
         self._prefill = composed(names.prefill)
         self._decode = composed(names.decode)
         self._outstanding = outstanding
-        self._newcomers = newcomers
+        self._slow_start = slow_start
         self._always = names.narrow or exploration > 0.0
 
     @property
     def narrows(self) -> bool:
         """False: no worker would be excluded now."""
-        return self._always or self._newcomers.any
+        return self._always or self._slow_start.any
 
     def passed_over(self, workers: Iterable[WorkerView], query: RouteQuery) -> frozenset[str]:
         """Incarnations among `workers`, all of which could take the query, that the policies leave out."""
-        everybody = sorted(workers, key=lambda each: each.incarnation)
-        decodes = [each for each in everybody if each.role is not Role.PREFILL]
+        candidates = sorted(workers, key=lambda each: each.incarnation)
+        decodes = [each for each in candidates if each.role is not Role.PREFILL]
         holders = self._kept(self._decode, decodes, query)
         kinds = {each.compat_hash for each in decodes if each.incarnation in holders}
-        prefills = [each for each in everybody if each.role is Role.PREFILL and each.compat_hash in kinds]
+        prefills = [each for each in candidates if each.role is Role.PREFILL and each.compat_hash in kinds]
         kept = holders | self._kept(self._prefill, prefills, query)
-        return frozenset(each.incarnation for each in everybody) - kept
+        return frozenset(each.incarnation for each in candidates) - kept
 
     def _kept(self, policy: Policy, workers: Sequence[WorkerView], query: RouteQuery) -> frozenset[str]:
         if not workers:

@@ -51,7 +51,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     transferring: Count = 0
     inflight: Count = 0
     total_pages: Count = 0
-    """Of the KV pool: used by requests, held by the prefix cache alone (evictable), quarantined, or free."""
+    """Pages of the KV pool: used by requests, held by the prefix cache alone (evictable), quarantined, or free."""
     free_pages: Count = 0
     evictable_pages: Count = 0
     quarantined_pages: Count = 0
@@ -60,7 +60,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     stored_blocks: Count = 0
     prompt_tokens_total: Count = 0
     cached_tokens_total: Count = 0
-    """Of the prompt tokens, from whichever tier; the next two are parts of it."""
+    """Prompt tokens found in any tier of the prefix cache; the next two are parts of it."""
     host_cached_tokens_total: Count = 0
     disk_cached_tokens_total: Count = 0
     output_tokens_total: Count = 0
@@ -193,10 +193,10 @@ class _SnapshotReply(msgspec.Struct, frozen=True, kw_only=True):
 class FleetSnapshot:
     epoch: str
     workers: tuple[WorkerRecord, ...]
-    rubbish: int
-    """Values that made no sense, in Redis or on the way."""
+    malformed: int
+    """Number of malformed values, in Redis or in its reply."""
     fenced: frozenset[str] = frozenset()
-    """Of the incarnations in the query, those that have ended."""
+    """Incarnations of the query that have ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +255,7 @@ class Registry:
         return FleetSnapshot(
             epoch=reply.epoch,
             workers=sound,
-            rubbish=reply.dropped + len(records) - len(sound),
+            malformed=reply.dropped + len(records) - len(sound),
             fenced=frozenset(fenced),
         )
 

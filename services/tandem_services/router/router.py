@@ -3,12 +3,12 @@
 1. `start` requires Redis once, loads the function library and reads the first view of the fleet.
 2. A background task refreshes the view every heartbeat.
 3. `choose` hashes the prompt, queries Redis in one round trip, and resolves the reply in the view. If Redis is
-   unavailable, slow or returns malformed data, the last view decides [redis-is-optional]. No request fails because of
-   Redis, and none waits for it longer than the routing deadline. If Redis does not list some of the members, the view
-   decides for their share of the requests.
+   unavailable, slow or returns malformed data, the last view is used [redis-is-optional]. No request fails because of
+   Redis, and none waits for it longer than the routing deadline. If Redis does not list some of the members, their
+   share of the requests is routed by the view.
 4. `release` frees the reservation when an attempt has ended, however it ended.
 
-`TellingBudget` limits how many decisions record the options they chose from. That costs Redis, router and journal some
+`ExplainBudget` limits how many decisions record the options they chose from. That costs Redis, router and journal some
 microseconds and bytes each, which matters at thousands of decisions per second. In a busy second only the first ones
 are recorded.
 """
@@ -46,7 +46,7 @@ from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import HEARTBEAT_S, Keys
 from tandem_services.router.membership import PROOF_WAIT_S, FleetView, Membership
-from tandem_services.router.policies import Newcomers, PoliciesByRole, PolicyNames
+from tandem_services.router.policies import PoliciesByRole, PolicyNames, SlowStart
 from tandem_services.router.redis_functions import FunctionLibrary, LibrarySource, library_source
 from tandem_services.router.registry import Registry, WorkerState
 from tandem_services.router.scoring import has_to_wait
@@ -68,7 +68,7 @@ LOCAL_PREFILL_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterConfig:
-    """Of one fleet."""
+    """Settings of the router of one fleet."""
 
     redis: RedisAddress
     cluster: str = "default"
@@ -81,7 +81,7 @@ class RouterConfig:
     """Which workers the cost model may choose from, by role."""
     exploration: float = 0.0
     """Share of requests that go to workers at random, so that what is never chosen stays known."""
-    told_per_second: int = 0
+    explained_per_second: int = 0
     """Decisions per second that record the options they chose from (`Choice.priced`), at most."""
     routing_timeout_s: float = ROUTING_TIMEOUT_S
     start_timeout_s: float = 30.0
@@ -96,25 +96,25 @@ class RouterCounters:
     local: int = 0
     none: int = 0
     placements: Counter[Placement] = field(default_factory=Counter)
-    rubbish: int = 0
-    """Values in Redis that made no sense [redis-values-untrusted]."""
+    malformed: int = 0
+    """Malformed values in Redis [redis-values-untrusted]."""
     refresh_failures: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exclusions:
-    """One per router."""
+    """Workers that a query may not use: unusable ones, those with other weights, and those that policies leave out."""
 
     membership: Membership
     policies: PoliciesByRole
 
     def narrowed(self, query: RouteQuery) -> RouteQuery:
         """`query`, which excludes all of them."""
-        query = replace(query, exclude=query.exclude | self.membership.unusable | self._strangers(query))
+        query = replace(query, exclude=query.exclude | self.membership.unusable | self._of_other_weights(query))
         return replace(query, exclude=query.exclude | self._passed_over(query))
 
-    def _strangers(self, query: RouteQuery) -> frozenset[str]:
-        """Workers that cannot continue what others have begun."""
+    def _of_other_weights(self, query: RouteQuery) -> frozenset[str]:
+        """Workers whose weights differ from those that began the output."""
         if query.compat_hash is None:
             return frozenset()
         workers = self.membership.workers()
@@ -128,8 +128,8 @@ class Exclusions:
 
 
 @dataclass(kw_only=True, slots=True)
-class TellingBudget:
-    """One per router."""
+class ExplainBudget:
+    """Limits how many decisions per second record their options."""
 
     clock: Clock
     per_second: int
@@ -215,13 +215,13 @@ class Router:
             in_flight=PromptsInFlight(clock=self._clock),
             next_serial=self._held.next_serial,
         )
-        self._newcomers = Newcomers(clock=self._clock)
-        self._telling = TellingBudget(clock=self._clock, per_second=config.told_per_second)
+        self._slow_start = SlowStart(clock=self._clock)
+        self._explain_budget = ExplainBudget(clock=self._clock, per_second=config.explained_per_second)
         policies = PoliciesByRole(
             config.policies,
             self._random,
             self._outstanding,
-            newcomers=self._newcomers,
+            slow_start=self._slow_start,
             exploration=config.exploration,
         )
         self._exclusions = Exclusions(membership=self._membership, policies=policies)
@@ -232,7 +232,7 @@ class Router:
         """Raises `RedisUnavailableError`, with the fix in its message, when Redis cannot be used at all."""
         await self._background.require(wait_s=self._config.start_timeout_s)
         await self.refresh()
-        self._refresher = asyncio.create_task(self._refresh_for_ever(), name="router-refresh")
+        self._refresher = asyncio.create_task(self._keep_refreshing(), name="router-refresh")
 
     async def stop(self) -> None:
         if self._refresher is not None:
@@ -243,14 +243,14 @@ class Router:
 
     async def refresh(self) -> None:
         """Take the registry's view now. Raises `RedisUnavailableError`."""
-        asked_at = self._clock.now()
+        requested_at = self._clock.now()
         snapshot = await self._registry.snapshot(missing=self._membership.unlisted)
-        self.counters.rubbish += snapshot.rubbish
-        self._membership.update(snapshot, asked_at=asked_at)
+        self.counters.malformed += snapshot.malformed
+        self._membership.update(snapshot, requested_at=requested_at)
         self._refreshed_at = self._clock.now()
         known = {worker.incarnation for worker in self._membership.workers()}
         self._own.forget_all_but(known)
-        self._newcomers.observe(known)
+        self._slow_start.observe(known)
 
     def workers(self) -> tuple[WorkerView, ...]:
         """The fleet as last seen, without those that `mark_dead` named."""
@@ -363,30 +363,32 @@ class Router:
 
     async def _find(self, query: RouteQuery) -> Choice | None:
         query = self._exclusions.narrowed(query)
-        told = self._telling.spend()
+        explained = self._explain_budget.spend()
         share = self._membership.unlisted_share(query.model)
         if share > 0.0 and self._random.random() < share:
-            choice = await self._choose_locally(query, told=told)
+            choice = await self._choose_locally(query, explained=explained)
             if choice is not None:
                 return choice
-        return await self._choose_in_redis(query, told=told) or await self._choose_locally(query, told=told)
+        return await self._choose_in_redis(query, explained=explained) or await self._choose_locally(
+            query, explained=explained
+        )
 
     def _outstanding(self, worker: WorkerView) -> float:
         if worker.role is Role.PREFILL:
             return self._own.wait_s(worker.incarnation)
         return self._own.sequences(worker.incarnation)
 
-    async def _choose_in_redis(self, query: RouteQuery, *, told: bool) -> Choice | None:
+    async def _choose_in_redis(self, query: RouteQuery, *, explained: bool) -> Choice | None:
         """None when Redis is unavailable: the caller decides locally."""
         if not self._routing.available:
             return None
         try:
-            choice = await self._shared.choose(query, self._demand(query), told=told)
+            choice = await self._shared.choose(query, self._demand(query), explained=explained)
         except RedisUnavailableError:
             return None
         if choice is not None and choice.placement is Placement.DEGRADED and self._membership.unlisted:
             # Redis has no prefill worker; the view may.
-            paired = await self._local.choose(query, self._demand(query), told=told)
+            paired = await self._local.choose(query, self._demand(query), explained=explained)
             if paired is not None and paired.prefill is not None:
                 await self._held.give_back(query.request_id, choice.reservation)
                 self.counters.local += 1
@@ -394,8 +396,8 @@ class Router:
         self.counters.redis += choice is not None
         return choice
 
-    async def _choose_locally(self, query: RouteQuery, *, told: bool) -> Choice | None:
-        choice = await self._local.choose(query, self._demand(query), told=told)
+    async def _choose_locally(self, query: RouteQuery, *, explained: bool) -> Choice | None:
+        choice = await self._local.choose(query, self._demand(query), explained=explained)
         self.counters.local += choice is not None
         return choice
 
@@ -418,7 +420,7 @@ class Router:
         self._held.add(choice)
         return choice
 
-    async def _refresh_for_ever(self) -> None:
+    async def _keep_refreshing(self) -> None:
         # A view that stops refreshing would go unnoticed until workers are gone.
         complaint = "cannot refresh the view of the fleet"
         await for_ever(self._refresh_if_possible, every_s=HEARTBEAT_S, logger=logger, complaint=complaint)

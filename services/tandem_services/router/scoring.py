@@ -20,7 +20,7 @@ from tandem_engine.config import Role
 from tandem_services.router import cost
 from tandem_services.router.cost import Candidate, Demand, PricedFetch, shortlist
 from tandem_services.router.decision import (
-    TOLD_OPTIONS,
+    EXPLAINED_OPTIONS,
     Placement,
     PlannedFetch,
     PricedOption,
@@ -29,10 +29,11 @@ from tandem_services.router.decision import (
     ScoreTerm,
 )
 
-LEAST_PATIENCE_S = 0.25
+MIN_FETCH_TIMEOUT_S = 0.25
 
-PATIENCE = 4
-"""Times the prediction. Waiting is given up when the prefix could have been computed by then, but not for a hiccup."""
+FETCH_TIMEOUT_FACTOR = 4
+"""Times the predicted duration. A fetch times out when computing the prefix would have taken less time, but not after
+a short delay."""
 
 
 def with_fetches(members: Sequence[Candidate], demand: Demand, random: Random) -> list[Candidate]:
@@ -53,7 +54,7 @@ def planned_fetch(computing: Candidate, demand: Demand) -> PlannedFetch | None:
         source=fetch.source,
         tokens=fetch.tokens,
         seconds=fetch.seconds,
-        within_s=max(LEAST_PATIENCE_S, PATIENCE * fetch.seconds, saved),
+        within_s=max(MIN_FETCH_TIMEOUT_S, FETCH_TIMEOUT_FACTOR * fetch.seconds, saved),
     )
 
 
@@ -135,7 +136,7 @@ def select(candidates: Iterable[Candidate], demand: Demand, random: Random) -> O
 
 
 def cheapest(found: Sequence[Option], random: Random) -> Option | None:
-    """Of several that cost the same, one at random; None of none."""
+    """The cheapest option, at random among those of equal cost; None if there is no option."""
     if not found:
         return None
     costs = [option.cost for option in found]
@@ -146,8 +147,8 @@ def cheapest(found: Sequence[Option], random: Random) -> Option | None:
 def priced_options(found: Sequence[Option], chosen: Option) -> PricedOptions:
     """`found`, as explain shows them."""
     others = sorted((option for option in found if option is not chosen), key=lambda option: option.cost)
-    told = (chosen, *others[: TOLD_OPTIONS - 1])
-    return PricedOptions(options=tuple(_priced(option) for option in told), more=len(found) - len(told))
+    explained = (chosen, *others[: EXPLAINED_OPTIONS - 1])
+    return PricedOptions(options=tuple(_priced(option) for option in explained), more=len(found) - len(explained))
 
 
 def options(candidates: Iterable[Candidate], demand: Demand, random: Random) -> list[Option]:

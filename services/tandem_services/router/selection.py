@@ -90,7 +90,7 @@ class LastChain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedChoices:
-    """One per router. `refresh` brings a new view of the fleet."""
+    """Choices made in Redis. `refresh` brings a new view of the fleet."""
 
     index: BlockIndex
     membership: Membership
@@ -99,7 +99,7 @@ class SharedChoices:
     next_serial: Callable[[], int]
     chains: LastChain
 
-    async def choose(self, query: RouteQuery, demand: Demand, *, told: bool) -> Choice | None:
+    async def choose(self, query: RouteQuery, demand: Demand, *, explained: bool) -> Choice | None:
         """Reserved; None when Redis has no worker for it. Raises `RedisUnavailableError`."""
         page_size = self.membership.page_size(query.model)
         if page_size is None:
@@ -112,7 +112,7 @@ class SharedChoices:
             chain=b"".join(chain),
             exclude=query.exclude,
             seed=self.random.getrandbits(31),
-            told=told,
+            explained=explained,
         )
         return None if routed is None else await self._resolve(query, demand, routed)
 
@@ -283,7 +283,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class HeldChoices:
-    """One per router."""
+    """Choices of this router that are not released yet."""
 
     clock: Clock
     own: OwnLoad
@@ -294,7 +294,7 @@ class HeldChoices:
     """Choices not released yet, by serial."""
 
     def next_serial(self) -> int:
-        """Of a choice that is about to be held."""
+        """Serial of the next choice to hold."""
         return next(self._serials)
 
     def add(self, choice: Choice) -> None:
@@ -335,7 +335,7 @@ class HeldChoices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalChoices:
-    """One per router."""
+    """Choices made from the local view of the fleet, without Redis."""
 
     routing: LocalRouting
     membership: Membership
@@ -344,7 +344,7 @@ class LocalChoices:
     in_flight: PromptsInFlight
     next_serial: Callable[[], int]
 
-    async def choose(self, query: RouteQuery, demand: Demand, *, told: bool) -> Choice | None:
+    async def choose(self, query: RouteQuery, demand: Demand, *, explained: bool) -> Choice | None:
         """Nothing is reserved that others could see; None when no worker can take it."""
         page_size = self.membership.page_size(query.model) or 1
         chain = await self.chains.of(query.token_ids, page_size, salt=query.cache_salt, most_blocks=MAX_CHAIN_BLOCKS)
@@ -368,14 +368,14 @@ class LocalChoices:
             terms=option.terms,
             matched_tokens=0,
             fetch=planned_fetch(computing, demand),
-            priced=priced_options(options, option) if told else None,
+            priced=priced_options(options, option) if explained else None,
             reservation=Reservation(None, claims_of(option, demand), serial),
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TicketedChoices:
-    """One per router. `refresh` brings a new view of the fleet, if Redis answers."""
+    """Choices that another router has reserved, redeemed by ticket. `refresh` gets a new view of the fleet."""
 
     board: TicketBoard
     membership: Membership

@@ -85,7 +85,7 @@ class Standing:
     """Counters of all gateways together, and wishes, at one moment."""
 
     values: dict[str, float]
-    """Of the tenants in the report."""
+    """Counters of the tenants in the report."""
     floor: float
     wishes: tuple[WishElsewhere, ...] = ()
     places: int = 0
@@ -130,8 +130,8 @@ def _number(text: str) -> float:
 
 MAX_DIGEST_BYTES = 64
 
-MOST_LEFT = 86_400.0
-"""Seconds. Nothing is put there for as long as a day. A later end was written by something else."""
+MAX_QUARANTINE_S = 86_400.0
+"""Seconds. No entry lasts as long as a day. A later expiry was not written by Tandem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +165,7 @@ class QuarantineBoard:
                 and len(name) <= MAX_DIGEST_BYTES
                 and isinstance(score, bytes)
             ):
-                found[name.decode("ascii")] = min((float(score) - now) / 1000, MOST_LEFT)
+                found[name.decode("ascii")] = min((float(score) - now) / 1000, MAX_QUARANTINE_S)
         return found
 
     async def clear(self, digest: str | None = None) -> int:
@@ -195,18 +195,18 @@ class QuarantineBoard:
         return self.client.unreadable(f"the answer of {command} for {self.keys.quarantine}", repr(reply))
 
 
-MOST_TOKENS = 2**31
-"""No context is so long, and no vocabulary so large. A binding with more was written by something else."""
+MAX_SESSION_TOKENS = 2**31
+"""No context is so long, and no vocabulary so large. A binding with more was not written by Tandem."""
 
 
 class SessionBinding(msgspec.Struct, frozen=True, array_like=True):
-    """What gateways know of a session."""
+    """State of a session that gateways share."""
 
     incarnation: str | None = None
-    """Of the worker that keeps it; None before its first turn."""
-    tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
-    """Of all its turns."""
-    last_token: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] | None = None
+    """Incarnation of the worker that keeps the session; None before its first turn."""
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_SESSION_TOKENS)] = 0
+    """Tokens of all turns."""
+    last_token: Annotated[int, msgspec.Meta(ge=0, le=MAX_SESSION_TOKENS)] | None = None
     """The one it ends with; None while no turn has ended."""
 
 

@@ -100,7 +100,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
         return Reservation(self.bucket, tuple(Claim(*claim) for claim in self.claims), note=self.note)
 
     def choice_for(self, query: RouteQuery, find: Callable[[str], WorkerView | None], serial: int) -> Choice | None:
-        """The choice, if it is for this prompt and `find` knows its workers, none of which the query excludes."""
+        """The choice, if it is for this prompt and `find` returns its workers, none of which the query excludes."""
         decode = find(self.decode)
         prefill = None if self.prefill is None else find(self.prefill)
         excluded = {self.decode, self.prefill} & query.exclude

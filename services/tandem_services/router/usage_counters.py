@@ -35,7 +35,7 @@ class Refused(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsageLimits:
-    """Of one tenant. 0: no limit."""
+    """Limits of one tenant. 0: no limit."""
 
     requests: int = 0
     """A minute."""
@@ -105,7 +105,7 @@ class _Window:
 
 @dataclass(slots=True)
 class UsageWindows:
-    """Of one tenant. Times are seconds of one clock that never goes back."""
+    """Usage of one tenant within the window. Times are seconds of a monotonic clock."""
 
     _requests: _Window = field(default_factory=_Window)
     _tokens: _Window = field(default_factory=_Window)

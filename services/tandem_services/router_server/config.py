@@ -28,7 +28,7 @@ class RouterServerConfig:
     """No two with a name in common. Token ids are routed for any model."""
     host: str = LOOPBACK
     allowed_hosts: tuple[str, ...] = ()
-    """Names beside its own that requests may be for; see `common.allowed_hosts`."""
+    """Additional host names that requests may be for; see `common.allowed_hosts`."""
     port: int = 8100
     grpc_port: int = 9002
     gateways: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class RouterServerConfig:
     reservation_ttl_s: float = 600.0
     """A choice that is not released is forgotten after this long."""
     worker_wait_s: float = 1.0
-    """A worker has room for a prompt that waits no longer than this behind others; as in the gateway."""
+    """A worker has capacity for a prompt if its queue is no longer than this; as in the gateway."""
     max_held: int = 65_536
     """Choices that are not released; the oldest is dropped for one more."""
     max_choosing: int = 256

@@ -45,7 +45,7 @@ from tandem_services.gateway.http.authentication import tenant_of
 from tandem_services.gateway.limits import MAX_REQUEST_ID_CHARACTERS
 from tandem_services.router.decision import RouteQuery
 from tandem_services.router_server.request_reading import RequestReading
-from tandem_services.router_server.routing_service import RouterMetrics, RoutingDesk
+from tandem_services.router_server.routing_service import RouterMetrics, RoutingService
 
 logger = logging.getLogger(__name__)
 PROBE_EVERY_S = 1.0
@@ -220,9 +220,9 @@ class Pick:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndpointPicker:
-    """One per router."""
+    """Endpoint picker of an Inference Gateway: chooses workers and returns gateway endpoints."""
 
-    desk: RoutingDesk
+    routing: RoutingService
     reading: RequestReading
     endpoints: GatewayEndpoints
     metrics: RouterMetrics
@@ -249,7 +249,7 @@ class EndpointPicker:
         return Pick(endpoints=endpoints, reservation=reservation, picker=self)
 
     async def release(self, reservation: str) -> None:
-        await self.desk.release(reservation)
+        await self.routing.release(reservation)
 
     def _caller(self, head: RequestHead) -> Caller:
         if self.keys is None or self.access_metrics is None:
@@ -262,7 +262,7 @@ class EndpointPicker:
         query = None if read is None else _query(head, *read)
         if read is None or query is None:
             return None
-        held = await self.desk.place(query, priority=read.plan.priority, interface=INTERFACE)
+        held = await self.routing.place(query, priority=read.plan.priority, interface=INTERFACE)
         return None if held is None else held.reservation
 
 

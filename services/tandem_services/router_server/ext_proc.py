@@ -57,7 +57,7 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 MAX_SUBSET = 4096
 
 CHUNK_BYTES = 62_000
-"""Of a body on its way back: Envoy takes chunks of less than 64 KiB."""
+"""Max. bytes of a body chunk that is sent back: Envoy accepts chunks of less than 64 KiB."""
 
 
 def head_of(message: Any) -> RequestHead:
@@ -68,7 +68,7 @@ def head_of(message: Any) -> RequestHead:
 
 
 def served_endpoint(message: Any) -> str | None:
-    """Of a `ProcessingRequest` with response headers; None where the data plane does not say."""
+    """Endpoint that served a `ProcessingRequest` with response headers; None if the data plane does not report it."""
     value = _metadata(message.metadata_context, LB, SERVED)
     return value.string_value or None if value is not None else None
 
@@ -348,10 +348,10 @@ logger = logging.getLogger(__name__)
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 NOTHING = RequestHead(headers=())
-"""What is known of a request that is not looked at."""
+"""Head of a request that is passed through."""
 
 MAX_BODIES_BYTES = 256 << 20
-"""Of all requests whose bodies are still arriving."""
+"""Max. bytes of all bodies that are still arriving."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

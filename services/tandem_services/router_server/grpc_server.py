@@ -179,7 +179,7 @@ class RouterService:
         return chosen(await self._api.choose(ask_of(request), interface="grpc"))
 
     async def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
-        return pb.ReleaseResponse(released=await self._api.desk.release(request.reservation))
+        return pb.ReleaseResponse(released=await self._api.routing.release(request.reservation))
 
     async def _list_workers(self, request: pb.ListWorkersRequest) -> pb.ListWorkersResponse:
         return pb.ListWorkersResponse(workers=map(worker, self._api.workers(request.model).workers))
@@ -207,7 +207,7 @@ OPTIONS = (
 
 @dataclass(kw_only=True, slots=True)
 class GrpcServer:
-    """One per router. `start`, then `run` with everything else, then `stop`."""
+    """gRPC API of the router. `start`, then `run` with everything else, then `stop`."""
 
     api: RouterService
     processor: ExternalProcessor

@@ -37,7 +37,7 @@ from tandem_services.gateway.http.middleware import RequestBoundary
 from tandem_services.gateway.http.monitoring_routes import READ, http_error, json_response
 from tandem_services.router.decision import RouteQuery
 from tandem_services.router_server.request_reading import RequestReading
-from tandem_services.router_server.routing_service import Places, RouterMetrics, RoutingDesk
+from tandem_services.router_server.routing_service import Places, RouterMetrics, RoutingService
 from tandem_services.router_server.schemas import (
     ChoiceList,
     ChoiceRecord,
@@ -62,7 +62,7 @@ MAX_LISTED = 200
 class RouterApi:
     """What the API does, whichever protocol it is spoken in."""
 
-    desk: RoutingDesk
+    routing: RoutingService
     reading: RequestReading
     places: Places
     clock: Clock
@@ -85,7 +85,7 @@ class RouterApi:
                     exclude=frozenset(ask.exclude),
                     session_key=ask.session,
                 )
-                held = await self.desk.choose(
+                held = await self.routing.choose(
                     query,
                     priority=ask.priority,
                     for_gateway=ask.for_gateway,
@@ -99,12 +99,12 @@ class RouterApi:
         return held.record.choice
 
     def workers(self, model: str | None) -> WorkerList:
-        found = self.desk.router.workers()
+        found = self.routing.router.workers()
         return WorkerList(workers=tuple(worker for worker in found if not model or worker.model == model))
 
     def explain(self, name: str) -> ChoiceRecord:
         """Raises `ApiError` 404."""
-        record = self.desk.holds.find(name)
+        record = self.routing.holds.find(name)
         if record is None:
             raise not_found(f"No recent choice has the id '{quoted(name)}'.", "id")
         return record
@@ -170,13 +170,13 @@ def _choice_routes(api: RouterApi) -> list[Route]:
 
     async def release(request: Request) -> Response:
         ask = await decode_body(releases.decode, await read_body(request))
-        return json_response(ReleaseAnswer(released=await api.desk.release(ask.reservation)))
+        return json_response(ReleaseAnswer(released=await api.routing.release(ask.reservation)))
 
     async def workers(request: Request) -> Response:
         return json_response(api.workers(request.query_params.get("model")))
 
     async def choices(request: Request) -> Response:
-        return json_response(ChoiceList(choices=api.desk.holds.newest(_limit(request))))
+        return json_response(ChoiceList(choices=api.routing.holds.newest(_limit(request))))
 
     async def explain(request: Request) -> Response:
         return json_response(api.explain(request.path_params["id"]))

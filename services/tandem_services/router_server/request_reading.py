@@ -68,7 +68,7 @@ class RequestReading:
         return name if reader is None else reader.model.name
 
     async def prompt(self, ask: ChooseAsk) -> tuple[int, ...]:
-        """Of a checked `ask`. Raises `ApiError` 400 for what cannot be served, 404 without the model's tokenizer."""
+        """Prompt tokens of a checked `ask`. Raises `ApiError` 400 if it is invalid, 404 without a tokenizer."""
         reader = self.models.get(ask.model)
         if ask.token_ids is not None:
             if reader is not None:

@@ -216,8 +216,8 @@ class Chooser(Releaser, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RoutingDesk:
-    """One per router."""
+class RoutingService:
+    """Choices for front ends: made, tracked while they are open, and released."""
 
     router: Chooser
     holds: Holds

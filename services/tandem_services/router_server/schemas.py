@@ -17,7 +17,7 @@ from tandem_services.gateway.limits import (
 from tandem_services.router.decision import PlannedFetch, ScoreTerm, WorkerView
 
 MAX_TOKEN_IDS = 1 << 21
-"""Of one prompt: beyond any context."""
+"""Max. tokens of one prompt, more than any context."""
 
 MAX_EXCLUDED = 256
 MAX_NAME_CHARACTERS = 512
@@ -90,7 +90,7 @@ class ChosenRoute(msgspec.Struct, frozen=True, kw_only=True):
     expires_in_s: float
     """The router forgets it by itself after this long."""
     placement: str
-    """Who computes the prompt: pair, alone, local or degraded (docs/routing.md)."""
+    """Which worker computes the prompt: pair, alone, local or degraded (docs/routing.md)."""
     source: str
     """redis, or local without it."""
     decode: WorkerView
@@ -102,7 +102,7 @@ class ChosenRoute(msgspec.Struct, frozen=True, kw_only=True):
     matched_tokens: int
     """Predicted to be cached on the worker that computes the prompt."""
     predicted_s: float
-    """Sum of the terms: what was minimised."""
+    """Sum of the terms, which the router minimizes."""
     terms: tuple[ScoreTerm, ...]
     has_room: bool
     """False: it would have to wait at its workers."""
@@ -123,7 +123,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True):
     request_id: str
     model: str
     interface: str
-    """http, grpc or ext_proc: who asked."""
+    """Interface of the request: http, grpc or ext_proc."""
     state: str = "open"
     """open, released or expired."""
     age_s: float = 0.0

@@ -44,7 +44,7 @@ from tandem_services.router_server.ext_proc import MAX_BODIES_BYTES, ExternalPro
 from tandem_services.router_server.grpc_server import GrpcServer, RouterService, tls_credentials
 from tandem_services.router_server.http_api import RouterApi, http_app
 from tandem_services.router_server.request_reading import ModelReader, RequestReading
-from tandem_services.router_server.routing_service import Chooser, Holds, Places, RouterMetrics, RoutingDesk
+from tandem_services.router_server.routing_service import Chooser, Holds, Places, RouterMetrics, RoutingService
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RouterServer:
     app: Starlette
     api: RouterApi
     grpc: GrpcServer
-    desk: RoutingDesk
+    routing: RoutingService
     picker: EndpointPicker
     endpoints: GatewayEndpoints
     health: Health
@@ -68,8 +68,8 @@ class RouterServer:
     async def close(self) -> None:
         """Give back what is held. Running requests have ended."""
         await self.picker.background.settle()
-        await self.desk.background.settle()
-        await self.desk.holds.close()
+        await self.routing.background.settle()
+        await self.routing.holds.close()
         self.tokenizing.close()
 
 
@@ -97,7 +97,7 @@ def build_router_server(
     registry = new_registry()
     metrics = RouterMetrics(registry)
     tokenizing = TokenizerThreads(long_threads=config.tokenizer_threads)
-    desk = RoutingDesk(
+    routing = RoutingService(
         router=router,
         holds=Holds(
             router=router,
@@ -110,21 +110,21 @@ def build_router_server(
         metrics=metrics,
         worker_wait_s=config.worker_wait_s,
     )
-    sessions_desk = SessionDesk(directory=sessions, ttl_s=SESSION_TTL_S, turn_s=SESSION_TTL_S)
+    session_desk = SessionDesk(directory=sessions, ttl_s=SESSION_TTL_S, turn_s=SESSION_TTL_S)
     readers = [
         _reader(
             model,
             tokenizers[model.path],
             router,
             tokenizing,
-            sessions_desk,
+            session_desk,
             parse_special_tokens=config.parse_special_tokens,
         )
         for model in config.models
     ]
     reading = RequestReading(models={name: reader for reader in readers for name in reader.model.names})
     api = RouterApi(
-        desk=desk,
+        routing=routing,
         reading=reading,
         places=Places(most=config.max_choosing, what="requests"),
         clock=clock,
@@ -136,7 +136,7 @@ def build_router_server(
     )
     access_metrics = AccessMetrics(registry)
     picker = EndpointPicker(
-        desk=desk,
+        routing=routing,
         reading=reading,
         endpoints=endpoints,
         metrics=metrics,
@@ -162,7 +162,7 @@ def build_router_server(
     health.add_check("gateways", endpoints.complaint)
 
     def background() -> dict[str, Coroutine[Any, Any, None]]:
-        work = {"reservations": desk.holds.run(), "gRPC health": grpc.run()}
+        work = {"reservations": routing.holds.run(), "gRPC health": grpc.run()}
         if endpoints.places:
             work["gateways"] = endpoints.run()
         if picker.keys is not None:
@@ -172,7 +172,14 @@ def build_router_server(
     hosts = AllowedHosts.of(config.allowed_hosts, listening=(config.host,))
     app = http_app(api, health=health, registry=registry, background=background, hosts=hosts)
     return RouterServer(
-        app=app, api=api, grpc=grpc, desk=desk, picker=picker, endpoints=endpoints, health=health, tokenizing=tokenizing
+        app=app,
+        api=api,
+        grpc=grpc,
+        routing=routing,
+        picker=picker,
+        endpoints=endpoints,
+        health=health,
+        tokenizing=tokenizing,
     )
 
 

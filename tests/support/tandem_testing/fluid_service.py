@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tandem_operator.api.types import ROLES
 from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad, Targets
-from tandem_operator.scaling.policy import Memory, Outcome, RoleBounds, ScalingConfig, decide
+from tandem_operator.scaling.policy import Outcome, RoleBounds, ScalingConfig, ScalingState, decide
 
 PERIOD_S = 5.0
 
@@ -36,7 +36,7 @@ class FluidService:
     held: float = 0.0
     arrived_tokens: float = 0.0
     arrived: float = 0.0
-    memory: Memory = field(default_factory=Memory)
+    memory: ScalingState = field(default_factory=ScalingState)
     now: float = 0.0
     coming: list[tuple[float, str]] = field(default_factory=list)
     """Pods on their way: when, and of which role."""

@@ -30,13 +30,13 @@ def explain(args: argparse.Namespace) -> int:
     headers = key_headers(args)
     with Cluster.of(args) as cluster:
         gateways = _gateways(cluster, args.service)
-        troubles = []
+        errors = []
         for pod in gateways:
             try:
                 with pod_client(cluster.access, pod, ADMIN_PORT, headers=headers) as client:
                     response = client.get(f"/requests/{args.request_id}/explain")
             except (httpx.HTTPError, httpx.InvalidURL, LookupError) as error:
-                troubles.append(f"{pod['metadata']['name']}: {error}")
+                errors.append(f"{pod['metadata']['name']}: {error}")
                 continue
             if response.is_success:
                 record = response.json()
@@ -46,10 +46,10 @@ def explain(args: argparse.Namespace) -> int:
                 raise RemoteError(
                     f'{pod["metadata"]["name"]} requires a key with "admin": true: set --api-key or TANDEM_API_KEY'
                 )
-    for trouble in troubles:
-        print(f"not queried: {trouble}", file=sys.stderr)
+    for error in errors:
+        print(f"not queried: {error}", file=sys.stderr)
     print(
-        f"none of {len(gateways) - len(troubles)} gateways has {quoted(args.request_id)}: each keeps its own "
+        f"none of {len(gateways) - len(errors)} gateways has {quoted(args.request_id)}: each keeps its own "
         "last few thousand requests, since its start",
         file=sys.stderr,
     )

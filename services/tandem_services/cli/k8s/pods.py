@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tandem_engine.base.logs import quoted
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL, SERVICE_LABEL
 from tandem_operator.builders.worker import FOLLOWER
-from tandem_operator.planning.pod_failure import pod_trouble
+from tandem_operator.planning.pod_failure import pod_failure
 from tandem_services.cli.k8s.cluster import ANSWER_S, Access, Cluster, Object, pod_client
 from tandem_services.common.errors import RemoteError
 
@@ -154,7 +154,7 @@ class Pod:
     ready: bool
     state: str
     """One word: Ready, Pending, Starting, Terminating, CrashLoopBackOff …"""
-    trouble: str
+    failure: str
     """A sentence about what keeps it from being ready; "" when nothing is known."""
     node: str
     restarts: int
@@ -167,7 +167,7 @@ class Pod:
         labels = metadata.get("labels", {})
         component = labels.get(COMPONENT_LABEL, "")
         containers = status.get("containerStatuses", ())
-        state, trouble = _state(pod)
+        state, failure = _state(pod)
         return Pod(
             name=metadata["name"],
             namespace=metadata["namespace"],
@@ -178,7 +178,7 @@ class Pod:
             revision=labels.get(REVISION_LABEL, ""),
             ready=state == "Ready",
             state=state,
-            trouble=trouble,
+            failure=failure,
             node=pod["spec"].get("nodeName", ""),
             restarts=sum(one.get("restartCount", 0) for one in containers),
             created=metadata.get("creationTimestamp", ""),
@@ -253,13 +253,13 @@ def _state(pod: Object) -> tuple[str, str]:
         return "Terminating", ""
     if conditions.get("Ready", {}).get("status") == "True":
         return "Ready", ""
-    trouble = quoted(next(pod_trouble(status), ""))
+    failure = quoted(next(pod_failure(status), ""))
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         waiting = container.get("state", {}).get("waiting", {})
         reason = waiting.get("reason")
         if reason not in (None, "ContainerCreating", "PodInitializing"):
-            return reason, trouble or quoted(waiting.get("message", ""))
+            return reason, failure or quoted(waiting.get("message", ""))
     if conditions.get("PodScheduled", {}).get("status") == "False":
-        return "Unschedulable", trouble
+        return "Unschedulable", failure
     phase = status.get("phase", "Pending")
-    return ("Starting" if phase == "Running" else phase), trouble
+    return ("Starting" if phase == "Running" else phase), failure

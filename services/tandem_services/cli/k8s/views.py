@@ -264,7 +264,7 @@ def _busy(said: Said | None) -> tuple[str, str, str, str]:
 
 
 def _note(pod: Pod, said: Said | None) -> str:
-    notes = [pod.trouble]
+    notes = [pod.failure]
     match said:
         case str():
             notes.append(f"no response: {said}")

@@ -1,27 +1,28 @@
--- How much of a chain of blocks workers hold. `chain` names some of a prompt's blocks, in order, the last one among them.
+-- Length of the match of a chain of blocks on each worker. `chain` names some blocks of a prompt, in order, always the
+-- last one.
 --
--- A worker that has a block has all blocks before it, so one look tells on which side of it the match ends. Where a
--- set is wrong the answer is a wrong hint, never more. Of a worker, `low` of the named blocks are known to be there and
--- more than `high` are known not to be.
+-- A worker that has a block has all blocks before it, so one lookup shows on which side of the block the match ends. If
+-- a set is wrong, the result is a wrong hint, never more. The match of a worker has at least `low` and at most `high`
+-- named blocks.
 
--- Digests by position, cut from the chain of the decision `cut_for` when they are first looked at. Made once for all
--- decisions: tables that grow cost more than what is put into them.
+-- Digests by position, cut from the chain of the decision `cut_for` at their first lookup. Allocated once for all
+-- decisions: growing a table costs more than filling it.
 local cut, cut_for, decisions = {}, {}, 0
 for position = 1, MAX_NAMED_BLOCKS do
   cut[position], cut_for[position] = '', 0
 end
 
-local WRONG_HINTS = 2 -- in a row, after which the end of the last match is no hint for the next one
+local WRONG_HINTS = 2 -- in a row, after which the end of the last match is not a hint for the next one
 
 -- Four functions:
 --   digest(position)         of one named block
---   look(worker, position)   looks at one named block, which is not known of yet
---   search(worker, least)    until the worker is known to have no more than `least`, or exactly what it has
---   on_device(worker)        how much of its match, which is known, is on the device
+--   look(worker, position)   looks up one named block between `low` and `high`
+--   search(worker, least)    narrows `low` and `high` until `high` is at most `least`, or both are equal
+--   on_device(worker)        length of the part of a known match that is on the device
 local function chain_search(state, chain)
   decisions = decisions + 1
   local pcall, sub, decision = redis.pcall, string.sub, decisions
-  local last, wrong = 0, 0 -- where a match before has ended: workers mostly share the same prefix
+  local last, wrong = 0, 0 -- end of a previous match: workers mostly share the same prefix
 
   local function digest(position)
     if cut_for[position] ~= decision then
@@ -72,8 +73,8 @@ local function chain_search(state, chain)
     worker.low, worker.high = low, high
   end
 
-  -- How many named blocks of its match come before those that are in host memory alone. What the device drops first of
-  -- a path is its end, so the device has the beginning of a match.
+  -- Number of named blocks of the match before those that are in host memory alone. The device evicts the end of a path
+  -- first, so it has the beginning of a match.
   local function on_device(worker)
     local first, last, key = 1, worker.low, worker.host_blocks
     if last == 0 or pcall('SISMEMBER', key, digest(last)) ~= 1 then return last end

@@ -1,4 +1,4 @@
--- The time of everything that a function decides: Redis's own, in milliseconds.
+-- The time that functions use: that of Redis, in milliseconds.
 
 local function now_ms()
   local time = redis.call('TIME')

@@ -1,21 +1,21 @@
--- Which worker would better fetch a prefix than compute it, and from whom. router/scoring.py is the same in Python, with
--- the reasons; a property test holds the two together.
+-- Which worker should fetch a prefix instead of computing it, and from which source. router/scoring.py is the same in
+-- Python, with the reasons; a property test compares both.
 
--- Longer text than MAX_LINKS figures of the longest names is not ours.
+-- Longer text than MAX_LINKS values of the longest names was not written by a worker.
 local LINKS_BYTES = 65536
 
--- Seconds per token by receiver. A figure that makes no sense is left out.
+-- Seconds per token by receiver. Malformed values are skipped.
 local function read_links(text)
   local links = {}
   if #text > LINKS_BYTES then return links end
-  for receiver, told in string.gmatch(text, '(%S+) (%S+)') do
-    local figure = tonumber(told)
-    if figure and figure >= 0 and figure <= BROKEN_TOKEN_S then links[receiver] = figure end
+  for receiver, text_s in string.gmatch(text, '(%S+) (%S+)') do
+    local token_s = tonumber(text_s)
+    if token_s and token_s >= 0 and token_s <= BROKEN_TOKEN_S then links[receiver] = token_s end
   end
   return links
 end
 
--- What `from` measured before its last heartbeat. To whom it has no figure costs what its links cost typically.
+-- Links that `from` measured before its last heartbeat. A receiver without a value costs what a typical link costs.
 local function links_of(from)
   if not from.read_links then
     local text = redis.pcall('GET', from.links)
@@ -24,9 +24,9 @@ local function links_of(from)
   return from.read_links
 end
 
--- What is the same of a source for whoever fetches from it: tokens that need not be computed then, those that do, links
--- from there, what it costs to move a token to whom it has no figure, and seconds whatever is moved. In lists of their
--- own, as each is looked at for every worker.
+-- Values of each source that are the same for every receiver: tokens that need not be computed after a fetch, tokens that
+-- must be, links from the source, seconds per token to a receiver without a measured link, and seconds before the first
+-- token. In separate lists, because each is read for every worker.
 local function sources_of(matches, query)
   local sources = {workers = matches, tokens = {}, missing = {}, links = {}, token_s = {}, begin_s = {}}
   for i, source in ipairs(matches) do
@@ -37,9 +37,9 @@ local function sources_of(matches, query)
   return sources
 end
 
--- What `worker`, which has `matched` prompt tokens cached and computes the rest for `known_s` seconds by itself, costs if
--- it fetches where that is cheaper: seconds but for its queue and its copies from host memory, the source, and what the
--- fetch takes; without a fetch `known_s`, false and 0. While a fetch lasts, the queue gets shorter.
+-- The cost of `worker`, which has `matched` prompt tokens cached and needs `known_s` seconds to compute the rest, with the
+-- cheapest fetch: seconds without its queue and its copies from host memory, the source, and the seconds of the fetch;
+-- without a cheaper fetch `known_s`, false and 0. While a fetch lasts, the queue gets shorter.
 local function cheapest_fetch(worker, matched, known_s, sources)
   local tokens, missing, links = sources.tokens, sources.missing, sources.links
   local token_s, begin_s = sources.token_s, sources.begin_s
@@ -57,8 +57,8 @@ local function cheapest_fetch(worker, matched, known_s, sources)
   return known_s, chosen, chosen_s
 end
 
--- The PAIR_ENDS of `workers` that have most of the chain, exactly, the longest match first. Of all others it is known
--- that they have no more than the last of them, which takes a single look for most: one just beyond that.
+-- The PAIR_ENDS of `workers` with the longest matches, exactly, the longest first. The matches of all others are at most
+-- as long as the last of these, which takes one lookup for most workers: the block after it.
 local function longest_matches(workers, query)
   local search, digest, block_size, named = query.search, query.digest, query.block_size, query.named
   local pcall, count, found, least = redis.pcall, #workers, {}, 0

@@ -1,14 +1,14 @@
--- The live workers of a fleet, grouped as decisions need them.
+-- The live workers of a fleet, grouped for decisions.
 --
--- To read all rows costs as much as all looks into the index, and decisions come by the thousand between two heartbeats.
--- So decoded workers and their groups are kept between calls, by key prefix, as long as they are what Redis has:
+-- Reading all rows costs as much as all index lookups, and there are thousands of decisions between two heartbeats.
+-- So decoded workers and their groups are kept between calls, by key prefix, as long as they equal the data of Redis:
 --
---   every heartbeat and every view that a gateway takes writes `last_call` and, when somebody comes or goes,
---   `generation`, whichever release does it; then all rows are read again, and decoded where their bytes have changed
---   reservations of this library are kept as they are written; those of another release are seen with the next heartbeat
---   a row is decoded again when one of its reservations begins or ceases to count, or its lease ends
+--   every heartbeat and every view that a gateway reads, of any release, writes `last_call` and, when a worker joins or
+--   leaves, `generation`; then all rows are read again, and decoded if their bytes have changed
+--   reservations of this library are kept as they are written; those of another release are read at the next heartbeat
+--   a row is decoded again when one of its reservations becomes valid or expires, or its lease ends
 --
--- The library forgets what it kept when it is loaded again: after a failover or a restart.
+-- All of it is lost when the library is loaded again: after a failover or a restart.
 
 local MAX_FLEETS = 8
 local fleets, fleet_count = {}, 0
@@ -23,17 +23,17 @@ local function kept_fleet(prefix)
   return fleet
 end
 
--- The rows of the fleet may have changed.
+-- Invalidates the kept fleet: its rows may have changed.
 local function doubt_fleet(prefix)
   if fleets[prefix] then fleets[prefix].stamp = false end
 end
 
--- `worker` of a kept fleet was read or weighed anew.
+-- `worker` of a kept fleet was decoded again or has a new load.
 local function keep_worker(fleet, worker)
   fleet.from, fleet.till = math.max(fleet.from, worker.from), math.min(fleet.till, worker.till)
 end
 
--- The row of one worker was `before` and is `row` now.
+-- The row of one worker has changed from `before` to `row`.
 local function keep_row(prefix, incarnation, before, row, now)
   local fleet = fleets[prefix]
   local worker = fleet and fleet.workers[incarnation]
@@ -56,7 +56,7 @@ local function add_to_group(groups, worker)
   group.shortest = math.min(group.shortest, worker.context_length)
 end
 
--- By model and compat hash, everybody who is live.
+-- All live workers, by model and compat hash.
 local function regroup(fleet)
   local models = {}
   for _, worker in pairs(fleet.workers) do
@@ -68,7 +68,7 @@ local function regroup(fleet)
   fleet.models = models
 end
 
--- Decode the rows that `now` makes others. True if somebody became another, or came, or went by that.
+-- Decodes the rows whose meaning has changed with the time. True if a worker changed its kind, joined or left.
 local function reread(fleet, now)
   local changed, from, till = false, -math.huge, math.huge
   for _, worker in pairs(fleet.workers) do
@@ -87,7 +87,7 @@ local function reread(fleet, now)
   return changed
 end
 
--- Take over all rows. True if somebody came or went.
+-- Applies all rows. True if a worker joined or left.
 local function take_rows(fleet, prefix, rows)
   local workers, before, changed = {}, fleet.workers, fleet.count * 2 ~= #rows
   for i = 1, #rows, 2 do
@@ -100,7 +100,7 @@ local function take_rows(fleet, prefix, rows)
   return changed
 end
 
--- The fleet as Redis has it now.
+-- The current fleet in Redis.
 local function current_fleet(state)
   local fleet, now, changed = kept_fleet(state.prefix), state.now, false
   local stamp = meta_stamp(state)
@@ -113,7 +113,7 @@ local function current_fleet(state)
   return fleet
 end
 
--- Those of `group` that may take the query's prompt; nil when there is nobody.
+-- Workers of `group` that may take the prompt of the query; nil if there is none.
 local function narrowed(group, query)
   local groups = {}
   for _, worker in ipairs(group.members) do
@@ -125,12 +125,12 @@ local function narrowed(group, query)
   return rest
 end
 
--- Groups of workers of the model that can hold the prompt. What they have of it is not known yet.
+-- Groups of workers of the model that can hold the prompt. Their matches are not known yet.
 local function eligible(fleet, query)
-  local found, anybody = {}, next(query.exclude) == nil
+  local found, unrestricted = {}, next(query.exclude) == nil
   for _, group in pairs(fleet.models[query.model] or {}) do
-    if anybody and group.shortest > query.prompt_tokens then
-      -- What a decision finds out about the group is kept beside it.
+    if unrestricted and group.shortest > query.prompt_tokens then
+      -- A copy, because the decision adds fields to it.
       found[#found + 1] = {members = group.members, prefills = group.prefills, decodes = group.decodes}
     else
       found[#found + 1] = narrowed(group, query)

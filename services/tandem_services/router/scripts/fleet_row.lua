@@ -1,15 +1,15 @@
--- One field of `fleet`: all that a routing decision reads about one worker, in one string.
+-- One field of `fleet`: everything that a routing decision reads about one worker, in one string.
 --
 --   lease_ms d, report_ms d               Redis time: end of the lease; when the load below was measured
 --   role B (1 prefill, 2 decode, 3 both), offered B (0 while draining or stalled)
 --   page_size I4, context_length I4, model c8, compat c16
 --   queue_tokens d, token_s d (seconds to compute a prompt token), sequences d, step_s d, room_tokens d,
 --   max_sequences d, transfer_token_s d (seconds to move a token over a typical link from here)   packed with the line before by registry.py; 90 bytes
---   then any number of reservations: load that routing added and the report does not cover yet
+--   then any number of reservations: load that routing has added and the report does not include yet
 --     bucket d (start in ms), queue tokens I4, sequences I4, room tokens I4
 --
 -- Reservations are summed per quarter second. One stops counting when the report is younger than it, or after
--- RESERVATION_MS; whoever writes the row drops it then, so a row holds a dozen at most and nothing is swept.
+-- RESERVATION_MS; the next write of the row drops it, so a row has a dozen at most and needs no sweep.
 
 local ROW = '<ddBBI4I4c8c16ddddddd'
 local ROW_BYTES = 106
@@ -27,11 +27,11 @@ local function well_sized(row)
   return #row >= ROW_BYTES and #row <= MAX_ROW_BYTES and (#row - ROW_BYTES) % RESERVATION_BYTES == 0
 end
 
--- A lease ends at most one lease from now; one that claims more is rubbish or from before a clock jump.
+-- A lease ends at most one lease from now; a later end is malformed or from before a clock jump.
 local function lease_state(row, now)
-  if not well_sized(row) then return 'rubbish', 0 end
+  if not well_sized(row) then return 'malformed', 0 end
   local lease_ms = struct.unpack('<d', row)
-  if not (lease_ms <= now + LEASE_MS) then return 'rubbish', 0 end
+  if not (lease_ms <= now + LEASE_MS) then return 'malformed', 0 end
   if lease_ms >= now then return 'live', lease_ms end
   return 'lapsed', lease_ms
 end
@@ -41,7 +41,7 @@ local function counts(bucket, now, report_ms)
   return bucket <= now and ended > report_ms and ended > now - RESERVATION_MS
 end
 
--- The reservations of `row` that still count against a report of `report_ms`, as they are stored.
+-- The reservations of `row` that are still valid after a report of `report_ms`, as they are stored.
 local function standing_reservations(row, now, report_ms)
   if not row or not well_sized(row) then return '' end
   local kept = {}
@@ -57,8 +57,7 @@ local function clamp(value)
   return math.max(0, math.min(value, 4294967295))
 end
 
--- `row` with the last of its reservations, which is of `bucket`, changed. Those that no longer count are dropped when
--- the next bucket begins.
+-- `row` with its last reservation, that of `bucket`, changed. Expired ones are dropped when the next bucket begins.
 local function with_last_changed(row, bucket, queue, sequences, room)
   local first = #row - RESERVATION_BYTES + 1
   local _, q, s, r = struct.unpack(RESERVATION, row, first)
@@ -70,7 +69,7 @@ local function last_bucket(row)
   return #row > ROW_BYTES and struct.unpack('<d', row, #row - RESERVATION_BYTES + 1)
 end
 
--- `row` with the reservation of one bucket changed, and without those that no longer count.
+-- `row` with the reservation of one bucket changed, and without expired ones.
 local function with_reservation(row, now, bucket, queue, sequences, room)
   local _, report_ms = struct.unpack('<dd', row)
   if last_bucket(row) == bucket and counts(bucket, now, report_ms) then
@@ -85,7 +84,7 @@ local function with_reservation(row, now, bucket, queue, sequences, room)
     end
     parts[#parts + 1] = struct.pack(RESERVATION, at, clamp(q), clamp(s), clamp(r))
   end
-  -- Taking back what no longer counts must not add anything.
+  -- Releasing an expired reservation must not add anything.
   if not found and queue >= 0 and sequences >= 0 then
     parts[#parts + 1] = struct.pack(RESERVATION, bucket, clamp(queue), clamp(sequences), clamp(room))
   end

@@ -1,19 +1,19 @@
 -- Prompts in flight: blocks that a worker will have cached soon, because a prompt with them was routed to it.
 --
--- The index learns of a block after it is computed, which is seconds after the decision. Without these notes equal
--- prompts that arrive together go to different workers, and each of them computes the same blocks.
+-- The index receives a block after it is computed, which is seconds after the decision. Without these notes equal
+-- prompts that arrive together are routed to different workers, and each worker computes the same blocks.
 --
--- Of the named blocks that its computing worker lacks a decision notes each 1st, 2nd or 4th and the last one. A note ends
+-- A decision notes each 1st, 2nd or 4th of the named blocks that its computing worker lacks, and the last one. A note ends
 -- when the index stores or removes the block, when the reservation of its decision is released, when the registry was
 -- wiped, or when it expires. A fenced worker is in no group, so its notes are never read. Notes are in the memory of the
 -- library: after a failover or a reload decisions are those without notes for some seconds.
 --
--- A worker that has a note for a block will have all blocks before it, too. Prompts of different lengths name different
--- blocks, so not every block of a common prefix has a note: only the last one that has counts.
+-- A worker that has a note for a block will also have all blocks before it. Prompts of different lengths name different
+-- blocks, so not every block of a common prefix has a note: only the last one with a note counts.
 
 local notes = {} -- digest → decision, or a list of decisions for several workers
 -- Digest at a position that is a power of 2 → when the last decision that named it expires. Two prompts with a common
--- prefix have such a block in common, so a decision without one need not look at all its blocks.
+-- prefix have such a block in common, so a decision without one need not look up all its blocks.
 local heads = {}
 local decided, oldest, newest, kept = {}, 1, 0, 0
 
@@ -34,7 +34,7 @@ local function add_note(digest, decision)
   end
 end
 
--- The note of `digest` for a worker, if it is of `decision` or that is nil.
+-- Drops the note of `digest` for a worker, if it belongs to `decision` or `decision` is nil.
 local function drop_note(digest, blocks, decision)
   local held = notes[digest]
   if not held then return end
@@ -66,8 +66,8 @@ local function drop_old_decisions(now)
   end
 end
 
--- Note what `worker`, which has the first `worker.low` named blocks, will have computed of the query's prompt in
--- `seconds`. Returns the number by which `take_back_notes` knows it, 0 when there is nothing to note.
+-- Notes the blocks of the query that `worker`, which has the first `worker.low` named blocks, will have computed in
+-- `seconds`. Returns the number for `take_back_notes`, 0 if there is nothing to note.
 local function note_prompt(worker, query, seconds, now, bucket)
   drop_old_decisions(now)
   if worker.page_size ~= query.block_size or worker.low >= query.named then return 0 end
@@ -92,21 +92,21 @@ local function note_prompt(worker, query, seconds, now, bucket)
   return newest
 end
 
--- A decision was not carried out, or its request has ended. Numbers begin again when the library is loaded again, so its
--- bucket has to agree.
+-- A decision was not carried out, or its request has ended. Numbers restart when the library is loaded again, so the
+-- bucket must agree.
 local function take_back_notes(number, bucket)
   local decision = decided[number]
   if decision and decision.bucket == bucket then drop_decision(decision) end
 end
 
--- The registry was wiped: nothing that was decided before counts.
+-- The registry was wiped: earlier decisions are void.
 local function drop_notes_of(prefix)
   for number = oldest, newest do
     if string.sub(decided[number].blocks, 1, #prefix) == prefix then drop_decision(decided[number]) end
   end
 end
 
--- The index knows of blocks of one worker itself.
+-- The index has received blocks of one worker.
 local function drop_indexed_notes(blocks, digests)
   if kept == 0 then return end
   for first = 1, #digests, DIGEST_BYTES do
@@ -114,7 +114,7 @@ local function drop_indexed_notes(blocks, digests)
   end
 end
 
--- By key of a worker's blocks, the last named block of the query that it will have; nil when there is none.
+-- Key of a worker's blocks → the last named block of the query that the worker will have; nil if there is none.
 local function blocks_in_flight(query, now)
   if kept == 0 then return nil end
   local digest, position, shared = query.digest, 1, false

@@ -1,22 +1,22 @@
--- The prefix index: one set of block digests per incarnation, another of those that are in host memory alone, and the
--- revision that both stand at.
--- An update names the revision it builds on. Any other state of the index is a gap: Redis was wiped, the
--- set was dropped as rubbish, or an update was lost; the worker then publishes its whole cache again.
+-- The prefix index: one set of block digests per incarnation, another of the blocks that are in host memory alone, and
+-- the revision of both.
+-- An update names the revision that it builds on. Any other state of the index is a gap: Redis was wiped, the set was
+-- dropped as malformed, or an update was lost; the worker then publishes its whole cache again.
 
 local SLICE = 1000 -- arguments of one command; Lua's C stack holds 8000
 
--- The revision of an index, -1 when there is none or it is not what we wrote. An index always holds one entry
--- that is no digest, so that a set that was evicted or dropped is not taken for an empty one.
+-- The revision of an index, -1 if there is none or it is malformed. An index always has one entry that is not a digest,
+-- so that an evicted or dropped set is not mistaken for an empty one.
 local HOLDER = ''
 
 local function cursor_of(blocks, cursor)
   drop_unless(blocks, 'set')
   drop_unless(cursor, 'string')
   if redis.call('EXISTS', blocks) == 0 or redis.call('STRLEN', cursor) > 16 then return -1 end
-  return whole(redis.call('GET', cursor), MOST_WHOLE) or -1
+  return whole(redis.call('GET', cursor), MAX_WHOLE) or -1
 end
 
--- Notes of prompts in flight about these blocks have served their purpose.
+-- Events after which notes of prompts in flight about these blocks are obsolete.
 local NOTED_UNTIL = {S = true, R = true}
 
 local function each_slice(digests, command, key)
@@ -35,8 +35,8 @@ end
 -- KEYS: 1 blocks:<incarnation>, 2 cursor:<incarnation>, 3 host:<incarnation>
 -- ARGV: 1 revision this update builds on, 2 revision it leads to, 3… events: a kind and its digests,
 --       'S' stored, 'R' removed, 'C' everything cleared (only as the first, and then argument 1 is not checked),
---       'H' stored ones that are in host memory alone, 'D' no longer so
--- Returns 'applied', 'repeated' (this very update had been applied: the reply got lost) or 'gap'.
+--       'H' stored blocks that are in host memory alone, 'D' blocks that no longer are
+-- Returns 'applied', 'repeated' (this update had been applied, but the reply was lost) or 'gap'.
 local function apply_kv_events(keys, args)
   local blocks, cursor, host = keys[1], keys[2], keys[3]
   local set = {S = {'SADD', blocks}, R = {'SREM', blocks}, H = {'SADD', host}, D = {'SREM', host}}

@@ -1,13 +1,13 @@
--- Who is alive. Leases end by Redis time. An incarnation whose lease has lapsed is no longer offered, and is forgotten
--- later: that a worker does not reach Redis says nothing about the worker, so it may register again at any time.
--- An incarnation is fenced by a verdict alone, which some process of the deployment has signed: a newer incarnation of the
--- same worker, a peer that found it dead, or the worker itself when it leaves. Whoever is told checks the signature.
+-- Leases of workers, which end by Redis time. An incarnation whose lease has lapsed is no longer offered, and is removed
+-- later. A worker that does not reach Redis may still be alive, so it may register again at any time.
+-- An incarnation is fenced only by a verdict that a process of the deployment has signed: a newer incarnation of the same
+-- worker, a peer that found it dead, or the worker itself when it leaves. Readers of a verdict check the signature.
 
 local function fence_key(state, incarnation)
   return state.prefix .. 'fenced:' .. incarnation
 end
 
--- The verdict on `incarnation`, as text; nil when there is none.
+-- The verdict on `incarnation`, as text; nil if there is none.
 local function verdict_on(state, incarnation)
   local key = fence_key(state, incarnation)
   state.dropped = state.dropped + drop_unless(key, 'string')
@@ -24,7 +24,7 @@ local function forget_index(state, incarnation)
     state.prefix .. 'host:' .. incarnation, state.prefix .. 'links:' .. incarnation)
 end
 
--- Take out all that there is of `incarnation`.
+-- Removes all entries of `incarnation`.
 local function retire(state, incarnation)
   redis.call('HDEL', state.fleet, incarnation)
   forget_index(state, incarnation)
@@ -36,14 +36,14 @@ local function retire(state, incarnation)
   next_generation(state)
 end
 
-local function condemn(state, incarnation, verdict)
+local function fence_incarnation(state, incarnation, verdict)
   retire(state, incarnation)
   redis.call('SET', fence_key(state, incarnation), verdict, 'PX', FENCED_MEMORY_MS)
 end
 
--- Note that the registry was used. When nobody called for a lease, Redis itself was away and nobody could
--- have renewed: an amnesty keeps the index of everyone from being dropped for it. The same holds after a wipe, which is
--- recognised by the missing epoch.
+-- Records that the registry was used. If there was no call for the time of a lease, Redis was unavailable and no worker
+-- could renew: a grace period keeps their indexes from being dropped. The same holds after a wipe, which the missing
+-- epoch shows.
 local function touch(state, epoch_seed)
   local last = meta_time(state, 'last_call', 0)
   doubt_fleet(state.prefix)
@@ -54,20 +54,20 @@ local function touch(state, epoch_seed)
   end
   if generation_of(state) == 0 then next_generation(state) end
   if state.now - last > LEASE_MS then
-    redis.call('HSET', state.meta, 'amnesty_until', string.format('%.0f', state.now + FENCE_AFTER_MS))
-  elseif meta_time(state, 'amnesty_until', FENCE_AFTER_MS) <= state.now then
-    redis.call('HDEL', state.meta, 'amnesty_until')
+    redis.call('HSET', state.meta, 'grace_until', string.format('%.0f', state.now + FENCE_AFTER_MS))
+  elseif meta_time(state, 'grace_until', FENCE_AFTER_MS) <= state.now then
+    redis.call('HDEL', state.meta, 'grace_until')
   end
 end
 
 local function sweep_fleet(state)
-  local may_forget = state.now >= meta_time(state, 'amnesty_until', FENCE_AFTER_MS)
+  local may_forget = state.now >= meta_time(state, 'grace_until', FENCE_AFTER_MS)
   local budget = SWEEP_STEP
   local rows = redis.call('HGETALL', state.fleet)
   for i = 1, #rows, 2 do
     if budget == 0 then return end
     local kind, lease_ms = lease_state(rows[i + 1], state.now)
-    if kind == 'rubbish' or not worker_of(rows[i]) then
+    if kind == 'malformed' or not worker_of(rows[i]) then
       redis.call('HDEL', state.fleet, rows[i])
       if state.dropped == 0 then lost_entries(state.meta) end
       state.dropped = state.dropped + 1
@@ -78,15 +78,15 @@ local function sweep_fleet(state)
   end
 end
 
--- Bounded and at most once a second, whoever comes first.
+-- Bounded, at most once a second, by the first caller.
 local function sweep(state)
   if state.now - meta_time(state, 'swept_at', 0) < SWEEP_EVERY_MS then return end
   redis.call('HSET', state.meta, 'swept_at', string.format('%.0f', state.now))
   sweep_fleet(state)
 end
 
--- The verdict that keeps `incarnation` from holding its name, or nil. `claim`: what it holds the name by itself.
-local function usurper(state, incarnation, worker_id, number, claim)
+-- The verdict of the owner that keeps `incarnation` from its name, or nil. `claim`: the signed claim of `incarnation`.
+local function owner_verdict(state, incarnation, worker_id, number, claim)
   local verdict = redis.call('HGET', state.owner, worker_id)
   local owner = read_verdict(verdict)
   if not owner or owner == incarnation then return nil end
@@ -97,13 +97,12 @@ local function usurper(state, incarnation, worker_id, number, claim)
     if row and lease_state(row, state.now) == 'live' then return verdict end
     retire(state, owner)
   else
-    condemn(state, owner, claim)
+    fence_incarnation(state, owner, claim)
   end
   return nil
 end
 
--- The caller has checked `verdict`, which an earlier heartbeat was answered with, and no process of the deployment has
--- signed it.
+-- Drops `verdict`, which an earlier heartbeat returned: its signature is not from this deployment, as the caller found.
 local function drop_forged(state, incarnation, worker_id, verdict)
   if redis.call('HGET', state.owner, worker_id) == verdict then
     redis.call('HDEL', state.owner, worker_id)
@@ -149,7 +148,8 @@ local function write_lease(state, args, incarnation, worker_id, number)
   end
 end
 
--- By what workers hold their names; the caller checks who has signed that. Entries of no registered worker are dropped.
+-- The signed claims of workers to their names; the caller checks the signatures. Claims of unregistered workers are
+-- dropped.
 local function claims(state)
   local found, entries = {}, redis.call('HGETALL', state.owner)
   local more = #entries / 2 > redis.call('HLEN', state.fleet)
@@ -169,8 +169,8 @@ end
 --       caller, 6 row payload, 7 age of the load report in ms, 8 links from here (as text, see keys.py), 9 a verdict that
 --       the caller has found forged, or '', 10… field, value, … of the readable hash
 -- Returns msgpack {status = renewed | fenced | full, verdict, epoch, generation, cursor, members, dropped}.
---   verdict: why it is fenced, for the caller to check; cursor: revision of the index of this incarnation, -1 when there is
---   none; members: the claims of those that are registered, only when the generation differs from the caller's.
+--   verdict: why it is fenced, for the caller to check; cursor: revision of the index of this incarnation, -1 if there is
+--   none; members: the claims of registered workers, only if the generation differs from that of the caller.
 local function heartbeat(keys, args)
   local state = open(keys, args)
   local incarnation = args[2]
@@ -181,7 +181,7 @@ local function heartbeat(keys, args)
   touch(state, args[4])
   sweep(state)
   if args[9] ~= '' then drop_forged(state, incarnation, worker_id, args[9]) end
-  local verdict = verdict_on(state, incarnation) or usurper(state, incarnation, worker_id, number, args[3])
+  local verdict = verdict_on(state, incarnation) or owner_verdict(state, incarnation, worker_id, number, args[3])
   if verdict then return cmsgpack.pack({status = 'fenced', verdict = verdict}) end
   if redis.call('HLEN', state.fleet) >= MAX_WORKERS and redis.call('HEXISTS', state.fleet, incarnation) == 0 then
     return cmsgpack.pack({status = 'full'})
@@ -198,15 +198,15 @@ local function heartbeat(keys, args)
   return cmsgpack.pack(reply)
 end
 
--- fence: an incarnation is over: it has left, or was found dead. Idempotent.
+-- fence: an incarnation has left, or was found dead. Idempotent.
 -- ARGV: 1 prefix, 2 incarnation, 3 verdict. Returns 1.
 local function fence(keys, args)
   if not read_verdict(args[3]) then return redis.error_reply('ERR a malformed verdict') end
-  condemn(open(keys, args), args[2], args[3])
+  fence_incarnation(open(keys, args), args[2], args[3])
   return 1
 end
 
--- The readable hash of a live incarnation; nil, which is counted, when it has none.
+-- The readable hash of a live incarnation; nil, which is counted, if it has none.
 local function described_by(state, worker_id, incarnation)
   local described = state.prefix .. 'worker:' .. worker_id
   state.dropped = state.dropped + drop_unless(described, 'hash')
@@ -217,10 +217,10 @@ local function described_by(state, worker_id, incarnation)
   return nil
 end
 
--- snapshot: everything a gateway knows about the fleet, from the readable hashes of live incarnations.
--- ARGV: 1 prefix, 2 epoch seed, 3… incarnations that the caller has and no snapshot named lately.
+-- snapshot: the fleet for a gateway, from the readable hashes of live incarnations.
+-- ARGV: 1 prefix, 2 epoch seed, 3… incarnations that the caller has and the last snapshot did not contain.
 -- Returns msgpack {epoch, generation, dropped, workers = {{field, value, …}, …}, fenced = {{incarnation, verdict}, …}}.
---   fenced: of the incarnations that were asked for, those that a verdict is there on, for the caller to check.
+--   fenced: incarnations of ARGV with a verdict, whose signature the caller checks.
 local function snapshot(keys, args)
   local state = open(keys, args)
   touch(state, args[2])
@@ -229,7 +229,7 @@ local function snapshot(keys, args)
   local rows = redis.call('HGETALL', state.fleet)
   for i = 1, #rows, 2 do
     local worker_id, kind = worker_of(rows[i]), lease_state(rows[i + 1], state.now)
-    if not worker_id or kind == 'rubbish' then
+    if not worker_id or kind == 'malformed' then
       state.dropped = state.dropped + 1
     elseif kind == 'live' then
       workers[#workers + 1] = described_by(state, worker_id, rows[i])

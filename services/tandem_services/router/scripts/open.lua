@@ -1,5 +1,5 @@
--- The registry as one table. Keys of another type are dropped and counted; an overfull hash loses what is not of a live
--- worker, and never the rest.
+-- The registry as one table. Keys of another type are dropped and counted; an overfull hash loses only fields that do not
+-- belong to a live worker.
 
 local function trim_registry(keys, now)
   local dropped = 0
@@ -31,15 +31,15 @@ local function open(keys, args)
   return opened(keys, args, redis.call('HLEN', keys[1]), dropped)
 end
 
--- The same for a decision, of which there are thousands a second: it uses `fleet` and `meta` alone, and what has a length
--- as a hash is one. The others are looked at with the next heartbeat.
+-- The same for decisions, of which there are thousands per second: they use only `fleet` and `meta`, and HLEN succeeds
+-- only for hashes. The next heartbeat checks the other keys.
 local function open_to_route(keys, args)
   local count, fields = redis.pcall('HLEN', keys[1]), redis.pcall('HLEN', keys[3])
   if type(count) ~= 'number' or count > MAX_WORKERS or type(fields) ~= 'number' then return open(keys, args) end
   return opened(keys, args, count, 0)
 end
 
--- Another one after each heartbeat, whichever release has carried it out, and when somebody comes or goes.
+-- Changes with each heartbeat, of any release, and when a worker joins or leaves.
 local function meta_stamp(state)
   return (redis.call('HGET', state.meta, 'last_call') or '') .. ' ' .. (redis.call('HGET', state.meta, 'generation') or '')
 end

@@ -1,11 +1,11 @@
--- The ways to serve a request: a decode worker alone, or a pair. Priced by the dozen, made into tables when somebody
--- wants to see them: the one that is chosen, and for explain those that it was chosen from.
+-- The ways to serve a request: a decode worker alone, or a pair. Dozens are priced; tables are made only of the chosen
+-- option and, for explain, of the cheapest others.
 
 local function alone(decode, group)
   return {cost = decode.alone_s, decode = decode, degraded = #group.prefills == 0 and decode.role == ROLE_DECODE}
 end
 
--- The i-th of the pairs of `ends`: its costs and seconds per token, prefill worker by prefill worker.
+-- The i-th pair of `ends`, in the order of prefill workers, with its cost and seconds per token.
 local function pair_at(ends, i)
   local count = #ends.decodes
   return {
@@ -14,7 +14,7 @@ local function pair_at(ends, i)
   }
 end
 
--- An option as it is told: its workers, what they have cached, its price.
+-- An option as it is returned: its workers, their cached tokens, its price.
 local function described(option, query)
   local decode = option.decode
   local computing = option.prefill or decode
@@ -22,14 +22,14 @@ local function described(option, query)
   return {
     decode = decode.incarnation, prefill = option.prefill and option.prefill.incarnation,
     degraded = option.degraded or false, matched = computing.matched, decode_matched = decode.matched,
-    -- Found out for all that are told.
+    -- Determined only if other options are returned too.
     in_host = query.others > 0 and computing.in_host or 0, decode_in_host = query.others > 0 and decode.in_host or 0,
     fetch = source and {source.incarnation, source.held, computing.fetch_s} or nil,
     terms = terms_of(option, query),
   }
 end
 
--- Everything that was priced in `group`, but for the choice, added to `found`.
+-- Adds to `found` all priced options of `group` except the choice.
 local function add_others(found, group, choice)
   for _, decode in ipairs(group.decodes) do
     if decode.alone and (choice.prefill or choice.decode ~= decode) then found[#found + 1] = alone(decode, group) end
@@ -43,10 +43,10 @@ local function add_others(found, group, choice)
   end
 end
 
--- The cheapest `most` of what was not chosen, in no order, and how many more there were.
-local function passed_over(groups, choice, query, most)
-  local found, told = {}, {}
+-- The `limit` cheapest options that were not chosen, in no order, and the number of all others.
+local function passed_over(groups, choice, query, limit)
+  local found, explained = {}, {}
   for _, group in ipairs(groups) do add_others(found, group, choice) end
-  for i, option in ipairs(shortlist(found, 'cost', most)) do told[i] = described(option, query) end
-  return {told, #found - #told}
+  for i, option in ipairs(shortlist(found, 'cost', limit)) do explained[i] = described(option, query) end
+  return {explained, #found - #explained}
 end

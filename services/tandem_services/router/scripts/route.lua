@@ -1,8 +1,7 @@
--- One routing decision: match, price, choose, reserve. One round trip, atomic, so that a burst through
--- many gateways sees each other's reservations.
+-- One routing decision: match, price, choose, reserve. One atomic round trip, so that decisions of several gateways in a
+-- burst include each other's reservations.
 
--- `tokens_at` tells how many prompt tokens the first so many named blocks of the chain are, `named_per_token` how
--- many there are in a token.
+-- `tokens_at(n)`: prompt tokens in the first n named blocks of the chain; `named_per_token`: named blocks per token.
 local function read_query(state, args)
   local exclude = {}
   for i = 11, #args do exclude[args[i]] = true end
@@ -24,9 +23,9 @@ local function read_query(state, args)
   }
 end
 
-local sending, receiving = {}, {} -- seconds of the ends of one group, made once for all decisions
+local sending, receiving = {}, {} -- seconds of the ends of one group, allocated once for all decisions
 
--- Ends that a good pair can be made of: cheap by themselves and over the links that they typically have.
+-- Ends of good pairs: cheap by themselves and over their typical links.
 local function promising(group, query)
   local least, prompt_tokens, typical = missing_after(group.longest, query), query.prompt_tokens, math.huge
   local ends = group.prefills
@@ -46,8 +45,8 @@ local function promising(group, query)
   return prefills, decodes
 end
 
--- The cheapest pair of a group, one of those within TIE_S at random; nil when there is none.
--- Prices are kept apart from their pairs, which are made into a table once one is chosen.
+-- The cheapest pair of a group, at random among those within TIE_S; nil if there is none.
+-- Prices are kept in lists; only the chosen pair becomes a table.
 local function best_pair(group, query)
   local prefills, decodes = promising(group, query)
   local costs, token_s, count, best = {}, {}, 0, math.huge
@@ -56,7 +55,7 @@ local function best_pair(group, query)
     for _, decode in ipairs(decodes) do
       local link_s = links[decode.incarnation] or prefill.transfer_token_s
       local cost = prefill.compute_s + transfer(decode, link_s) + decode.hold_s
-      -- The same worker at both ends is "alone" with a transfer added, and "alone" is an option of its own.
+      -- The same worker at both ends is "alone" plus a transfer, and "alone" is a separate option.
       if prefill == decode then cost = math.huge end
       count = count + 1
       costs[count], token_s[count] = cost, link_s
@@ -72,7 +71,7 @@ local function best_pair(group, query)
   return pair_at(group.ends, ties[math.random(#ties)])
 end
 
--- Whoever may cost no more than TIE_S above the cheapest is settled.
+-- Settles every worker that may cost at most TIE_S more than the cheapest.
 local function best_alone(group, query)
   local decodes, first = group.decodes, false
   for i = 1, #decodes do
@@ -122,7 +121,7 @@ local function claims_of(choice, query)
   return {{choice.prefill, missing, 0, query.prompt_tokens}, {choice.decode, 0, 1, query.room_tokens}}
 end
 
--- Seconds until the worker of `choice` that computes the prompt has computed it, as predicted.
+-- Predicted seconds until the computing worker of `choice` has computed the prompt.
 local function computed_in(choice, query)
   local computing = choice.prefill or choice.decode
   local fetching_s = computing.source and fetch_wait(computing, computing.fetch_s) or 0
@@ -143,17 +142,16 @@ local function reserve(state, fleet, claims, bucket)
 end
 
 -- route_and_reserve
--- ARGV: 1 prefix, 2 model (8-byte digest), 3 prompt tokens, 4 output tokens to keep room for, 5 block size of
+-- ARGV: 1 prefix, 2 model (8-byte digest), 3 prompt tokens, 4 output tokens to reserve, 5 block size of
 --       the chain, 6 local prefill tokens, 7 random seed, 8 chain (16-byte digests, concatenated) of named blocks,
---       9 how many blocks the prompt has: each 1st, 2nd, 4th, 8th … of them is named, as many as are allowed, and the
---       last one,
---       10 how many of the options that are not taken are told, 11… incarnations to leave out
+--       9 number of blocks of the prompt: each 1st, 2nd, 4th, 8th … of them is named, up to the limit, and the last one,
+--       10 number of other options to return, 11… incarnations to exclude
 -- Returns msgpack {status = chosen | none, chosen = {decode, prefill, degraded, matched, decode_matched, fetch, terms},
 --                  passed_over, reservation, dropped}.
 --   matched: prompt tokens found on the worker that computes the prompt; decode_matched: on the decode worker.
---   fetch: {source, tokens, seconds} of a prefix that it had better bring from another worker; nil if none.
+--   fetch: {source, tokens, seconds} of a prefix that it should fetch from another worker; nil if none.
 --   degraded: the decode worker computes it because no prefill worker could.
---   passed_over: {the cheapest others, as `chosen`, and how many more there were}; nil when none are asked for.
+--   passed_over: {the cheapest others, as `chosen`, and the number of all others}; nil if none are requested.
 local function route_and_reserve(keys, args)
   local state = open_to_route(keys, args)
   math.randomseed(tonumber(args[7]))
@@ -169,15 +167,14 @@ local function route_and_reserve(keys, args)
     passed_over = query.others > 0 and passed_over(groups, choice, query, query.others) or nil,
     dropped = state.dropped,
   }
-  -- From here on workers are what they are with this request.
+  -- From here on the load of workers includes this request.
   local bucket = state.now - state.now % RESERVATION_BUCKET_MS
   local note = note_prompt(choice.prefill or choice.decode, query, computed_in(choice, query), state.now, bucket)
   reply.reservation = {bucket = bucket, note = note, claims = reserve(state, fleet, claims_of(choice, query), bucket)}
   return cmsgpack.pack(reply)
 end
 
--- release: take back a reservation, when the attempt ended before the worker reported it. What no longer
--- counts is left alone.
+-- release: remove a reservation whose attempt has ended before the worker reported it. Expired ones do not change.
 -- ARGV: 1 prefix, 2 bucket, 3 note, then per worker: incarnation, queue tokens, sequences, room tokens. Returns 1.
 local function release(keys, args)
   local state = open(keys, args)

@@ -1,27 +1,27 @@
--- The price of a choice, in seconds. router/cost.py is the same model in Python, with the reasons; a property
--- test holds the two together.
+-- The price of a choice, in seconds. router/cost.py is the same model in Python, with the reasons; a property test
+-- compares both.
 --
---   prefix_fetch     what bringing a prefix from another worker takes beyond the queue, where that pays (fetch.lua)
+--   prefix_fetch     time to fetch a prefix from another worker beyond the queue, if that is cheaper (fetch.lua)
 --   host_load        prompt tokens in host memory alone × seconds to copy one to the device
 --   prefill_queue    (tokens queued + reserved) × seconds per token
---   prefill_compute  prompt tokens neither cached nor fetched × seconds per token; one at least is always computed
---   prefill_stall    prefill_compute and host_load × sequences that wait for them, now and later; what fetched tokens
---                    push out
+--   prefill_compute  prompt tokens that are not cached or fetched, at least one × seconds per token
+--   prefill_stall    prefill_compute and host_load × sequences that wait for them, now and later; eviction by fetched
+--                    tokens
 --   transfer         handoff messages + prompt tokens that the decode worker lacks × seconds to move one
---   decode_load      (sequences there + reserved) × step time: what one more sequence costs its neighbours
---   decode_room      NO_ROOM_S when the sequence would have to wait for others to end
+--   decode_load      (sequences + reserved) × step time: the cost of one more sequence for the others
+--   decode_room      NO_ROOM_S if the sequence would have to wait for others to finish
 
 local function missing_after(tokens, query)
   return math.max(1, query.prompt_tokens - tokens)
 end
 
--- Sequences that a prompt computed there keeps waiting.
+-- Sequences that wait while a prompt is computed on a worker.
 local function waiting_sequences(role, sequences)
   if role == ROLE_PREFILL then return FOLLOWERS end
   return sequences + (role == ROLE_DECODE and COMING or 0) + FOLLOWERS
 end
 
--- Until a worker looks at its messages again, at most.
+-- Max. seconds until a worker reads its messages again.
 local function turn(queue_tokens, token_s, sequences, step_s)
   return math.min(queue_tokens, TURN_TOKENS) * token_s + (sequences > 0 and step_s or 0)
 end
@@ -30,12 +30,12 @@ local function transfer(worker, token_s)
   return HANDOFF_S + worker.missing * token_s
 end
 
--- Of a fetch of that many seconds: while it lasts, the queue gets shorter.
+-- Seconds of a fetch that exceed the queue: while the fetch lasts, the queue gets shorter.
 local function fetch_wait(worker, fetch_s)
   return math.max(0, fetch_s - worker.queue_s)
 end
 
--- Prompt tokens that `worker` need not compute.
+-- Prompt tokens that `worker` does not have to compute.
 local function known_to(worker)
   return worker.source and worker.source.held or worker.matched
 end
@@ -57,16 +57,16 @@ local function terms_of(choice, query)
   }
 end
 
--- The `most` entries of lowest `field`. Looked at from anywhere on, so that which of equals is left to chance.
-local function shortlist(entries, field, most)
+-- The `limit` entries of lowest `field`. The start is random, so that the choice among equals is random.
+local function shortlist(entries, field, limit)
   local count = #entries
-  if count <= most then return entries end
+  if count <= limit then return entries end
   local short, start = {}, math.random(count)
   for step = 1, count do
     local entry = entries[(start + step) % count + 1]
     local value, place = entry[field], #short
-    if place < most or value < short[place][field] then
-      if place == most then place = place - 1 end
+    if place < limit or value < short[place][field] then
+      if place == limit then place = place - 1 end
       while place > 0 and value < short[place][field] do
         short[place + 1] = short[place]
         place = place - 1

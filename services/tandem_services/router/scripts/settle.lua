@@ -1,19 +1,18 @@
--- Which workers are worth looking at: what each has of the prompt is found out for those that may be among the cheapest.
+-- Exact matches, only for workers that may be among the cheapest. To settle a worker is to determine its exact match.
 --
--- A worker is priced as if it had as much of the prompt as is not ruled out, so it never costs less. To be cheaper than
--- the cheapest so far it must have some part of that, which follows from its load, and one look tells whether it has.
--- Only who has is settled, so the choice is the one that everybody's exact price would give.
+-- A worker is first priced with the longest match that is not ruled out, so this price is a lower bound. To be cheaper
+-- than the cheapest so far it needs a match of some length, which follows from its load, and one lookup shows whether it
+-- has that. Only such workers are settled, so the choice equals the choice by exact prices of all workers.
 
--- How many prompt tokens may be missing on a decode worker of `group` that computes the prompt itself: as many as there
--- are when nobody else could. One that no prefill worker can hand to, while others have some, differs from the rest of
--- the fleet, and waits.
+-- Max. prompt tokens that a decode worker of `group` may compute itself: all of them if no prefill worker can. A group
+-- without prefill workers, while other groups have some, differs from the rest of the fleet, and waits.
 local function most_missing_alone(group, query)
   if not query.any_whole then return math.huge end
   return #group.prefills > 0 and query.local_prefill_tokens or 0
 end
 
--- Price `worker` of `group` with `matched` prompt tokens cached: `hold_s` and `missing` as the end that decodes,
--- `compute_s` as the end that computes, with the fetch by which it does so for less, and `alone_s` as both.
+-- Prices `worker` of `group` with `matched` prompt tokens cached: `hold_s` and `missing` as the decoding end,
+-- `compute_s` as the computing end, with a fetch if that is cheaper, and `alone_s` as both.
 local function price(worker, matched, group, query)
   local missing, role, hold_s, is_alone = query.prompt_tokens - matched, worker.role, 0, false
   if missing < 1 then missing = 1 end
@@ -33,20 +32,20 @@ local function price(worker, matched, group, query)
   if is_alone then worker.alone_s = compute_s + hold_s end
 end
 
--- Whether copies from host memory add nothing to the price of `worker`, of which it is known how much it has.
+-- Whether copies from host memory add nothing to the price of `worker`, whose match is known.
 local function copies_nothing(worker)
   return worker.low == 0 or host_token_s(worker) == 0
 end
 
--- Who has most of the prompt, exactly, and everybody's lowest price: nothing has to be copied from host memory.
+-- The longest matches, exactly, and the lowest price of every worker: without copies from host memory.
 local function price_group(group, query)
-  local members, tokens_at, told, in_flight = group.members, query.tokens_at, query.others > 0, query.in_flight
+  local members, tokens_at, explained, in_flight = group.members, query.tokens_at, query.others > 0, query.in_flight
   local matches = longest_matches(members, query)
-  -- What is in flight is no source: it is not there yet.
+  -- Blocks in flight are not a source: they are not computed yet.
   for _, source in ipairs(matches) do source.held = tokens_at(source.low) end
   group.sources, group.longest = sources_of(matches, query), matches[1] and matches[1].held or 0
   group.most_alone = most_missing_alone(group, query)
-  local most, tokens = 0, 0 -- of the worker before: mostly the same
+  local most, tokens = 0, 0 -- those of the previous worker: mostly the same
   for i = 1, #members do
     local worker = members[i]
     local low, high = worker.low, worker.high
@@ -58,11 +57,11 @@ local function price_group(group, query)
     if worker.back_s > 0 then worker.back_s = 0 end
     if high ~= most then most, tokens = high, tokens_at(high) end
     price(worker, tokens, group, query)
-    worker.settled = low == high and not told and (low == 0 or copies_nothing(worker))
+    worker.settled = low == high and not explained and (low == 0 or copies_nothing(worker))
   end
 end
 
--- Find out what `worker` has of the prompt and where, and its price.
+-- Determines the exact match of `worker`, its part in host memory, and its price.
 local function settle(worker, group, query)
   query.search(worker, 0)
   local matched = query.tokens_at(worker.low)
@@ -75,8 +74,8 @@ local function settle(worker, group, query)
   worker.settled = true
 end
 
--- Prompt tokens of which a worker must have more than this to cost less than `bound` seconds as the end that computes:
--- where it fetches, the rest of the longest match may come for nothing but the copy.
+-- A worker needs a match of more than this many prompt tokens to cost less than `bound` seconds as the computing end.
+-- With a fetch the rest of the longest match may cost no more than the copy.
 local function enough_to_compute(worker, bound, group, query)
   local left_s, longest, prompt_tokens = bound - worker.queue_s, group.longest, query.prompt_tokens
   local enough = prompt_tokens - left_s / worker.work_s
@@ -85,7 +84,7 @@ local function enough_to_compute(worker, bound, group, query)
   return fetching < enough and fetching or enough
 end
 
--- Settle `worker` if it has more than `enough` prompt tokens, as far as one look tells. False if it has not.
+-- Settles `worker` unless one lookup shows that its match has at most `enough` prompt tokens; then returns false.
 local function settled_beyond(enough, worker, group, query)
   if worker.settled then return true end
   if enough >= 0 then
@@ -98,9 +97,9 @@ local function settled_beyond(enough, worker, group, query)
   return true
 end
 
--- Positions of the `most` lowest of the first `count` of `values`, lowest first, infinite ones left out. Looked at from
--- anywhere on, so that which of equals is left to chance.
-local function lowest_positions(values, count, most)
+-- Positions of the `limit` lowest of the first `count` of `values`, lowest first, without infinite ones. The start is
+-- random, so that the choice among equals is random.
+local function lowest_positions(values, count, limit)
   local short, places, bound, huge = {}, 0, math.huge, math.huge
   local position = math.random(count)
   for _ = 1, count do
@@ -108,24 +107,23 @@ local function lowest_positions(values, count, most)
     local value = values[position]
     if value < bound then
       local place = places
-      if place == most then place = place - 1 else places = places + 1 end
+      if place == limit then place = place - 1 else places = places + 1 end
       while place > 0 and value < values[short[place]] do
         short[place + 1] = short[place]
         place = place - 1
       end
       short[place + 1] = position
-      bound = places == most and values[short[most]] or huge
+      bound = places == limit and values[short[limit]] or huge
     end
   end
   return short
 end
 
--- The PAIR_ENDS of `workers` with the lowest cost, lowest first. None costs less than its value of `floors`, who is
--- settled costs exactly that; `look(worker, bound)` settles one and tells its cost, or false when that is not below
--- `bound`.
+-- The PAIR_ENDS of `workers` with the lowest cost, lowest first. Their values in `floors` are lower bounds, and exact for
+-- settled workers; `look(worker, bound)` settles one and returns its cost, or false if that is not below `bound`.
 local function lowest(workers, floors, look)
   local count, short, costs, places, unsettled, huge = #workers, {}, {}, 0, 0, math.huge
-  local bound = huge -- what the last of a whole list costs
+  local bound = huge -- cost of the last entry of a full list
   local function add(worker, cost)
     local place = places
     if place == PAIR_ENDS then place = place - 1 else places = places + 1 end
@@ -136,7 +134,7 @@ local function lowest(workers, floors, look)
     short[place + 1], costs[place + 1] = worker, cost
     if places == PAIR_ENDS then bound = costs[PAIR_ENDS] end
   end
-  local position = math.random(count) -- so that which of equals is left to chance
+  local position = math.random(count) -- so that the choice among equals is random
   for _ = 1, count do
     position = position % count + 1
     local worker, cost = workers[position], floors[position]
@@ -152,7 +150,7 @@ local function lowest(workers, floors, look)
     local cost = not worker.settled and floors[at] < bound and look(worker, bound)
     if cost and cost < bound then add(worker, cost) end
   end
-  -- Of the others the best first while these are too few, so that little is left to look at.
+  -- While the list is not full, the most promising others first, so that few lookups remain.
   if bound == huge then
     for _, at in ipairs(lowest_positions(floors, count, PAIR_ENDS)) do take(at) end
   end

@@ -1,22 +1,22 @@
--- What every function shares: the three keys, and protection from values that no part of Tandem has written.
+-- Shared by all functions: the three keys, and protection from values that no part of Tandem has written.
 --
 -- KEYS of every registry function: 1 fleet, 2 owner, 3 meta.
 -- ARGV[1] is the key prefix; worker:<id>, fenced:<incarnation>, blocks:<incarnation>, host:<incarnation>,
 -- cursor:<incarnation> and links:<incarnation> are derived from it and lie in the same hash slot.
 --
--- Redis holds hints. Every number is read by `whole`, which bounds it; what cannot be checked here (who wrote a row) is
--- checked by the reader, who has the deployment's secret.
+-- Redis holds hints. Every number is read by `whole`, which bounds it. The reader of a row checks its signature, because
+-- it has the secret of the deployment.
 
-local MOST_WHOLE = 9007199254740991 -- 2^53 - 1: larger ones lose their unit in a Lua number
+local MAX_WHOLE = 9007199254740991 -- 2^53 - 1: larger ones lose their unit in a Lua number
 local MAX_META_FIELDS = 64
 local MAX_VERDICT_BYTES = 512
-local TRIM_STEP = 16384 -- fields of an overfull hash that one call looks at: some 10 ms
+local TRIM_STEP = 16384 -- fields of an overfull hash that one call checks: about 10 ms
 
 local function register(name, callback)
   redis.register_function(VERSION .. '_' .. name, callback)
 end
 
--- 1 when a key of another type had to be dropped, else 0.
+-- 1 if a key of another type was dropped, else 0.
 local function drop_unless(key, expected)
   local kind = redis.call('TYPE', key).ok
   if kind == expected or kind == 'none' then return 0 end
@@ -24,19 +24,19 @@ local function drop_unless(key, expected)
   return 1
 end
 
--- `text` as a whole number from 0 to `most`; nil for anything else.
-local function whole(text, most)
+-- `text` as a whole number from 0 to `limit`; nil for anything else.
+local function whole(text, limit)
   if type(text) ~= 'string' or #text > 16 or not string.find(text, '^%d+$') then return nil end
   local number = tonumber(text)
-  return number <= most and number or nil
+  return number <= limit and number or nil
 end
 
--- The parts of an incarnation; nil for what is none.
+-- The parts of an incarnation; nil if `incarnation` is malformed.
 local function worker_of(incarnation)
   return string.match(incarnation, '^([%w%._%-]+)@(%d+)$')
 end
 
--- Numbers are decimal and beyond the precision of a Lua number: compared as text.
+-- Numbers are decimal and exceed the precision of a Lua number: compared as text.
 local function newer(number, other)
   if #number ~= #other then return #number > #other end
   return number > other
@@ -48,36 +48,36 @@ local function read_verdict(text)
   return string.match(text, '^([%w%._%-]+@%d+) (%x+)$')
 end
 
--- Redis time in milliseconds that `meta` has in `field`, at most `ahead` from now; 0 when it has none.
+-- Redis time in milliseconds in `field` of `meta`, at most `ahead` from now; 0 if it has none.
 local function meta_time(state, field, ahead)
   return whole(redis.call('HGET', state.meta, field), state.now + ahead) or 0
 end
 
 local function generation_of(state)
-  return whole(redis.call('HGET', state.meta, 'generation'), MOST_WHOLE - 1) or 0
+  return whole(redis.call('HGET', state.meta, 'generation'), MAX_WHOLE - 1) or 0
 end
 
--- Somebody came or went. A generation that was lost, or overwritten with something else, begins at the time of now: no
--- caller has seen that one before.
+-- A worker joined or left. A generation that was lost or overwritten restarts at the current time, which no caller has
+-- seen before.
 local function next_generation(state)
   local before = generation_of(state)
   redis.call('HSET', state.meta, 'generation', string.format('%.0f', before > 0 and before + 1 or state.now))
 end
 
--- Two random words of 16 hex digits at most: longer ones were written by something else.
+-- Two random words of at most 16 hex digits: a longer epoch was not written by Tandem.
 local function epoch_of(meta)
   local epoch = redis.call('HGET', meta, 'epoch')
   return epoch and #epoch <= 40 and string.find(epoch, '^%x+$') and epoch or nil
 end
 
--- Entries were lost that nobody took back, as in a wipe. Whoever dropped them is the only one that can tell, so
--- the registry gets a new epoch: gateways keep their old view until the living have registered again.
+-- Entries were dropped without a release, as in a wipe. Only this call can detect that, so the registry gets a new epoch:
+-- gateways keep their old view until live workers have registered again.
 local function lost_entries(meta)
   local epoch = epoch_of(meta)
   if epoch then redis.call('HSET', meta, 'epoch', redis.sha1hex(epoch .. now_ms())) end
 end
 
--- Take out of an overfull hash what `keeps(field, value)` does not keep. At most `TRIM_STEP` fields are looked at.
+-- Removes from an overfull hash the fields for which `keeps(field, value)` is false. Checks at most `TRIM_STEP` fields.
 local function trim(key, keeps)
   local sample, dropped = redis.call('HRANDFIELD', key, TRIM_STEP, 'WITHVALUES'), 0
   for i = 1, #sample, 2 do

@@ -1,16 +1,16 @@
--- What one tenant uses, exact over all gateways: requests and tokens of the last minute, and requests that run.
+-- Usage of one tenant, exact over all gateways: requests and tokens of the last minute, and running requests.
 --
---   usage:<tenant>    HASH  'r' or 't' and a second of Redis time → requests or tokens that were taken in it
---   running:<tenant>  ZSET  request → when its lease ends, unless its gateway renews it
+--   usage:<tenant>    HASH  'r' or 't' and a second of Redis time → requests or tokens taken in that second
+--   running:<tenant>  ZSET  request → end of its lease, unless its gateway renews it
 --
--- A second counts until it has been over for a minute, so in no minute is more taken than the limit. `usage_counters.py`
--- is the same in Python, for as long as Redis is away.
+-- A second counts until it has been over for a minute, so no minute exceeds the limit. `usage_counters.py` is the same in
+-- Python, while Redis is unavailable.
 
-local MOST_USAGE = 1000000000000 -- requests or tokens of one second
-local MAX_USAGE_FIELDS = 4 * (USAGE_WINDOW_S + 2) -- a window has half as many; with more it is rubbish
+local MAX_USAGE = 1000000000000 -- requests or tokens of one second
+local MAX_USAGE_FIELDS = 4 * (USAGE_WINDOW_S + 2) -- a window has half as many; with more it is malformed
 
 local function second_of(field)
-  return whole(string.sub(field, 2), MOST_WHOLE)
+  return whole(string.sub(field, 2), MAX_WHOLE)
 end
 
 local function open_usage(keys)
@@ -23,7 +23,7 @@ end
 local function window(fields, kind, now_s)
   local seconds, sum = {}, 0
   for i = 1, #fields, 2 do
-    local second, amount = second_of(fields[i]), whole(fields[i + 1], MOST_USAGE)
+    local second, amount = second_of(fields[i]), whole(fields[i + 1], MAX_USAGE)
     if string.sub(fields[i], 1, 1) == kind and second and amount
         and second >= now_s - USAGE_WINDOW_S and second <= now_s then
       seconds[#seconds + 1] = {second = second, amount = amount}
@@ -38,7 +38,7 @@ local function leaves_ms(entry, now)
   return (entry.second + USAGE_WINDOW_S + 1) * 1000 - now
 end
 
--- Until `amount` fits under `limit`; -1 when it never does.
+-- Milliseconds until `amount` fits under `limit`; -1 if it never does.
 local function retry_ms(taken, amount, limit, now)
   if amount > limit then return -1 end
   local left = taken.sum
@@ -63,8 +63,8 @@ end
 
 local function add_usage(key, kind, second, amount)
   local field = kind .. string.format('%d', second)
-  local held = whole(redis.call('HGET', key, field), MOST_USAGE) or 0
-  redis.call('HSET', key, field, string.format('%.0f', math.max(0, math.min(held + amount, MOST_USAGE))))
+  local held = whole(redis.call('HGET', key, field), MAX_USAGE) or 0
+  redis.call('HSET', key, field, string.format('%.0f', math.max(0, math.min(held + amount, MAX_USAGE))))
   redis.call('PEXPIRE', key, (USAGE_WINDOW_S + 2) * 1000)
 end
 
@@ -77,12 +77,12 @@ end
 -- ARGV: 1 requests per minute, 2 tokens per minute, 3 requests at once (0: no limit), 4 requests, 5 tokens,
 --       6 name of the lease ('' for none), 7 its milliseconds
 -- Returns msgpack {refused = '' | requests | tokens | concurrency, second, retry_ms, requests, requests_reset_ms,
---   tokens, tokens_reset_ms}: what is used after it, until that is 0 again, and when a refused one may succeed.
+--   tokens, tokens_reset_ms}: the usage after the call, the time until it is 0 again, and when to retry.
 local function usage_take(keys, args)
   open_usage(keys)
   local now = now_ms()
   local now_s = math.floor(now / 1000)
-  local request_limit, token_limit, most = tonumber(args[1]), tonumber(args[2]), tonumber(args[3])
+  local request_limit, token_limit, running_limit = tonumber(args[1]), tonumber(args[2]), tonumber(args[3])
   local requests, tokens, lease = tonumber(args[4]), tonumber(args[5]), args[6]
   local fields = redis.call('HGETALL', keys[1])
   local taken_requests, taken_tokens = window(fields, 'r', now_s), window(fields, 't', now_s)
@@ -91,10 +91,10 @@ local function usage_take(keys, args)
     refused, wait = 'requests', retry_ms(taken_requests, requests, request_limit, now)
   elseif not fits(taken_tokens, tokens, token_limit) then
     refused, wait = 'tokens', retry_ms(taken_tokens, tokens, token_limit, now)
-  elseif lease ~= '' and most > 0 then
+  elseif lease ~= '' and running_limit > 0 then
     redis.call('ZREMRANGEBYSCORE', keys[2], '-inf', now)
     redis.call('ZREMRANGEBYSCORE', keys[2], '(' .. string.format('%.0f', now + tonumber(args[7])), '+inf')
-    if redis.call('ZCARD', keys[2]) >= most then refused, wait = 'concurrency', 0 end
+    if redis.call('ZCARD', keys[2]) >= running_limit then refused, wait = 'concurrency', 0 end
   end
   if refused == '' then
     forget_old_seconds(keys[1], fields, now_s)
@@ -116,7 +116,7 @@ end
 
 -- usage_settle: a request has ended.
 -- KEYS: as of usage_take
--- ARGV: 1 the second in which its tokens were taken, 2 tokens that it used beyond them; below 0: that it did not use,
+-- ARGV: 1 the second in which its tokens were taken, 2 tokens used in addition; below 0: tokens not used,
 --       3 name of its lease ('' for none)
 -- Returns 1.
 local function usage_settle(keys, args)
@@ -126,14 +126,14 @@ local function usage_settle(keys, args)
   if tokens > 0 then
     add_usage(keys[1], 't', now_s, tokens)
   elseif tokens < 0 and redis.call('HGET', keys[1], 't' .. string.format('%d', second)) then
-    -- Where they were taken: elsewhere they would make room for others when that second has long left the window.
+    -- In the second in which they were taken: that second may have left the window already.
     add_usage(keys[1], 't', second, tokens)
   end
   if args[3] ~= '' then redis.call('ZREM', keys[2], args[3]) end
   return 1
 end
 
--- usage_renew: requests that still run. One whose lease is gone stays gone: it ended meanwhile.
+-- usage_renew: requests that still run. An expired lease is not renewed: its request has ended in the meantime.
 -- KEYS: as of usage_take
 -- ARGV: 1 milliseconds of a lease, 2… names of leases. Returns 1.
 local function usage_renew(keys, args)

@@ -1,9 +1,9 @@
--- A worker as a routing decision sees it: its decoded row, and what it costs by itself. fleet.lua keeps them.
+-- A worker in a routing decision: its decoded row, and the parts of its cost that follow from it. fleet.lua keeps them.
 
-local BEAT_BYTES = 16 -- of a row: the end of its lease and the time of its report, new with each heartbeat
+local BEAT_BYTES = 16 -- start of a row: the end of its lease and the time of its report, new with each heartbeat
 
--- Tokens queued, sequences and room taken by the reservations of `row` that count at `now`, and since and until when
--- exactly these do.
+-- Queue tokens, sequences and room tokens of the reservations of `row` that are valid at `now`, and the time span in
+-- which exactly these are valid.
 local function reserved_load(row, now, report_ms)
   local queue_tokens, sequences, room_tokens, from, till = 0, 0, 0, -math.huge, math.huge
   for first = ROW_BYTES + 1, #row, RESERVATION_BYTES do
@@ -21,14 +21,14 @@ local function reserved_load(row, now, report_ms)
   return queue_tokens, sequences, room_tokens, from, till
 end
 
--- What of a worker the fleet is grouped by: whoever changes in one of these is somebody else to a decision.
+-- The fields by which the fleet is grouped: when one changes, the fleet is grouped again.
 local function kind_of(role, page_size, context_length, model, compat)
   return struct.pack('<BI4I4c8c16', role, page_size, context_length, model, compat)
 end
 
--- A worker that nothing is known of but its name.
+-- A worker of which only the name is known.
 local function unread_worker(prefix, incarnation)
-  -- Named here, so that the table is allocated once. The last two lines are filled in for each decision.
+  -- All fields are named, so that the table is allocated once. Each decision sets the last two lines.
   return {
     incarnation = incarnation, described = prefix .. 'worker:' .. (worker_of(incarnation) or ''),
     blocks = prefix .. 'blocks:' .. incarnation, host_blocks = prefix .. 'host:' .. incarnation,
@@ -42,7 +42,7 @@ local function unread_worker(prefix, incarnation)
   }
 end
 
--- What follows from the load of `worker`: that of its report and the reservations that count beside it.
+-- The values of `worker` that follow from its load: that of its report plus valid reservations.
 local function weigh_load(worker)
   local queue_tokens, token_s, sequences, step_s = worker.queue_tokens, worker.token_s, worker.sequences, worker.step_s
   local waiting = waiting_sequences(worker.role, sequences)
@@ -51,8 +51,8 @@ local function weigh_load(worker)
   worker.full = sequences >= worker.max_sequences
 end
 
--- Make `worker` what `row` says at `now`: live and offered or not, and for how long that holds. The comparisons with
--- math.huge and 0 also refuse NaN.
+-- Decodes `row` into `worker` at `now`: whether it is live and offered, and for how long that holds. The comparisons with
+-- math.huge and 0 also reject NaN.
 local function read_row(worker, row, now)
   worker.row, worker.live, worker.till = row, false, -math.huge
   if not well_sized(row) then return end
@@ -63,7 +63,7 @@ local function read_row(worker, row, now)
       and queue_tokens + token_s + sequences + step_s + transfer_token_s < math.huge) then return end
   local queued, added, taken, from, till = reserved_load(row, now, report_ms)
   local beat = string.sub(row, 1, BEAT_BYTES)
-  -- Links and what else is known of a worker are written with the row, by heartbeats only.
+  -- Links and readable fields of a worker are written with the row, by heartbeats only.
   if worker.beat ~= beat then
     worker.beat, worker.read_links, worker.read_host_token_s = beat, false, false
     worker.kind = kind_of(role, page_size, context_length, model, compat)
@@ -76,8 +76,8 @@ local function read_row(worker, row, now)
   weigh_load(worker)
 end
 
--- `worker`, which was read, has a reservation of `bucket` more, and `row` with it. As if that were read, but for what is
--- the same.
+-- Adds a reservation of `bucket` to the decoded `worker`; `row` includes it. Equals decoding `row`, but computes only what
+-- has changed.
 local function add_reserved(worker, row, now, bucket, queue, sequences, room)
   if not counts(bucket, now, worker.report_ms) then return read_row(worker, row, now) end
   worker.row, worker.from = row, math.max(worker.from, bucket)
@@ -87,12 +87,12 @@ local function add_reserved(worker, row, now, bucket, queue, sequences, room)
   weigh_load(worker)
 end
 
--- Seconds to copy one token's KV from its host memory to its device; 0 where that has not been measured.
+-- Seconds to copy the KV of one token from host memory to the device; 0 if not measured.
 local function host_token_s(worker)
   if not worker.read_host_token_s then
-    local told = redis.pcall('HGET', worker.described, 'host_token_s')
-    local figure = type(told) == 'string' and tonumber(told) or 0
-    worker.read_host_token_s = figure > 0 and figure <= BROKEN_TOKEN_S and figure or 0
+    local text = redis.pcall('HGET', worker.described, 'host_token_s')
+    local token_s = type(text) == 'string' and tonumber(text) or 0
+    worker.read_host_token_s = token_s > 0 and token_s <= BROKEN_TOKEN_S and token_s or 0
   end
   return worker.read_host_token_s
 end

@@ -31,7 +31,7 @@ def test_what_gateways_hold_back_waits_for_both_roles():
     assert (load.prefill.oldest_wait_s, load.decode.oldest_wait_s) == (2.5, 2.5)
     assert load.held == 3
     assert not load.idle
-    assert load.trouble() == ""
+    assert load.error() == ""
 
 
 def test_what_came_counts_when_it_came_and_not_when_it_was_admitted():

@@ -169,7 +169,7 @@ def test_the_condition_has_what_the_image_says() -> None:
     assert (status, reason) == ("Unknown", "UnknownFlag")
     assert "--new-flag" in message
     refused = DeploymentSeen(
-        name="chat-prefill-1", replicas=1, role="prefill", trouble=f"{CHECK}: ended with status 2: argument --x: no"
+        name="chat-prefill-1", replicas=1, role="prefill", failure=f"{CHECK}: ended with status 2: argument --x: no"
     )
     assert condition_of(spec, refused) == (
         "False",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tandem_operator.controller.canary_runner import BAD_IN_A_ROW, REPEAT_S, RETRY_S, CanaryBook, steady
+from tandem_operator.controller.canary_runner import BAD_IN_A_ROW, REPEAT_S, RETRY_S, RevisionCanaries, steady
 from tandem_operator.planning.observed import Canary
 from tandem_operator.telemetry.pods import PodSeen
 
@@ -17,7 +17,7 @@ GOOD, BAD = Canary(passed=True), Canary(passed=False, message="502 after 1.5 s")
 
 @pytest.fixture
 def book():
-    return CanaryBook(timeout_s=600.0)
+    return RevisionCanaries(timeout_s=600.0)
 
 
 def asked(book, now, pods=ALL):

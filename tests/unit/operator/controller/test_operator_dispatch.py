@@ -1,4 +1,4 @@
-"""Workers and lookouts: who is looked at when, and that what goes wrong with one service stays with it."""
+"""Workers and pollers: who is looked at when, and that what goes wrong with one service stays with it."""
 
 import asyncio
 
@@ -7,10 +7,10 @@ from prometheus_client import generate_latest
 
 from tandem_operator.controller.cluster import ApiError
 from tandem_operator.controller.leader_election import NotLeading
-from tandem_operator.controller.observations import Findings, FindingsBoard
-from tandem_operator.controller.pod_poller import PAUSE_S, STARTING_S, Lookouts
+from tandem_operator.controller.observations import Observations, ObservationStore
+from tandem_operator.controller.pod_poller import PAUSE_S, STARTING_S, PodPollers
 from tandem_operator.controller.probes import OperatorMetrics
-from tandem_operator.controller.reconcile import Looked
+from tandem_operator.controller.reconcile import ReconcileResult
 from tandem_operator.controller.store import ServiceKey, Store
 from tandem_operator.controller.workqueue import Dispatcher
 from tandem_operator.planning.observed import Canary
@@ -22,14 +22,14 @@ CHAT, SEARCH = ServiceKey("models", "chat"), ServiceKey("models", "search")
 
 
 class Outcomes:
-    """A reconciler that does as it is told, once per service and look."""
+    """A reconciler with given outcomes, one per service and reconciliation."""
 
     def __init__(self, **outcomes):
         self.outcomes = outcomes
         self.looked: asyncio.Queue[str] = asyncio.Queue()
 
-    async def look(self, key):
-        outcome = self.outcomes.get(key.name, Looked())
+    async def reconcile(self, key):
+        outcome = self.outcomes.get(key.name, ReconcileResult())
         self.looked.put_nowait(key.name)
         if isinstance(outcome, Exception):
             raise outcome
@@ -48,7 +48,7 @@ class World:
 
     def apply(self, name="chat"):
         seen = a_service(name)
-        self.dispatcher.heard("ModelService", "ADDED", seen.body)
+        self.dispatcher.on_event("ModelService", "ADDED", seen.body)
         return seen
 
     def results(self):
@@ -64,10 +64,10 @@ class World:
         return generate_latest(self.metrics.registry).decode()
 
 
-async def work(world, looks):
-    """Let one worker look so often."""
+async def work(world, count):
+    """Reconciles `count` times with one worker."""
     worker = asyncio.create_task(world.dispatcher.work())
-    names = [await world.reconciler.looked.get() for _ in range(looks)]
+    names = [await world.reconciler.looked.get() for _ in range(count)]
     await world.dispatcher.settled()
     worker.cancel()
     await asyncio.gather(worker, return_exceptions=True)
@@ -90,8 +90,8 @@ async def test_nobody_is_looked_at_before_everything_is_known():
 @pytest.mark.parametrize(
     ("outcome", "result"),
     [
-        (Looked(), "unchanged"),
-        (Looked(wrote=True), "changed"),
+        (ReconcileResult(), "unchanged"),
+        (ReconcileResult(wrote=True), "changed"),
         (ApiError(409, "Conflict", "modified"), "failed"),
         (RuntimeError("a defect"), "failed"),
         (NotLeading("another one leads"), "stopped"),
@@ -116,16 +116,16 @@ async def test_an_edit_that_lands_before_our_status_is_looked_at(monkeypatch):
     seen = []
 
     class Writing(Outcomes):
-        async def look(self, key):
+        async def reconcile(self, key):
             seen.append(world.store.service(key).body["spec"]["model"]["path"])
             if len(seen) == 1:
                 world.store.put(answer)
-                world.dispatcher.heard("ModelService", "MODIFIED", edited.body)
+                world.dispatcher.on_event("ModelService", "MODIFIED", edited.body)
             self.looked.put_nowait(key.name)
-            return Looked(wrote=len(seen) == 1)
+            return ReconcileResult(wrote=len(seen) == 1)
 
     world = World(Writing())
-    world.dispatcher.heard("ModelService", "ADDED", a_service(version=10).body)
+    world.dispatcher.on_event("ModelService", "ADDED", a_service(version=10).body)
     world.dispatcher.ready()
     await work(world, 2)
     assert seen == ["/models/tandem-mini", "/models/other"]
@@ -137,7 +137,7 @@ async def test_old_news_ask_for_no_look():
     seen = world.apply()
     world.dispatcher.ready()
     await work(world, 1)
-    world.dispatcher.heard("ModelService", "MODIFIED", seen.body)
+    world.dispatcher.on_event("ModelService", "MODIFIED", seen.body)
     assert metric_sum(world.metrics_text(), "tandem_operator_queue_length") == 0
 
 
@@ -153,22 +153,22 @@ async def test_who_stands_by_knows_everything_and_looks_at_nothing_until_it_lead
     assert await work(world, 1) == ["chat"]
 
 
-class StubLookout:
-    """Finds what it is told, or fails."""
+class StubPoller:
+    """Finds a passed canary, or fails."""
 
-    def __init__(self, trouble=None):
-        self.trouble = trouble
+    def __init__(self, error=None):
+        self.error = error
         self.turns = 0
         self.closed = False
         self.expecting = False
 
-    async def ask(self, subject, before):
+    async def run_canaries(self, subject, before):
         self.turns += 1
-        if self.trouble is not None:
-            raise self.trouble
-        return Findings(canaries={"": Canary(passed=True)})
+        if self.error is not None:
+            raise self.error
+        return Observations(canaries={"": Canary(passed=True)})
 
-    async def look(self, subject, known):
+    async def poll(self, subject, known):
         return known
 
     def close(self):
@@ -176,20 +176,20 @@ class StubLookout:
 
 
 class Watch:
-    """Lookouts on a clock of the test's own."""
+    """PodPollers with the clock of the test."""
 
-    def __init__(self, **troubles):
+    def __init__(self, **errors):
         self.now, self.leads = 0.0, True
-        self.store, self.board, self.metrics = Store(), FindingsBoard(), OperatorMetrics()
-        self.made: list[StubLookout] = []
+        self.store, self.board, self.metrics = Store(), ObservationStore(), OperatorMetrics()
+        self.made: list[StubPoller] = []
         self.changed: list[ServiceKey] = []
-        self.troubles = list(troubles.values())
+        self.errors = list(errors.values())
 
         def make(book):
-            self.made.append(StubLookout(self.troubles.pop(0) if self.troubles else None))
+            self.made.append(StubPoller(self.errors.pop(0) if self.errors else None))
             return self.made[-1]
 
-        self.lookouts = Lookouts(
+        self.pollers = PodPollers(
             self.store,
             self.board,
             make,
@@ -202,8 +202,8 @@ class Watch:
 
     async def tick(self, at):
         self.now = at
-        self.lookouts.tick()
-        await asyncio.gather(*self.lookouts._turns)
+        self.pollers.tick()
+        await asyncio.gather(*self.pollers._polls)
 
 
 async def test_a_new_service_has_its_turn_at_once_and_then_each_period():
@@ -219,7 +219,7 @@ async def test_a_new_service_has_its_turn_at_once_and_then_each_period():
 
 
 async def test_while_workers_start_turns_come_often():
-    """No watch tells when one stands by."""
+    """No watch reports when a worker is on standby."""
     watch = Watch()
     watch.store.put(a_service())
     await watch.tick(0.0)
@@ -237,22 +237,22 @@ async def test_pods_that_change_hurry_the_next_turn_and_not_more_than_that():
     watch.store.put(a_service())
     await watch.tick(0.0)
     for _ in range(5):
-        watch.lookouts.wake(CHAT)
+        watch.pollers.wake(CHAT)
     await watch.tick(PAUSE_S - 0.1)
     await watch.tick(PAUSE_S)
     await watch.tick(PAUSE_S + 0.1)
     assert watch.made[0].turns == 2
 
 
-@pytest.mark.parametrize("trouble", [RuntimeError("a defect"), ApiError(500, "", "broken"), NotLeading("no")])
-async def test_what_goes_wrong_with_one_does_not_reach_the_other(trouble):
-    watch = Watch(first=trouble)
+@pytest.mark.parametrize("error", [RuntimeError("a defect"), ApiError(500, "", "broken"), NotLeading("no")])
+async def test_what_goes_wrong_with_one_does_not_reach_the_other(error):
+    watch = Watch(first=error)
     watch.store.put(a_service("chat"))
     watch.store.put(a_service("search"))
     await watch.tick(0.0)
     assert watch.board.of(CHAT) is None
     assert watch.board.of(SEARCH) is not None
-    watch.made[0].trouble = None
+    watch.made[0].error = None
     await watch.tick(5.0)
     assert watch.board.of(CHAT) is not None
 
@@ -262,7 +262,7 @@ async def test_a_spec_that_cannot_be_read_has_nothing_to_find():
     watch = Watch()
     watch.store.put(a_service(spec={"model": {}, "typo": 1}))
     await watch.tick(0.0)
-    assert watch.board.of(CHAT) == Findings()
+    assert watch.board.of(CHAT) == Observations()
     assert watch.made == []
 
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from tandem_operator.api.model_service import ModelServiceStatus
-from tandem_operator.controller.events import Told, transitions
+from tandem_operator.controller.events import ServiceEvent, events_for_transition
 from tandem_operator.planning.status import condition
 
 
@@ -16,42 +16,42 @@ UNREADY = condition("Ready", False, "Starting", "0 of 1 workers are ready")
 
 
 def test_a_status_that_stays_tells_nothing():
-    assert transitions(status(READY), status(READY)) == []
-    assert transitions(status(UNREADY), status(condition("Ready", False, "Starting", "1 of 2"))) == []
+    assert events_for_transition(status(READY), status(READY)) == []
+    assert events_for_transition(status(UNREADY), status(condition("Ready", False, "Starting", "1 of 2"))) == []
 
 
 def test_becoming_ready_and_losing_it_are_told():
-    assert transitions(status(UNREADY), status(READY)) == [
-        Told("Normal", "CanaryPassed", "Ready is True: a request went through")
+    assert events_for_transition(status(UNREADY), status(READY)) == [
+        ServiceEvent("Normal", "CanaryPassed", "Ready is True: a request went through")
     ]
-    assert transitions(status(READY), status(UNREADY)) == [
-        Told("Warning", "Starting", "Ready is False: 0 of 1 workers are ready")
+    assert events_for_transition(status(READY), status(UNREADY)) == [
+        ServiceEvent("Warning", "Starting", "Ready is False: 0 of 1 workers are ready")
     ]
 
 
 def test_how_it_begins_is_told_only_when_it_begins_badly():
-    assert transitions(status(), status(UNREADY, condition("Valid", True, "SpecAccepted"))) == []
-    (told,) = transitions(status(), status(condition("Valid", False, "InvalidSpec", "spec.prefill: …")))
+    assert events_for_transition(status(), status(UNREADY, condition("Valid", True, "SpecAccepted"))) == []
+    (told,) = events_for_transition(status(), status(condition("Valid", False, "InvalidSpec", "spec.prefill: …")))
     assert (told.kind, told.reason) == ("Warning", "InvalidSpec")
 
 
 def test_degraded_is_good_news_when_it_ends():
     bad, good = condition("Degraded", True, "PodsFailing", "worker: OOM"), condition("Degraded", False, "AllWell")
-    assert [told.kind for told in transitions(status(good), status(bad))] == ["Warning"]
-    assert [told.kind for told in transitions(status(bad), status(good))] == ["Normal"]
+    assert [told.kind for told in events_for_transition(status(good), status(bad))] == ["Warning"]
+    assert [told.kind for told in events_for_transition(status(bad), status(good))] == ["Normal"]
 
 
 def test_trouble_that_turns_into_other_trouble_is_told():
     """A second mistake in a spec had no event, for the service was degraded already."""
     first, second = condition("Degraded", True, "PodsFailing"), condition("Degraded", True, "ApplyRefused")
-    assert [told.reason for told in transitions(status(first), status(second))] == ["ApplyRefused"]
+    assert [told.reason for told in events_for_transition(status(first), status(second))] == ["ApplyRefused"]
     later = msgspec.structs.replace(first, observed_generation=2)
-    assert [told.reason for told in transitions(status(first), status(later))] == ["PodsFailing"]
-    assert transitions(status(first), status(first)) == []
+    assert [told.reason for told in events_for_transition(status(first), status(later))] == ["PodsFailing"]
+    assert events_for_transition(status(first), status(first)) == []
 
 
 def test_a_new_revision_is_told_and_the_first_is_not():
-    assert transitions(status(), status(revision="a1")) == []
-    assert transitions(status(revision="a1"), status(revision="b2")) == [
-        Told("Normal", "RollingOut", "revision a1 is replaced by b2")
+    assert events_for_transition(status(), status(revision="a1")) == []
+    assert events_for_transition(status(revision="a1"), status(revision="b2")) == [
+        ServiceEvent("Normal", "RollingOut", "revision a1 is replaced by b2")
     ]

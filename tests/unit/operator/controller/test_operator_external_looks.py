@@ -1,11 +1,11 @@
-"""Services that others scale: looked at by every replica, served on the operator's own port."""
+"""Externally scaled services: polled by every replica, served on a port of the operator."""
 
 import httpx
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from tandem_operator.builders.naming import labels_of
-from tandem_operator.controller.pod_poller import ExternalLooks
+from tandem_operator.controller.pod_poller import ExternalPoller
 from tandem_operator.controller.probes import OperatorMetrics, probe_app
 from tandem_operator.controller.store import POD, Seen, Store
 from tandem_operator.settings import OperatorSettings
@@ -51,19 +51,19 @@ def metrics() -> OperatorMetrics:
 
 
 @pytest.fixture
-async def looks(store, metrics):
+async def poller(store, metrics):
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        yield ExternalLooks(store, OperatorSettings(), client, metrics.scaling)
+        yield ExternalPoller(store, OperatorSettings(), client, metrics.scaling)
 
 
-async def test_two_looks_give_figures_on_the_operators_own_port(looks, metrics):
+async def test_two_looks_give_figures_on_the_operators_own_port(poller, metrics):
     app = probe_app(metrics.registry, lambda: "", lambda: "", metrics.scaling.answer)
     async with TestClient(TestServer(app)) as operator:
-        await looks.look()
+        await poller.poll()
         early = await operator.get("/scaling/models/chat/decode")
         assert early.status == 503
         assert "second sample" in (await early.json())["message"]
-        await looks.look()
+        await poller.poll()
         answered = await operator.get("/scaling/models/chat/decode")
         assert answered.status == 200
         assert (await answered.json())["queueRequests"] == 2
@@ -75,18 +75,18 @@ async def test_two_looks_give_figures_on_the_operators_own_port(looks, metrics):
 
 
 @pytest.mark.parametrize("mode", ["internal", "none"])
-async def test_whom_we_scale_ourselves_is_not_served(store, looks, metrics, mode):
-    await looks.look()
-    await looks.look()
+async def test_whom_we_scale_ourselves_is_not_served(store, poller, metrics, mode):
+    await poller.poll()
+    await poller.poll()
     assert metrics.scaling.answer("models", "chat", "decode")[0] == 200
     store.put(external_service(mode))
-    await looks.look()
+    await poller.poll()
     assert metrics.scaling.answer("models", "chat", "decode")[0] == 404
 
 
-async def test_a_service_that_is_gone_or_cannot_be_read_is_forgotten(store, looks, metrics):
-    await looks.look()
-    await looks.look()
+async def test_a_service_that_is_gone_or_cannot_be_read_is_forgotten(store, poller, metrics):
+    await poller.poll()
+    await poller.poll()
     store.put(a_service(spec={"model": 5}))
-    await looks.look()
+    await poller.poll()
     assert metrics.scaling.answer("models", "chat", "decode")[0] == 404

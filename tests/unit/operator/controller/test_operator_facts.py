@@ -61,25 +61,25 @@ def test_the_scheduler_is_quoted():
     """A node selector that matches nothing is told in the scheduler's own words [waiting-pods-named]."""
     sentence = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
     conditions = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": sentence}]
-    assert only_deployment(a_pod("a", status={"conditions": conditions})).trouble == sentence
+    assert only_deployment(a_pod("a", status={"conditions": conditions})).failure == sentence
 
 
 @pytest.mark.parametrize("place", ["containerStatuses", "initContainerStatuses"])
 def test_an_image_that_cannot_be_pulled_is_told_with_its_container(place):
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
     seen = only_deployment(a_pod("a", status={place: [{"name": "worker", "state": waiting}]}))
-    assert seen.trouble == "worker: ImagePullBackOff: not found"
+    assert seen.failure == "worker: ImagePullBackOff: not found"
 
 
 def test_a_container_that_is_being_made_is_no_trouble():
     waiting = {"waiting": {"reason": "ContainerCreating"}}
-    assert only_deployment(a_pod("a", status={"containerStatuses": [{"name": "w", "state": waiting}]})).trouble == ""
+    assert only_deployment(a_pod("a", status={"containerStatuses": [{"name": "w", "state": waiting}]})).failure == ""
 
 
 def test_a_quota_that_stops_the_deployment_is_told():
     status = {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: gpus"}]}
     (seen,) = parts_of(a_deployment("chat-prefill-r1", owner=OWNER, status=status)).deployments()
-    assert seen.trouble == "exceeded quota: gpus"
+    assert seen.failure == "exceeded quota: gpus"
 
 
 def test_without_canaries_a_ready_pair_counts_and_half_a_pair_does_not():
@@ -127,6 +127,6 @@ def test_of_a_group_the_leader_counts_and_a_follower_that_does_not_come_up_is_tr
     )
     (seen,) = parts.deployments()
     assert (seen.pods, seen.ready, seen.replicas, seen.role) == (2, 1, 2, "decode")
-    assert (seen.trouble, seen.paused) == ("0/3 nodes are available", False)
+    assert (seen.failure, seen.paused) == ("0/3 nodes are available", False)
     assert (seen.ref.kind, seen.ref.api_version) == ("LeaderWorkerSet", "leaderworkerset.x-k8s.io/v1")
     assert parts_of(a_group(partition=2)).deployments()[0].paused

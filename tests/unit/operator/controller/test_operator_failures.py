@@ -1,4 +1,4 @@
-"""Whatever a look fails with is in the status: at once where the API server refuses, else when it persists."""
+"""Every failure of a reconciliation is in the status: at once if the API server rejects, else if it persists."""
 
 import contextlib
 import json
@@ -7,10 +7,10 @@ import pytest
 
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.builders.naming import labels_of
-from tandem_operator.controller.applier import Executor
+from tandem_operator.controller.applier import Applier
 from tandem_operator.controller.cluster import ApiError
-from tandem_operator.controller.observations import Findings, FindingsBoard, Parts
-from tandem_operator.controller.reconcile import PATIENCE, Reconciler
+from tandem_operator.controller.observations import Observations, ObservationStore, Parts
+from tandem_operator.controller.reconcile import REPORT_AFTER_FAILURES, Reconciler
 from tandem_operator.controller.store import ServiceKey, Store
 from tandem_operator.planning.plan import Plan, Scaling
 from tandem_operator.settings import OperatorSettings
@@ -69,21 +69,21 @@ class Server:
 class World:
     def __init__(self):
         self.server, self.store, self.events = Server(), Store(), []
-        findings = FindingsBoard()
-        findings.put(KEY, Findings())
-        executor = Executor(self.server, self.store, self.server)
+        observations = ObservationStore()
+        observations.put(KEY, Observations())
+        applier = Applier(self.server, self.store, self.server)
         settings = OperatorSettings(canaries=False)
-        self.reconciler = Reconciler(self.store, findings, executor, self.server, self, settings)
+        self.reconciler = Reconciler(self.store, observations, applier, self.server, self, settings)
         self.store.put(a_service(metadata={"generation": 3}, version=1))
 
     async def post(self, about, told):
         self.events.append(told.reason)
 
-    async def look(self):
-        """The reason of `Degraded` after one look; None when no status was written by it."""
+    async def reconcile(self):
+        """The reason of `Degraded` after one reconciliation; None if it wrote no status."""
         before = len(self.server.statuses)
         with contextlib.suppress(ApiError, ZeroDivisionError):
-            await self.reconciler.look(KEY)
+            await self.reconciler.reconcile(KEY)
         if len(self.server.statuses) == before:
             return None
         status = self.server.statuses[-1]
@@ -96,7 +96,7 @@ class World:
 async def test_a_refused_object_is_told_and_none_is_written(kind, status):
     world = World()
     world.server.answers[kind, True] = ApiError(status, "", ".spec.nonsense: field not declared in schema")
-    assert await world.look() == "ApplyRefused"
+    assert await world.reconcile() == "ApplyRefused"
     assert world.server.written == []
     assert world.events.count("ApplyRefused") == 1
     ready = next(one for one in world.server.statuses[-1]["conditions"] if one["type"] == "Ready")
@@ -104,7 +104,7 @@ async def test_a_refused_object_is_told_and_none_is_written(kind, status):
     assert f"{kind} 'chat" in ready["message"]
     assert ".spec.nonsense: field not declared in schema" in ready["message"]
     world.server.answers.clear()
-    assert await world.look() == "AllWell"
+    assert await world.reconcile() == "AllWell"
     assert len(world.server.written) > 10
 
 
@@ -112,27 +112,29 @@ async def test_a_refused_object_is_told_and_none_is_written(kind, status):
 async def test_a_failure_that_may_pass_is_told_when_it_persists(status):
     world = World()
     world.server.answers["Service", None] = ApiError(status, "Busy", "later")
-    assert [await world.look() for _ in range(PATIENCE)] == [None] * (PATIENCE - 1) + ["ApplyFailed"]
+    assert [await world.reconcile() for _ in range(REPORT_AFTER_FAILURES)] == [None] * (REPORT_AFTER_FAILURES - 1) + [
+        "ApplyFailed"
+    ]
     assert world.events == ["ApplyFailed"]
 
 
 async def test_an_api_server_that_does_not_answer_is_no_trouble_of_a_service():
     world = World()
     world.server.answers["Service", None] = ApiError(0, "TimeoutError", "no answer")
-    assert [await world.look() for _ in range(2 * PATIENCE)] == [None] * 2 * PATIENCE
+    assert [await world.reconcile() for _ in range(2 * REPORT_AFTER_FAILURES)] == [None] * 2 * REPORT_AFTER_FAILURES
 
 
 async def test_a_defect_of_the_operator_is_told():
     world = World()
     world.server.answers["Service", None] = ZeroDivisionError("division by zero")
-    assert await world.look() == "OperatorError"
+    assert await world.reconcile() == "OperatorError"
     assert world.events == ["OperatorError"]
 
 
 async def test_a_webhook_without_dry_runs_refuses_nothing_beforehand():
     world = World()
     world.server.answers["Service", True] = ApiError(400, "BadRequest", f"admission webhook w {DRY_RUN}")
-    assert await world.look() == "AllWell"
+    assert await world.reconcile() == "AllWell"
     assert "Service" in world.server.written
 
 
@@ -140,19 +142,19 @@ async def test_a_refusal_after_the_dry_run_is_told():
     """A quota that two new objects exceed together."""
     world = World()
     world.server.answers["Service", False] = ApiError(403, "Forbidden", "exceeded quota: one")
-    assert await world.look() == "ApplyRefused"
+    assert await world.reconcile() == "ApplyRefused"
 
 
 async def test_object_deleted_without_an_event_is_deleted_once():
     """A watch missed its end, so the store has it until the API server denies it."""
     world = World()
-    assert await world.look() == "AllWell"
+    assert await world.reconcile() == "AllWell"
     spec = {"replicas": 0, "selector": {"matchLabels": labels_of("chat", "worker", role="decode")}}
     ghost = a_deployment("chat-decode-former", owner="uid-ModelService-chat", role="decode", revision="r0", spec=spec)
     world.store.put(ghost)
     world.server.gone.add(ghost.ref.name)
     for _ in range(3):
-        await world.look()
+        await world.reconcile()
     assert ghost not in world.store.parts(KEY)
     assert world.server.deleted == [ghost.ref.name]
 
@@ -172,5 +174,5 @@ async def test_object_that_cannot_be_scaled_leaves_the_store_if_gone(exists):
     server.get = get
     plan = Plan(scale=(Scaling(ref=part.ref, replicas=0),), status=ModelServiceStatus())
     with pytest.raises(ApiError, match="not found"):
-        await Executor(server, store, server).carry_out(service, Parts.of(service.uid, [part]), plan)
+        await Applier(server, store, server).apply_plan(service, Parts.of(service.uid, [part]), plan)
     assert store.parts(KEY) == [part] * exists

@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_operator.controller.workqueue import FIRST_PAUSE_S, LONGEST_PAUSE_S, Schedule, WorkQueue, back_off
+from tandem_operator.controller.workqueue import FIRST_PAUSE_S, MAX_PAUSE_S, Schedule, WorkQueue, back_off
 
 
 def test_a_burst_of_events_is_one_look():
@@ -50,7 +50,7 @@ def test_failures_come_back_later_each_time_and_success_forgets_them():
         pauses.append(schedule.failed("chat", now))
         now += 1000.0
     assert FIRST_PAUSE_S / 2 <= pauses[0] <= FIRST_PAUSE_S
-    assert LONGEST_PAUSE_S / 2 <= pauses[-1] <= LONGEST_PAUSE_S
+    assert MAX_PAUSE_S / 2 <= pauses[-1] <= MAX_PAUSE_S
     schedule.take(now)
     schedule.done("chat")
     schedule.add("chat", now)
@@ -70,7 +70,7 @@ def test_events_of_its_own_half_done_writes_do_not_hurry_a_failed_look():
 
 @given(st.integers(1, 10_000))
 def test_pauses_are_bounded_however_often_it_failed(failures):
-    assert FIRST_PAUSE_S / 2 <= back_off(failures) <= LONGEST_PAUSE_S
+    assert FIRST_PAUSE_S / 2 <= back_off(failures) <= MAX_PAUSE_S
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["add", "take", "done", "failed"])), max_size=60))
@@ -100,7 +100,7 @@ def test_nobody_is_ever_looked_at_twice_at_once_and_nobody_is_forgotten(moves):
     for key in working:
         schedule.done(key)
     left = set()
-    while (key := schedule.take(now + LONGEST_PAUSE_S)) is not None:
+    while (key := schedule.take(now + MAX_PAUSE_S)) is not None:
         left.add(key)
         schedule.done(key)
     assert left == wanted

@@ -5,11 +5,11 @@ from tandem_operator.controller.reconcile import costs_before
 from tandem_operator.controller.store import DEPLOYMENT
 from tandem_operator.planning.observed import DeploymentSeen, Observed
 from tandem_operator.planning.plan import Plan, Scaling
-from tandem_operator.telemetry.samples import Seen
+from tandem_operator.telemetry.samples import LoadReading
 from tandem_testing.pod_builders import pod, worker
 
 FULL, EMPTY = pod("full"), pod("empty")
-SEEN = Seen(load=None, workers={"full": worker(running=7), "empty": worker()})
+SEEN = LoadReading(load=None, workers={"full": worker(running=7), "empty": worker()})
 
 
 def observed(replicas):

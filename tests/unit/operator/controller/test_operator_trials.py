@@ -6,7 +6,15 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from tandem_operator.controller.canary_runner import AT_ONCE, BAD_IN_A_ROW, REPEAT_S, RETRY_S, Ask, CanaryBook, Trials
+from tandem_operator.controller.canary_runner import (
+    AT_ONCE,
+    BAD_IN_A_ROW,
+    REPEAT_S,
+    RETRY_S,
+    CanaryRequest,
+    CanaryRunner,
+    RevisionCanaries,
+)
 from tandem_operator.planning.observed import Canary
 from tandem_operator.telemetry.pods import PodSeen
 from tandem_operator.telemetry.worker_control import OrderFailedError
@@ -70,8 +78,8 @@ async def make(fleet, now):
         async def token(_):
             return "token"
 
-        def made(send, *, token=token) -> Trials:
-            return Trials(client, token, send, CanaryBook(600.0), clock=lambda: now[0])
+        def made(send, *, token=token) -> CanaryRunner:
+            return CanaryRunner(client, token, send, RevisionCanaries(600.0), clock=lambda: now[0])
 
         yield made
 
@@ -87,8 +95,8 @@ def answering(**answers: Canary):
     return send
 
 
-async def turn(trials: Trials, *workers: PodSeen, wanted=None) -> dict[str, Canary]:
-    return await trials.turn(subject(wanted, pods=(GATEWAY, *workers)), patience_s=None)
+async def turn(canary_runner: CanaryRunner, *workers: PodSeen, wanted=None) -> dict[str, Canary]:
+    return await canary_runner.turn(subject(wanted, pods=(GATEWAY, *workers)), timeout_s=None)
 
 
 async def test_the_first_time_it_waits_for_its_canaries(make):
@@ -105,16 +113,16 @@ async def test_later_a_slow_canary_is_asked_once_and_not_waited_for(make):
         await answered.wait()
         return GOOD
 
-    trials, seen = make(send), subject(pods=(GATEWAY, *OLD))
-    assert await trials.turn(seen, patience_s=0.0) == {}
-    assert await trials.turn(seen, patience_s=0.0) == {}
+    canary_runner, seen = make(send), subject(pods=(GATEWAY, *OLD))
+    assert await canary_runner.turn(seen, timeout_s=0.0) == {}
+    assert await canary_runner.turn(seen, timeout_s=0.0) == {}
     assert sorted(asked) == ["", "r1"]
-    assert trials.expecting
+    assert canary_runner.expecting
     answered.set()
-    await asyncio.wait([task for _, task in trials.asking.values()])
-    assert await trials.turn(seen, patience_s=0.0) == {"r1": GOOD, "": GOOD}
-    assert not trials.expecting
-    trials.close()
+    await asyncio.wait([task for _, task in canary_runner.asking.values()])
+    assert await canary_runner.turn(seen, timeout_s=0.0) == {"r1": GOOD, "": GOOD}
+    assert not canary_runner.expecting
+    canary_runner.close()
 
 
 async def test_without_a_key_file_the_canary_says_so(make):
@@ -127,18 +135,18 @@ async def test_without_a_key_file_the_canary_says_so(make):
 
 async def test_workers_of_a_revision_are_offered_when_its_canary_has_passed(make, fleet):
     send = answering(r1=GOOD, r2=GOOD, gateway=GOOD)
-    trials = make(send)
-    await turn(trials, *OLD, *NEW)
+    canary_runner = make(send)
+    await turn(canary_runner, *OLD, *NEW)
     assert ("r2", "p2", "d2") in send.pairs
     assert sorted(fleet.offered) == [one.ip for one in NEW[:2]], "those that the canary went through"
     assert fleet.held == []
-    await turn(trials, *OLD, *NEW)
+    await turn(canary_runner, *OLD, *NEW)
     assert ("r2", "p2", "d3") in send.pairs, "with one that serves; the kubelet has not seen that yet"
     assert fleet.held == [NEW[2].ip]
     assert sorted(fleet.offered) == [one.ip for one in NEW]
-    assert trials.expecting, "until their pods are Ready"
-    await turn(trials, *OLD, *(replace(one, ready=True) for one in NEW))
-    assert not trials.expecting
+    assert canary_runner.expecting, "until their pods are Ready"
+    await turn(canary_runner, *OLD, *(replace(one, ready=True) for one in NEW))
+    assert not canary_runner.expecting
     assert len(fleet.offered) == len(NEW)
 
 
@@ -148,14 +156,14 @@ async def test_nobody_is_offered_before(make, fleet, now):
     async def send(ask, _):
         return answers[ask.revision or "gateway"]
 
-    trials = make(send)
+    canary_runner = make(send)
     for _ in range(3):
-        assert not (await turn(trials, *OLD, *NEW))["r2"].passed
+        assert not (await turn(canary_runner, *OLD, *NEW))["r2"].passed
         now[0] += RETRY_S
     assert fleet.offered == []
     answers["r2"] = GOOD
-    await turn(trials, *OLD, *NEW)
-    await turn(trials, *OLD, *NEW)
+    await turn(canary_runner, *OLD, *NEW)
+    await turn(canary_runner, *OLD, *NEW)
     assert len(fleet.offered) == 3
 
 
@@ -186,15 +194,15 @@ async def test_another_leader_goes_on_from_what_the_workers_say(make, fleet):
 
 
 async def test_an_order_that_fails_is_given_again(make, fleet):
-    trials, send = make(answering(r1=GOOD, r2=GOOD, gateway=GOOD)), fleet.answer
+    canary_runner, send = make(answering(r1=GOOD, r2=GOOD, gateway=GOOD)), fleet.answer
 
     def refuse(request: httpx.Request) -> httpx.Response:
         return httpx.Response(409) if request.url.path == "/offer" else send(request)
 
-    trials.client = httpx.AsyncClient(transport=httpx.MockTransport(refuse))
-    await turn(trials, *OLD, *NEW)
-    trials.client = httpx.AsyncClient(transport=httpx.MockTransport(send))
-    await turn(trials, *OLD, *NEW[:2])
+    canary_runner.client = httpx.AsyncClient(transport=httpx.MockTransport(refuse))
+    await turn(canary_runner, *OLD, *NEW)
+    canary_runner.client = httpx.AsyncClient(transport=httpx.MockTransport(send))
+    await turn(canary_runner, *OLD, *NEW[:2])
     assert len(fleet.offered) == 2
 
 
@@ -213,37 +221,37 @@ def judging(bad: set[str], *, gateway: Canary = GOOD):
     return send
 
 
-async def turns(trials: Trials, now: list[float], count: int, *workers: PodSeen) -> None:
+async def turns(canary_runner: CanaryRunner, now: list[float], count: int, *workers: PodSeen) -> None:
     for _ in range(count):
-        await turn(trials, *workers)
+        await turn(canary_runner, *workers)
         now[0] += RETRY_S
 
 
 async def test_a_worker_that_fails_stands_by_and_is_named_while_its_like_are_offered(make, fleet, now):
     bad = {"d2"}
-    trials = make(judging(bad))
-    await turns(trials, now, BAD_IN_A_ROW, *OLD, *ADDED)
-    assert trials.failing == {}
-    await turns(trials, now, 2, *OLD, *ADDED)
+    canary_runner = make(judging(bad))
+    await turns(canary_runner, now, BAD_IN_A_ROW, *OLD, *ADDED)
+    assert canary_runner.failing == {}
+    await turns(canary_runner, now, 2, *OLD, *ADDED)
     assert fleet.offered == [ADDED[1].ip]
-    assert trials.failing == {"d2": "502"}
+    assert canary_runner.failing == {"d2": "502"}
     assert fleet.held.count(ADDED[0].ip) >= BAD_IN_A_ROW, "else it would help itself"
     bad.clear()
-    await turns(trials, now, 1, *OLD, *ADDED)
+    await turns(canary_runner, now, 1, *OLD, *ADDED)
     assert set(fleet.offered) == {one.ip for one in ADDED}
-    await turns(trials, now, 1, *OLD, *(replace(one, ready=True) for one in ADDED))
-    assert trials.failing == {}
+    await turns(canary_runner, now, 1, *OLD, *(replace(one, ready=True) for one in ADDED))
+    assert canary_runner.failing == {}
 
 
 async def test_a_partner_that_fails_keeps_nobody_away(make, fleet, now):
     """Each canary of a worker takes the next partner."""
     send = judging({"p1"})
-    trials = make(send)
+    canary_runner = make(send)
     served = (pod("p0", "prefill"), pod("p1", "prefill"), pod("d"))
-    await turns(trials, now, 1, *served)
-    trials.book.take(now[0], Ask("r1", GATEWAY, (served[1], ADDED[0]), newcomer=ADDED[0]), BAD)
+    await turns(canary_runner, now, 1, *served)
+    canary_runner.book.take(now[0], CanaryRequest("r1", GATEWAY, (served[1], ADDED[0]), candidate=ADDED[0]), BAD)
     now[0] += RETRY_S
-    await turns(trials, now, 2, *served, ADDED[0])
+    await turns(canary_runner, now, 2, *served, ADDED[0])
     assert send.pairs[-2:] == [("p1", "d2"), ("p0", "d2")]
     assert fleet.offered == [ADDED[0].ip]
 
@@ -252,41 +260,41 @@ async def test_where_nothing_works_a_worker_is_not_to_blame(make, fleet, now):
     """Prefill is broken altogether: more decode workers that compute prompts themselves are better than fewer."""
     broken: set[str] = set()
     send = judging(broken)
-    trials = make(send)
-    await turns(trials, now, 1, *OLD)
+    canary_runner = make(send)
+    await turns(canary_runner, now, 1, *OLD)
     broken.add("p")
-    trials.send = judging(broken, gateway=BAD)
+    canary_runner.send = judging(broken, gateway=BAD)
     now[0] += REPEAT_S
-    await turns(trials, now, BAD_IN_A_ROW, *OLD, ADDED[0])
-    await turns(trials, now, 1, *OLD, ADDED[0])
+    await turns(canary_runner, now, BAD_IN_A_ROW, *OLD, ADDED[0])
+    await turns(canary_runner, now, 1, *OLD, ADDED[0])
     assert fleet.offered == [ADDED[0].ip]
-    assert trials.failing == {}
+    assert canary_runner.failing == {}
 
 
 async def test_a_worker_that_starts_again_in_its_pod_is_tried_again(make, fleet, now):
     bad: set[str] = set()
-    trials = make(judging(bad))
-    await turns(trials, now, 2, *OLD, ADDED[0])
+    canary_runner = make(judging(bad))
+    await turns(canary_runner, now, 2, *OLD, ADDED[0])
     assert fleet.offered == [ADDED[0].ip]
     fleet.offered.clear()
     fleet.standing_by.add(ADDED[0].ip)
     bad.add("d2")
-    await turns(trials, now, BAD_IN_A_ROW, *OLD, ADDED[0])
+    await turns(canary_runner, now, BAD_IN_A_ROW, *OLD, ADDED[0])
     assert fleet.offered == []
 
 
 async def test_without_a_partner_nobody_is_tried_or_held(make, fleet, now):
     """The worker helps itself; what it finds is not made worse by trying."""
-    trials = make(judging(set()))
-    await turns(trials, now, 1, *OLD)
-    await turns(trials, now, 2, OLD[1], ADDED[0])
+    canary_runner = make(judging(set()))
+    await turns(canary_runner, now, 1, *OLD)
+    await turns(canary_runner, now, 2, OLD[1], ADDED[0])
     assert (fleet.offered, fleet.held) == ([], [])
 
 
 async def test_a_worker_of_an_older_release_is_tried_without_being_held(make, fleet, now):
     fleet.old = True
-    trials = make(judging(set()))
-    await turns(trials, now, 2, *OLD, ADDED[0])
+    canary_runner = make(judging(set()))
+    await turns(canary_runner, now, 2, *OLD, ADDED[0])
     assert fleet.offered == [ADDED[0].ip]
 
 
@@ -294,13 +302,13 @@ async def test_of_many_newcomers_few_are_asked_at_once_and_all_in_turn(make, fle
     many = [pod(f"n{number:02}", ready=False, ip=f"10.0.2.{number}") for number in range(AT_ONCE + 3)]
     fleet.standing_by = {one.ip for one in many}
     send = judging({one.name for one in many})
-    trials = make(send)
-    await turns(trials, now, 1, *OLD)
+    canary_runner = make(send)
+    await turns(canary_runner, now, 1, *OLD)
     send.pairs.clear()
-    await turn(trials, *OLD, *many)
+    await turn(canary_runner, *OLD, *many)
     assert len(send.pairs) == AT_ONCE
     now[0] += 1.0
-    await turn(trials, *OLD, *many)
+    await turn(canary_runner, *OLD, *many)
     assert {decode for pair in send.pairs for decode in pair[1:]} == {one.name for one in many}
 
 
@@ -311,9 +319,9 @@ async def test_where_nobody_prefills_there_is_no_pair_to_try(make, fleet):
 
 
 async def test_with_canaries_switched_off_nobody_is_asked(make, fleet):
-    trials = make(None)
-    assert await turn(trials, *NEW) == {}
-    assert (fleet.asked, trials.expecting) == ([], False)
+    canary_runner = make(None)
+    assert await turn(canary_runner, *NEW) == {}
+    assert (fleet.asked, canary_runner.expecting) == ([], False)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +336,7 @@ async def test_with_canaries_switched_off_nobody_is_asked(make, fleet):
     ids=["ready", "text", "bytes", "list", "flood"],
 )
 async def test_whoever_says_something_else_does_not_stand_by(make, fleet, answer):
-    trials = make(answering(r1=GOOD, r2=GOOD, gateway=GOOD))
-    trials.client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: answer))
-    await turn(trials, *OLD, *NEW)
+    canary_runner = make(answering(r1=GOOD, r2=GOOD, gateway=GOOD))
+    canary_runner.client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: answer))
+    await turn(canary_runner, *OLD, *NEW)
     assert fleet.offered == []

@@ -3,7 +3,7 @@
 import pytest
 
 from tandem_operator.api.model_service import ModelServiceStatus
-from tandem_operator.controller.reconcile import Farewells
+from tandem_operator.controller.reconcile import Finalizer
 from tandem_operator.controller.store import POD, WORKER_POOL, ServiceKey
 from tandem_operator.planning.deletion import drain_bound_s, leaving
 from tandem_operator.planning.status import condition
@@ -19,7 +19,7 @@ class World:
 
     def __init__(self):
         self.now, self.deleted, self.events = 0.0, [], []
-        self.farewells = Farewells(self, self, lambda: self.now)
+        self.farewells = Finalizer(self, self, lambda: self.now)
 
     async def delete(self, seen):
         self.deleted.append(seen.ref.name)

@@ -330,7 +330,7 @@ def test_counts_and_columns_are_those_of_the_serving_revision():
     cluster = KubeCluster()
     cluster.settle(service_of(prefill={"replicas": 2}, decode={"replicas": 2}))
     old = cluster.status.revision
-    assert (cluster.status.serving, cluster.status.ready, cluster.status.trouble) == (old, "2/2P 2/2D", "")
+    assert (cluster.status.serving, cluster.status.ready, cluster.status.error) == (old, "2/2P 2/2D", "")
     changed = service_of(prefill={"replicas": 2}, decode={"replicas": 2}, model={"path": "/models/other"})
     cluster.reconcile(changed)
     new = next(one.revision for one in cluster.deployments.values() if one.revision not in (None, old))
@@ -338,9 +338,9 @@ def test_counts_and_columns_are_those_of_the_serving_revision():
     cluster.reconcile(changed)
     status = cluster.status
     assert (status.serving, status.revision, status.ready) == (old, new, "2/2P 2/2D")
-    assert status.trouble == f"CanaryFailed: revision {new}: no answer"
+    assert status.error == f"CanaryFailed: revision {new}: no answer"
     cluster.settle(changed)
-    assert (cluster.status.serving, cluster.status.ready, cluster.status.trouble) == (new, "2/2P 2/2D", "")
+    assert (cluster.status.serving, cluster.status.ready, cluster.status.error) == (new, "2/2P 2/2D", "")
 
 
 @pytest.mark.parametrize(

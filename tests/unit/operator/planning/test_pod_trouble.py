@@ -8,7 +8,7 @@ from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.controller.observations import Parts
 from tandem_operator.planning.observed import Canary, Observed
 from tandem_operator.planning.plan import make_plan
-from tandem_operator.planning.pod_failure import last_words, pod_trouble
+from tandem_operator.planning.pod_failure import pod_failure, termination_message
 from tandem_operator.planning.status import health_of
 from tandem_operator.settings import OperatorSettings
 from tandem_testing.kube_cluster import service_of
@@ -31,7 +31,7 @@ FAILED = {"terminated": {"exitCode": 3, "reason": "Error", "message": LOG}}
 
 
 def troubles(**container):
-    return list(pod_trouble({"containerStatuses": [{"name": "worker", **container}]}))
+    return list(pod_failure({"containerStatuses": [{"name": "worker", **container}]}))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_an_end_is_told_by_its_signal_or_status(ended, said):
     ],
 )
 def test_the_last_error_is_found_whoever_wrote_it(log, said):
-    assert last_words(log) == said
+    assert termination_message(log) == said
 
 
 def test_whatever_was_logged_is_one_line_without_control_characters():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tandem_operator.scaling.load import Targets, decode_need, prefill_need
-from tandem_operator.scaling.policy import Memory, Window, decide, rounded, within_budget
+from tandem_operator.scaling.policy import ScalingState, Window, decide, rounded, within_budget
 from tandem_testing.fluid_service import FluidService, config_of
 
 TARGETS = Targets(queue_seconds=1.0, kv_usage=0.85)
@@ -99,7 +99,7 @@ def test_figures_that_cannot_be_trusted_change_nothing(change, said):  # [figure
     load = FluidService(config_of(), queued_tokens=1e6).load()
     for name, value in change.items():
         load = replace(load, **{name: replace(getattr(load, name), **value) if isinstance(value, dict) else value})
-    outcome = decide(load, {"prefill": 3, "decode": 5}, Memory(), config_of(idle_s_to_zero=1.0))
+    outcome = decide(load, {"prefill": 3, "decode": 5}, ScalingState(), config_of(idle_s_to_zero=1.0))
     assert outcome.wanted == {"prefill": 3, "decode": 5}
     (decision,) = outcome.decisions
     assert decision.action == "hold"

@@ -1,8 +1,8 @@
-"""A steady load whose need depends on how many serve it: the third worker that came and went for ever.
+"""A steady load whose need depends on the number of workers must not add and remove a worker forever.
 
-`ClosedLoop` is the end-to-end test's service: 24 clients, each of which asks again when it has its answer, eight places
-per decode worker, and workers that share two cores with prefill. Three workers leave prefill so little that only some
-of the clients are in decode; with two the others stand before it.
+`ClosedLoop` is the service of the end-to-end test: 24 clients, each of which sends a request after its response, eight
+slots per decode worker, and workers that share two cores with prefill. Three workers leave prefill so little that only
+some clients are in decode; with two workers more of them are.
 """
 
 import random
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad
-from tandem_operator.scaling.policy import Lesson, Memory, Reduction, ScalingConfig, decide
+from tandem_operator.scaling.policy import Reduction, ScaleDownHistory, ScalingConfig, ScalingState, decide
 from tandem_testing.fluid_service import config_of
 
 PERIOD_S = 5.0
@@ -37,7 +37,7 @@ class ClosedLoop:
     noise: float = 0.0
     dice: random.Random = field(default_factory=lambda: random.Random(7))
     there: int = 1
-    memory: Memory = field(default_factory=Memory)
+    memory: ScalingState = field(default_factory=ScalingState)
     now: float = 0.0
     history: list[int] = field(default_factory=list)
 
@@ -78,7 +78,7 @@ class ClosedLoop:
         return [after - before for before, after in zip(self.history, self.history[1:], strict=False)]
 
 
-def test_a_steady_load_tries_fewer_once_and_then_leaves_them():
+def test_steady_load_scales_down_once_then_stays():
     loop = ClosedLoop()
     changes = loop.run(200)
     assert loop.there == 3
@@ -86,7 +86,7 @@ def test_a_steady_load_tries_fewer_once_and_then_leaves_them():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_noise_around_it_is_answered_ever_more_rarely(seed):
+def test_noisy_load_scales_down_ever_more_rarely(seed):
     """Samples of a short window are few: some are all low by chance. Each such mistake needs a lower one to happen."""
     loop = ClosedLoop(noise=0.2, dice=random.Random(seed))
     changes = loop.run(720)
@@ -94,7 +94,7 @@ def test_noise_around_it_is_answered_ever_more_rarely(seed):
     assert changes[360:].count(-1) <= 2
 
 
-def test_a_load_that_has_become_smaller_is_followed_at_once():
+def test_smaller_load_scales_down_at_once():
     loop = ClosedLoop()
     loop.run(60)
     assert loop.there == 3
@@ -103,26 +103,26 @@ def test_a_load_that_has_become_smaller_is_followed_at_once():
     assert loop.there <= 2, loop.history
 
 
-def test_what_held_for_its_trial_is_forgotten():
+def test_scale_down_that_outlasts_its_trial_is_allowed_again():
     """A day's rise and fall: each evening goes down at the need of the evening before."""
-    first = Lesson().went_down(Reduction(0.0, 2, 1.7, 3.0))
-    assert first.went_up(41.0, 2, 3.0, trial_s=40.0).fewest(1.7, 0.1) == 0
-    refuted = first.went_up(40.0, 2, 3.0, trial_s=40.0)
-    assert refuted.fewest(1.7, 0.1) == refuted.fewest(1.54, 0.1) == 3
-    assert refuted.fewest(1.52, 0.1) == 0
-    again = refuted.went_down(Reduction(100.0, 2, 1.5, 3.0))
-    assert again.went_up(500.0, 2, 3.0, trial_s=40.0).fewest(1.7, 0.1) == 0
+    first = ScaleDownHistory().went_down(Reduction(0.0, 2, 1.7, 3.0))
+    assert first.went_up(41.0, 2, 3.0, trial_s=40.0).min_workers(1.7, 0.1) == 0
+    rejected = first.went_up(40.0, 2, 3.0, trial_s=40.0)
+    assert rejected.min_workers(1.7, 0.1) == rejected.min_workers(1.54, 0.1) == 3
+    assert rejected.min_workers(1.52, 0.1) == 0
+    again = rejected.went_down(Reduction(100.0, 2, 1.5, 3.0))
+    assert again.went_up(500.0, 2, 3.0, trial_s=40.0).min_workers(1.7, 0.1) == 0
 
 
-def test_only_an_increase_from_the_number_that_was_tried_says_anything_of_it():
-    lesson = Lesson().went_down(Reduction(0.0, 3, 2.6, 3.0)).went_down(Reduction(5.0, 2, 1.7, 3.0))
-    assert lesson.went_up(10.0, 3, 3.0, trial_s=40.0) == Lesson()
-    refuted = lesson.went_up(10.0, 2, 3.0, trial_s=40.0)
-    assert refuted.went_up(20.0, 4, 3.0, trial_s=40.0).fewest(1.7, 0.1) == 3
+def test_only_scale_up_from_the_tried_number_rejects_it():
+    history = ScaleDownHistory().went_down(Reduction(0.0, 3, 2.6, 3.0)).went_down(Reduction(5.0, 2, 1.7, 3.0))
+    assert history.went_up(10.0, 3, 3.0, trial_s=40.0) == ScaleDownHistory()
+    rejected = history.went_up(10.0, 2, 3.0, trial_s=40.0)
+    assert rejected.went_up(20.0, 4, 3.0, trial_s=40.0).min_workers(1.7, 0.1) == 3
 
 
-def test_a_load_that_has_grown_says_nothing_against_the_number():
+def test_scale_up_for_a_higher_load_rejects_nothing():
     """Else every rise after a lull would keep a worker more through the next lulls."""
-    lesson = Lesson().went_down(Reduction(0.0, 2, 1.7, 3.0))
-    assert lesson.went_up(20.0, 2, 3.1, trial_s=40.0) == Lesson()
-    assert lesson.went_up(20.0, 2, 3.0, trial_s=40.0).refuted is not None
+    history = ScaleDownHistory().went_down(Reduction(0.0, 2, 1.7, 3.0))
+    assert history.went_up(20.0, 2, 3.1, trial_s=40.0) == ScaleDownHistory()
+    assert history.went_up(20.0, 2, 3.0, trial_s=40.0).rejected_floor is not None

@@ -3,7 +3,7 @@
 from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad, Targets
 from tandem_operator.scaling.policy import RoleBounds, ScalingConfig
 from tandem_operator.telemetry.autoscaler import KEPT, UNKNOWN, Autoscaler, PoolCounts, Scaled, candidates
-from tandem_operator.telemetry.samples import Seen
+from tandem_operator.telemetry.samples import LoadReading
 from tandem_testing.pod_builders import pod, worker
 
 TARGETS = Targets(queue_seconds=1.0, kv_usage=0.85)
@@ -52,7 +52,7 @@ class Run:
         self.scaler = Autoscaler()
 
     def step(self, what: Load | None, reason: str = "", **changes) -> Scaled:
-        seen = Seen(load=what, reason=reason, workers=self.figures)
+        seen = LoadReading(load=what, reason=reason, workers=self.figures)
         scaled = self.scaler.step(seen, self.law, self.pods, self.pools, revision="r1", **changes)
         self.pools = scaled.pools
         return scaled
@@ -177,7 +177,7 @@ def test_who_flips_comes_home_first_and_the_last_stays():
         d2=("decode", "decode", 1),
         p0=("prefill", "prefill", 0),
     )
-    seen = Seen(load=None, workers=figures)
+    seen = LoadReading(load=None, workers=figures)
     assert [flip.pod.name for flip in candidates(1, pods, seen)] == ["p1"]
     assert [flip.pod.name for flip in candidates(5, pods, seen)] == ["p1", "d0"], "one decode worker stays"
     assert candidates(-1, pods, seen) == (), "the last prefill worker stays"
@@ -187,7 +187,7 @@ def test_who_drains_or_is_not_ready_does_not_flip():
     pods, figures = fleet(d0=("decode", "decode", 0), d1=("decode", "decode", 5), d2=("decode", "decode", 6))
     pods[0] = pod("d0", ready=False)
     figures["d1"] = worker(running=5, draining=True)
-    assert candidates(1, pods, Seen(load=None, workers=figures)) == ()
+    assert candidates(1, pods, LoadReading(load=None, workers=figures)) == ()
 
 
 def test_a_pool_stays_within_its_bounds_wherever_its_pods_serve():

@@ -1,7 +1,7 @@
 """What status and events tell of decisions."""
 
 from tandem_operator.scaling.policy import Decision
-from tandem_operator.telemetry.autoscaler import event_of, remembered, worth_telling
+from tandem_operator.telemetry.autoscaler import event_of, merge_history, new_events
 
 
 def hold(seconds: int) -> Decision:
@@ -15,15 +15,15 @@ def scale(after: int, before: int = 1) -> Decision:
 def test_the_last_ten_newest_first():
     told = []
     for number in range(12):
-        told = remembered(told, [scale(number)], f"t{number}")
+        told = merge_history(told, [scale(number)], f"t{number}")
     assert [one.after for one in told] == list(range(11, 1, -1))
     assert told[0].time == "t11"
 
 
 def test_a_hold_that_lasts_is_told_once():
-    told = remembered([], [hold(16)], "t0")
-    assert remembered(told, [hold(21)], "t1") == told
-    assert [one.action for one in remembered(remembered(told, [scale(2)], "t2"), [hold(17)], "t3")] == [
+    told = merge_history([], [hold(16)], "t0")
+    assert merge_history(told, [hold(21)], "t1") == told
+    assert [one.action for one in merge_history(merge_history(told, [scale(2)], "t2"), [hold(17)], "t3")] == [
         "hold",
         "scale",
         "hold",
@@ -31,9 +31,9 @@ def test_a_hold_that_lasts_is_told_once():
 
 
 def test_another_reason_to_hold_is_told():
-    told = remembered([], [hold(16)], "t0")
+    told = merge_history([], [hold(16)], "t0")
     other = Decision(role="both", action="hold", before=3, after=3, reason="no gateway reports its queue")
-    assert worth_telling(told, [other]) == [other]
+    assert new_events(told, [other]) == [other]
 
 
 def test_events():

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tandem_operator.builders.naming import pool_name
 from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad
 from tandem_operator.telemetry.autoscaler import scaling_config
-from tandem_operator.telemetry.external import LEAST, PREFIX, ScalingFigures
-from tandem_operator.telemetry.samples import Seen
+from tandem_operator.telemetry.external import LEAST, PREFIX, ScalingMetrics
+from tandem_operator.telemetry.samples import LoadReading
 from tandem_testing.kube_cluster import service_of
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "scaling"
@@ -49,13 +49,13 @@ def load(**changes: Any) -> Load:
     )
 
 
-def figures_of(what: Load | None, reason: str = "") -> ScalingFigures:
-    figures = ScalingFigures()
-    figures.put(NAME, Seen(load=what, reason=reason), CONFIG)
+def figures_of(what: Load | None, reason: str = "") -> ScalingMetrics:
+    figures = ScalingMetrics()
+    figures.put(NAME, LoadReading(load=what, reason=reason), CONFIG)
     return figures
 
 
-def value(figures: ScalingFigures, name: str, role: str) -> float | None:
+def value(figures: ScalingMetrics, name: str, role: str) -> float | None:
     registry = CollectorRegistry()
     registry.register(figures)
     labels = {"service_namespace": "models", "model_service": "chat", "role": role}
@@ -83,7 +83,7 @@ def test_both_roles_come_from_zero_and_go_together():
 @pytest.mark.parametrize(("what", "reason"), [(None, "no gateway reports its queue"), (load(age_s=60.0), "60 s old")])
 def test_figures_that_cannot_be_trusted_are_not_there(what, reason):  # [figures-or-hold]
     figures = figures_of(load(running=3))
-    figures.put(NAME, Seen(load=what, reason=reason), CONFIG)
+    figures.put(NAME, LoadReading(load=what, reason=reason), CONFIG)
     assert value(figures, "workers_needed", "decode") is None
     status, document = figures.answer(*NAME, "decode")
     assert status == 503

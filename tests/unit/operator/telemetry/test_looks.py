@@ -1,21 +1,21 @@
-"""Looks at pods, one after the other, with a clock of the test's own."""
+"""PodSampler at pods, one after the other, with a clock of the test's own."""
 
 import pytest
 
 from tandem_operator.telemetry.pod_metrics import Exposition, GatewayTotals, UnusableFiguresError, WorkerFigures
-from tandem_operator.telemetry.samples import Looks
+from tandem_operator.telemetry.samples import PodSampler
 from tandem_testing.pod_builders import gateway, pod, worker
 
 P, D, G = pod("p0", "prefill"), pod("d0", "decode"), pod("g0", "gateway", revision="")
 IDLE = {"p0": worker("prefill"), "d0": worker(), "g0": gateway()}
 
 
-def looked(*answers, pods=(P, D, G), looks=None, every=5.0):
-    """The outcome of the last of several looks, one each period."""
-    looks = looks or Looks()
+def looked(*answers, pods=(P, D, G), sampler=None, every=5.0):
+    """The outcome of the last of several sampler, one each period."""
+    sampler = sampler or PodSampler()
     seen = None
     for number, each in enumerate(answers):
-        seen = looks.take(100.0 + number * every, pods, each)
+        seen = sampler.take(100.0 + number * every, pods, each)
     assert seen is not None
     return seen
 
@@ -31,7 +31,7 @@ def test_a_service_at_rest():
     load = looked(IDLE, IDLE).load
     assert load is not None
     assert load.idle
-    assert load.trouble() == ""
+    assert load.error() == ""
     assert load.age_s == 0.5
     assert (load.decode.worker_places, load.decode.worker_pages, load.prefill.worker_tokens_per_s) == (10, 100, 1000)
 
@@ -45,10 +45,10 @@ def test_counters_become_rates():
 
 
 def test_cached_prefixes_are_no_work_but_only_bit_by_bit():
-    looks, answers = Looks(), []
+    sampler, answers = PodSampler(), []
     for n in range(1, 40):
         answers.append({**IDLE, "g0": gateway(asked_tokens=1000.0 * n, predicted_tokens=750.0 * n, tokens=0)})
-    load = looked(*answers, looks=looks).load
+    load = looked(*answers, sampler=sampler).load
     assert load.prefill.arrived_tokens_per_s == pytest.approx(200 * 0.25, rel=0.01)
 
 
@@ -104,13 +104,13 @@ def test_a_flipped_worker_counts_where_it_serves():
 
 
 def test_a_ready_pod_that_says_nothing_makes_the_figures_old():  # [figures-or-hold]
-    looks = Looks()
-    looks.take(100.0, (P, D, G), IDLE)
+    sampler = PodSampler()
+    sampler.take(100.0, (P, D, G), IDLE)
     for at in (105.0, 110.0, 115.0):
-        seen = looks.take(at, (P, D, G), {**IDLE, "d0": "it cannot be reached: gone"})
+        seen = sampler.take(at, (P, D, G), {**IDLE, "d0": "it cannot be reached: gone"})
         assert seen.load is not None
     assert seen.load.age_s == 15.5
-    assert "16 s old" in seen.load.trouble()
+    assert "16 s old" in seen.load.error()
 
 
 def test_a_ready_pod_that_never_said_anything_is_named():  # [figures-or-hold]
@@ -128,18 +128,18 @@ def test_pods_that_start_or_go_do_not_hold_anything_up():
 
 def test_an_engine_that_has_stalled_counts_until_its_pod_is_not_ready():
     stalled = {**IDLE, "d0": worker(age_s=60.0, running=9)}
-    assert "60 s old" in looked(stalled, stalled).load.trouble()
+    assert "60 s old" in looked(stalled, stalled).load.error()
     not_ready = (P, pod("d0", ready=False), G)
     load = looked(stalled, stalled, pods=not_ready).load
-    assert load.trouble() == ""
+    assert load.error() == ""
     assert load.decode.running == 0
 
 
 def test_pods_that_are_gone_are_forgotten_and_a_name_that_returns_is_another_pod():
-    looks = Looks()
-    looks.take(100.0, (P, D, G), {**IDLE, "g0": gateway(choices=50)})
-    looks.take(105.0, (P, D), {uid: IDLE[uid] for uid in ("p0", "d0")})
-    seen = looks.take(110.0, (P, D, G), {**IDLE, "g0": gateway(choices=60)})
+    sampler = PodSampler()
+    sampler.take(100.0, (P, D, G), {**IDLE, "g0": gateway(choices=50)})
+    sampler.take(105.0, (P, D), {uid: IDLE[uid] for uid in ("p0", "d0")})
+    seen = sampler.take(110.0, (P, D, G), {**IDLE, "g0": gateway(choices=60)})
     assert seen.load is None, "it has been looked at once"
 
 
@@ -149,19 +149,19 @@ def test_without_gateways_nothing_is_known():
 
 
 def test_sizes_are_remembered_while_there_is_no_worker():
-    looks = Looks()
-    looks.take(100.0, (P, D, G), IDLE)
-    looks.take(105.0, (G,), {"g0": gateway()})
-    seen = looks.take(110.0, (G,), {"g0": gateway(waiting=2, held=2, tokens=99)})
+    sampler = PodSampler()
+    sampler.take(100.0, (P, D, G), IDLE)
+    sampler.take(105.0, (G,), {"g0": gateway()})
+    seen = sampler.take(110.0, (G,), {"g0": gateway(waiting=2, held=2, tokens=99)})
     assert seen.load.held == 2
     assert (seen.load.decode.worker_places, seen.load.prefill.worker_tokens_per_s) == (10, 1000)
 
 
 def test_how_long_a_choice_decodes_is_the_whole_less_the_first_token():
-    looks = Looks()
+    sampler = PodSampler()
     for n in range(60):
         answers = {**IDLE, "g0": gateway(finished=n, finished_s=5.0 * n, first_tokens=n, first_token_s=1.0 * n)}
-        seen = looks.take(100.0 + 5 * n, (P, D, G), answers)
+        seen = sampler.take(100.0 + 5 * n, (P, D, G), answers)
     assert seen.load.decode.seconds_each == pytest.approx(4.0, abs=0.01)
 
 

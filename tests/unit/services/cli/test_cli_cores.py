@@ -1,6 +1,7 @@
 """Cores that `tandem up` gives to its workers."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ from tandem_services.cli.processes import Child, Supervisor
 def four_cores(monkeypatch, tmp_path):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {4, 5, 6, 7}, raising=False)
     monkeypatch.setattr("os.sched_setaffinity", lambda *_: None, raising=False)
-    monkeypatch.setattr(cores, "_own_folder", lambda: tmp_path)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
 
 
 @pytest.fixture
@@ -112,16 +113,12 @@ def test_up_divides_cores_itself(claimed):
         claimed("--cpu-affinity", "4-5")
 
 
-def test_the_folder_of_locks_is_this_user_s(monkeypatch, tmp_path):
-    monkeypatch.undo()
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    folder = cores._own_folder()
-    assert folder == cores._own_folder()
-    assert folder.stat().st_uid == os.getuid()
-    folder.rmdir()
-    folder.symlink_to(tmp_path)
-    with pytest.raises(PermissionError, match="belongs to another user"):
-        cores._own_folder()
+def test_core_claims_lock_files_in_the_users_folder(tmp_path):
+    claimed = cores.claim({4, 5}, workers=2, threads=1)
+    assert sorted(Path(lock.name) for lock in claimed.locks) == [
+        tmp_path / f"tandem-{os.getuid()}" / "cores" / name for name in ("4", "5")
+    ]
+    claimed.release()
 
 
 def test_every_worker_is_started_with_its_cores(tmp_path, monkeypatch):

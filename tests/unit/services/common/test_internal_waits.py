@@ -20,7 +20,7 @@ import tandem_services.worker
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.nixl.thread import STUCK_S
 from tandem_services.router.keys import FENCE_AFTER_MS, HEARTBEAT_S, LEASE_MS, SWEEP_EVERY_MS
-from tandem_services.router.membership import FORGIVE_S
+from tandem_services.router.membership import RETRY_LOST_AFTER_S
 
 LONGEST_S = 10.0
 PACKAGES = (
@@ -136,4 +136,4 @@ def test_everything_of_a_silent_worker_is_gone_within_twelve_seconds():  # [dead
     # [late-write].
     assert STUCK_S > 12.0
     # A gateway gives a worker that it lost another chance only when the registry would have fenced a dead one.
-    assert FORGIVE_S >= FENCE_AFTER_MS / 1000
+    assert RETRY_LOST_AFTER_S >= FENCE_AFTER_MS / 1000

@@ -6,7 +6,14 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.router.cost import COPY_FOLLOWERS, FETCH_S, FETCH_TURNS, FOLLOWERS, TURN_TOKENS, Candidate, Demand
-from tandem_services.router.scoring import LEAST_PATIENCE_S, PATIENCE, Option, planned_fetch, select, with_fetches
+from tandem_services.router.scoring import (
+    FETCH_TIMEOUT_FACTOR,
+    MIN_FETCH_TIMEOUT_S,
+    Option,
+    planned_fetch,
+    select,
+    with_fetches,
+)
 from tandem_services.router.selection import claims_of
 from tandem_testing.router_builders import make_load, make_view
 
@@ -119,9 +126,9 @@ def test_waiting_ends_when_the_prefix_could_have_been_computed_but_not_for_a_hic
 
     assert within(matched=960) == pytest.approx(0.96)
     assert within(candidate("b", Role.BOTH, sequences=9), matched=960) == pytest.approx(0.96)
-    assert within(matched=48) == LEAST_PATIENCE_S
+    assert within(matched=48) == MIN_FETCH_TIMEOUT_S
     slow = FETCH_S + 960 * 1e5 / 1e9 * 5
-    assert within(matched=960, links={"p@1": 2e8}, token_bytes=1e5) == pytest.approx(PATIENCE * slow)
+    assert within(matched=960, links={"p@1": 2e8}, token_bytes=1e5) == pytest.approx(FETCH_TIMEOUT_FACTOR * slow)
 
 
 def test_who_computes_all_of_it_is_told_nothing():

@@ -1,6 +1,6 @@
 import pytest
 
-from tandem_services.router.membership import ASK_AGAIN_S, FORGIVE_S, TOLD_S, Membership
+from tandem_services.router.membership import RETRY_LOST_AFTER_S, RETRY_REJECTED_AFTER_S, VIEW_DELAY_S, Membership
 from tandem_services.router.registry import FleetSnapshot, WorkerState
 from tandem_testing.router_builders import MODEL, make_record
 from tandem_testing.service_clock import ServiceClock
@@ -16,8 +16,8 @@ def members(clock):
     return Membership(clock=clock)
 
 
-def snapshot(*records, epoch: str = "first", rubbish: int = 0) -> FleetSnapshot:
-    return FleetSnapshot(epoch=epoch, workers=records, rubbish=rubbish)
+def snapshot(*records, epoch: str = "first", malformed: int = 0) -> FleetSnapshot:
+    return FleetSnapshot(epoch=epoch, workers=records, malformed=malformed)
 
 
 def names(members: Membership) -> set[str]:
@@ -39,16 +39,16 @@ def test_after_a_wipe_the_old_view_stays_for_one_lease(members, clock):  # [redi
     assert names(members) == {"b@1"}
 
 
-def test_rubbish_in_the_registry_is_treated_like_a_wipe(members):
+def test_malformed_rows_are_handled_like_a_wipe(members):
     members.update(snapshot(make_record("a")))
-    members.update(snapshot(rubbish=1))
+    members.update(snapshot(malformed=1))
     assert names(members) == {"a@1"}
 
 
-def test_rubbish_that_stays_does_not_keep_the_dead(members, clock):  # [redis-values-untrusted]
+def test_lasting_malformed_rows_do_not_keep_dead_workers(members, clock):  # [redis-values-untrusted]
     members.update(snapshot(make_record("a"), make_record("b")))
     for _ in range(5):
-        members.update(snapshot(make_record("b"), rubbish=1))
+        members.update(snapshot(make_record("b"), malformed=1))
         clock.advance(1.0)
     assert names(members) == {"b@1"}
 
@@ -64,7 +64,7 @@ def test_a_dead_worker_is_left_out_until_it_has_shown_life_for_long_enough(membe
     members.mark_dead("a@1")
     assert names(members) == {"b@1"}
     assert [r.view.worker_id for r in members.candidates(MODEL, prompt_tokens=1, exclude=frozenset())] == ["b"]
-    clock.advance(FORGIVE_S - 1)
+    clock.advance(RETRY_LOST_AFTER_S - 1)
     members.update(snapshot(make_record("a"), make_record("b")))
     assert names(members) == {"b@1"}
     clock.advance(2)
@@ -156,15 +156,15 @@ def test_a_worker_that_has_sent_a_request_away_is_not_offered_until_a_later_view
 def test_a_view_that_was_asked_for_before_the_worker_can_have_told_redis_knows_nothing_of_its_refusal(members, clock):
     both = snapshot(make_record("a"), make_record("b"))
     members.update(both)
-    asked_at = clock.now()
+    requested_at = clock.now()
     clock.advance(0.01)
     members.note_refusal("a@1", WorkerState.PAUSED)
-    members.update(both, asked_at=asked_at)
+    members.update(both, requested_at=requested_at)
     assert offered(members) == {"b"}
-    clock.advance(TOLD_S / 2)
+    clock.advance(VIEW_DELAY_S / 2)
     members.update(both)
     assert offered(members) == {"b"}
-    clock.advance(TOLD_S)
+    clock.advance(VIEW_DELAY_S)
     members.update(both)
     assert offered(members) == {"a", "b"}
 
@@ -182,7 +182,7 @@ def test_a_worker_that_refuses_again_is_left_out_again(members, clock):
 def test_without_redis_a_worker_that_refused_is_asked_again_in_a_while(members, clock):
     members.update(snapshot(make_record("a"), make_record("b")))
     members.note_refusal("a@1", WorkerState.PAUSED)
-    clock.advance(ASK_AGAIN_S)
+    clock.advance(RETRY_REJECTED_AFTER_S)
     assert offered(members) == {"b"}
     clock.advance(0.1)
     assert offered(members) == {"a", "b"}

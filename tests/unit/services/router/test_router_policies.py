@@ -8,7 +8,7 @@ import pytest
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import Role
 from tandem_services.router.decision import RouteQuery, WorkerView
-from tandem_services.router.policies import POLICIES, Contender, Newcomers, PoliciesByRole, PolicyNames
+from tandem_services.router.policies import POLICIES, Contender, PoliciesByRole, PolicyNames, SlowStart
 from tandem_testing.router_builders import MODEL, make_view
 from tandem_testing.scheduler_builders import ManualClock
 
@@ -74,7 +74,7 @@ def by_role(names: str, **outstanding: float) -> PoliciesByRole:
     def load(view: WorkerView) -> float:
         return outstanding.get(view.worker_id, 0.0)
 
-    return PoliciesByRole(PolicyNames.parse(names), Random(1), load, newcomers=Newcomers(clock=ManualClock()))
+    return PoliciesByRole(PolicyNames.parse(names), Random(1), load, slow_start=SlowStart(clock=ManualClock()))
 
 
 FLEET = [

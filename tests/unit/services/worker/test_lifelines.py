@@ -32,7 +32,7 @@ class Board:
         self.asked += 1
         if self.away:
             raise RedisUnavailableError("away")
-        return FleetSnapshot(epoch="e", workers=tuple(self.workers), rubbish=0)
+        return FleetSnapshot(epoch="e", workers=tuple(self.workers), malformed=0)
 
 
 @dataclass

@@ -61,7 +61,7 @@ class ScriptedRegistry:
         records = self.answers.pop(0)
         if records is None:
             raise RedisUnavailableError("away")
-        return FleetSnapshot(epoch="e", workers=tuple(records), rubbish=0)
+        return FleetSnapshot(epoch="e", workers=tuple(records), malformed=0)
 
 
 async def test_the_engine_is_told_only_when_its_peers_are_others():

@@ -25,7 +25,7 @@ class Verdicts:
 
     async def snapshot(self, missing=()) -> FleetSnapshot:
         self.require()
-        return FleetSnapshot(epoch="e", workers=(), rubbish=0, fenced=frozenset(self.fenced & set(missing)))
+        return FleetSnapshot(epoch="e", workers=(), malformed=0, fenced=frozenset(self.fenced & set(missing)))
 
     async def fence(self, incarnation: str, *, by: str) -> None:
         self.require()

@@ -23,7 +23,7 @@ class FakeRegistry:
     async def snapshot(self) -> FleetSnapshot:
         if self.away:
             raise RedisUnavailableError("away")
-        return FleetSnapshot(epoch="e", workers=tuple(self.records), rubbish=0)
+        return FleetSnapshot(epoch="e", workers=tuple(self.records), malformed=0)
 
 
 class Sight:

@@ -180,7 +180,7 @@ def test_a_pod_that_says_nothing_or_is_not_offered_is_marked():
 
 
 @pytest.mark.parametrize(
-    ("changes", "state", "trouble"),
+    ("changes", "state", "failure"),
     [
         ({}, "Ready", ""),
         ({"conditions": []}, "Starting", ""),
@@ -232,9 +232,9 @@ def test_a_pod_that_says_nothing_or_is_not_offered_is_marked():
         ),
     ],
 )
-def test_the_state_of_a_pod_is_one_word_and_why(changes, state, trouble):
+def test_the_state_of_a_pod_is_one_word_and_why(changes, state, failure):
     seen = Pod.of(pod("w", role="decode", **changes))
-    assert (seen.state, seen.trouble, seen.ready) == (state, trouble, state == "Ready")
+    assert (seen.state, seen.failure, seen.ready) == (state, failure, state == "Ready")
 
 
 def test_a_pod_that_is_deleted_is_leaving_whatever_else_it_is():

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.router.decision import TOLD_OPTIONS, Source
+from tandem_services.router.decision import EXPLAINED_OPTIONS, Source
 from tandem_testing.router_builders import (
     PAGE,
     chain_of,
@@ -21,7 +21,9 @@ PROMPT = tuple(range(20 * PAGE))
 
 @pytest.fixture
 def make_router(server):
-    return lambda told_per_second=100, **options: patient_router(server, told_per_second=told_per_second, **options)
+    return lambda explained_per_second=100, **options: patient_router(
+        server, explained_per_second=explained_per_second, **options
+    )
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def ways(choice) -> list[tuple[str | None, str]]:
     return [(option.prefill, option.decode) for option in choice.priced.options]
 
 
-async def test_every_option_is_told_with_its_price_the_chosen_one_first(fleet, router):
+async def test_explained_options_have_prices_chosen_one_first(fleet, router):
     busy, idle = make_record("busy", Role.PREFILL, load=make_load(queue_tokens=9000)), make_record("idle", Role.PREFILL)
     decode = make_record("d", Role.DECODE)
     await fleet.join(router, busy, idle, decode)
@@ -56,7 +58,7 @@ async def test_every_option_is_told_with_its_price_the_chosen_one_first(fleet, r
         assert option.predicted_s == pytest.approx(sum(term.seconds for term in option.terms))
 
 
-async def test_what_of_a_match_is_in_host_memory_is_told_and_priced(fleet, router):
+async def test_host_memory_part_of_a_match_is_explained_and_priced(fleet, router):
     """A copy from host memory takes its time: of two that have all of it, the one whose device has it is chosen."""
     load = make_load(host_token_s=1e-4)
     on_device, in_host = make_record("device", load=load), make_record("host", load=load)
@@ -74,7 +76,7 @@ async def test_what_of_a_match_is_in_host_memory_is_told_and_priced(fleet, route
     await router.release(choice)
 
 
-async def test_a_fetch_that_an_option_would_begin_with_is_told(fleet, router):
+async def test_fetch_of_an_option_is_explained(fleet, router):
     home = make_record("home", Role.PREFILL, load=make_load(queue_tokens=100_000, prefill_rate=10_000))
     await fleet.join(router, home, make_record("idle", Role.PREFILL), make_record("d", Role.DECODE))
     await fleet.cache(home, chain_of(PROMPT))
@@ -90,8 +92,8 @@ async def test_a_large_fleet_tells_the_best_and_how_many_more_there_were(fleet, 
     decodes = [make_record(f"d{number}", Role.DECODE, load=make_load(sequences=number)) for number in range(4)]
     await fleet.join(router, *prefills, *decodes)
     choice = await router.choose(query())
-    assert len(set(ways(choice))) == TOLD_OPTIONS
-    assert choice.priced.more == 3 * 4 + 4 - TOLD_OPTIONS
+    assert len(set(ways(choice))) == EXPLAINED_OPTIONS
+    assert choice.priced.more == 3 * 4 + 4 - EXPLAINED_OPTIONS
     prices = [option.predicted_s for option in choice.priced.options]
     assert prices == sorted(prices)
     # Who computes on the worker with three running sequences keeps them waiting: dearest.
@@ -120,11 +122,11 @@ async def test_no_more_decisions_of_a_second_tell_than_allowed(fleet, make_route
     router = make_router(2, clock=clock)
     await router.start()
     await fleet.join(router, make_record("w"))
-    told = [(await router.choose(query())).priced is not None for _ in range(4)]
+    explained = [(await router.choose(query())).priced is not None for _ in range(4)]
     clock.advance(1.0)
-    told += [(await router.choose(query())).priced is not None for _ in range(3)]
+    explained += [(await router.choose(query())).priced is not None for _ in range(3)]
     await router.stop()
-    assert told == [True, True, False, False, True, True, False]
+    assert explained == [True, True, False, False, True, True, False]
 
 
 async def test_without_redis_the_last_view_tells(fleet, router, server):
