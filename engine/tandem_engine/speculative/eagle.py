@@ -29,7 +29,7 @@ Embedding and output matrix are the target's and not stored. The files are check
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -61,6 +61,14 @@ NOWHERE = -1
 """The slot of what is before the first token."""
 
 
+class Features(NamedTuple):
+    """Of a head whose states are made of what several layers of the target read (`eagle3`)."""
+
+    layers: tuple[int, ...]
+    fuse: Projection
+    """[T, layers * hidden_size] to [T, hidden_size]."""
+
+
 class HiddenStates:
     """Implements `HiddenObserver`. Used where forwards run, and in their order; waits for no device."""
 
@@ -72,12 +80,24 @@ class HiddenStates:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        features: Features | None = None,
     ) -> None:
+        """`features`: what a state is made of; None is the target's last state itself."""
+        self._features = features
         self._page_size = page_size
         self._states = torch.zeros(num_pages * page_size, hidden_size, dtype=dtype, device=device)
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """See `HiddenObserver.layers`."""
+        return () if self._features is None else self._features.layers
+
     def observe(self, hidden: Tensor, out_cache_loc: Tensor) -> None:
         """See `HiddenObserver.observe`."""
+        self.write(hidden if self._features is None else self._features.fuse(hidden), out_cache_loc)
+
+    def write(self, hidden: Tensor, out_cache_loc: Tensor) -> None:
+        """Keep states [T, hidden_size] of the tokens in these slots [T]."""
         if by_triton(self._states.device):
             from tandem_engine.kernels.triton.row_tables import scatter_rows
 
@@ -167,7 +187,7 @@ class EagleModel(DraftHead):
 
     def keep(self, hidden: Tensor, slots: Tensor) -> None:
         """See `DraftHead.keep`: where the target's states will be, once it has computed these tokens."""
-        self.states.observe(hidden, slots)
+        self.states.write(hidden, slots)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""

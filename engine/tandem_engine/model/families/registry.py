@@ -10,13 +10,14 @@ from tandem_engine.model.families.dense import DENSE_FAMILIES
 from tandem_engine.model.families.experts import EXPERT_FAMILIES, MIXTRAL
 from tandem_engine.model.families.gemma import GEMMA2, GEMMA3
 from tandem_engine.model.families.gpt_oss import GPT_OSS
+from tandem_engine.model.families.llama4 import LLAMA4
 from tandem_engine.model.families.norms import NORM_FAMILIES
 from tandem_engine.model.families.plain import LLAMA, MISTRAL, QWEN2, QWEN3
 from tandem_engine.model.known_fields import Family
 from tandem_engine.model.latent.families import LATENT_FAMILIES
 
 FAMILIES = (
-    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_OSS),
+    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_OSS, LLAMA4),
     *EXPERT_FAMILIES,
     *NORM_FAMILIES,
     *DENSE_FAMILIES,

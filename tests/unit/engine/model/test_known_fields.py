@@ -37,6 +37,7 @@ NEEDED = {
             "llama_4_scaling_beta": 0.1,
         }
     },
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
