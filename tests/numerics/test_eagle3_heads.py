@@ -1,7 +1,5 @@
 """EAGLE-3 heads: outputs are those without drafts, and drafts are those of the head computed from the text alone."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +7,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file, save_file
 
-from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig, SpecAlgorithm, SpecConfig
-from tandem_engine.engine import Engine
+from tandem_engine.config import EngineConfig
 from tandem_engine.engine.loaded_model import LoadedModel, load
-from tandem_engine.messages.requests import GenerateRequest
-from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.speculative.draft_model import ModelProposer
-from tandem_engine.speculative.interface import DraftRequest, DraftTokens
+from tandem_testing.draft_heads import SHARED, engine_with_head, proposals, request, tokens_with
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_eagle3
 
 LAYERS = (0, 1, 2)
@@ -42,32 +36,6 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-def engine_of(loaded: LoadedModel, head: Path | None, *, page_size: int = 16, **scheduler: object) -> Engine:
-    spec = SpecConfig()
-    if head is not None:
-        spec = SpecConfig(algorithm=SpecAlgorithm.EAGLE, draft_model_path=str(head), num_draft_tokens=3, adaptive=False)
-    settings = {"context_length": 200, "audit_every_step": True, "enable_overlap": False, **scheduler}
-    cache = CacheConfig(page_size=page_size, num_pages=2 + 1600 // page_size)
-    config = replace(loaded.config, speculative=spec, cache=cache, scheduler=SchedulerConfig(**settings))
-    return Engine.build(loaded, config)
-
-
-def request(rid: str, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
-    params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **sampling}
-    return GenerateRequest(rid=rid, input_ids=tuple(prompt), sampling=SamplingParams(**params))
-
-
-SHARED = [7, 8, 9, 10, 11, 12, 13] * 6
-
-
-def workload() -> list[GenerateRequest]:
-    return [
-        request("greedy", SHARED),
-        request("hot", [*SHARED, 1], temperature=1.0, seed=1),
-        request("filtered", range(3, 60), temperature=0.9, min_p=0.05, top_k=20, top_p=0.9, seed=4),
-    ]
-
-
 @pytest.mark.parametrize(
     "options",
     [{"enable_overlap": True, "chunked_prefill_size": 16}, {"page_size": 1, "force_retract_every": 3}],
@@ -75,28 +43,7 @@ def workload() -> list[GenerateRequest]:
 )
 def test_tokens_with_a_head_are_those_without(loaded, head, options):
     retried = {"max_retractions": 1000} if "force_retract_every" in options else {}
-    with engine_of(loaded, None) as engine:
-        plain = [output.token_ids for output in engine.generate(workload(), steps_between=2)]
-    with engine_of(loaded, head, **options, **retried) as engine:
-        drafted = [output.token_ids for output in engine.generate(workload(), steps_between=2)]
-        assert engine.stats().speculation.drafted_total > 0
-    assert drafted == plain
-
-
-class Listening:
-    """Records what a head proposed for which text."""
-
-    def __init__(self, proposer: ModelProposer) -> None:
-        self._proposer = proposer
-        self.proposed: list[tuple[list[int], tuple[int, ...]]] = []
-        self.name, self.writes_kv = proposer.name, proposer.writes_kv
-        self.ready, self.release = proposer.ready, proposer.release
-
-    def propose(self, requests: Sequence[DraftRequest]) -> DraftTokens:
-        texts = [list(one.token_ids(0, one.seq_len)) for one in requests]
-        drafts = self._proposer.propose(requests)
-        self.proposed += [(text, chain) for text, chain in zip(texts, drafts.chains, strict=True) if chain]
-        return drafts
+    assert tokens_with(loaded, head, **options, **retried) == tokens_with(loaded, None)
 
 
 class PlainHead:
@@ -154,13 +101,7 @@ class PlainHead:
 @pytest.mark.parametrize("options", [{}, {"page_size": 1, "chunked_prefill_size": 7}], ids=["plain", "chunked"])
 def test_drafts_are_those_of_the_text_alone(loaded, model, head, options):
     plain = PlainHead(model, head)
-    with engine_of(loaded, head, **options) as engine:
-        listening = Listening(engine.scheduler._shared.speculation.proposer)
-        engine.scheduler._shared.speculation.proposer = listening
-        engine.generate([request("first", SHARED, max_tokens=8), request("other", range(20, 41), max_tokens=8)])
-        engine.generate([request("cached", [*SHARED, 3, 4], max_tokens=8)], steps_between=1)
-    assert len(listening.proposed) > 5
-    for text, chain in listening.proposed:
+    for text, chain in proposals(loaded, head, **options):
         assert chain == plain.guesses(text, len(chain))
 
 
@@ -191,7 +132,7 @@ def test_a_head_that_knows_the_answer_is_always_right(model, head, tmp_path):
     save_file(weights, folder / "model.safetensors")
 
     answering = load(EngineConfig(model_path=str(target), dtype="float32"), progress=False)
-    with engine_of(answering, folder) as engine:
+    with engine_with_head(answering, folder) as engine:
         outputs = engine.generate([request("same", SHARED), request("other", range(40, 90))])
         stats = engine.stats().speculation
     assert {token for output in outputs for token in output.token_ids} == {answer}

@@ -39,6 +39,7 @@ from tandem_engine.speculative.eagle3 import (
     read_eagle3,
 )
 from tandem_engine.speculative.interface import Proposer
+from tandem_engine.speculative.mtp import can_predict_ahead, load_mtp, mtp_shapes, read_mtp
 from tandem_engine.speculative.ngram import NgramProposer
 
 HEAD_CONTEXT = 256
@@ -81,6 +82,8 @@ class Draft:
     is_head: bool
     eagle3: Eagle3Facts | None = None
     """Of a head that reads several layers."""
+    is_mtp: bool = False
+    """Whether the head is a layer of the target's own checkpoint."""
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """Memory beside each page of the target."""
@@ -95,6 +98,8 @@ class Draft:
             return 0
         if self.eagle3 is not None:
             shapes = eagle3_shapes(self.config, self.eagle3)
+        elif self.is_mtp:
+            shapes = mtp_shapes(self.config)
         else:
             shapes = head_shapes(self.config) if self.is_head else expected_shapes(self.config)
         return sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
@@ -106,9 +111,13 @@ def read_draft(config: SpecConfig, *, target: ModelConfig, target_path: str) -> 
     Raises:
         CheckpointError: it cannot be read, or drafts for another vocabulary or hidden size.
     """
-    eagle3 = None
+    eagle3, is_mtp = None, False
     if config.algorithm is SpecAlgorithm.EAGLE:
-        if is_eagle3(read_fields(open_directory(config.draft_model_path))):
+        own = Path(config.draft_model_path).resolve() == Path(target_path).resolve()
+        is_mtp = own and can_predict_ahead(target)
+        if is_mtp:
+            facts = read_mtp(target_path, target)
+        elif is_eagle3(read_fields(open_directory(config.draft_model_path))):
             facts, eagle3 = read_eagle3(config.draft_model_path, target)
         else:
             facts = read_head_config(config.draft_model_path, target)
@@ -123,7 +132,7 @@ def read_draft(config: SpecConfig, *, target: ModelConfig, target_path: str) -> 
         )
     _require_same_tokens(Path(config.draft_model_path), Path(target_path))
     is_head = config.algorithm is SpecAlgorithm.EAGLE
-    return Draft(path=config.draft_model_path, config=facts, is_head=is_head, eagle3=eagle3)
+    return Draft(path=config.draft_model_path, config=facts, is_head=is_head, eagle3=eagle3, is_mtp=is_mtp)
 
 
 def draft_graph_bytes(draft: Draft, target: Target) -> int:
@@ -221,11 +230,14 @@ def _shares_weights(path: str, target_path: str, target_is_whole: bool) -> bool:
 def _head(draft: Draft, target: Target, states: HiddenStates, positions: int) -> EagleModel | Eagle3Model:
     decoder = _require_decoder(target.model)
     path, config, dtype, device = draft.path, draft.config, target.dtype, target.device
-    if draft.eagle3 is None:
+    if draft.eagle3 is not None:
+        own = load_eagle3(path, config, draft.eagle3, dtype=dtype, device=device, positions=positions)
+        return Eagle3Model(facts=config, head=own, target=decoder, states=states)
+    if draft.is_mtp:
+        head = load_mtp(path, decoder.config, config, dtype=dtype, device=device, positions=positions)
+    else:
         head = load_head(path, config, dtype=dtype, device=device, positions=positions)
-        return EagleModel(facts=config, head=head, target=decoder, states=states)
-    own = load_eagle3(path, config, draft.eagle3, dtype=dtype, device=device, positions=positions)
-    return Eagle3Model(facts=config, head=own, target=decoder, states=states)
+    return EagleModel(facts=config, head=head, target=decoder, states=states)
 
 
 def _require_decoder(model: CausalLM) -> Decoder:

@@ -146,6 +146,10 @@ class EagleHead:
     block: Block
     norm: Norm
     rotary: RotaryTable
+    token_norm: Norm | None = None
+    """Of embeddings, before `fc` (`mtp`)."""
+    state_norm: Norm | None = None
+    """Of the states before, likewise."""
 
     def forward(self, embedded: Tensor, before: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """Guessed hidden states [S, hidden_size] of the tokens `wanted` [S].
@@ -154,6 +158,8 @@ class EagleHead:
             embedded: [T, hidden_size]; before: [T, hidden_size], the state before each token.
             positions: [T] int64.
         """
+        embedded = embedded if self.token_norm is None else self.token_norm(embedded)
+        before = before if self.state_norm is None else self.state_norm(before)
         hidden = self.fc(torch.cat((embedded, before), dim=1))
         block = self.block
         gathered = block.attention.attend(0, block.attention.norm(hidden), self.rotary.at(positions), attend)
@@ -221,7 +227,7 @@ def read_head_config(path: str, target: ModelConfig) -> ModelConfig:
             f"the draft head in {path} is a block of the family {config.family}, which is not supported as a head; use "
             "a head with the block of another family"
         )
-    _require(head_shapes(config), _tensors(path, config), where=directory.path)
+    require_head(head_shapes(config), _tensors(path, config), where=directory.path)
     return config
 
 
@@ -250,7 +256,8 @@ def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {FUSE: (config.hidden_size, 2 * config.hidden_size), **block}
 
 
-def _require(shapes: dict[str, tuple[int, ...]], tensors: dict[str, ReadableTensor], *, where: Path) -> None:
+def require_head(shapes: dict[str, tuple[int, ...]], tensors: dict[str, ReadableTensor], *, where: Path) -> None:
+    """Raise `CheckpointError` unless the `tensors` in the folder `where` are those of `shapes`."""
     for name, shape in shapes.items():
         stored = tensors.get(name)
         if stored is None:
