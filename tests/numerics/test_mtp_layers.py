@@ -39,6 +39,8 @@ class TheirLayer:
         from transformers.modeling_layers import MtpModel
 
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        # transformers has the numbers of the layers of published models.
+        self.model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{self.model.config.num_hidden_layers}\."]
         self.layer = MtpModel.from_pretrained(self.model).eval()
 
     @torch.inference_mode()
