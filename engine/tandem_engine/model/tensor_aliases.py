@@ -5,7 +5,8 @@
     renamed     parts of a name
     joined      one matrix for several projections with the same input, which become ranges of its rows. They are read,
                 checked and shared by ranks like any other matrix
-    skipped     weights of parts that are not served: layers beyond the last, which predict several tokens (MTP)
+    skipped     weights that the layers of the model do not read: those of layers beyond the last, which predict several
+                tokens (MTP) and may draft (`speculative.mtp`)
 """
 
 import re

@@ -25,13 +25,23 @@ FAMILIES = (
 )
 
 
+GEMMA4 = "names a model with heads of two sizes and layers that read the keys and values of others, which is not served"
+
+REFUSED = {"Gemma4ForCausalLM": GEMMA4, "Gemma4ForConditionalGeneration": GEMMA4}
+"""Architectures that cannot be computed over pages, not by transformers either, and why."""
+
+
 def find_family(config: ConfigFields) -> Family | None:
     """The family that `architectures` names. `auto_map`, which points at code to run, is never looked at.
 
     Raises:
-        CheckpointError: `model_type`, by which transformers chooses a model, names another one.
+        CheckpointError: `model_type`, by which transformers chooses a model, names another one, or the model is one of
+            `REFUSED`.
     """
     architectures = config.items("architectures")
+    for name, reason in REFUSED.items():
+        if name in architectures:
+            config.refuse("architectures", reason)
     named = [family for family in FAMILIES if family.architecture in architectures]
     if not named:
         return None

@@ -13,7 +13,7 @@ from tandem_engine.config import ModelConfig
 from tandem_engine.model.checkpoint import parse_config, read_model_config
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.config_fields import ConfigFields
-from tandem_engine.model.families.registry import FAMILIES
+from tandem_engine.model.families.registry import FAMILIES, find_family
 from tandem_engine.model.known_fields import IDENTITY, NO_EFFECT, ONE_VALUE
 from tandem_testing.checkpoint_files import CONFIG, random_tensors, write_config
 from tandem_testing.mutated_configs.mutations import mutations
@@ -193,3 +193,10 @@ def test_an_unknown_tensor_is_refused_by_name(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="sinks"):
         read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"])
+def test_a_model_of_heads_of_two_sizes_is_refused_by_name(architecture):
+    fields = ConfigFields(path=Path("config.json"), values={"architectures": [architecture]})
+    with pytest.raises(CheckpointError, match=r"architectures names a model with heads of two sizes .*Gemma4"):
+        find_family(fields)
