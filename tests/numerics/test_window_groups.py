@@ -17,7 +17,7 @@ from tandem_testing.twin_platform import TwinPlatform, load_for_twin
 PATHS = {
     "gemma3": [CACHED, MIXED, RETRACTED, "page size 1", "drafts by the model itself"],
     "mistral": [CHUNKED, RETRACTED, CONTINUED, "page size 64"],
-    "llama4": [CACHED, MIXED, "page size 1"],
+    "llama4": [CACHED, MIXED, RETRACTED, "page size 1", "drafts by the model itself"],
 }
 """Some layers have a window; all have; some have chunks. The exactness matrix has the other paths."""
 
