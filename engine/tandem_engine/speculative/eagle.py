@@ -222,7 +222,7 @@ def read_head_config(path: str, target: ModelConfig) -> ModelConfig:
             f"the draft head in {path} reads hidden states of {config.hidden_size}, the model's have "
             f"{target.hidden_size}; use a head that was trained for this model"
         )
-    if config.norm_placement is NormPlacement.SHARED or config.query_scale is not None:
+    if config.norm_placement is NormPlacement.SHARED or config.query_scale is not None or config.chunks:
         raise CheckpointError(
             f"the draft head in {path} is a block of the family {config.family}, which is not supported as a head; use "
             "a head with the block of another family"
