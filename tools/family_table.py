@@ -70,6 +70,14 @@ PUBLISHED = {
         8,
         64,
     ),
+    "llama4_text": Published(
+        "chunks in three of four layers, the others without rotation and with queries scaled by position, unweighted "
+        "norms on q and k, experts with weighted inputs and a shared one",
+        "Llama 4 Scout",
+        48,
+        8,
+        128,
+    ),
     "qwen3_moe": Published(
         "experts (top-k normalized or not, dense layers between), sliding window", "Qwen3 30B-A3B", 48, 4, 128
     ),

@@ -27,7 +27,7 @@ from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.parallel.group import Parallel
 from tandem_engine.speculative.interface import DraftRequest, DraftTokens, Proposer
-from tandem_testing.tiny_checkpoints import VOCAB_SIZE, write_tiny_checkpoint, write_tiny_head
+from tandem_testing.tiny_checkpoints import VOCAB_SIZE, write_tiny_checkpoint, write_tiny_eagle3, write_tiny_head
 from tandem_testing.twin_platform import TwinPlatform, load_for_twin
 
 GRAPHS = GraphConfig(sizes=(4, 8))
@@ -97,6 +97,21 @@ def test_tokens_are_those_of_no_drafts_greedy_or_seeded(model, without_drafts, a
         assert tokens_of(engine) == without_drafts
         assert engine.stats().speculation.drafted_total > 0
     assert platform.replays > 0
+
+
+def test_a_head_of_three_layers_drafts_on_a_device(model, without_drafts, tmp_path):
+    """Graphs multiply the features of their layers too: guesses are those of a CPU."""
+    head = write_tiny_eagle3(Path(model.config.model_path), tmp_path / "head")
+    spec = replace(spec_of(model, SpecAlgorithm.EAGLE), draft_model_path=str(head))
+    heard = []
+    for platform in (TwinPlatform(), None):
+        with engine_of(model, spec, platform, enable_overlap=False) as engine:
+            heard.append(listen(engine))
+            assert tokens_of(engine) == without_drafts
+        assert platform is None or platform.replays > 0
+    on_device, on_cpu = heard
+    assert len(on_device) > 10
+    assert on_device == on_cpu
 
 
 def listen(engine: Engine) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

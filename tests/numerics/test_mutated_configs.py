@@ -54,6 +54,21 @@ NAMED = {
         {"scoring_func": "sigmoid"},
     ],
     "glm4-moe-lite": [{"first_k_dense_replace": 1}, {"rms_norm_eps": ABSENT}],
+    "llama4": [
+        {"attention_chunk_size": 7},
+        {"attention_chunk_size": None, "layer_types": ABSENT},
+        {"attention_chunk_size": None},
+        {"layer_types": ABSENT, "no_rope_layers": [0, 1, 1]},
+        {"layer_types": [FULL] * 3},
+        {"layer_types": [SLIDING] * 3},
+        {"no_rope_layers": ABSENT, "no_rope_layer_interval": 3},
+        {"moe_layers": ABSENT, "interleave_moe_layer_step": 3},
+        {"attn_temperature_tuning": False},
+        {"attn_scale": 2.0, "floor_scale": 5},
+        {"use_qk_norm": False},
+        {"num_experts_per_tok": 3},
+        {"rms_norm_eps": 0.1},
+    ],
     "llama-bias": [{"attention_chunk_size": 8}, {"rope_scaling": {}, "rope_parameters": {"rope_theta": 300.0}}],
 }
 

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tandem_engine.config import EngineConfig, Quantization
@@ -17,16 +18,20 @@ def write_worth(checkpoint, worth) -> None:
     """The checkpoint with its projections rounded to int8 and back."""
     shutil.copytree(checkpoint, worth)
     for file in worth.glob("*.safetensors"):
-        tensors = {
-            name: int8_levels(tensor).values() if name.endswith("_proj.weight") else tensor
-            for name, tensor in load_file(file).items()
-        }
+        tensors = {name: worth_of(name, tensor) for name, tensor in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("name", ["phi4-mini", "glm4-moe"])
+def worth_of(name, tensor):
+    """Of Llama 4's experts, which are stored together, inputs first, each is a matrix."""
+    if name.endswith((".experts.gate_up_proj", ".experts.down_proj")) and "feed_forward" in name:
+        return torch.stack([int8_levels(expert.t().contiguous()).values().t() for expert in tensor]).contiguous()
+    return int8_levels(tensor).values() if name.endswith("_proj.weight") else tensor
+
+
+@pytest.mark.parametrize("name", ["phi4-mini", "glm4-moe", "llama4"])
 def test_int8_weights_of_joined_and_reordered_projections(name, tmp_path) -> None:
-    """Rows of a joined matrix, rows in another order, and a shared expert on two ranks."""
+    """Rows of a joined matrix, rows in another order, a shared expert on two ranks, and experts stored inputs first."""
     checkpoint, worth = write_tiny_checkpoint(name, tmp_path / "stored"), tmp_path / "worth"
     write_worth(checkpoint, worth)
     config = EngineConfig(model_path=str(checkpoint), dtype="float32", quantization=Quantization.INT8)

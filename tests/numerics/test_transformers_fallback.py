@@ -110,7 +110,6 @@ def test_the_examination_allows_for_rounding(arcee, dtype):
         ("bart", "calls transformers' attention interface 12 times"),
         ("falcon", "transformers cannot load"),
         ("stablelm", "its attention cannot be replaced"),
-        ("llama4", "layer_types may name only full_attention and sliding_attention"),
         ("roberta", "computes other logits than transformers by itself"),
         ("xlm-roberta", "computes other logits than transformers by itself"),
     ],
@@ -123,6 +122,12 @@ def test_sinks_are_refused_where_transformers_is_to_compute_them(tmp_path):
     path = write_tiny_checkpoint("gpt-oss", tmp_path)
     with pytest.raises(CheckpointError, match="requires s_aux"):
         load_model(path, read_model_config(path, impl=ModelImpl.TRANSFORMERS), torch.float32, progress=False)
+
+
+def test_chunks_are_refused_where_transformers_is_to_compute(tmp_path):
+    path = write_tiny_checkpoint("llama4", tmp_path)
+    with pytest.raises(CheckpointError, match="layer_types may name only full_attention and sliding_attention"):
+        read_model_config(path, impl=ModelImpl.TRANSFORMERS)
 
 
 def test_keys_and_values_of_two_sizes_are_refused(tmp_path):

@@ -17,8 +17,9 @@ from tandem_testing.twin_platform import TwinPlatform, load_for_twin
 PATHS = {
     "gemma3": [CACHED, MIXED, RETRACTED, "page size 1", "drafts by the model itself"],
     "mistral": [CHUNKED, RETRACTED, CONTINUED, "page size 64"],
+    "llama4": [CACHED, MIXED, RETRACTED, "page size 1", "drafts by the model itself"],
 }
-"""Some layers have a window; all have. The exactness matrix has the other paths."""
+"""Some layers have a window; all have; some have chunks. The exactness matrix has the other paths."""
 
 make_windows = GroupPools.windows.fget
 
@@ -30,9 +31,7 @@ def poison(pool: KvPool, pages: Sequence[int]) -> None:
 def poisoned(pools: GroupPools) -> list[WindowPages]:
     """Windows whose pages are no numbers from when they are dropped until they are written again."""
     layered = [
-        pool
-        for group, pool in zip(pools.layout.groups, pools.pools, strict=True)
-        if group.spec.reach.window is not None
+        pool for group, pool in zip(pools.layout.groups, pools.pools, strict=True) if group.spec.reach.span is not None
     ]
     windows = make_windows(pools)
     for window, pool in zip(windows, layered, strict=True):

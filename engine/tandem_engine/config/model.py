@@ -99,6 +99,8 @@ class QkNorm(StrEnum):
     """Each head, before it is rotated (Qwen3)."""
     ROTATED_HEADS = "rotated_heads"
     """Each head, after it was rotated (Hunyuan)."""
+    ROTATED_PLAIN = "rotated_plain"
+    """Each head, after it was rotated, by no weights; not in layers that do not rotate (Llama 4)."""
     WHOLE = "whole"
     """All heads of q together, and all of k, before they are rotated (OLMo 2)."""
 
@@ -112,10 +114,13 @@ class Scoring(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueryScale:
-    """Factor of queries that grows with their position p: 1 + beta · ln(1 + ⌊p / period⌋) (Ministral 3)."""
+    """Factor of queries that grows with their position p: 1 + beta · ln(1 + ⌊(p + offset) / period⌋) (Ministral 3)."""
 
     beta: float
     period: int
+    offset: int = 0
+    unrotated_only: bool = False
+    """Whether it is for layers that do not rotate (Llama 4)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +159,8 @@ class MoeConfig:
     float32_router: bool = False
     """Whether the router's logits are computed in float32 whatever the dtype of the model."""
     shared: SharedExpert | None = None
+    weighted_inputs: bool = False
+    """Whether weights multiply what chosen experts read, in place of their results (Llama 4)."""
     bias: bool = False
     """Biases on the router and on both projections of each expert (gpt_oss)."""
     interleaved: bool = False
@@ -217,6 +224,8 @@ class ModelConfig:
     """RMSNorm on q and k."""
     windows: tuple[int | None, ...] = ()
     """Per layer, how many tokens a token sees, itself included; None is all. () when no layer has a window."""
+    chunks: tuple[int | None, ...] = ()
+    """Per layer, the length of the chunks that tokens do not see out of (llama4_text); () when no layer has chunks."""
     second_rope: RopeConfig | None = None
     """Rotary parameters of `second_layers`, where layers differ: those with a window (gemma3), those that do not
     rotate (smollm3)."""

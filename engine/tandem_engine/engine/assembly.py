@@ -87,7 +87,7 @@ def cache_layout(loaded: LoadedModel, geometry: KvGeometry, config: EngineConfig
     if geometry.value_width and kv_dtype(dtype, loaded.dtype) in FLOAT8:
         raise ConfigError(f"--kv-cache-dtype {dtype} is for K and V, and this model stores latents: use auto")
     specs = [
-        replace(spec, reach=ALL_TOKENS) if (spec.reach.window or 0) >= longest else spec
+        replace(spec, reach=ALL_TOKENS) if (spec.reach.span or 0) >= longest else spec
         for spec in kv_specs(loaded.model, kv_heads=geometry.num_kv_heads)
     ]
     if has_peers or config.cache.host.enabled:
@@ -151,12 +151,12 @@ def sized_pools(
         page_ids = page_ids_in(layout, demand, plan.pages, itemsize=itemsize, draft_bytes=beside)
     pages = group_pages(layout, demand, page_ids)
     for group, count in zip(layout.groups, pages, strict=True):
-        if group.spec.reach.window is not None:
+        if group.spec.reach.span is not None:
             logger.info(
                 "%d of %d layers see %d tokens: %d pages for %d blocks",
                 len(group.layers),
                 geometry.num_layers,
-                group.spec.reach.window,
+                group.spec.reach.span,
                 count - 1,
                 page_ids - 1,
             )

@@ -62,6 +62,11 @@ class Runner(Protocol):
 class HiddenObserver(Protocol):
     """Receives the hidden state of every token. Called by the thread that runs forwards."""
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Whose inputs it receives, one after the other in a row, ascending; () is what the final norm returns."""
+        ...
+
     def observe(self, hidden: Tensor, out_cache_loc: Tensor) -> None:
         """Hidden states [T, hidden_size] of a step's tokens, and the slots [T] that their KV went to."""
         ...

@@ -23,7 +23,8 @@ from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.adapters.step import StepAdapters
 from tandem_engine.model.adapters.weights import AdapterWeights
 from tandem_engine.model.attention.backend import AttentionBackend, AttentionPlan, ToldPlan, TurningPlan
-from tandem_engine.model.base import Attend, DraftHead, StepModel
+from tandem_engine.model.base import Attend, DraftHead, LayerInputs, StepModel
+from tandem_engine.model.decoder import Decoder
 from tandem_engine.parallel.group import SingleRank, TpGroup, agree_on_step
 from tandem_engine.sampling.logprobs import prompt_scores
 from tandem_engine.sampling.sampler import SampleOutput, Sampler
@@ -64,9 +65,15 @@ def every_hidden_state(
     adapters: StepAdapters | None = None,
 ) -> Tensor:
     """[T, hidden_size] of all tokens of `batch`, whose indices are `every` [T]; `observer` is shown them."""
-    hidden = _compute(model, batch, input_ids, attend, every, adapters)
-    if observer is not None:
-        observer.observe(hidden, batch.out_cache_loc)
+    if observer is None or not observer.layers:
+        hidden = _compute(model, batch, input_ids, attend, every, adapters)
+        if observer is not None:
+            observer.observe(hidden, batch.out_cache_loc)
+        return hidden
+    assert isinstance(model, Decoder), "inputs of layers are those of our own"
+    inputs = LayerInputs(layers=observer.layers)
+    hidden = model.forward(input_ids, batch.positions, attend, every, adapters, inputs)
+    observer.observe(torch.cat(inputs.found, dim=1), batch.out_cache_loc)
     return hidden
 
 

@@ -4,25 +4,42 @@
     CacheGroup    layers with equal specs: they have one pool, and a page of it holds all of them
     CacheLayout   the groups of a model, those that read all tokens first, and the place of each layer
 
-A layer whose tokens see the newest `window` tokens needs no others: once n tokens are committed, later ones read from
-`Reach.first_read(n)` on. `merged` is the layout that makes no use of that: one group for all layers, whose pages live
-as long as the request.
+A layer whose tokens see the newest `window` tokens, or those of their chunk, needs no others: once n tokens are
+committed, later ones read from `Reach.first_read(n)` on. `merged` is the layout that makes no use of that: one group
+for all layers, whose pages live as long as the request.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Which tokens a layer reads: the newest `window`, the reading one included, or all."""
+    """Which tokens a layer reads: the newest `window`, the reading one included, those of its `chunk`, or all."""
 
     window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def span(self) -> int | None:
+        """The most tokens that one reads; None is all."""
+        return self.window if self.chunk is None else self.chunk
 
     def first_read(self, tokens: int) -> int:
         """The oldest token that any later one than the first `tokens` reads, themselves apart."""
+        if self.chunk is not None:
+            return tokens - tokens % self.chunk
         return 0 if self.window is None else max(0, tokens + 1 - self.window)
+
+    def first_reads(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`first_read` of each number."""
+        if self.chunk is not None:
+            return tokens - tokens % self.chunk
+        return np.zeros_like(tokens) if self.window is None else np.maximum(0, tokens + 1 - self.window)
 
     def passed_blocks(self, tokens: int, page_size: int) -> int:
         """Leading blocks that no later token than the first `tokens` reads."""
@@ -30,7 +47,7 @@ class Reach:
 
     def max_blocks(self, page_size: int) -> int | None:
         """Blocks that a decoding sequence needs at most, that of its next token included; None: all that it has."""
-        return None if self.window is None else -(-(self.window - 1) // page_size) + 2
+        return None if self.span is None else -(-(self.span - 1) // page_size) + 2
 
 
 ALL_TOKENS = Reach()
@@ -97,7 +114,7 @@ class CacheLayout:
         for layer, spec in enumerate(specs):
             layers.setdefault(spec, []).append(layer)
         groups = [CacheGroup(spec, tuple(members)) for spec, members in layers.items()]
-        return cls(tuple(sorted(groups, key=lambda group: group.spec.reach.window is not None)))
+        return cls(tuple(sorted(groups, key=lambda group: group.spec.reach.span is not None)))
 
     @classmethod
     def merged(cls, specs: Sequence[KvSpec]) -> Self:
@@ -113,8 +130,8 @@ class CacheLayout:
 
     @property
     def windows(self) -> int:
-        """Groups with a window, which come last."""
-        return sum(group.spec.reach.window is not None for group in self.groups)
+        """Groups with a window or chunks, which come last."""
+        return sum(group.spec.reach.span is not None for group in self.groups)
 
     @property
     def places(self) -> tuple[Place, ...]:

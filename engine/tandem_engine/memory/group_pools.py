@@ -91,7 +91,7 @@ class GroupPools:
         return [
             WindowPages(group.spec.reach, page_size=pool.page_size, num_pages=pool.num_pages, page_ids=self.page_ids)
             for group, pool in zip(self.layout.groups, self.pools, strict=True)
-            if group.spec.reach.window is not None
+            if group.spec.reach.span is not None
         ]
 
     @property
@@ -112,7 +112,7 @@ class GroupPools:
 def group_pages(layout: CacheLayout, demand: Demand, page_ids: int) -> list[int]:
     """Pages of each group, for so many page ids."""
     return [
-        page_ids if group.spec.reach.window is None else demand.pages_of_window(group.spec.reach, page_ids)
+        page_ids if group.spec.reach.span is None else demand.pages_of_window(group.spec.reach, page_ids)
         for group in layout.groups
     ]
 

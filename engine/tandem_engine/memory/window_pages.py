@@ -48,7 +48,7 @@ class WindowPages:
         dropped: Callable[[Sequence[int]], object] = lambda _: None,
     ) -> None:
         """`num_pages` of this group, the dummy one included. `dropped` is called with pages that nothing reads."""
-        assert reach.window is not None, "layers that read all tokens need a page for each page id"
+        assert reach.span is not None, "layers that read all tokens need a page for each page id"
         self.reach = reach
         self.num_pages = num_pages
         self.page_of = np.zeros(page_ids, np.int32)
@@ -150,7 +150,7 @@ class WindowPages:
         holes = np.where(self.page_of[pages] == DUMMY_PAGE, blocks, 0)
         broken = np.maximum.accumulate(holes)
         """Blocks up to the last hole, of each number of leading blocks."""
-        first = np.maximum(0, blocks * self.page_size + 1 - (self.reach.window or 0)) // self.page_size
+        first = self.reach.first_reads(blocks * self.page_size) // self.page_size
         fitting = np.flatnonzero(broken <= first)
         return 0 if len(fitting) == 0 else int(fitting[-1]) + 1
 
@@ -172,7 +172,7 @@ class WindowPages:
             "cached pages without a user": (sorted([*self._passed, *self._idle]), sorted(unused)),
         }
         return [
-            f"window of {self.reach.window}: {what} are {found}, expected {expected}"
+            f"window of {self.reach.span}: {what} are {found}, expected {expected}"
             for what, (found, expected) in checks.items()
             if found != expected
         ]

@@ -6,6 +6,7 @@ together and what each may see is defined by the `Attend` that it is called with
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torch import Tensor
@@ -76,6 +77,21 @@ class CausalLM(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerInputs:
+    """What some layers of a forward read: the hidden states before their norms."""
+
+    layers: tuple[int, ...]
+    """Ascending. The number of layers stands for what the last one returns."""
+    found: list[Tensor] = field(default_factory=list)
+    """[T, hidden_size] of each, in their order."""
+
+    def note(self, layer: int, hidden: Tensor) -> None:
+        """Keep a copy of `hidden`, the input of `layer`, if it is one of these."""
+        if layer in self.layers:
+            self.found.append(hidden.clone())
+
+
 class DraftHead(ABC):
     """A network that goes on from the hidden states of another model. Runs where a `CausalLM` does, on its own pool."""
 
@@ -110,4 +126,6 @@ StepModel: TypeAlias = CausalLM | DraftHead
 def kv_specs(model: StepModel, *, kv_heads: int) -> tuple[KvSpec, ...]:
     """What each layer remembers, on a rank that holds `kv_heads` of its K/V heads."""
     row = KvRow(heads=kv_heads, width=model.config.head_dim)
-    return tuple(KvSpec(reach=Reach(spec.window), row=row, value_width=spec.value_width) for spec in model.attention)
+    return tuple(
+        KvSpec(reach=Reach(spec.window, spec.chunk), row=row, value_width=spec.value_width) for spec in model.attention
+    )

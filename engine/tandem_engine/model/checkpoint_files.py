@@ -42,6 +42,7 @@ DTYPES = {
     "I32": torch.int32,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 
 

@@ -136,7 +136,7 @@ transformers. Exporters wrote `finetuned` beside YaRN; it has no effect."""
 ORIGINAL = "original_max_position_embeddings"
 MAX_THETA = 1e12
 MAX_FACTOR = 4096.0
-MAX_POSITION = 1 << 22
+MAX_POSITION = 1 << 24
 
 
 class YarnFields(TypedDict, total=False):
@@ -244,12 +244,12 @@ def _factor(fields: ConfigFields, *, rope_type: str, implied: float) -> float:
 
 
 def _llama3_bound(fields: ConfigFields, rope_type: str, name: str, *, otherwise: float) -> float:
-    """Required by llama3, which divides by it and by the difference of both."""
+    """Required by llama3, which divides by it. Both bounds may be equal: then no wavelength lies between them."""
     if rope_type != "llama3":
         return otherwise
     value = fields.number(name, least=1e-3, most=1e6)
-    if name == "high_freq_factor" and value <= fields.number("low_freq_factor", least=1e-3, most=1e6):
-        fields.refuse(name, "must be greater than low_freq_factor")
+    if name == "high_freq_factor" and value < fields.number("low_freq_factor", least=1e-3, most=1e6):
+        fields.refuse(name, "must be at least low_freq_factor")
     return value
 
 

@@ -22,7 +22,7 @@ from tandem_engine.kernels.interface import GatedActivation, by_triton
 from tandem_engine.model.adapters.step import StepAdapters
 from tandem_engine.model.adapters.tensor_names import Site
 from tandem_engine.model.attention.backend import AttentionSpec
-from tandem_engine.model.base import Attend
+from tandem_engine.model.base import Attend, LayerInputs
 from tandem_engine.model.latent.attention import latent_attention
 from tandem_engine.model.layers.attention import RotaryTable, SelfAttention, rotary_order, rotary_table
 from tandem_engine.model.layers.latent import LatentAttention
@@ -119,9 +119,11 @@ class Decoder:
         attend: Attend,
         wanted: Tensor,
         adapters: StepAdapters | None = None,
+        inputs: LayerInputs | None = None,
     ) -> Tensor:
-        """See `CausalLM.forward`."""
-        step = None if self.fused is None else self.fused.step_of(attend, len(input_ids), adapters)
+        """See `CausalLM.forward`. `inputs`: to be noted, of a step in which all tokens are `wanted`."""
+        fused = None if inputs is not None else self.fused
+        step = None if fused is None else fused.step_of(attend, len(input_ids), adapters)
         if step is not None:
             return step.forward(input_ids, positions, wanted)
         hidden = self.embedding(input_ids)
@@ -129,6 +131,8 @@ class Decoder:
         last = len(self.blocks) - 1
         normed = self.blocks[0].attention.norm(hidden)
         for layer, block in enumerate(self.blocks):
+            if inputs is not None:
+                inputs.note(layer, hidden)
             delta = None if adapters is None else adapters.delta(Site.QKV, layer)
             gathered = block.attention.attend(layer, normed, rotations[block.rotary], attend, delta)
             if layer == last:
@@ -145,6 +149,8 @@ class Decoder:
             following = self.norm if layer == last else self.blocks[layer + 1].attention.norm
             fed = block.feed_forward(normed) if adapters is None else block.fed(normed, adapters, layer, layer == last)
             normed = following.of_sum(hidden, fed)
+        if inputs is not None:
+            inputs.note(len(self.blocks), hidden)
         return normed
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -163,12 +169,14 @@ class Decoder:
 def attention_specs(config: ModelConfig, blocks: Sequence[Block] | None = None) -> tuple[AttentionSpec, ...]:
     """What the attention of each layer computes; without the sinks where the layers' `blocks` are not loaded."""
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-    windows = config.windows or (None,) * config.num_layers
-    sinks = (None,) * len(windows) if blocks is None else tuple(block.attention.sinks for block in blocks)
+    none = (None,) * config.num_layers
+    sinks = none if blocks is None else tuple(block.attention.sinks for block in blocks)
     width = None if config.latent is None else config.latent.rank
     return tuple(
-        AttentionSpec(scale=scale, window=window, soft_cap=config.attention_soft_cap, sinks=own, value_width=width)
-        for window, own in zip(windows, sinks, strict=True)
+        AttentionSpec(
+            scale=scale, window=window, chunk=chunk, soft_cap=config.attention_soft_cap, sinks=own, value_width=width
+        )
+        for window, chunk, own in zip(config.windows or none, config.chunks or none, sinks, strict=True)
     )
 
 
@@ -224,13 +232,16 @@ def _ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
 
 
 def _rotary(rope: RopeConfig, config: ModelConfig, weights: Weights, positions: int) -> RotaryTable:
+    scale = config.query_scale
+    if scale is not None and scale.unrotated_only and rope.rope_type != "none":
+        scale = None
     return rotary_table(
         rope,
         head_dim=config.rotary_heads,
         positions=positions,
         dtype=weights.dtype,
         device=weights.device,
-        query_scale=config.query_scale,
+        query_scale=scale,
     )
 
 
@@ -252,14 +263,14 @@ class BlockBuilder:
         prefix = layer_prefix(layer)
         moe = self.config.moe if has_experts(self.config, layer) else None
         return Block(
-            attention=self._attention(prefix),
+            attention=self._attention(layer),
             feed_forward=self._feed_forward(prefix) if moe is None else self._sparse(prefix, moe),
             rotary=int(layer in self.config.second_layers),
             parallel=self.config.norm_placement is NormPlacement.SHARED,
         )
 
-    def _attention(self, prefix: str) -> SelfAttention | LatentAttention:
-        config = self.config
+    def _attention(self, layer: int) -> SelfAttention | LatentAttention:
+        config, prefix = self.config, layer_prefix(layer)
         if config.latent is not None:
             norm = self._norm(f"{prefix}input_layernorm")
             return latent_attention(config, config.latent, self.weights, self.heads, prefix=prefix, norm=norm)
@@ -275,7 +286,7 @@ class BlockBuilder:
             ),
             qk_norm=self._qk_norm(prefix) if config.qk_norm is QkNorm.HEADS else None,
             whole_norm=self._whole_norm(prefix) if config.qk_norm is QkNorm.WHOLE else None,
-            rotated_norm=self._qk_norm(prefix) if config.qk_norm is QkNorm.ROTATED_HEADS else None,
+            rotated_norm=self._rotated_norm(layer),
             output=row_parallel(
                 self.weights,
                 f"{prefix}self_attn.o_proj",
@@ -336,6 +347,7 @@ class BlockBuilder:
             activation=self._activation(),
             shared=shared,
             group=self.weights.group,
+            weighted_inputs=moe.weighted_inputs,
         )
 
     def _router(self, prefix: str, moe: MoeConfig) -> Router:
@@ -352,6 +364,7 @@ class BlockBuilder:
             least_sum=moe.least_sum,
             scale=moe.scale,
             float32=moe.float32_router,
+            by_logits=moe.weighted_inputs,
         )
 
     def _shared_block(self, prefix: str, *, gated_by: bool) -> SharedBlock:
@@ -404,6 +417,7 @@ class BlockBuilder:
             group=weights.group,
             biases=None if biases is None else stacked_biases(biases),
             shared=shared,
+            weighted_inputs=moe.weighted_inputs,
         )
 
     def _expert_biases(self, prefix: str, expert: int) -> tuple[Tensor, Tensor | None]:
@@ -453,6 +467,15 @@ class BlockBuilder:
         key = self.weights.stacked(f"{prefix}self_attn.k_norm.weight").expand(self.heads.kv, -1)
         weight = self._in_order_of_head(torch.cat((query, key)))
         return rms_norm(weight, eps=self.config.rms_eps, kind=self.config.norm)
+
+    def _rotated_norm(self, layer: int) -> Norm | None:
+        config = self.config
+        if config.qk_norm is QkNorm.ROTATED_HEADS:
+            return self._qk_norm(layer_prefix(layer))
+        if config.qk_norm is not QkNorm.ROTATED_PLAIN or layer in config.second_layers:
+            return None
+        ones = torch.ones(config.head_dim, dtype=self.weights.dtype, device=self.weights.device)
+        return rms_norm(ones.expand(self.heads.query + self.heads.kv, -1), eps=config.rms_eps, kind=config.norm)
 
     def _whole_norm(self, prefix: str) -> Norm:
         """The weights of all heads of q lie one after the other, and those of k."""

@@ -5,7 +5,7 @@
     partial     the first `partial_rotary_factor` of each head rotates (GLM-4, Phi-4-mini)
     longrope    two sets of divisors of the frequencies, for contexts up to the original one and beyond (Phi-3)
     sets        layers with a window rotate by another set than full ones (Gemma 3, OLMo 3)
-    none        some layers do not rotate (SmolLM3, Cohere 2)
+    none        some layers do not rotate (SmolLM3, Cohere 2, Llama 4)
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from tandem_engine.config import ModelConfig, RopeConfig
 from tandem_engine.model.config_fields import (
     FULL,
     MAX_FACTOR,
+    MAX_LAYERS,
     MAX_POSITION,
     MAX_THETA,
     ORIGINAL,
@@ -134,3 +135,14 @@ def _untruncated(own: ConfigFields) -> ConfigFields:
     if "truncate" in own.values and own.values["truncate"] is not True:
         own.defer("truncate", "must be true")
     return own
+
+
+def layers_without_rotation(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
+    """Those that `no_rope_layers` has a 0 for; without it every `no_rope_layer_interval`-th one."""
+    if not fields.has("no_rope_layers"):
+        interval = fields.integer("no_rope_layer_interval", least=1, most=MAX_LAYERS, default=4)
+        return tuple(layer for layer in range(num_layers) if (layer + 1) % interval == 0)
+    rotates = fields.items("no_rope_layers")
+    if len(rotates) < num_layers or not all(type(value) is int and value in (0, 1) for value in rotates):
+        fields.refuse("no_rope_layers", f"must have 1 for each of the {num_layers} layers that rotates, else 0")
+    return tuple(layer for layer in range(num_layers) if rotates[layer] == 0)

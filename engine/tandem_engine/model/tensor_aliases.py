@@ -5,7 +5,8 @@
     renamed     parts of a name
     joined      one matrix for several projections with the same input, which become ranges of its rows. They are read,
                 checked and shared by ranks like any other matrix
-    skipped     weights of parts that are not served: layers beyond the last, which predict several tokens (MTP)
+    skipped     weights that the layers of the model do not read: those of layers beyond the last, which predict several
+                tokens (MTP) and may draft (`speculative.mtp`)
 """
 
 import re
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from tandem_engine.config import ModelConfig
 from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
+from tandem_engine.model.llama4_tensors import unstacked_experts
 from tandem_engine.model.quantization.dequantized import DequantizedRows, DequantizedTensor
 from tandem_engine.model.tensor_names import CHOICE_BIAS, canonical_experts
 
@@ -34,6 +36,8 @@ class Aliases:
     """Parts of names, to ours. At most one applies to a name: the first that occurs in it."""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names within a layer, to those of the projections, in the order of their rows."""
+    inputs_first: bool = False
+    """Whether experts of a layer are stored together and their inputs first (`llama4_tensors`)."""
     extra_layers: bool = False
     """Whether there may be layers beyond the last one, each with a `PREDICTS_AHEAD`."""
     skipped: tuple[str, ...] = ()
@@ -68,6 +72,10 @@ ALIASES: Mapping[str, Aliases] = {
     "hunyuan_v1_moe": Aliases(
         renamed={**_HUNYUAN, "mlp.gate.wg": "mlp.gate", "mlp.shared_mlp": "mlp.shared_expert"},
     ),
+    "llama4_text": Aliases(
+        renamed={"feed_forward.router": "mlp.gate", "feed_forward": "mlp"},
+        inputs_first=True,
+    ),
     "minimax_m2": Aliases(renamed={"mlp.e_score_correction_bias": CHOICE_BIAS}),
     "phi3": Aliases(joined={"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP}),
 }
@@ -76,7 +84,8 @@ ALIASES: Mapping[str, Aliases] = {
 
 def canonical_tensors(tensors: Mapping[str, ReadableTensor], config: ModelConfig) -> dict[str, ReadableTensor]:
     """`tensors` of a checkpoint of `config` under our names; what has an odd shape keeps its name."""
-    aliases, found = ALIASES.get(config.family, Aliases()), canonical_experts(tensors)
+    aliases = ALIASES.get(config.family, Aliases())
+    found = canonical_experts(unstacked_experts(tensors) if aliases.inputs_first else tensors)
     result: dict[str, ReadableTensor] = {}
     for name, tensor in found.items():
         if not _is_skipped(name, aliases, config, found):

@@ -166,7 +166,7 @@ def _attention_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...
     yield from _linear("self_attn.o_proj", hidden, q, bias=config.output_bias)
     if config.attention_sinks:
         yield SINKS, (config.num_heads,)
-    if config.qk_norm is not None:
+    if config.qk_norm not in (None, QkNorm.ROTATED_PLAIN):
         whole = config.qk_norm is QkNorm.WHOLE
         yield "self_attn.q_norm.weight", (q if whole else config.head_dim,)
         yield "self_attn.k_norm.weight", (kv if whole else config.head_dim,)

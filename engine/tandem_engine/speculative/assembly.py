@@ -20,7 +20,8 @@ from tandem_engine.executor.platform import Platform, RunnerParts
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.base import CausalLM, StepModel
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.model.checkpoint_folder import read_json_object
+from tandem_engine.model.checkpoint_folder import open_directory, read_json_object
+from tandem_engine.model.config_fields import read_fields
 from tandem_engine.model.decoder import Decoder
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.tensor_names import expected_shapes
@@ -28,7 +29,17 @@ from tandem_engine.parallel.group import TpGroup
 from tandem_engine.speculative.draft_history import PageStamps, RecentText, WholeText
 from tandem_engine.speculative.draft_model import ModelProposer, OnForwardThread
 from tandem_engine.speculative.eagle import EagleModel, HiddenStates, head_shapes, load_head, read_head_config
+from tandem_engine.speculative.eagle3 import (
+    Eagle3Facts,
+    Eagle3Model,
+    eagle3_shapes,
+    is_eagle3,
+    load_eagle3,
+    load_features,
+    read_eagle3,
+)
 from tandem_engine.speculative.interface import Proposer
+from tandem_engine.speculative.mtp import can_predict_ahead, load_mtp, mtp_shapes, read_mtp
 from tandem_engine.speculative.ngram import NgramProposer
 
 HEAD_CONTEXT = 256
@@ -69,6 +80,10 @@ class Draft:
     path: str
     config: ModelConfig
     is_head: bool
+    eagle3: Eagle3Facts | None = None
+    """Of a head that reads several layers."""
+    is_mtp: bool = False
+    """Whether the head is a layer of the target's own checkpoint."""
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """Memory beside each page of the target."""
@@ -81,7 +96,12 @@ class Draft:
         """Memory that its weights will take; none for a model that drafts for itself."""
         if not self.is_head and _shares_weights(self.path, target_path, target_is_whole):
             return 0
-        shapes = head_shapes(self.config) if self.is_head else expected_shapes(self.config)
+        if self.eagle3 is not None:
+            shapes = eagle3_shapes(self.config, self.eagle3)
+        elif self.is_mtp:
+            shapes = mtp_shapes(self.config)
+        else:
+            shapes = head_shapes(self.config) if self.is_head else expected_shapes(self.config)
         return sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
 
 
@@ -91,8 +111,16 @@ def read_draft(config: SpecConfig, *, target: ModelConfig, target_path: str) -> 
     Raises:
         CheckpointError: it cannot be read, or drafts for another vocabulary or hidden size.
     """
+    eagle3, is_mtp = None, False
     if config.algorithm is SpecAlgorithm.EAGLE:
-        facts = read_head_config(config.draft_model_path, target)
+        own = Path(config.draft_model_path).resolve() == Path(target_path).resolve()
+        is_mtp = own and can_predict_ahead(target)
+        if is_mtp:
+            facts = read_mtp(target_path, target)
+        elif is_eagle3(read_fields(open_directory(config.draft_model_path))):
+            facts, eagle3 = read_eagle3(config.draft_model_path, target)
+        else:
+            facts = read_head_config(config.draft_model_path, target)
     elif config.algorithm is SpecAlgorithm.DRAFT:
         facts = read_model_config(config.draft_model_path)
     else:
@@ -103,7 +131,8 @@ def read_draft(config: SpecConfig, *, target: ModelConfig, target_path: str) -> 
             f"{target.vocab_size}; --speculative-draft-model-path must name one with the same tokenizer"
         )
     _require_same_tokens(Path(config.draft_model_path), Path(target_path))
-    return Draft(path=config.draft_model_path, config=facts, is_head=config.algorithm is SpecAlgorithm.EAGLE)
+    is_head = config.algorithm is SpecAlgorithm.EAGLE
+    return Draft(path=config.draft_model_path, config=facts, is_head=is_head, eagle3=eagle3, is_mtp=is_mtp)
 
 
 def draft_graph_bytes(draft: Draft, target: Target) -> int:
@@ -124,12 +153,17 @@ def keep_states(draft: Draft | None, target: Target) -> HiddenStates | None:
     """Where the target's hidden states go, when a head wants them."""
     if draft is None or not draft.is_head:
         return None
+    features = None
+    if draft.eagle3 is not None:
+        _require_decoder(target.model)
+        features = load_features(draft.path, draft.eagle3, dtype=target.dtype, device=target.device)
     return HiddenStates(
         num_pages=target.num_pages,
         page_size=target.page_size,
         hidden_size=draft.config.hidden_size,
         dtype=target.dtype,
         device=target.device,
+        features=features,
     )
 
 
@@ -193,18 +227,26 @@ def _shares_weights(path: str, target_path: str, target_is_whole: bool) -> bool:
     return target_is_whole and Path(path).resolve() == Path(target_path).resolve()
 
 
-def _head(draft: Draft, target: Target, states: HiddenStates, positions: int) -> EagleModel:
-    if not isinstance(target.model, Decoder):
+def _head(draft: Draft, target: Target, states: HiddenStates, positions: int) -> EagleModel | Eagle3Model:
+    decoder = _require_decoder(target.model)
+    path, config, dtype, device = draft.path, draft.config, target.dtype, target.device
+    if draft.eagle3 is not None:
+        own = load_eagle3(path, config, draft.eagle3, dtype=dtype, device=device, positions=positions)
+        return Eagle3Model(facts=config, head=own, target=decoder, states=states)
+    if draft.is_mtp:
+        head = load_mtp(path, decoder.config, config, dtype=dtype, device=device, positions=positions)
+    else:
+        head = load_head(path, config, dtype=dtype, device=device, positions=positions)
+    return EagleModel(facts=config, head=head, target=decoder, states=states)
+
+
+def _require_decoder(model: CausalLM) -> Decoder:
+    if not isinstance(model, Decoder):
         raise ConfigError(
-            f"--speculative-algorithm EAGLE shares the embedding of the model, and a {target.model.config.family} "
+            f"--speculative-algorithm EAGLE shares the embedding of the model, and a {model.config.family} "
             "model does not give it away; use DRAFT or NGRAM"
         )
-    return EagleModel(
-        facts=draft.config,
-        head=load_head(draft.path, draft.config, dtype=target.dtype, device=target.device, positions=positions),
-        target=target.model,
-        states=states,
-    )
+    return model
 
 
 def _pool(draft: Draft, target: Target) -> KvPool:

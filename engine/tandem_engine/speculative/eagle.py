@@ -29,7 +29,7 @@ Embedding and output matrix are the target's and not stored. The files are check
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -61,6 +61,14 @@ NOWHERE = -1
 """The slot of what is before the first token."""
 
 
+class Features(NamedTuple):
+    """Of a head whose states are made of what several layers of the target read (`eagle3`)."""
+
+    layers: tuple[int, ...]
+    fuse: Projection
+    """[T, layers * hidden_size] to [T, hidden_size]."""
+
+
 class HiddenStates:
     """Implements `HiddenObserver`. Used where forwards run, and in their order; waits for no device."""
 
@@ -72,12 +80,24 @@ class HiddenStates:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        features: Features | None = None,
     ) -> None:
+        """`features`: what a state is made of; None is the target's last state itself."""
+        self._features = features
         self._page_size = page_size
         self._states = torch.zeros(num_pages * page_size, hidden_size, dtype=dtype, device=device)
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """See `HiddenObserver.layers`."""
+        return () if self._features is None else self._features.layers
+
     def observe(self, hidden: Tensor, out_cache_loc: Tensor) -> None:
         """See `HiddenObserver.observe`."""
+        self.write(hidden if self._features is None else self._features.fuse(hidden), out_cache_loc)
+
+    def write(self, hidden: Tensor, out_cache_loc: Tensor) -> None:
+        """Keep states [T, hidden_size] of the tokens in these slots [T]."""
         if by_triton(self._states.device):
             from tandem_engine.kernels.triton.row_tables import scatter_rows
 
@@ -126,6 +146,10 @@ class EagleHead:
     block: Block
     norm: Norm
     rotary: RotaryTable
+    token_norm: Norm | None = None
+    """Of embeddings, before `fc` (`mtp`)."""
+    state_norm: Norm | None = None
+    """Of the states before, likewise."""
 
     def forward(self, embedded: Tensor, before: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """Guessed hidden states [S, hidden_size] of the tokens `wanted` [S].
@@ -134,6 +158,8 @@ class EagleHead:
             embedded: [T, hidden_size]; before: [T, hidden_size], the state before each token.
             positions: [T] int64.
         """
+        embedded = embedded if self.token_norm is None else self.token_norm(embedded)
+        before = before if self.state_norm is None else self.state_norm(before)
         hidden = self.fc(torch.cat((embedded, before), dim=1))
         block = self.block
         gathered = block.attention.attend(0, block.attention.norm(hidden), self.rotary.at(positions), attend)
@@ -167,7 +193,7 @@ class EagleModel(DraftHead):
 
     def keep(self, hidden: Tensor, slots: Tensor) -> None:
         """See `DraftHead.keep`: where the target's states will be, once it has computed these tokens."""
-        self.states.observe(hidden, slots)
+        self.states.write(hidden, slots)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
@@ -196,12 +222,12 @@ def read_head_config(path: str, target: ModelConfig) -> ModelConfig:
             f"the draft head in {path} reads hidden states of {config.hidden_size}, the model's have "
             f"{target.hidden_size}; use a head that was trained for this model"
         )
-    if config.norm_placement is NormPlacement.SHARED or config.query_scale is not None:
+    if config.norm_placement is NormPlacement.SHARED or config.query_scale is not None or config.chunks:
         raise CheckpointError(
             f"the draft head in {path} is a block of the family {config.family}, which is not supported as a head; use "
             "a head with the block of another family"
         )
-    _require(head_shapes(config), _tensors(path, config), where=directory.path)
+    require_head(head_shapes(config), _tensors(path, config), where=directory.path)
     return config
 
 
@@ -230,7 +256,8 @@ def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {FUSE: (config.hidden_size, 2 * config.hidden_size), **block}
 
 
-def _require(shapes: dict[str, tuple[int, ...]], tensors: dict[str, ReadableTensor], *, where: Path) -> None:
+def require_head(shapes: dict[str, tuple[int, ...]], tensors: dict[str, ReadableTensor], *, where: Path) -> None:
+    """Raise `CheckpointError` unless the `tensors` in the folder `where` are those of `shapes`."""
     for name, shape in shapes.items():
         stored = tensors.get(name)
         if stored is None:

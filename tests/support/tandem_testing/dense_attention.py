@@ -36,6 +36,9 @@ class DenseAttend:
         visible = torch.ones(new, seen, dtype=torch.bool).tril(diagonal=seen - new)
         if spec.window is not None:
             visible = visible.triu(diagonal=seen - new - spec.window + 1)
+        if spec.chunk is not None:
+            chunks = torch.arange(seen) // spec.chunk
+            visible &= chunks[-new:, None] == chunks
         q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
         if spec.sinks is not None:
             out = _with_sinks(q, k, v, visible, spec.scale, spec.sinks)

@@ -57,6 +57,8 @@ ADDED_PATHS = {
     "glm4-moe": (MIXED, SHARED, *UNEQUAL),
     # Keys normalized after their rotation.
     "hunyuan": (CACHED, SHARED),
+    # Chunks, in pages of their own and in those of all layers; queries that depend on their position.
+    "llama4": (CHUNKED, CACHED, DISAGGREGATED, SHARED),
     # Projections that are stored as one matrix, on two ranks.
     "phi4-mini": (CHUNKED, SHARED),
     # Queries that depend on their position: a chunk, a cached prefix and a receiver must know it.

@@ -292,6 +292,39 @@ TINY_MODELS = {
     ),
 }
 
+_LLAMA4 = {
+    "head_dim": 16,
+    "attention_chunk_size": 24,
+    "floor_scale": 16,
+    "attn_scale": 0.3,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 72,
+    "num_local_experts": 4,
+    "no_rope_layers": [1, 0, 1],
+}
+
+TINY_MODELS |= {
+    "llama4": TinyModel(
+        config_class="Llama4TextConfig",
+        fields={
+            **_LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "llama4-two-experts": TinyModel(
+        config_class="Llama4TextConfig",
+        fields={**_LLAMA4, "num_experts_per_tok": 2, "use_qk_norm": False, "attention_bias": True},
+    ),
+}
+
 _LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -394,6 +427,18 @@ TOWER_MODELS = {
         fields={"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 24},
         vision={**_VISION, "image_size": 16},
     ),
+    "llama4-tower": TinyModel(
+        config_class="Llama4Config",
+        fields=_LLAMA4,
+        vision={
+            **_VISION,
+            "image_size": 16,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "pixel_shuffle_ratio": 0.5,
+        },
+    ),
     "mistral3-tower": TinyModel(
         config_class="Mistral3Config",
         fields={**TINY_MODELS["ministral3"].fields, "model_type": "ministral3"},
@@ -435,7 +480,6 @@ UNSUPPORTED_MODELS = {
     "bart": TinyModel(config_class="BartConfig"),
     "falcon": TinyModel(config_class="FalconConfig"),
     "stablelm": TinyModel(config_class="StableLmConfig"),
-    "llama4": TinyModel(config_class="Llama4TextConfig"),
     "roberta": TinyModel(config_class="RobertaConfig", fields={"is_decoder": True, "pad_token_id": 1}),
     "xlm-roberta": TinyModel(config_class="XLMRobertaConfig", fields={"is_decoder": True, "pad_token_id": 1}),
 }
@@ -483,6 +527,63 @@ def write_tiny_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
     model.generation_config.eos_token_id = [IM_END, END_OF_TEXT]
     model.save_pretrained(directory, **({"max_shard_size": SHARD_SIZE} if tiny.sharded else {}))
     write_byte_tokenizer(directory)
+    return directory
+
+
+def write_tiny_eagle3(target: Path, directory: Path, *, seed: int = 1, layers: tuple[int, ...] | None = None) -> Path:
+    """Write a random EAGLE-3 head for the tiny checkpoint in `target` as SpecForge writes one, and return it.
+
+    It has every third id of the target. `layers`: those whose outputs it reads; None leaves them at the default.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((target / "config.json").read_text())
+    size, inner, vocab, width = config["hidden_size"], 80, config["vocab_size"], 16
+    own = torch.arange(0, vocab, 3)
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator) * 0.2
+
+    def norm() -> Any:
+        return torch.rand(size, generator=generator) + 0.5
+
+    projections = {"q_proj": (4 * width, 2 * size), "k_proj": (2 * width, 2 * size), "v_proj": (2 * width, 2 * size)}
+    blocks = {"gate_proj": (inner, size), "up_proj": (inner, size), "down_proj": (size, inner)}
+    tensors = {
+        "fc.weight": matrix(size, 3 * size),
+        "lm_head.weight": matrix(len(own), size),
+        "norm.weight": norm(),
+        "d2t": own - torch.arange(len(own)),
+        "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill_(0, own, True),
+        **{
+            f"midlayer.{name}.weight": norm() for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        },
+        **{f"midlayer.self_attn.{name}.weight": matrix(*shape) for name, shape in projections.items()},
+        "midlayer.self_attn.o_proj.weight": matrix(size, 4 * width),
+        **{f"midlayer.mlp.{name}.weight": matrix(*shape) for name, shape in blocks.items()},
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+    named = {} if layers is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+    facts = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": width,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": vocab,
+        "draft_vocab_size": len(own),
+        "tie_word_embeddings": False,
+        **named,
+    }
+    (directory / "config.json").write_text(json.dumps(facts))
     return directory
 
 

@@ -27,6 +27,7 @@ from numba.extending import overload, register_jitable
 from tandem_engine.kernels.cpu.jit import compiled, piece
 from tandem_engine.kernels.cpu.numbers import bits_of_codes
 from tandem_engine.kernels.cpu.pieces import Array, compiled_kernel, inlined, kernel_piece_options
+from tandem_engine.kernels.interface import Span
 
 CHUNK = 512
 """Tokens of one task: long enough to hide the merge, short enough that one long context feeds all threads."""
@@ -203,6 +204,19 @@ NO_WINDOW = 1 << 62
 """Longer than any sequence."""
 
 
+def window_of(span: Span | None) -> int:
+    """As kernels take it: the tokens of a window, or those of chunks times −1."""
+    if span is None:
+        return NO_WINDOW
+    return -span.tokens if span.chunked else span.tokens
+
+
+@inlined
+def first_seen(position: int, window: int) -> int:
+    """The oldest position that the token at `position` sees."""
+    return max(position + 1 - window, 0) if window > 0 else position // -window * -window
+
+
 def _cut_queries(
     queries: Array, num_short: int, seq_lens: Array, num_extend: int, first_decode: int, window: int
 ) -> Any:
@@ -212,7 +226,7 @@ def _cut_queries(
         queries: of the first `num_short` only the ranges of tasks are missing.
         seq_lens: [B] int64; those from `num_extend` on decode.
         first_decode: index of the first decode's token.
-        window: of decodes.
+        window: of decodes, see `window_of`.
 
     Returns the tasks [N, 2], and how many rows of K and of V the queries read together per head.
     """
@@ -222,7 +236,7 @@ def _cut_queries(
         queries[index, TOKEN] = first_decode + decode
         queries[index, ROW] = num_extend + decode
         queries[index, LENGTH] = length
-        queries[index, FIRST] = max(length - window, 0)
+        queries[index, FIRST] = first_seen(length - 1, window)
     num_tasks, rows_read = 0, 0
     for index in range(queries.shape[0]):
         first, length = queries[index, FIRST], queries[index, LENGTH]

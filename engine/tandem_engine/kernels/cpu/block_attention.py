@@ -25,7 +25,7 @@ import numba
 import numpy as np
 from numba.core import types as numba_types
 
-from tandem_engine.kernels.cpu.attention_work import as_float32, halved
+from tandem_engine.kernels.cpu.attention_work import as_float32, first_seen, halved
 from tandem_engine.kernels.cpu.kept import kept
 from tandem_engine.kernels.cpu.pieces import Array, compiled_callback, inlined
 from tandem_engine.kernels.cpu.softmax import bound, hide, pair_up, weigh
@@ -118,7 +118,7 @@ def place_bounds(position: int, group: int, begin: int, end: int, window: int, b
     bounds[1] = np.iinfo(np.int32).max
     for lane in range((end - begin) * group):
         place = position + begin + lane // group
-        bounds[0, lane // PANEL, lane % PANEL] = max(place + 1 - window, 0)
+        bounds[0, lane // PANEL, lane % PANEL] = first_seen(place, window)
         bounds[1, lane // PANEL, lane % PANEL] = place + 1
 
 
@@ -217,9 +217,9 @@ WORK = np.dtype(
     pages       [page, num_layers, 2, num_kv_heads, page_size, head_dim] float32, or others as `numbers` has them
     q, out      [T, num_kv_heads · group, head_dim] float32, dense; of `out` the tasks' queries are written
 
-`next_task` counts what has been taken, from 0. `window` is how many of the newest tokens a query sees. `panels` holds
-the queries of any task. `scale` has the factor log2 e where `soft_cap` is 0, else the factor 1 / soft_cap. `sinks` is
-the address of float32 [heads], or 0 for a layer without sinks.
+`next_task` counts what has been taken, from 0. `window`: which tokens a query sees, as `window_of` has it. `panels`
+holds the queries of any task. `scale` has the factor log2 e where `soft_cap` is 0, else the factor 1 / soft_cap.
+`sinks` is the address of float32 [heads], or 0 for a layer without sinks.
 """
 
 
@@ -308,7 +308,7 @@ def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: 
     scratch.outputs[:] = 0.0
     scratch.maxima[:] = -np.inf
     scratch.totals[:] = 0.0
-    key, last = max(sequence[POSITION] + begin + 1 - work.window, 0) // 2 * 2, sequence[POSITION] + end
+    key, last = first_seen(sequence[POSITION] + begin, work.window) // 2 * 2, sequence[POSITION] + end
     while key < last:
         count = min(key // KEYS * KEYS + KEYS, last) - key
         if pairs is not None:
@@ -324,7 +324,7 @@ def _attend_task(work: Any, pages: Array, task: Array, scratch: Scratch, pairs: 
             newest = sequence[POSITION] + min(begin + ((panel + 1) * PANEL - 1) // group, end - 1)
             seen = min(count, newest + 1 - key)
             if seen > 0:
-                hidden = oldest + 1 < key + seen or newest + 1 - work.window > key
+                hidden = oldest + 1 < key + seen or first_seen(newest, work.window) > key
                 _attend_panel(panel, key, seen, hidden, scale, work.soft_cap, scratch, pairs)
         key += count
     if work.sinks != 0:

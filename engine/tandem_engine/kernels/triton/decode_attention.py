@@ -38,14 +38,22 @@ from tandem_engine.kernels.triton.attention_block import (
     page_ids,
     sink_scores,
 )
-from tandem_engine.kernels.triton.work_list import Bounds, Rows, Splitting, WorkList, visible_splits
+from tandem_engine.kernels.triton.work_list import (
+    Bounds,
+    Rows,
+    Splitting,
+    WorkList,
+    first_seen,
+    span_constant,
+    visible_splits,
+)
 
 COMBINED_AT_ONCE = tl.constexpr(32)
 """Splits that `combine_kernel` has in flight."""
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "window"],
+    do_not_specialize=["table_stride", "span"],
     do_not_specialize_on_alignment=["page_table", "extend_lens", "seq_lens"],
 )
 def split_kernel(
@@ -66,7 +74,7 @@ def split_kernel(
     sinks,
     scale,
     cap,
-    window,
+    span,
     token_stride,
     page_stride,
     table_stride,
@@ -75,7 +83,7 @@ def split_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     MAX_QUERIES: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    SPAN: tl.constexpr,
     CAPPED: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
@@ -93,7 +101,7 @@ def split_kernel(
         row = packed // MAX_SPLITS
         q_len = tl.load(extend_lens + row)
         seq_len = tl.load(seq_lens + row)
-        low, length, splits = visible_splits(q_len, seq_len, window, WINDOWED, MIN_SPLIT, MAX_SPLITS)
+        low, length, splits = visible_splits(q_len, seq_len, span, SPAN, MIN_SPLIT, MAX_SPLITS)
         begin = (low // length + packed % MAX_SPLITS) * length
         low, high = tl.maximum(begin, low), tl.minimum(begin + length, seq_len)
 
@@ -120,9 +128,9 @@ def split_kernel(
         page = page_ids(table, low // BLOCK_N * BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         for block in range(low // BLOCK_N * BLOCK_N, high, BLOCK_N):
             highest, total, acc = attend_block(
-                tile, highest, total, acc, block, page, end - window, end, low, high,
+                tile, highest, total, acc, block, page, first_seen(end, span, SPAN), end, low, high,
                 keys + of_head, values + of_head, page_stride, factor, cap,
-                True, WINDOWED, CAPPED, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+                True, SPAN > 0, CAPPED, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
             )  # fmt: skip
             page = page_ids(table, block + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         if v_scale is not None:
@@ -137,7 +145,7 @@ def split_kernel(
             tl.store(partial_stats + part * 2 + 1, total, mask=m < q_len * GROUP)
 
 
-@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["extend_lens", "seq_lens"])
+@triton.jit(do_not_specialize=["span"], do_not_specialize_on_alignment=["extend_lens", "seq_lens"])
 def combine_kernel(
     partial,
     partial_stats,
@@ -146,12 +154,12 @@ def combine_kernel(
     seq_lens,
     starts,
     first_items,
-    window,
+    span,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     MAX_QUERIES: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    SPAN: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -161,7 +169,7 @@ def combine_kernel(
     query, query_head = tl.program_id(1) // (KV_HEADS * GROUP), tl.program_id(1) % (KV_HEADS * GROUP)
     q_len = tl.load(extend_lens + row)
     seq_len = tl.load(seq_lens + row)
-    _, _, splits = visible_splits(q_len, seq_len, window, WINDOWED, MIN_SPLIT, MAX_SPLITS)
+    _, _, splits = visible_splits(q_len, seq_len, span, SPAN, MIN_SPLIT, MAX_SPLITS)
     if (q_len <= MAX_QUERIES) & (query < q_len) & (splits != 1):
         head = query_head // GROUP
         m = query * GROUP + query_head % GROUP
@@ -181,7 +189,9 @@ def combine_kernel(
                 other=0.0,
             )
             new = tl.maximum(highest, tl.max(part_highest, axis=0))
-            before, share = tl.exp2(highest - new), tl.exp2(part_highest - new)
+            # A query that sees a later chunk than others of its row sees nothing in the first splits.
+            base = tl.where(new == float("-inf"), 0.0, new)
+            before, share = tl.exp2(highest - base), tl.exp2(part_highest - base)
             total = total * before + tl.sum(part_total * share, axis=0)
             acc = acc * before + tl.sum(part * share[:, None], axis=0)
             highest = new
@@ -284,31 +294,30 @@ def decode_attention(
     check_layout(q, keys, values, out)
     kv_heads, page_size, head_dim = keys.shape[1:]
     splitting = work.splitting
-    constants = decode_constants(splitting, kv_heads, head_dim, windowed=work.window is not None)
+    constants = decode_constants(splitting, kv_heads, head_dim, span=span_constant(work.span))
     scale, cap = factors(scale, soft_cap)
-    window = work.window or 0
     split_kernel[(min(multiprocessors * tiling.resident, len(work.items) * kv_heads),)](
         q, keys, values, out, rows.page_table, rows.extend_lens, rows.seq_lens, work.starts, work.items, work.totals,
-        partials.acc, partials.stats, k_scale, v_scale, sinks, scale, cap, window,
+        partials.acc, partials.stats, k_scale, v_scale, sinks, scale, cap, work.length,
         q.stride(0), keys.stride(0), rows.page_table.stride(0),
         PAGE_SIZE=page_size, CAPPED=soft_cap is not None, BLOCK_N=tiling.block_n,
         BLOCK_M=decode_block_m(splitting), **constants,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.most_registers,
     )  # fmt: skip
     combine_kernel[(len(work.starts), splitting.max_queries * q.shape[1])](
-        partials.acc, partials.stats, out, rows.extend_lens, rows.seq_lens, work.starts, work.first_items, window,
+        partials.acc, partials.stats, out, rows.extend_lens, rows.seq_lens, work.starts, work.first_items, work.length,
         **constants, num_warps=combine_warps(constants),
     )  # fmt: skip
 
 
-def decode_constants(splitting: Splitting, kv_heads: int, head_dim: int, *, windowed: bool) -> dict[str, int | bool]:
+def decode_constants(splitting: Splitting, kv_heads: int, head_dim: int, *, span: int) -> dict[str, int | bool]:
     """What both kernels are compiled for."""
     return {
         "KV_HEADS": kv_heads,
         "GROUP": splitting.group,
         "HEAD_DIM": head_dim,
         "MAX_QUERIES": splitting.max_queries,
-        "WINDOWED": windowed,
+        "SPAN": span,
         "MIN_SPLIT": splitting.min_split,
         "MAX_SPLITS": splitting.max_splits,
         "BLOCK_D": max(FEWEST, triton.next_power_of_2(head_dim)),

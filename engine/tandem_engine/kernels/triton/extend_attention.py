@@ -2,7 +2,7 @@
 
 FlashAttention-2 with the query heads of a K/V head packed into the tile: one program for each (tile, K/V head), where
 row m is query m // GROUP, head m % GROUP, counted over all of its sequence's queries. Query t stands at position
-prefix_len + t and sees up to itself, the newest `window` tokens. A tile's blocks of keys are
+prefix_len + t and sees up to itself, the tokens of its window or chunk. A tile's blocks of keys are
 
        masked          full            masked
     |-----------|-----------------|--------------|
@@ -36,11 +36,11 @@ from tandem_engine.kernels.triton.attention_block import (
     page_ids,
     sink_scores,
 )
-from tandem_engine.kernels.triton.work_list import Rows, WorkList
+from tandem_engine.kernels.triton.work_list import Rows, WorkList, first_seen, span_constant
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "window"],
+    do_not_specialize=["table_stride", "span"],
     do_not_specialize_on_alignment=["page_table", "extend_lens", "seq_lens"],
 )
 def extend_kernel(
@@ -60,7 +60,7 @@ def extend_kernel(
     sinks,
     scale,
     cap,
-    window,
+    span,
     token_stride,
     page_stride,
     table_stride,
@@ -68,7 +68,7 @@ def extend_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    SPAN: tl.constexpr,
     CAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -96,9 +96,9 @@ def extend_kernel(
         high = prefix + tl.minimum((first_m + BLOCK_M - 1) // GROUP + 1, q_len)
         low = prefix * 0
         full = prefix * 0
-        if WINDOWED:
-            low = tl.maximum(oldest - window, 0)
-            full = tl.cdiv(tl.maximum(high - window, 0), BLOCK_N) * BLOCK_N
+        if SPAN:
+            low = tl.maximum(first_seen(oldest, span, SPAN), 0)
+            full = tl.cdiv(tl.maximum(first_seen(high, span, SPAN), 0), BLOCK_N) * BLOCK_N
         masked = tl.maximum(oldest // BLOCK_N * BLOCK_N, full)
 
         factor = scale
@@ -116,10 +116,10 @@ def extend_kernel(
         # Each loop begins at the block where the one before ended, so `page` passes from one to the next.
         last = (high - 1) // PAGE_SIZE
         page = page_ids(table, low // BLOCK_N * BLOCK_N, last, PAGE_SIZE, BLOCK_N)
-        if WINDOWED:
+        if SPAN:
             for block in range(low // BLOCK_N * BLOCK_N, tl.minimum(full, high), BLOCK_N):
                 highest, total, acc = attend_block(
-                    tile, highest, total, acc, block, page, end - window, end, low, high,
+                    tile, highest, total, acc, block, page, first_seen(end, span, SPAN), end, low, high,
                     k_head, v_head, page_stride, factor, cap,
                     True, True, CAPPED, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
@@ -133,9 +133,9 @@ def extend_kernel(
             page = page_ids(table, block + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         for block in range(masked, high, BLOCK_N):
             highest, total, acc = attend_block(
-                tile, highest, total, acc, block, page, end - window, end, low, high,
+                tile, highest, total, acc, block, page, first_seen(end, span, SPAN), end, low, high,
                 k_head, v_head, page_stride, factor, cap,
-                True, WINDOWED, CAPPED, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+                True, SPAN > 0, CAPPED, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
             )  # fmt: skip
             page = page_ids(table, block + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         if v_scale is not None:
@@ -203,18 +203,18 @@ def extend_attention(
     assert tiling.block_m == splitting.block_m, f"tiles of {tiling.block_m}, lists for {splitting.block_m}"
     constants = extend_constants(
         group=splitting.group, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
-        tiling=tiling, windowed=work.window is not None, capped=soft_cap is not None,
+        tiling=tiling, span=span_constant(work.span), capped=soft_cap is not None,
     )  # fmt: skip
     extend_kernel[(len(work.tile_rows), kv_heads)](
         q, keys, values, out, rows.page_table, rows.extend_lens, rows.seq_lens,
         work.starts, work.tile_rows, work.tile_numbers, work.totals, k_scale, v_scale, sinks,
-        scale, cap, work.window or 0, q.stride(0), keys.stride(0), rows.page_table.stride(0),
+        scale, cap, work.length, q.stride(0), keys.stride(0), rows.page_table.stride(0),
         **constants, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
 
 def extend_constants(
-    *, group: int, kv_heads: int, head_dim: int, page_size: int, tiling: ExtendTiling, windowed: bool, capped: bool
+    *, group: int, kv_heads: int, head_dim: int, page_size: int, tiling: ExtendTiling, span: int, capped: bool
 ) -> dict[str, int | bool]:
     """What the kernel is compiled for."""
     return {
@@ -222,7 +222,7 @@ def extend_constants(
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "PAGE_SIZE": page_size,
-        "WINDOWED": windowed,
+        "SPAN": span,
         "CAPPED": capped,
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,

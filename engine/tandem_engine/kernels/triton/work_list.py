@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_engine.kernels.interface import Span
+
 LEAST_WIDTH = 1024
 """So many rows take one kernel, however few they are."""
 
@@ -36,23 +38,42 @@ MOST_ROWS = 64
 """Of a tile of decode, whose registers also hold as many rows of results."""
 
 
+ALL, WINDOW, CHUNKS = range(3)
+"""What kernels are compiled for: the value of SPAN."""
+
+_CHUNKS = tl.constexpr(CHUNKS)
+
+
+def span_constant(span: Span | None) -> int:
+    """The SPAN of `span`."""
+    if span is None:
+        return ALL
+    return CHUNKS if span.chunked else WINDOW
+
+
 @triton.jit
-def visible_splits(q_len, seq_len, window, WINDOWED: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+def first_seen(end, span, SPAN: tl.constexpr):
+    """The first token that the one before `end` sees, in a window or chunks of `span`. It may be negative."""
+    return (end - 1) // span * span if SPAN == _CHUNKS else end - span
+
+
+@triton.jit
+def visible_splits(q_len, seq_len, span, SPAN: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """Of rows with `q_len` queries at the end of `seq_len` tokens: first visible token, split length, and how many."""
     low = seq_len * 0
-    if WINDOWED:
-        low = tl.maximum(seq_len - q_len + 1 - window, 0)
+    if SPAN:
+        low = tl.maximum(first_seen(seq_len - q_len + 1, span, SPAN), 0)
     length = MIN_SPLIT * tl.maximum(tl.cdiv(seq_len - low, MIN_SPLIT * (MAX_SPLITS - 1)), 1)
     length = tl.where(seq_len - low <= _WHOLE * MIN_SPLIT, _WHOLE * MIN_SPLIT, length)
     return low, length, tl.cdiv(seq_len, length) - low // length
 
 
-@triton.jit(do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=["extend_lens", "seq_lens"])
+@triton.jit(do_not_specialize=["num_rows", "span"], do_not_specialize_on_alignment=["extend_lens", "seq_lens"])
 def list_kernel(
     extend_lens,
     seq_lens,
     num_rows,
-    window,
+    span,
     starts,
     first_items,
     items,
@@ -61,7 +82,7 @@ def list_kernel(
     totals,
     GROUP: tl.constexpr,
     MAX_QUERIES: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    SPAN: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -73,7 +94,7 @@ def list_kernel(
     q_len = tl.load(extend_lens + rows, mask=rows < num_rows, other=0)
     seq_len = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     few = q_len <= MAX_QUERIES
-    _, _, splits = visible_splits(q_len, seq_len, window, WINDOWED, MIN_SPLIT, MAX_SPLITS)
+    _, _, splits = visible_splits(q_len, seq_len, span, SPAN, MIN_SPLIT, MAX_SPLITS)
     splits = tl.where(few & (q_len > 0), splits, 0)
     before, here = rows < row, rows == row
     tl.store(starts + row, tl.sum(tl.where(before, q_len, 0)))
@@ -160,10 +181,10 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkList:
-    """The lists of one batch for one window. int32 on the device."""
+    """The lists of one batch for layers of one span. int32 on the device."""
 
     splitting: Splitting
-    window: int | None
+    span: Span | None
     starts: Tensor
     """[B] tokens before each row."""
     first_items: Tensor
@@ -180,8 +201,13 @@ class WorkList:
     def has_tiles(self) -> bool:
         return len(self.tile_rows) > 0
 
+    @property
+    def length(self) -> int:
+        """Tokens of the window or of a chunk, as kernels take it."""
+        return 0 if self.span is None else self.span.tokens
+
     @classmethod
-    def empty(cls, splitting: Splitting, bounds: Bounds, *, window: int | None, device: torch.device) -> "WorkList":
+    def empty(cls, splitting: Splitting, bounds: Bounds, *, span: Span | None, device: torch.device) -> "WorkList":
         """Memory for the lists of any batch within `bounds`."""
 
         def numbers(size: int) -> Tensor:
@@ -189,7 +215,7 @@ class WorkList:
 
         return cls(
             splitting=splitting,
-            window=window,
+            span=span,
             starts=numbers(bounds.rows),
             first_items=numbers(bounds.rows),
             items=numbers(splitting.items(bounds)),
@@ -203,22 +229,22 @@ class WorkList:
         count = len(self.starts)
         assert len(rows.seq_lens) == count, f"{len(rows.seq_lens)} rows for lists of {count}"
         list_kernel[(count,)](
-            rows.extend_lens, rows.seq_lens, count, self.window or 0,
+            rows.extend_lens, rows.seq_lens, count, self.length,
             self.starts, self.first_items, self.items, self.tile_rows, self.tile_numbers, self.totals,
             **self.constants(),
         )  # fmt: skip
 
     def constants(self) -> dict[str, int | bool]:
         """What the kernel is compiled for."""
-        return list_constants(self.splitting, len(self.starts), windowed=self.window is not None, tiles=self.has_tiles)
+        return list_constants(self.splitting, len(self.starts), span=span_constant(self.span), tiles=self.has_tiles)
 
 
-def list_constants(splitting: Splitting, rows: int, *, windowed: bool, tiles: bool) -> dict[str, int | bool]:
+def list_constants(splitting: Splitting, rows: int, *, span: int, tiles: bool) -> dict[str, int | bool]:
     """What `list_kernel` is compiled for."""
     return {
         "GROUP": splitting.group,
         "MAX_QUERIES": splitting.max_queries,
-        "WINDOWED": windowed,
+        "SPAN": span,
         "MIN_SPLIT": splitting.min_split,
         "MAX_SPLITS": splitting.max_splits,
         "BLOCK_M": splitting.block_m if tiles else 0,

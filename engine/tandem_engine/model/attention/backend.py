@@ -8,9 +8,9 @@ A backend is built for one pool and one `AttentionSpec` per layer. One step
 On a device a plan is a `TurningPlan`: it takes q and k as their projection left them, and one kernel normalizes and
 rotates them on their way to their destination.
 
-`AttentionSpec` is what one layer computes: softmax(cap(q·Kᵀ · scale)) · V over the newest `window` tokens, where
-cap(s) = soft_cap · tanh(s / soft_cap). With sinks the softmax has one more score for each query head, which is a number
-of the layer and belongs to no token: it takes its share of the weights and adds nothing.
+`AttentionSpec` is what one layer computes: softmax(cap(q·Kᵀ · scale)) · V over the newest `window` tokens, or those of
+the token's chunk, where cap(s) = soft_cap · tanh(s / soft_cap). With sinks the softmax has one more score for each
+query head, which is a number of the layer and belongs to no token: it takes its share of the weights and adds nothing.
 
 Contract of every backend
     - A sequence's result depends on its own tokens alone, to the bit: never on other sequences of the batch or on the
@@ -28,7 +28,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem_engine.forward.batch import ForwardBatch
-from tandem_engine.kernels.interface import HeadTurn
+from tandem_engine.kernels.interface import HeadTurn, Span
 
 
 class AttentionPlan(Protocol):
@@ -134,6 +134,8 @@ class AttentionSpec:
     """Factor of the scores, usually 1 / √head_dim."""
     window: int | None = None
     """Newest tokens that a token sees, itself included; None is all of them."""
+    chunk: int | None = None
+    """Sequences are cut into chunks of so many tokens, and a token sees no other chunk than its own (Llama 4)."""
     soft_cap: float | None = None
     """Bound that scores approach smoothly (Gemma 2); None leaves them alone."""
     value_width: int | None = None
@@ -141,9 +143,16 @@ class AttentionSpec:
     sinks: Tensor | None = field(default=None, compare=False)
     """float32 [query heads], dense: a score of each head that no cap applies to (gpt-oss); None is no sink."""
 
+    @property
+    def span(self) -> Span | None:
+        """The window or the chunk; None where a token sees all before it."""
+        if self.chunk is not None:
+            return Span(self.chunk, chunked=True)
+        return None if self.window is None else Span(self.window)
+
     def first_seen(self, position: int) -> int:
         """The oldest position that the token at `position` sees."""
-        return 0 if self.window is None else max(position + 1 - self.window, 0)
+        return 0 if self.span is None else self.span.first_seen(position)
 
 
 def distinct(specs: Sequence[AttentionSpec]) -> tuple[tuple[AttentionSpec, ...], tuple[int, ...]]:

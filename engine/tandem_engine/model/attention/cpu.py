@@ -8,9 +8,9 @@
                                 of queries and blocks of keys
 
 The kernel of a sequence depends on that sequence alone, and so does its result. A step is planned once for each
-distinct `AttentionSpec` of the layers: once for most models, twice where some layers have a window. A window bounds
-what is read and computed, not only what counts. `BlockAttention` plans all runs of tokens of a step together, so that a
-layer is one call, whose blocks of queries the threads share.
+distinct `AttentionSpec` of the layers: once for most models, twice where some layers have a window or chunks. Those
+bound what is read and computed, not only what counts. `BlockAttention` plans all runs of tokens of a step together, so
+that a layer is one call, whose blocks of queries the threads share.
 
 `ScaledPlan` is for a float8 pool: the kernels read the stored numbers, and the scales are applied around them,
 
@@ -41,6 +41,7 @@ from tandem_engine.kernels.cpu.attention_work import (
     cut_queries,
     group_tasks,
     pages_of_tile,
+    window_of,
 )
 from tandem_engine.kernels.cpu.block_attention import SEQUENCE_COLUMNS, TASK_COLUMNS, WORK, build_block_kernel
 from tandem_engine.kernels.cpu.paged_attention import ATTEND, PHASES, PagedKernel, build_paged_kernel
@@ -48,7 +49,7 @@ from tandem_engine.kernels.cpu.pieces import Array
 from tandem_engine.kernels.cpu.tensors import as_array
 from tandem_engine.kernels.cpu.threads import PHASE_BYTES, team
 from tandem_engine.kernels.cpu.vectors import PANEL
-from tandem_engine.kernels.interface import FLOAT8
+from tandem_engine.kernels.interface import FLOAT8, Span
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionPlan, AttentionSpec, distinct
 
@@ -124,11 +125,12 @@ class BlockAttention:
         work["num_tasks"], work["tasks"] = len(tasks), tasks.ctypes.data
         work["sequences"] = sequences.ctypes.data
         work["page_table"], work["table_width"] = table.ctypes.data, table.shape[1]
-        work["window"] = NO_WINDOW if spec.window is None else spec.window
+        work["window"] = window_of(spec.span)
         work["panels"] = -(-width * group // PANEL)
         work["soft_cap"] = spec.soft_cap or 0.0
         work["scale"] = spec.scale * _LOG2_E if spec.soft_cap is None else spec.scale / spec.soft_cap
-        scores = sum(run.length * min(run.position + run.length, int(work["window"][0])) for run in runs)
+        longest = NO_WINDOW if spec.span is None else spec.span.tokens
+        scores = sum(run.length * min(run.position + run.length, longest) for run in runs)
         return Extend(work=work, owned=(tasks, sequences, table), scores=scores * self._num_heads)
 
     def attend(self, layer: int, q: Tensor, extend: Extend, out: Tensor, sinks: Tensor | None) -> None:
@@ -214,17 +216,19 @@ class PagedQueries:
 
 
 def plan_paged(
-    batch: ForwardBatch, *, short: Sequence[Query], first_decode: int, window: int | None, page_size: int
+    batch: ForwardBatch, *, short: Sequence[Query], first_decode: int, span: Span | None, page_size: int
 ) -> PagedQueries:
     """`short` queries, then one for every DECODE sequence of `batch`, whose tokens start at `first_decode`.
 
-    `window` bounds the decodes; `short` queries carry their own bounds.
+    `span` bounds the decodes; `short` queries carry their own bounds.
     """
     queries = np.empty((len(short) + batch.num_sequences - batch.num_extend, QUERY_COLUMNS), np.int64)
     if short:
         queries[: len(short), : LENGTH + 1] = short
-    bound = NO_WINDOW if window is None else window
-    tasks, rows_read = cut_queries(queries, len(short), borrowed(batch.seq_lens), batch.num_extend, first_decode, bound)
+    window = window_of(span)
+    tasks, rows_read = cut_queries(
+        queries, len(short), borrowed(batch.seq_lens), batch.num_extend, first_decode, window
+    )
     table = batch.page_table.numpy()
     groups, members = _grouped(tasks, queries, table, page_size)
     return PagedQueries(
@@ -395,7 +399,7 @@ class CpuAttention:
                 batch,
                 short=extends.short,
                 first_decode=extends.num_tokens,
-                window=spec.window,
+                span=spec.span,
                 page_size=self._pool.page_size,
             )
         extend = self._blocks.plan(extends.runs, batch.page_table, spec) if extends.runs else None

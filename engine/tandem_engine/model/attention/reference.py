@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.kernels.interface import Span
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec
 
@@ -92,8 +93,8 @@ class TorchGraphPlan:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         position = torch.arange(self.page_table.shape[1] * page_size, device=q.device)
         seen = position < self.seq_lens[:, None]
-        if spec.window is not None:
-            seen &= position >= self.seq_lens[:, None] - spec.window
+        if spec.span is not None:
+            seen &= position >= _first_seen(self.seq_lens[:, None] - 1, spec.span)
         sinks = None if spec.sinks is None else spec.sinks.view(k.shape[1], -1)[..., None]
         weights = _softmax(scores.masked_fill(~seen[:, None, None], -torch.inf), sinks)
         return torch.einsum("rkgs,rskd->rkgd", weights, values).to(q.dtype).flatten(1)
@@ -140,7 +141,7 @@ class TorchReferenceBackend:
 def attend_dense(q: Tensor, keys: Tensor, values: Tensor, prefix_len: int, spec: AttentionSpec) -> Tensor:
     """q [T, heads, D] over keys [S, kv_heads, D] and values [S, kv_heads, W], all float32, to [T, heads, W].
 
-    Token t stands at position prefix_len + t. It sees positions up to its own, the newest `spec.window` of them.
+    Token t stands at position prefix_len + t. It sees positions up to its own, those of `spec.span`.
     """
     scores = torch.einsum("tkgd,skd->kgts", _grouped(q, keys.shape[1]), keys) * spec.scale
     if spec.soft_cap is not None:
@@ -148,11 +149,16 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, prefix_len: int, spec:
     position = prefix_len + torch.arange(len(q), device=q.device)[:, None]
     seen_position = torch.arange(len(keys), device=q.device)
     seen = seen_position <= position
-    if spec.window is not None:
-        seen &= seen_position > position - spec.window
+    if spec.span is not None:
+        seen &= seen_position >= _first_seen(position, spec.span)
     sinks = None if spec.sinks is None else spec.sinks.view(keys.shape[1], -1)[..., None, None]
     weights = _softmax(scores.masked_fill(~seen, -torch.inf), sinks)
     return torch.einsum("kgts,skd->tkgd", weights, values).flatten(1, 2)
+
+
+def _first_seen(position: Tensor, span: Span) -> Tensor:
+    """As `Span.first_seen`, of many positions. It may be negative."""
+    return position - position % span.tokens if span.chunked else position + 1 - span.tokens
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

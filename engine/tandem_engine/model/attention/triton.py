@@ -5,7 +5,7 @@
     any other                        `kernels.triton.extend_attention`             bound by arithmetic
 
 The kernel of a row depends on that row alone, and so does its result. The host needs no lengths: the device lists which
-program computes what (`kernels.triton.work_list`), once per step for each distinct window, and all sizes are upper
+program computes what (`kernels.triton.work_list`), once per step for each distinct span, and all sizes are upper
 bounds. So nothing here waits for the device, and a step of decodes can be captured in a CUDA graph.
 
 A `TritonGraphPlan` is the plan of a captured step: its tensors keep their addresses, `load` writes a batch into them.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.forward.batch import ForwardBatch
-from tandem_engine.kernels.interface import HeadTurn
+from tandem_engine.kernels.interface import HeadTurn, Span
 from tandem_engine.kernels.triton.common import facts_of
 from tandem_engine.kernels.triton.decode_attention import (
     DecodeTiling,
@@ -66,10 +66,8 @@ class PagedAttention:
 
     def plan(self, rows: Rows, slots: Tensor, bounds: Bounds, partials: Partials | None = None) -> "TritonPlan":
         """The plan of `rows`, which are within `bounds`. `partials`: memory that no concurrent step uses."""
-        windows = dict.fromkeys(spec.window for spec in self.specs)
-        lists = {
-            window: WorkList.empty(self.splitting, bounds, window=window, device=self.device) for window in windows
-        }
+        spans = dict.fromkeys(spec.span for spec in self.specs)
+        lists = {span: WorkList.empty(self.splitting, bounds, span=span, device=self.device) for span in spans}
         partials = partials or self.partials(bounds)
         plan = TritonPlan(attention=self, rows=rows, slots=slots, lists=lists, partials=partials)
         plan.fill()
@@ -89,7 +87,7 @@ class TritonPlan(TurningPlan):
     rows: Rows
     slots: Tensor
     """[T] int64"""
-    lists: dict[int | None, WorkList]
+    lists: dict[Span | None, WorkList]
     partials: Partials
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -103,7 +101,7 @@ class TritonPlan(TurningPlan):
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of `layer` over what the pool holds: [T, heads, head_dim]."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        work = self.lists[self.attention.specs[layer].window]
+        work = self.lists[self.attention.specs[layer].span]
         self.attention.attend(layer, _dense_heads(q), out, self.rows, work, self.partials)
         return out
 
@@ -199,7 +197,7 @@ class TritonBackend:
         self._graph_items = 0
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
-        """A small launch for each distinct window; waits for nothing."""
+        """A small launch for each distinct span; waits for nothing."""
         rows = Rows(*(self._int32(part) for part in (batch.page_table, batch.extend_lens, batch.seq_lens)))
         bounds = self._bounds(rows.page_table, extend_tokens=batch.num_tokens if batch.num_extend else 0)
         slots = batch.out_cache_loc.to(self._attention.device, non_blocking=True)

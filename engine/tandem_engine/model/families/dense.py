@@ -16,7 +16,6 @@ from dataclasses import replace
 from tandem_engine.config import ModelConfig, QkNorm, QueryScale, RopeConfig
 from tandem_engine.model.config_fields import (
     FULL,
-    MAX_LAYERS,
     MAX_POSITION,
     ORIGINAL,
     SLIDING,
@@ -42,6 +41,7 @@ from tandem_engine.model.known_fields import BIASES, MLP_BIAS, SILU, Family, bia
 from tandem_engine.model.long_context import LONGROPE
 from tandem_engine.model.rotary_fields import (
     NO_ROTATION,
+    layers_without_rotation,
     read_longrope,
     with_rotary_dim,
 )
@@ -124,7 +124,7 @@ GRANITE = Family(
 def _read_smollm3(fields: ConfigFields) -> ModelConfig:
     defaults = Defaults(num_kv_heads=4, rope_theta=2e6, tie_embeddings=True)
     base = read_decoder(fields, family=SMOLLM3.name, defaults=defaults)
-    still = _layers_without_rotation(fields, base.num_layers)
+    still = layers_without_rotation(fields, base.num_layers)
     slides = fields.flag("use_sliding_window", default=False) and stated_window(fields, default=None) is not None
     default = tuple(SLIDING if slides and layer in still else FULL for layer in range(base.num_layers))
     kinds = read_layer_kinds(fields, default=default)
@@ -136,17 +136,6 @@ def _read_smollm3(fields: ConfigFields) -> ModelConfig:
         second_rope=NO_ROTATION if still else None,
         second_layers=still,
     )
-
-
-def _layers_without_rotation(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
-    """Those that `no_rope_layers` has a 0 for; without it every `no_rope_layer_interval`-th one."""
-    if not fields.has("no_rope_layers"):
-        interval = fields.integer("no_rope_layer_interval", least=1, most=MAX_LAYERS, default=4)
-        return tuple(layer for layer in range(num_layers) if (layer + 1) % interval == 0)
-    rotates = fields.items("no_rope_layers")
-    if len(rotates) < num_layers or not all(type(value) is int and value in (0, 1) for value in rotates):
-        fields.refuse("no_rope_layers", f"must have 1 for each of the {num_layers} layers that rotates, else 0")
-    return tuple(layer for layer in range(num_layers) if rotates[layer] == 0)
 
 
 SMOLLM3 = Family(

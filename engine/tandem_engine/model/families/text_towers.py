@@ -76,6 +76,12 @@ TOWERS = (
         ties=True,
     ),
     Tower(
+        name="llama4",
+        architecture="Llama4ForConditionalGeneration",
+        texts={"llama4_text": "llama4_text"},
+        image_fields=frozenset({"boi_token_index", "eoi_token_index", "image_token_index", "vision_config"}),
+    ),
+    Tower(
         name="mistral3",
         architecture="Mistral3ForConditionalGeneration",
         texts={"mistral": "mistral", "ministral3": "ministral3"},
@@ -119,6 +125,7 @@ IMAGE_WEIGHTS = (
     "model.vision_tower.",
     "model.visual.",
     "multi_modal_projector.",
+    "vision_model.",
     "vision_tower.",
     "visual.",
 )

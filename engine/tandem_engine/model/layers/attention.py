@@ -92,7 +92,7 @@ def rotary_table(
     angles = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
     scales = None
     if query_scale is not None:
-        periods = (position / query_scale.period).floor()
+        periods = ((position + query_scale.offset) / query_scale.period).floor()
         scales = (1 + query_scale.beta * (1 + periods).log())[:, None, None].to(device=device, dtype=dtype)
     return RotaryTable(angles=angles.to(device=device, dtype=dtype), query_scales=scales)
 

@@ -6,7 +6,8 @@ In a mixture, a router selects a few of many small feed-forward blocks for each 
                  from the best groups if so trained; their weights scaled to sum to 1 if so trained
     2. group     (token, expert) pairs are sorted by expert and their tokens gathered once, so that each expert is one
                  pair of matrix products over just its tokens; experts without tokens are skipped
-    3. combine   a token's results are weighted and added, best expert first; then that of the shared expert
+    3. combine   a token's results are weighted and added, best expert first; then that of the shared expert. Some
+                 models weight what experts read instead (`weighted_inputs`)
 
 A token's results have separate places before they are added. So its output depends neither on the order of the groups
 nor on the other tokens of its experts, except for the rounding that rows of one matrix product share in any layer.
@@ -114,12 +115,14 @@ class Router:
     scale: float = 1.0
     """Factor of the weights."""
     float32: bool = False
+    by_logits: bool = False
+    """Whether experts are chosen by their logits, which may differ where scores are rounded to 1."""
 
     def __call__(self, normed: Tensor) -> Choice:
         """[T, hidden] to each token's experts, with weights in the dtype of `normed`."""
         logits = self.weight(normed.float() if self.float32 else normed).float()
         scores = logits.sigmoid() if self.scoring is Scoring.SIGMOID else logits.softmax(dim=-1)
-        ranked = scores if self.bias is None else scores + self.bias
+        ranked = logits if self.by_logits else scores if self.bias is None else scores + self.bias
         if self.groups > 1:
             ranked = self._in_best_groups(ranked)
         weights, experts = ranked.topk(self.experts_per_token, dim=-1)
@@ -176,6 +179,8 @@ class SparseFeedForward:
     shared: SharedBlock | None = None
     group: TpGroup = field(default_factory=SingleRank)
     """The ranks, each with a share of every expert's inner dimension. Token by token they choose alike."""
+    weighted_inputs: bool = False
+    """Whether weights multiply what experts read, in place of their results."""
 
     def __call__(self, normed: Tensor) -> Tensor:
         """See `FeedForward`."""
@@ -185,11 +190,14 @@ class SparseFeedForward:
         pairs = experts.flatten().argsort(stable=True)
         counts = torch.bincount(experts.flatten(), minlength=len(self.experts)).tolist()
         hit = [(expert, count) for expert, count in zip(self.experts, counts, strict=True) if count]
-        groups = torch.split(normed.index_select(0, pairs // chosen), [count for _, count in hit])
+        inputs = normed.index_select(0, pairs // chosen)
+        if self.weighted_inputs:
+            inputs.mul_(weights.flatten().index_select(0, pairs)[:, None])
+        groups = torch.split(inputs, [count for _, count in hit])
         outputs = [
             expert.down(self.activation(expert.gate_up(group))) for (expert, _), group in zip(hit, groups, strict=True)
         ]
         grouped = torch.cat(outputs) if outputs else normed  # without tokens that is as empty
         results = torch.empty_like(grouped).index_copy_(0, pairs, grouped).view(-1, chosen, normed.shape[1])
-        total = (results * weights[..., None]).sum(dim=1)
+        total = (results if self.weighted_inputs else results * weights[..., None]).sum(dim=1)
         return self.group.all_reduce(total if self.shared is None else total.add_(self.shared(normed)))

@@ -56,6 +56,8 @@ class DeviceExperts:
     biases: ExpertBiases | None
     group: TpGroup
     shared: SharedBlock | None
+    weighted_inputs: bool
+    """See `SparseFeedForward.weighted_inputs`."""
 
     @classmethod
     def of(
@@ -69,6 +71,7 @@ class DeviceExperts:
         clamp: GateClamp | None = None,
         biases: ExpertBiases | None = None,
         shared: SharedBlock | None = None,
+        weighted_inputs: bool = False,
     ) -> Self:
         """The block of these experts. Kernels of packed ones are compiled."""
         layer = cls(
@@ -80,6 +83,7 @@ class DeviceExperts:
             biases=biases,
             group=group,
             shared=shared,
+            weighted_inputs=weighted_inputs,
         )
         if weights.any_packed:
             layer._warm_up()
@@ -88,8 +92,17 @@ class DeviceExperts:
     def __call__(self, normed: Tensor) -> Tensor:
         """See `FeedForward`."""
         experts, weights = self.router(normed)
-        total = self._computed(normed, experts, weights)
+        if self.weighted_inputs:
+            total = self._of_weighted(normed, experts, weights)
+        else:
+            total = self._computed(normed, experts, weights)
         return self.group.all_reduce(total if self.shared is None else total.add_(self.shared(normed)))
+
+    def _of_weighted(self, normed: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Each pair of a token and an expert counts as a token with one expert, whose weight is 1."""
+        inputs = (normed[:, None] * weights[..., None]).flatten(0, 1)
+        results = self._computed(inputs, experts.view(-1, 1), torch.ones_like(weights).view(-1, 1))
+        return results.view(*experts.shape, normed.shape[1]).sum(dim=1)
 
     def _computed(self, normed: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         held = self.weights

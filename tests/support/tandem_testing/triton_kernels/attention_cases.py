@@ -34,9 +34,14 @@ class Heads:
     dtype: torch.dtype = torch.float32
 
     def spec(
-        self, *, window: int | None = None, soft_cap: float | None = None, sinks: Tensor | None = None
+        self,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> AttentionSpec:
-        return AttentionSpec(scale=self.head_dim**-0.5, window=window, soft_cap=soft_cap, sinks=sinks)
+        return AttentionSpec(scale=self.head_dim**-0.5, window=window, chunk=chunk, soft_cap=soft_cap, sinks=sinks)
 
     def sinks(self, device: str) -> Tensor:
         """One that takes all the weight, one that takes none, and some between."""
@@ -142,7 +147,7 @@ class Case:
             num_heads=heads.heads, kv_heads=heads.kv_heads, max_queries=max_queries, block_m=extend.block_m
         )
         device = self.q.device
-        work = WorkList.empty(splitting, self.bounds(), window=spec.window, device=device)
+        work = WorkList.empty(splitting, self.bounds(), span=spec.span, device=device)
         work.fill(self.rows)
         partials = Partials.empty(
             splitting, self.bounds(), kv_heads=heads.kv_heads, head_dim=heads.head_dim, device=device

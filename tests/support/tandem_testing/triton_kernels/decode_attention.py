@@ -12,7 +12,7 @@ from tandem_engine.kernels.triton.decode_attention import (
     decode_tiling,
     split_kernel,
 )
-from tandem_engine.kernels.triton.work_list import Splitting, splitting_of
+from tandem_engine.kernels.triton.work_list import ALL, CHUNKS, WINDOW, Splitting, splitting_of
 from tandem_testing.triton_kernels.ahead_of_time import AMPERE, ARCHITECTURES, HOPPER, SHARED_LIMIT, compile_kernel
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
 
@@ -46,6 +46,27 @@ def check_windows_and_caps(device: str) -> None:
                 case.keys[gone], case.values[gone] = torch.nan, torch.nan
         expected = Case.make(heads, DECODES, device).expected(spec)
         torch.testing.assert_close(case.attend(spec).double(), expected, rtol=0, atol=3e-6)
+
+
+def check_chunks(device: str) -> None:
+    """What lies in earlier chunks is not even read. The queries of a row may lie in two of them."""
+    heads = Heads()
+    for chunk, soft_cap in ((1, None), (20, None), (256, 2.0), (5000, None)):
+        spec = heads.spec(chunk=chunk, soft_cap=soft_cap)
+        case = Case.make(heads, DECODES, device)
+        for row, (_, seq_len) in enumerate(case.lens):
+            gone = case.rows.page_table[row, : (seq_len - 1) // chunk * chunk // heads.page_size].long()
+            case.keys[gone], case.values[gone] = torch.nan, torch.nan
+        expected = Case.make(heads, DECODES, device).expected(spec)
+        torch.testing.assert_close(case.attend(spec).double(), expected, rtol=0, atol=3e-6)
+
+
+def check_queries_of_a_row_in_two_chunks(device: str) -> None:
+    """The second sees nothing of the first 33 splits, more than are combined at once."""
+    fine = Splitting(group=2, max_queries=2, min_split=8, max_splits=64, block_m=32)
+    heads = Heads()
+    for spec in (heads.spec(chunk=480), heads.spec(chunk=480, sinks=heads.sinks(device))):
+        Case.make(heads, ((2, 481), (2, 480), (2, 961), (1, 481)), device).check(spec, splitting=fine)
 
 
 def check_half_precision(device: str) -> None:
@@ -138,14 +159,20 @@ def compile_for_verification_of_drafts() -> None:
 def compile_for_gemma() -> None:
     """Heads of 256, a window and a cap."""
     for arch in ARCHITECTURES:
-        decode_fits(8, 4, 256, arch=arch, windowed=True, capped=True)
+        decode_fits(8, 4, 256, arch=arch, span=WINDOW, capped=True)
+
+
+def compile_for_llama4() -> None:
+    """Layers with chunks."""
+    for arch in ARCHITECTURES:
+        decode_fits(40, 8, 128, arch=arch, span=CHUNKS)
 
 
 def compile_for_sinks() -> None:
     """Layers of gpt-oss, with the window and without."""
     for arch in ARCHITECTURES:
-        for windowed in (True, False):
-            decode_fits(64, 8, 64, arch=arch, windowed=windowed, sinks=True)
+        for span in (WINDOW, ALL):
+            decode_fits(64, 8, 64, arch=arch, span=span, sinks=True)
     decode_fits(64, 8, 64, arch=HOPPER, pool_kind="fp8e4nv", sinks=True)
 
 
@@ -167,7 +194,7 @@ def decode_fits(
     kind: str = "bf16",
     pool_kind: str | None = None,
     page_size: int = 16,
-    windowed: bool = False,
+    span: int = ALL,
     capped: bool = False,
     sinks: bool = False,
     max_queries: int = 1,
@@ -176,7 +203,7 @@ def decode_fits(
     itemsize = 4 if kind == "fp32" else 2
     pool_itemsize = 1 if pool_kind else itemsize
     splitting = splitting_of(num_heads=heads, kv_heads=kv_heads, max_queries=max_queries, block_m=128)
-    constants = decode_constants(splitting, kv_heads, head_dim, windowed=windowed)
+    constants = decode_constants(splitting, kv_heads, head_dim, span=span)
     tiling = decode_tiling(
         head_dim,
         itemsize,
@@ -187,7 +214,7 @@ def decode_fits(
     scale = "*fp32:16" if pool_kind else None
     scales = {"k_scale": scale, "v_scale": scale}
     lens = {"extend_lens": "*i32", "seq_lens": "*i32", "starts": "*i32:16"}
-    partials = {"partial": "*fp32:16", "partial_stats": "*fp32:16", "out": f"*{kind}:16", "window": "i32"}
+    partials = {"partial": "*fp32:16", "partial_stats": "*fp32:16", "out": f"*{kind}:16", "span": "i32"}
     split = compile_kernel(
         split_kernel,
         {

@@ -3,6 +3,7 @@
 import torch
 
 from tandem_engine.kernels.triton.extend_attention import ExtendTiling, extend_constants, extend_kernel, extend_tiling
+from tandem_engine.kernels.triton.work_list import ALL, CHUNKS, WINDOW
 from tandem_testing.triton_kernels.ahead_of_time import AMPERE, ARCHITECTURES, HOPPER, SHARED_LIMIT, compile_kernel
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
 
@@ -35,6 +36,19 @@ def check_windows_and_caps(device: str) -> None:
                 gone = case.rows.page_table[row, : oldest // heads.page_size].long()
                 case.keys[gone], case.values[gone] = torch.nan, torch.nan
         expected = Case.make(heads, EXTENDS[:4], device).expected(spec)
+        torch.testing.assert_close(case.attend(spec).double(), expected, rtol=0, atol=3e-6)
+
+
+def check_chunks(device: str) -> None:
+    """Chunks that end within a tile and within a block, and some that a tile does not reach."""
+    heads = Heads()
+    for chunk, soft_cap in ((1, None), (24, None), (64, 2.0), (128, None), (5000, None)):
+        spec = heads.spec(chunk=chunk, soft_cap=soft_cap)
+        case = Case.make(heads, EXTENDS[:5], device)
+        for row, (queries, seq_len) in enumerate(case.lens):
+            gone = case.rows.page_table[row, : (seq_len - queries) // chunk * chunk // heads.page_size].long()
+            case.keys[gone], case.values[gone] = torch.nan, torch.nan
+        expected = Case.make(heads, EXTENDS[:5], device).expected(spec)
         torch.testing.assert_close(case.attend(spec).double(), expected, rtol=0, atol=3e-6)
 
 
@@ -86,14 +100,20 @@ def compile_for_llama_8b() -> None:
 def compile_for_gemma() -> None:
     """Heads of 256, a window and a cap."""
     for arch in ARCHITECTURES:
-        extend_fits(8, 4, 256, arch=arch, windowed=True, capped=True)
+        extend_fits(8, 4, 256, arch=arch, span=WINDOW, capped=True)
+
+
+def compile_for_llama4() -> None:
+    """Layers with chunks."""
+    for arch in ARCHITECTURES:
+        extend_fits(40, 8, 128, arch=arch, span=CHUNKS)
 
 
 def compile_for_sinks() -> None:
     """Layers of gpt-oss, with the window and without."""
     for arch in ARCHITECTURES:
-        for windowed in (True, False):
-            extend_fits(64, 8, 64, arch=arch, windowed=windowed, sinks=True)
+        for span in (WINDOW, ALL):
+            extend_fits(64, 8, 64, arch=arch, span=span, sinks=True)
     extend_fits(64, 8, 64, arch=HOPPER, pool_kind="fp8e4nv", sinks=True)
 
 
@@ -119,7 +139,7 @@ def extend_fits(
     kind: str = "bf16",
     pool_kind: str | None = None,
     page_size: int = 16,
-    windowed: bool = False,
+    span: int = ALL,
     capped: bool = False,
     sinks: bool = False,
     tiling: ExtendTiling | None = None,
@@ -137,7 +157,7 @@ def extend_fits(
             **dict.fromkeys(("extend_lens", "seq_lens"), "*i32"),
             **dict.fromkeys(("starts", "tile_rows", "tile_numbers", "totals"), "*i32:16"),
             **dict.fromkeys(("scale", "cap"), "fp32"),
-            "window": "i32",
+            "span": "i32",
             **dict.fromkeys(("token_stride", "page_stride"), "i32:16"),
             "table_stride": "i32",
             **(scales if pool_kind else {}),
@@ -152,7 +172,7 @@ def extend_fits(
                 head_dim=head_dim,
                 page_size=page_size,
                 tiling=tiling,
-                windowed=windowed,
+                span=span,
                 capped=capped,
             ),
         },

@@ -2,26 +2,36 @@
 
 import torch
 
-from tandem_engine.kernels.triton.work_list import WHOLE, Bounds, Rows, Splitting, WorkList, list_constants, list_kernel
+from tandem_engine.kernels.interface import Span
+from tandem_engine.kernels.triton.work_list import (
+    WHOLE,
+    WINDOW,
+    Bounds,
+    Rows,
+    Splitting,
+    WorkList,
+    list_constants,
+    list_kernel,
+)
 from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, compile_kernel
 
 SPLITTING = Splitting(group=3, max_queries=2, min_split=16, max_splits=4, block_m=16)
 LENS = ((1, 1), (2, 30), (1, 16), (5, 5), (1, 0), (1, 33), (40, 90), (2, 48), (1, 49), (1, 400), (3, 1000))
 
 
-def lists(lens, window: int | None, device: str) -> WorkList:
+def lists(lens, span: Span | None, device: str) -> WorkList:
     queries, tokens = (torch.tensor(column, dtype=torch.int32, device=device) for column in zip(*lens, strict=True))
     rows = Rows(torch.zeros((len(lens), 1), dtype=torch.int32, device=device), queries, tokens)
     bounds = Bounds(len(lens), max(tokens.tolist()), sum(queries.tolist()))
-    work = WorkList.empty(SPLITTING, bounds, window=window, device=torch.device(device))
+    work = WorkList.empty(SPLITTING, bounds, span=span, device=torch.device(device))
     work.fill(rows)
     return work
 
 
-def splits(row: tuple[int, int], window: int | None) -> int:
+def splits(row: tuple[int, int], span: Span | None) -> int:
     """How many a row of few queries has, by their definition."""
     queries, tokens = row
-    low = 0 if window is None else max(0, tokens - queries + 1 - window)
+    low = 0 if span is None else span.first_seen(max(tokens - queries, 0))
     length = SPLITTING.min_split * max(1, -(-(tokens - low) // (SPLITTING.min_split * (SPLITTING.max_splits - 1))))
     if tokens - low <= WHOLE * SPLITTING.min_split:
         length = WHOLE * SPLITTING.min_split
@@ -29,10 +39,10 @@ def splits(row: tuple[int, int], window: int | None) -> int:
 
 
 def check_every_row_is_listed_once(device: str) -> None:
-    for window in (None, 1, 17, 100):
-        work = lists(LENS, window, device)
+    for span in (None, Span(1), Span(17), Span(100), Span(16, chunked=True), Span(70, chunked=True)):
+        work = lists(LENS, span, device)
         few = [queries <= SPLITTING.max_queries for queries, _ in LENS]
-        counts = [splits(row, window) if is_few else 0 for row, is_few in zip(LENS, few, strict=True)]
+        counts = [splits(row, span) if is_few else 0 for row, is_few in zip(LENS, few, strict=True)]
         assert max(counts) <= SPLITTING.max_splits
         items = [(row, split) for row, count in enumerate(counts) for split in range(count)]
         tiles = [
@@ -53,8 +63,8 @@ def check_every_row_is_listed_once(device: str) -> None:
 def check_bounds_hold_in_the_worst_case(device: str) -> None:
     """Windows that begin within a split, and tiles of which each row has one that is nearly empty."""
     lens = [(1, 16 * 3 + offset) for offset in range(1, 16)] + [(6, 6)] * 4
-    for window in (None, 16, 17, 33):
-        work = lists(lens, window, device)
+    for span in (None, Span(16), Span(17), Span(33), Span(17, chunked=True)):
+        work = lists(lens, span, device)
         items, tiles = work.totals.tolist()
         assert items <= len(work.items)
         assert tiles <= len(work.tile_rows)
@@ -64,9 +74,9 @@ def compile_lists() -> None:
     pointers = ("starts", "first_items", "items", "tile_rows", "tile_numbers", "totals")
     signature = {
         **dict.fromkeys(("extend_lens", "seq_lens"), "*i32"),
-        **dict.fromkeys(("num_rows", "window"), "i32"),
+        **dict.fromkeys(("num_rows", "span"), "i32"),
         **dict.fromkeys(pointers, "*i32:16"),
     }
     for arch in ARCHITECTURES:
-        constants = list_constants(SPLITTING, 256, windowed=True, tiles=True)
+        constants = list_constants(SPLITTING, 256, span=WINDOW, tiles=True)
         compile_kernel(list_kernel, signature, constants, arch=arch).assert_fits()

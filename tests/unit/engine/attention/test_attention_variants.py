@@ -1,4 +1,4 @@
-"""Windows, capped scores and scales: every way of the CPU backend against the reference, for any page size."""
+"""Windows, chunks, capped scores and scales: every way of the CPU backend against the reference, for any page size."""
 
 from dataclasses import replace
 
@@ -21,6 +21,12 @@ VARIANTS = {
     "window": AttentionSpec(scale=SCALE, window=20),
     "window of one": AttentionSpec(scale=SCALE, window=1),
     "window longer than any": AttentionSpec(scale=SCALE, window=5000),
+    "chunks": AttentionSpec(scale=SCALE, chunk=20),
+    "chunks of one": AttentionSpec(scale=SCALE, chunk=1),
+    "chunks longer than any": AttentionSpec(scale=SCALE, chunk=5000),
+    "chunks of many keys": AttentionSpec(scale=SCALE, chunk=100),
+    "capped chunks": AttentionSpec(scale=0.3, chunk=33, soft_cap=2.0),
+    "sinks, chunks": AttentionSpec(scale=SCALE, chunk=33, sinks=SINKS),
     "scale": AttentionSpec(scale=0.6),
     "capped": AttentionSpec(scale=SCALE, soft_cap=2.0),
     "capped window": AttentionSpec(scale=0.3, window=33, soft_cap=2.0),
@@ -117,8 +123,9 @@ def test_each_layer_attends_by_its_own_spec():
         torch.testing.assert_close(attend(pool, sequences, qkv, specs, layer=layer), expected, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("spec", [VARIANTS["window"], VARIANTS["capped window"]], ids=["window", "capped window"])
-def test_company_does_not_change_a_windowed_sequence_by_a_bit(spec):
+@pytest.mark.parametrize("name", ["window", "capped window", "chunks"])
+def test_company_does_not_change_a_windowed_sequence_by_a_bit(name):
+    spec = VARIANTS[name]
     pool = make_pool(num_pages=140)
     sequences = sequences_of(PageDealer(pool=pool))
     qkv = make_qkv(num_tokens(sequences))
@@ -140,6 +147,19 @@ def test_what_lies_before_the_window_is_not_even_read():
     sequences = [dealer.seq(200, 100), dealer.seq(180, SHORT_EXTEND), dealer.decode(CHUNK + 100)]
     for seq in sequences:
         oldest = seq.seq_len - seq.extend_len + 1 - window
+        pool.data[list(seq.pages[: oldest // page_size])] = torch.nan
+    out = attend(pool, sequences, make_qkv(num_tokens(sequences)), (spec, spec))
+    assert out.isfinite().all()
+
+
+def test_earlier_chunks_are_not_even_read():
+    chunk, page_size = 24, 4
+    spec = AttentionSpec(scale=SCALE, chunk=chunk)
+    pool = make_pool(page_size=page_size, num_pages=300)
+    dealer = PageDealer(pool=pool)
+    sequences = [dealer.seq(200, 100), dealer.seq(180, SHORT_EXTEND), dealer.decode(CHUNK + 100)]
+    for seq in sequences:
+        oldest = (seq.seq_len - seq.extend_len) // chunk * chunk
         pool.data[list(seq.pages[: oldest // page_size])] = torch.nan
     out = attend(pool, sequences, make_qkv(num_tokens(sequences)), (spec, spec))
     assert out.isfinite().all()
@@ -170,3 +190,8 @@ def test_the_first_token_that_a_window_shows():
     spec = AttentionSpec(scale=1.0, window=3)
     assert [spec.first_seen(position) for position in range(6)] == [0, 0, 0, 1, 2, 3]
     assert AttentionSpec(scale=1.0).first_seen(100) == 0
+
+
+def test_a_token_sees_its_chunk_from_its_beginning():
+    spec = AttentionSpec(scale=1.0, chunk=3)
+    assert [spec.first_seen(position) for position in range(7)] == [0, 0, 0, 3, 3, 3, 6]

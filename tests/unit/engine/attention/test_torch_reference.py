@@ -14,6 +14,7 @@ SPECS = {
     "window": AttentionSpec(scale=SCALE, window=6),
     "window of one": AttentionSpec(scale=SCALE, window=1),
     "window over all": AttentionSpec(scale=SCALE, window=23),
+    "chunks": AttentionSpec(scale=SCALE, chunk=6),
     "scale": AttentionSpec(scale=0.7),
     "capped": AttentionSpec(scale=SCALE, soft_cap=1.5),
     "sinks": AttentionSpec(scale=SCALE, sinks=torch.tensor([20.0, -20.0, 1.5, 0.0])),

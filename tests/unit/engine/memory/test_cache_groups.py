@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +53,19 @@ def test_blocks_behind_a_window_are_those_no_token_reads(window: int, page_size:
         # The next token is launched while the newest one is not committed.
         most = max(most, (tokens + 1) // page_size - min(read) + 1)
     assert most <= (reach.max_blocks(page_size) or 0) <= most + 1
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 4, 5, 9, 16])
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+def test_blocks_of_earlier_chunks_are_those_no_token_reads(chunk: int, page_size: int) -> None:
+    reach, most = Reach(chunk=chunk), 0
+    for tokens in range(60):
+        first = tokens // chunk * chunk
+        assert reach.first_read(tokens) == first
+        assert reach.passed_blocks(tokens, page_size) == first // page_size
+        most = max(most, (tokens + 1) // page_size - first // page_size + 1)
+    assert most <= (reach.max_blocks(page_size) or 0) <= most + 1
+    assert reach.first_reads(np.arange(60)).tolist() == [reach.first_read(tokens) for tokens in range(60)]
 
 
 def test_layers_that_read_all_tokens_pass_no_block() -> None:

@@ -101,6 +101,17 @@ def test_a_hit_ends_where_the_window_is_whole() -> None:
     assert [usable_blocks([window], path[:blocks]) for blocks in range(11)] == [0, 1, 2, 3, 4, 5, 5, 5, 8, 9, 10]
 
 
+def test_a_hit_ends_where_the_chunk_is_whole() -> None:
+    window = WindowPages(Reach(chunk=12), page_size=PAGE, num_pages=17, page_ids=65)
+    memory = with_windows(window)
+    tokens = [*range(40)]
+    end(memory, compute(memory, tokens), tokens)
+    path = memory.cache.match(tokens).pages
+    window.drop([path[4]])
+    # The hole is in the chunk of blocks 3, 4 and 5: after 4 blocks it is not read yet, after 6 no longer.
+    assert [usable_blocks([window], path[:blocks]) for blocks in range(11)] == [0, 1, 2, 3, 4, 4, 6, 7, 8, 9, 10]
+
+
 def test_a_hit_is_one_for_all_windows() -> None:
     near, far = make_window(5), make_window(9)
     pages = [PageId(page) for page in range(1, 11)]

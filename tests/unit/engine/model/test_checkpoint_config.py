@@ -191,7 +191,7 @@ def test_yarn_infers_its_factor_from_the_two_lengths(parse):
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 1e9}}, "rope_parameters.factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters.low_freq_factor"),
         (
-            {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 3}},
             "rope_parameters.high_freq_factor",
         ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention"),

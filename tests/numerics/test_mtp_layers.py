@@ -1,0 +1,113 @@
+"""Layers that predict ahead, as draft heads: drafts are those of transformers, and outputs those without drafts."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem_engine.base.errors import CheckpointError
+from tandem_engine.config import EngineConfig, SpecAlgorithm, SpecConfig
+from tandem_engine.engine.loaded_model import load
+from tandem_engine.model.checkpoint import read_model_config
+from tandem_engine.speculative.assembly import read_draft
+from tandem_testing.draft_heads import add_mtp_layer, proposals, tokens_with
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
+
+FAMILIES = ["deepseek-v3", "glm4-moe"]
+"""Over latents, and over keys and values."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    return add_mtp_layer(write_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint):
+    return load(EngineConfig(model_path=str(checkpoint), dtype="float32"), progress=False)
+
+
+class TheirLayer:
+    """Of transformers, over whole texts."""
+
+    def __init__(self, checkpoint) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.modeling_layers import MtpModel
+
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        # transformers has the numbers of the layers of published models.
+        self.model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{self.model.config.num_hidden_layers}\."]
+        self.layer = MtpModel.from_pretrained(self.model).eval()
+
+    @torch.inference_mode()
+    def guesses(self, text: list[int], count: int) -> tuple[int, ...]:
+        states = self.model.model(torch.tensor([text])).last_hidden_state
+        before = torch.cat((torch.zeros_like(states[:, :1]), states[:, :-1]), dim=1)
+        guessed: list[int] = []
+        for _ in range(count):
+            ids = torch.tensor([[*text, *guessed]])
+            out = self.layer.forward_layer(0, before, torch.arange(ids.shape[1])[None], None, input_ids=ids)
+            guessed.append(int(self.model.lm_head(out[:, -1]).argmax()))
+            before = torch.cat((before, out[:, -1:]), dim=1)
+        return tuple(guessed)
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": 1, "chunked_prefill_size": 7}], ids=["plain", "chunked"])
+def test_drafts_are_those_of_transformers(loaded, checkpoint, options):
+    theirs = TheirLayer(checkpoint)
+    for text, chain in proposals(loaded, checkpoint, **options):
+        assert chain == theirs.guesses(text, len(chain))
+
+
+def test_tokens_with_a_layer_ahead_are_those_without(loaded, checkpoint):
+    options = {"page_size": 1, "force_retract_every": 3, "max_retractions": 1000}
+    assert tokens_with(loaded, checkpoint, **options) == tokens_with(loaded, None)
+
+
+def draft_of(path):
+    spec = SpecConfig(algorithm=SpecAlgorithm.EAGLE, draft_model_path=str(path))
+    return read_draft(spec, target=read_model_config(path), target_path=str(path))
+
+
+def test_memory_of_a_layer_ahead_is_that_of_its_file(checkpoint):
+    draft, layers = draft_of(checkpoint), read_model_config(checkpoint).num_layers
+    tensors = load_file(checkpoint / "model.safetensors")
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    mine = [tensor for name, tensor in tensors.items() if f".{layers}." in name and not name.endswith(copies)]
+    assert draft is not None
+    expected = sum(tensor.nbytes for tensor in mine)
+    assert draft.weight_bytes(torch.float32, target_path=str(checkpoint), target_is_whole=True) == expected
+
+
+def test_a_model_without_a_layer_ahead_is_no_draft_head(tmp_path):
+    path = write_tiny_checkpoint("deepseek-v3", tmp_path)
+    with pytest.raises(CheckpointError, match="has no layer that predicts ahead"):
+        draft_of(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("hnorm.weight", r"lacks tensor model\.layers\.0\.hnorm\.weight"), (None, "'model.layers.0.more.weight' is no")],
+)
+def test_tensors_are_those_of_a_layer_ahead(name, message, tmp_path):
+    path = add_mtp_layer(write_tiny_checkpoint("glm4-moe", tmp_path))
+    tensors = load_file(path / "model.safetensors")
+    if name is None:
+        tensors["model.layers.3.more.weight"] = torch.zeros(1)
+    else:
+        del tensors[f"model.layers.3.{name}"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        draft_of(path)
+
+
+def test_a_layer_ahead_of_another_model_is_refused(checkpoint, tmp_path):
+    """Another folder is a head, not a checkpoint with more than a layer."""
+    target = read_model_config(checkpoint)
+    spec = SpecConfig(algorithm=SpecAlgorithm.EAGLE, draft_model_path=str(checkpoint))
+    with pytest.raises(CheckpointError, match="a model of 3 layers"):
+        read_draft(spec, target=target, target_path=str(tmp_path))
