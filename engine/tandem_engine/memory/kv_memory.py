@@ -54,6 +54,8 @@ class KvMemory:
     """None without a hierarchical cache and swap space: then the device is all there is."""
     windows: Sequence[WindowPages] = ()
     """Of groups of layers with a window; () where all layers keep all tokens."""
+    stateful: bool = False
+    """Some layers keep a state for each row: a sequence does not continue from pages alone."""
     pins: list[Pin] = field(default_factory=list)
 
     def poll(self) -> bool:
@@ -246,10 +248,14 @@ class KvMemory:
     def renew(self, kv: RequestKv) -> RequestKv:
         """All that `kv` holds, under a new identity: what was computed beyond the settled tokens is to be forgotten.
 
-        State that belongs to a holding is keyed by its identity, and has to be rebuilt [history-rebuilt].
+        State that belongs to a holding is keyed by its identity, and has to be rebuilt [history-rebuilt]. A state of
+        layers has been changed by steps that are forgotten: the sequence begins again, in its pages.
         """
         self._assert_live(kv)
         renewed = replace(kv)
+        if self.stateful:
+            assert kv.cache_protected_len == 0, f"row {kv.row}: a state is not there for the cached tokens"
+            renewed.committed_len = renewed.computed_from = 0
         kv.released, kv.lock = True, None
         return renewed
 

@@ -2,7 +2,7 @@
 
 All supported families are the same decoder (`model.decoder`): blocks of attention with rotary positions and a gated
 feed-forward part or experts. A family is the reading of its differences from config.json, in the other modules here and
-in `model.latent.families`. `known_fields` has what a family is, and fields that many of them read alike.
+in `model.latent.families` and `model.recurrent.families`. `known_fields` has what a family is, and fields that many of them read alike.
 """
 
 from tandem_engine.model.config_fields import ConfigFields
@@ -14,6 +14,7 @@ from tandem_engine.model.families.norms import NORM_FAMILIES
 from tandem_engine.model.families.plain import LLAMA, MISTRAL, QWEN2, QWEN3
 from tandem_engine.model.known_fields import Family
 from tandem_engine.model.latent.families import LATENT_FAMILIES
+from tandem_engine.model.recurrent.families import RECURRENT_FAMILIES
 
 FAMILIES = (
     *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_OSS),
@@ -21,6 +22,7 @@ FAMILIES = (
     *NORM_FAMILIES,
     *DENSE_FAMILIES,
     *LATENT_FAMILIES,
+    *RECURRENT_FAMILIES,
 )
 
 
