@@ -389,8 +389,8 @@ _DELTA = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
 }
 _SPARSE = {
     "num_experts": 5,
@@ -405,7 +405,7 @@ TINY_MODELS |= {
         config_class="Qwen3_5TextConfig", fields={**_DELTA, "linear_conv_kernel_dim": 3, "attention_bias": True}
     ),
     "qwen3.5-moe": TinyModel(
-        config_class="Qwen3_5MoeTextConfig", fields={**_DELTA, **_SPARSE, "linear_num_value_heads": 2}
+        config_class="Qwen3_5MoeTextConfig", fields={**_DELTA, **_SPARSE, "linear_num_value_heads": 4}
     ),
 }
 

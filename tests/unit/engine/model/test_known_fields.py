@@ -15,6 +15,7 @@ from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.families.registry import FAMILIES
 from tandem_engine.model.known_fields import IDENTITY, NO_EFFECT, ONE_VALUE
+from tandem_engine.model.recurrent.families import RECURRENT_FAMILIES
 from tandem_testing.checkpoint_files import CONFIG, random_tensors, write_config
 from tandem_testing.mutated_configs.mutations import mutations
 
@@ -37,6 +38,9 @@ NEEDED = {
             "llama_4_scaling_beta": 0.1,
         }
     },
+    "qwen3_next": {"full_attention_interval": 2, "num_experts": 4, **EXPERTS},
+    "qwen3_5_text": {"full_attention_interval": 2},
+    "qwen3_5_moe_text": {"full_attention_interval": 2, "num_experts": 4, **EXPERTS},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
@@ -82,7 +86,8 @@ def family(request):
 
 def test_a_family_reads_only_fields_of_its_table(family):
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
-    for more in ({}, windows, {**windows, "layer_types": ["sliding_attention"] * 2}):
+    kinds = ["linear_attention", "full_attention"] if family in RECURRENT_FAMILIES else ["sliding_attention"] * 2
+    for more in ({}, windows, {**windows, "layer_types": kinds}):
         values = NotingDict({**config_of(family), **more})
         family.read(ConfigFields(path=Path("config.json"), values=values))
         assert values.seen <= family.fields.implemented
