@@ -24,7 +24,7 @@ from tandem_engine.config import (
     SpecConfig,
 )
 from tandem_engine.engine.loaded_model import LoadedModel, compat_hash, kv_geometry, scales_of_rank
-from tandem_engine.engine.stateful_models import require_supported, state_shares
+from tandem_engine.engine.stateful_models import log_states, require_supported, state_shares
 from tandem_engine.engine.stats import Generations
 from tandem_engine.executor.cuda.graphs import graph_sizes
 from tandem_engine.executor.forward_thread import Forward
@@ -45,6 +45,7 @@ from tandem_engine.memory.pool import KvPool, kv_dtype
 from tandem_engine.memory.prefix_cache import NoPrefixCache, PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.sizing import SMALLEST_POOL
+from tandem_engine.memory.state_anchors import StateAnchors
 from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.memory.window_pages import WindowPages, usable_blocks
 from tandem_engine.messages.control import KvGeometry
@@ -116,7 +117,7 @@ def sized_pools(
         )
 
     def pools_of(pages: int) -> GroupPools:
-        states = None if spec is None else StatePool(spec, num_slots=1, device=config.device)
+        states = None if spec is None else StatePool(spec, rows=0, device=config.device)
         return _pools(geometry, config, loaded, layout, [pages] * len(layout.groups), page_ids=pages, states=states)
 
     def parts_over(pages: int, *, graphs: bool) -> RunnerParts:
@@ -149,17 +150,9 @@ def sized_pools(
         chunk=longest_chunk(config.scheduler),
     )
     if spec is not None:
-        pages, rows = state_shares(plan, spec, demand, config)
-        states = StatePool(spec, num_slots=1 + rows, device=config.device)
-        logger.info(
-            "%d of %d layers keep states, %.1f MiB a request: %.2f GiB for %d, and %d KV pages",
-            spec.layers,
-            loaded.model_config.num_layers,
-            spec.slot_bytes / (1 << 20),
-            states.total_bytes / (1 << 30),
-            rows,
-            pages,
-        )
+        pages, rows, anchors = state_shares(plan, spec, demand, config)
+        states = StatePool(spec, rows=rows, anchors=anchors, device=config.device)
+        log_states(states, loaded.model_config, pages)
         return _pools(geometry, config, loaded, layout, [pages], page_ids=pages, states=states)
     if layout.is_merged:
         return pools_of(plan.pages)
@@ -232,23 +225,26 @@ def make_host_memory(
 
 def make_memory(pools: GroupPools, config: EngineConfig, copies: CopyQueue, host: HostMemory | None) -> KvMemory:
     """Rows, pages and prefix cache over `pools`."""
-    page_size, windows = pools.first.page_size, pools.windows
-    limits = config.scheduler
+    page_size, windows, states = pools.first.page_size, pools.windows, pools.states
+    limits, anchors = config.scheduler, None
+    if states is not None and config.cache.enable_prefix_cache:
+        anchors = StateAnchors(states.anchor_slots, page_size=page_size)
     return KvMemory(
         rows=ReqToTokenPool(_rows(limits, pools), _max_pages(limits, page_size)),
-        allocator=PageAllocator(pools.page_ids, copies, windows),
-        cache=NoPrefixCache() if pools.states is not None else _prefix_cache(config.cache, host, windows),
+        allocator=PageAllocator(pools.page_ids, copies, windows if anchors is None else [*windows, anchors]),
+        cache=_prefix_cache(config.cache, host, windows, anchors),
         page_size=page_size,
         copies=copies,
         host=host,
         windows=windows,
-        stateful=pools.states is not None,
+        stateful=states is not None,
+        anchors=anchors,
     )
 
 
 def _rows(limits: SchedulerConfig, pools: GroupPools) -> int:
     """Requests that a stage keeps hold rows too, beside those that run. Where layers keep states, one for each."""
-    return 2 * limits.max_running_requests if pools.states is None else pools.states.num_slots - 1
+    return 2 * limits.max_running_requests if pools.states is None else pools.states.rows
 
 
 def _max_pages(limits: SchedulerConfig, page_size: int) -> int:
@@ -256,11 +252,15 @@ def _max_pages(limits: SchedulerConfig, page_size: int) -> int:
     return -(-limits.context_length // page_size) + 1
 
 
-def _prefix_cache(config: CacheConfig, host: HostMemory | None, windows: Sequence[WindowPages]) -> PrefixCache:
+def _prefix_cache(
+    config: CacheConfig, host: HostMemory | None, windows: Sequence[WindowPages], anchors: StateAnchors | None
+) -> PrefixCache:
     if host is not None and host.cache is not None:
         return host.cache
     if not config.enable_prefix_cache:
         return NoPrefixCache()
+    if anchors is not None:
+        return RadixCache(config.page_size, usable=anchors.usable_blocks)
     return RadixCache(config.page_size, usable=partial(usable_blocks, windows) if windows else None)
 
 

@@ -3,8 +3,9 @@
 A state is that of one length of one sequence, and only forwards read and write it. So whatever continues a sequence
 from pages alone is rejected when the engine starts.
 
-Each request that runs has a state. Where the memory is given by its size, requests of a usual length get pages and a
-state each. Fewer may run than --max-running-requests then: the others wait for a row.
+Each request that runs has a state, and with a prefix cache there is room for as many anchors (`state_anchors`). Where the
+memory is given by its size, requests of a usual length get pages and states. Fewer may run than --max-running-requests
+then: the others wait for a row.
 """
 
 import logging
@@ -14,7 +15,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import EngineConfig, ModelConfig
 from tandem_engine.memory.group_pools import TYPICAL_TOKENS, Demand
 from tandem_engine.memory.sizing import GIB, SMALLEST_POOL, MemoryPlan
-from tandem_engine.memory.state_pool import StateSpec
+from tandem_engine.memory.state_pool import StatePool, StateSpec
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,9 @@ class StateShares(NamedTuple):
     pages: int
     """The dummy page included."""
     rows: int
-    """Requests that have a state, the dummy slot not included."""
+    """Requests that have a state."""
+    anchors: int
+    """States at which cached prefixes can be continued."""
 
 
 def state_shares(plan: MemoryPlan, spec: StateSpec, demand: Demand, config: EngineConfig) -> StateShares:
@@ -67,29 +70,43 @@ def state_shares(plan: MemoryPlan, spec: StateSpec, demand: Demand, config: Engi
         ConfigError: not even one request has room, or states do not fit next to the pages.
     """
     running = config.scheduler.max_running_requests
-    wanted = running + min(running, SPARE_ROWS)
+    wanted, each = running + min(running, SPARE_ROWS), 2 if config.cache.enable_prefix_cache else 1
     if config.cache.num_pages:
         free = plan.facts.available - plan.kv_bytes
-        if (1 + wanted) * spec.slot_bytes > free:
-            fitting = max(0, free // spec.slot_bytes - 1 - SPARE_ROWS)
+        needed = (1 + each * wanted) * spec.slot_bytes
+        if needed > free:
+            fitting = max(0, (free // spec.slot_bytes - 1) // each - SPARE_ROWS)
             raise ConfigError(
-                f"--max-running-requests {running} needs {_gib((1 + wanted) * spec.slot_bytes)} for states next to "
-                f"--num-pages {plan.pages}, and {_gib(free)} is available: lower it to at most {fitting}, or lower "
-                "--num-pages"
+                f"--max-running-requests {running} needs {_gib(needed)} for states next to --num-pages {plan.pages}, "
+                f"and {_gib(free)} is available: lower it to at most {fitting}, or lower --num-pages"
             )
-        return StateShares(pages=plan.pages, rows=wanted)
-    usual = demand.blocks(min(demand.context_length, TYPICAL_TOKENS)) * plan.page_bytes + spec.slot_bytes
+        return StateShares(pages=plan.pages, rows=wanted, anchors=(each - 1) * wanted)
+    states = each * spec.slot_bytes
+    usual = demand.blocks(min(demand.context_length, TYPICAL_TOKENS)) * plan.page_bytes + states
     rows = min(wanted, max(1, (plan.kv_bytes - spec.slot_bytes) // usual))
-    pages = (plan.kv_bytes - (1 + rows) * spec.slot_bytes) // plan.page_bytes
+    pages = (plan.kv_bytes - spec.slot_bytes - rows * states) // plan.page_bytes
     if pages < SMALLEST_POOL:
-        needed = SMALLEST_POOL * plan.page_bytes + 2 * spec.slot_bytes
         raise ConfigError(
-            f"one request needs {_gib(needed)} for KV pages and its state, and the memory for KV is "
-            f"{_gib(plan.kv_bytes)}: raise --kv-cache-gib or --mem-fraction-static"
+            f"one request needs {_gib(SMALLEST_POOL * plan.page_bytes + spec.slot_bytes + states)} for KV pages and "
+            f"states, and the memory for KV is {_gib(plan.kv_bytes)}: raise --kv-cache-gib or --mem-fraction-static"
         )
     if rows < running:
         logger.warning("memory for states lets %d requests run at once, not %d", rows, running)
-    return StateShares(pages=pages, rows=rows)
+    return StateShares(pages=pages, rows=rows, anchors=(each - 1) * rows)
+
+
+def log_states(states: StatePool, facts: ModelConfig, pages: int) -> None:
+    """One line on what they take, next to so many KV pages."""
+    logger.info(
+        "%d of %d layers keep states of %.1f MiB a request: %.2f GiB for %d requests and %d anchors; %d KV pages",
+        states.spec.layers,
+        facts.num_layers,
+        states.spec.slot_bytes / (1 << 20),
+        states.total_bytes / GIB,
+        states.rows,
+        len(states.anchor_slots),
+        pages,
+    )
 
 
 def _gib(size: int) -> str:

@@ -210,6 +210,8 @@ class ModelRunner:
         """Hidden states of tokens: sampled after, then predicting wanted prompt tokens, then to be pooled."""
         if batch.page_copies:
             self.pool.copy_pages(batch.page_copies)
+        if self._states is not None:
+            self._states.copy(batch.state_copies)
         input_ids = self._future_map.resolve(batch.input_ids, token_rows(batch))
         attend: AttentionPlan = self.backend.plan(batch)
         if batch.kv_progress is not None:

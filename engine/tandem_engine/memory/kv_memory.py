@@ -20,15 +20,28 @@ request is dropped.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from tandem_engine.base.names import PageId
+from tandem_engine.forward.batch import Snapshot
 from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool, Writer
 from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.page_copies import CopyQueue
 from tandem_engine.memory.prefix_cache import Lock, PrefixCache
 from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.memory.state_anchors import StateAnchors
 from tandem_engine.memory.window_pages import WindowPages
 from tandem_engine.messages.kv_events import CacheSpace
+
+
+class StateMoves(NamedTuple):
+    """See `ForwardBatch`."""
+
+    copies: tuple[tuple[int, int], ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
+
+
+NO_MOVES = StateMoves()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +69,8 @@ class KvMemory:
     """Of groups of layers with a window; () where all layers keep all tokens."""
     stateful: bool = False
     """Some layers keep a state for each row: a sequence does not continue from pages alone."""
+    anchors: StateAnchors | None = None
+    """Where cached prefixes can be continued then; None without such layers or without a cache."""
     pins: list[Pin] = field(default_factory=list)
 
     def poll(self) -> bool:
@@ -109,7 +124,7 @@ class KvMemory:
         passed = [window.passed_blocks(matched) for window in self.windows]
         for window, first in zip(self.windows, passed, strict=True):
             window.use(match.pages[first:])
-        return RequestKv(
+        kv = RequestKv(
             row=row,
             space=space,
             page_size=self.page_size,
@@ -122,6 +137,9 @@ class KvMemory:
             copy=self.copies.newest_load,
             passed=passed,
         )
+        if self.anchors is not None:
+            self._aim(kv, self.anchors, tokens=len(token_ids), known=match.known * self.page_size)
+        return kv
 
     def load_back(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
         """`kv` of `token_ids` is admitted and has its pages: copy there what host memory has of its prefix.
@@ -233,6 +251,30 @@ class KvMemory:
             kv.pages[first:whole] = inserted.pages
             self.rows.write(kv.row, first, inserted.pages)
             self._free(inserted.duplicates, after_step)
+        if self.anchors is not None:
+            while kv.pending_anchors and kv.pending_anchors[0][0] <= kv.cache_protected_len:
+                length, slot = kv.pending_anchors.pop(0)
+                self.anchors.attach(kv.pages[length // self.page_size - 1], slot)
+
+    def state_moves(self, kvs: Sequence[RequestKv], starts: Sequence[int], stops: Sequence[int]) -> StateMoves:
+        """What the step that computes tokens [start, stop) of each of `kvs` copies. Called once, when it is launched.
+
+        Anchors that requests begin with are read before any slot is given to another one.
+        """
+        if self.anchors is None:
+            return NO_MOVES
+        reads = [(self._read_anchor(kv, self.anchors), int(kv.row)) for kv in kvs if kv.continues_from is not None]
+        writes, snapshots = [], []
+        for sequence, (kv, start, stop) in enumerate(zip(kvs, starts, stops, strict=True)):
+            for length in self._lengths_to_keep(kv, self.anchors, start, stop):
+                slot = self._slot_for(kv, self.anchors, length)
+                if slot is None:
+                    continue
+                if length == start:
+                    writes.append((int(kv.row), slot))
+                else:
+                    snapshots.append(Snapshot(sequence, length, slot))
+        return StateMoves((*reads, *writes), tuple(snapshots))
 
     def is_news(self, kv: RequestKv, token_ids: Sequence[int]) -> bool:
         """Whether a checkpoint would exchange no page: the cache has nothing of `token_ids` but what `kv` borrows."""
@@ -245,17 +287,24 @@ class KvMemory:
             self.checkpoint(kv, token_ids, after_step=after_step)
         self._free(self._let_go(kv, after_step), after_step)
 
+    def begin_again(self, kv: RequestKv, token_ids: Sequence[int], *, max_match: int) -> RequestKv:
+        """Give back what `kv` of `token_ids` holds, and `begin`: a state that steps have changed is not the settled one.
+
+        No step is in flight, so its row is free.
+        """
+        space = kv.space
+        self.release(kv, token_ids[: kv.committed_len], checkpoint=True, after_step=None)
+        begun = self.begin(token_ids, space=space, max_match=max_match)
+        assert begun is not None, "a row that was given back is gone"
+        return begun
+
     def renew(self, kv: RequestKv) -> RequestKv:
         """All that `kv` holds, under a new identity: what was computed beyond the settled tokens is to be forgotten.
 
-        State that belongs to a holding is keyed by its identity, and has to be rebuilt [history-rebuilt]. A state of
-        layers has been changed by steps that are forgotten: the sequence begins again, in its pages.
+        State that belongs to a holding is keyed by its identity, and has to be rebuilt [history-rebuilt].
         """
         self._assert_live(kv)
         renewed = replace(kv)
-        if self.stateful:
-            assert kv.cache_protected_len == 0, f"row {kv.row}: a state is not there for the cached tokens"
-            renewed.committed_len = renewed.computed_from = 0
         kv.released, kv.lock = True, None
         return renewed
 
@@ -310,6 +359,8 @@ class KvMemory:
         cached = kv.cache_protected_len // self.page_size
         for window, first in zip(self.windows, kv.passed, strict=True):
             window.leave(kv.pages[first:cached])
+        if self.anchors is not None:
+            self._drop_anchors(kv, self.anchors)
         private, kv.pages = kv.private_pages, []
         kv.cache_protected_len = kv.committed_len = 0
         self._unlock(kv)
@@ -332,6 +383,46 @@ class KvMemory:
                 if page != kv.pages[block]:
                     window.fill(page, kv.pages[block])
             window.use(pages[max(0, passed - first) :])
+
+    def _aim(self, kv: RequestKv, anchors: StateAnchors, *, tokens: int, known: int) -> None:
+        """Continue from the anchor that was found, and copy the state where others may continue: before the last token
+        of `tokens`, and where these leave what is cached, which is `known` tokens."""
+        if kv.pages:
+            kv.continues_from = kv.pages[-1]
+            anchors.pin(kv.continues_from)
+        aims = {anchors.at_most(known), anchors.at_most(tokens - 1)}
+        kv.anchor_lens = sorted(length for length in aims if length > kv.committed_len)
+        kv.aimed_len = max(aims)
+
+    def _read_anchor(self, kv: RequestKv, anchors: StateAnchors) -> int:
+        assert kv.continues_from is not None, f"row {kv.row} continues from no anchor"
+        page, kv.continues_from = kv.continues_from, None
+        return anchors.unpin(page)
+
+    def _lengths_to_keep(self, kv: RequestKv, anchors: StateAnchors, start: int, stop: int) -> list[int]:
+        """Of its states before or within a step that computes tokens [start, stop)."""
+        if start > kv.aimed_len:
+            return [start] if start % anchors.grain == 0 else []
+        lengths = [length for length in kv.anchor_lens if length < stop]
+        del kv.anchor_lens[: len(lengths)]
+        return lengths
+
+    def _slot_for(self, kv: RequestKv, anchors: StateAnchors, length: int) -> int | None:
+        """Of one more of its pending anchors. A decode keeps its newest state alone."""
+        if kv.pending_anchors and kv.pending_anchors[-1][0] > kv.aimed_len:
+            slot: int | None = kv.pending_anchors.pop()[1]
+        else:
+            slot = anchors.take()
+        if slot is not None:
+            kv.pending_anchors.append((length, slot))
+        return slot
+
+    def _drop_anchors(self, kv: RequestKv, anchors: StateAnchors) -> None:
+        if kv.continues_from is not None:
+            self._read_anchor(kv, anchors)
+        for _, slot in kv.pending_anchors:
+            anchors.give_back(slot)
+        kv.pending_anchors.clear()
 
     def _unlock(self, kv: RequestKv) -> None:
         assert kv.lock is not None, f"row {kv.row} holds no lock"

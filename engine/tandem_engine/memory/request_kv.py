@@ -36,6 +36,14 @@ class RequestKv:
     waits for its ack."""
     passed: list[int] = field(default_factory=list)
     """For each group of layers with a window, the leading blocks that the window has passed."""
+    continues_from: PageId | None = None
+    """Whose anchor its first step begins with, until that is launched; None without one."""
+    anchor_lens: list[int] = field(default_factory=list)
+    """Lengths within what it was admitted with at which its state is yet to be copied, ascending."""
+    aimed_len: int = 0
+    """The last of these. Decodes beyond it keep the newest state at which an anchor may be."""
+    pending_anchors: list[tuple[int, int]] = field(default_factory=list)
+    """(length, slot) of copies that launched steps make, ascending: the cache does not have their pages yet."""
     released: bool = False
 
     @property

@@ -5,6 +5,7 @@ All layers of one sequence are one run of bytes:
 
     bytes  [slot, heads of all layers ‖ inputs of all layers]
     slot 0 is the dummy: steps that measure or pad read and write it
+    behind those of requests are those of anchors (`state_anchors`)
 
 The slot of a sequence is the row of its request. So admission, release, fence and audit of rows are those of states,
 and a request has a state as soon as it has a row: none waits for the other.
@@ -13,6 +14,7 @@ Where a sequence begins nothing is read: its step takes zeros, whatever the slot
 order of steps, so a row that is given to another request needs no clearing and no further fence.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -20,8 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem_engine.base.names import PADDING_ROW
-from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.forward.batch import ForwardBatch, Snapshot
 from tandem_engine.memory.pool import zeroed
 
 ALIGNMENT = 256
@@ -72,15 +73,19 @@ class Run(NamedTuple):
     row: int
     fresh: bool
     """The sequence begins with them."""
+    snapshot: int | None = None
+    """Slot that gets a copy of the state after them."""
 
 
 class StatePool:
-    """States of `num_slots` sequences, the dummy included. Read and written by forwards alone."""
+    """States of the sequences of an engine. Read and written by forwards alone."""
 
-    def __init__(self, spec: StateSpec, *, num_slots: int, device: torch.device | str) -> None:
-        assert num_slots > PADDING_ROW, "states need the dummy slot"
+    def __init__(self, spec: StateSpec, *, rows: int, anchors: int = 0, device: torch.device | str) -> None:
+        """Of so many requests, and copies."""
         self.spec = spec
-        self.num_slots = num_slots
+        self.rows = rows
+        self.anchor_slots = range(1 + rows, 1 + rows + anchors)
+        num_slots = self.anchor_slots.stop
         self._bytes = zeroed((num_slots, spec.slot_bytes), torch.uint8, torch.device(device))
         inputs = slice(spec.matrix_bytes, spec.matrix_bytes + prod(spec.inputs) * spec.dtype.itemsize)
         self.matrices = self._bytes[:, : spec.matrix_bytes].view(torch.float32).unflatten(1, spec.matrices)
@@ -91,6 +96,11 @@ class StatePool:
     @property
     def total_bytes(self) -> int:
         return self._bytes.numel()
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Whole slots, (source, target) each, one after the other."""
+        for source, target in copies:
+            self._bytes[target].copy_(self._bytes[source])
 
     def bytes_view(self) -> Tensor:
         """The bytes of all slots: uint8 [slots, slot_bytes], a view."""
@@ -113,20 +123,16 @@ class StepStates:
     @classmethod
     def of(cls, pool: StatePool, batch: ForwardBatch) -> "StepStates":
         """Queued like the forward itself where the step is on a device, so a graph can run it."""
-        runs, start = [], 0
+        runs: tuple[Run, ...] = ()
         if batch.num_extend:
-            host, count = batch.host, batch.num_extend
-            columns = (host.rows[:count], host.extend_lens[:count], host.seq_lens[:count])
-            for row, length, total in zip(*(column.tolist() for column in columns), strict=True):
-                runs.append(Run(start, start + length, row, fresh=length == total))
-                start += length
+            runs = tuple(_runs(batch.host, batch.snapshots))
         decodes = fresh = None
         if batch.num_extend < batch.num_sequences:
             decodes = batch.rows[batch.num_extend :]
             fresh = batch.seq_lens[batch.num_extend :] == 1
             if fresh.device.type == "cpu" and not bool(fresh.any()):
                 fresh = None
-        return cls(pool=pool, runs=tuple(runs), decodes=decodes, fresh=fresh, first_decode=start)
+        return cls(pool=pool, runs=runs, decodes=decodes, fresh=fresh, first_decode=runs[-1].stop if runs else 0)
 
     def of_run(self, layer: int, run: Run) -> tuple[Tensor, Tensor]:
         """Inputs [history, channels] and matrices before `run`: zeros, or those kept."""
@@ -135,8 +141,9 @@ class StepStates:
 
     def keep_run(self, layer: int, run: Run, inputs: Tensor, matrices: Tensor) -> None:
         """What `run` leaves behind."""
-        self.pool.inputs[run.row, layer].copy_(inputs)
-        self.pool.matrices[run.row, layer].copy_(matrices)
+        for slot in (run.row,) if run.snapshot is None else (run.row, run.snapshot):
+            self.pool.inputs[slot, layer].copy_(inputs)
+            self.pool.matrices[slot, layer].copy_(matrices)
 
     def of_decodes(self, layer: int) -> tuple[Tensor, Tensor]:
         """Copies of inputs [N, history, channels] and matrices [N, heads, key_size, value_size]."""
@@ -153,3 +160,19 @@ class StepStates:
         """What the decodes in `rows` leave behind. The dummy slot may be written more than once."""
         self.pool.inputs[:, layer].index_copy_(0, rows, inputs)
         self.pool.matrices[:, layer].index_copy_(0, rows, matrices)
+
+
+def _runs(host: ForwardBatch, snapshots: Sequence[Snapshot]) -> Iterator[Run]:
+    """Of the sequences with runs of tokens, each cut where its state is copied."""
+    columns = (host.rows, host.extend_lens, host.seq_lens)
+    start = 0
+    for sequence, (row, length, total) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        if sequence == host.num_extend:
+            return
+        before, stop = total - length, start + length
+        fresh = before == 0
+        for cut in (each for each in snapshots if each.sequence == sequence):
+            yield Run(start, stop - (total - cut.length), row, fresh=fresh, snapshot=cut.slot)
+            start, fresh = stop - (total - cut.length), False
+        yield Run(start, stop, row, fresh=fresh)
+        start = stop

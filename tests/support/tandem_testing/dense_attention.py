@@ -73,7 +73,7 @@ def with_states(attend: DenseAttend, model: CausalLM, *, size: int = 1) -> Atten
     if spec is None:
         return attend
     if attend.states is None:
-        attend.states = StatePool(spec, num_slots=1 + SEQUENCES, device="cpu")
+        attend.states = StatePool(spec, rows=SEQUENCES, device="cpu")
         attend.states.bytes_view()[1:].fill_(0xFF)
     stops = torch.tensor(attend.extend_lens).cumsum(0).tolist()
     runs = tuple(

@@ -26,7 +26,6 @@ from tandem_lab.verify.verification import Verification
 CHUNKED, CACHED, MIXED, RETRACTED = "chunked by 7, overlap", "prefix-cached", "mixed, staggered", "retracted (forced)"
 CONTINUED = "continued in sessions"
 TWICE = "twice, to the bit"
-FAULTS = "every fifth step raises"
 DISAGGREGATED = "disaggregated over NIXL"
 SWAPPED, HOST, FILES = "swapped (forced)", "host cache, write_back", "files, after a restart"
 FETCHED = "prefix fetched over NIXL"
@@ -69,7 +68,7 @@ ADDED_PATHS = {
     # Two rotations and windows; blocks that read the hidden states as they are.
     "olmo3": (CHUNKED, RETRACTED),
     # States of requests: carried from chunk to chunk, given to other requests, of each rank's heads.
-    "qwen3-next": (CHUNKED, MIXED, RETRACTED, FAULTS, SHARED),
+    "qwen3-next": (CHUNKED, CACHED, MIXED, RETRACTED, SHARED),
     # The same from matrices that hold several projections.
     "qwen3.5": (CHUNKED, RETRACTED, SHARED),
     "qwen3.5-moe": (MIXED,),

@@ -251,6 +251,8 @@ class StreamRunner:
     def _compute(self, inputs: StepInputs, graph: DecodeGraph | None) -> Computed:
         if inputs.page_copies is not None:
             self.pool.copy_pages_of(*inputs.page_copies)
+        if self._states is not None:
+            self._states.copy(inputs.batch.state_copies)
         if inputs.batch.guessed is not None:
             inputs.batch.guessed.fill(inputs.batch.input_ids)
         computed = self._compute_queued(inputs) if graph is None else graph.replay(inputs)

@@ -16,7 +16,7 @@ SPEC = StateSpec(layers=2, history=3, channels=10, heads=2, key_size=4, value_si
 @pytest.fixture
 def pool() -> StatePool:
     """All bits of all slots are set: such numbers are NaN in both dtypes."""
-    pool = StatePool(SPEC, num_slots=5, device="cpu")
+    pool = StatePool(SPEC, rows=4, device="cpu")
     pool.bytes_view().fill_(0xFF)
     return pool
 
