@@ -3,9 +3,9 @@
 A state is that of one length of one sequence, and only forwards read and write it. So whatever continues a sequence
 from pages alone is rejected when the engine starts.
 
-Each request that runs has a state, and with a prefix cache there is room for as many anchors (`state_anchors`). Where the
-memory is given by its size, requests of a usual length get pages and states. Fewer may run than --max-running-requests
-then: the others wait for a row.
+Each request that runs has a state, and with a prefix cache there is room for as many anchors (`state_anchors`). Where
+the memory is given by its size, requests of a usual length get pages and states. Fewer may run than
+--max-running-requests then: the others wait for a row.
 """
 
 import logging

@@ -288,7 +288,7 @@ class KvMemory:
         self._free(self._let_go(kv, after_step), after_step)
 
     def begin_again(self, kv: RequestKv, token_ids: Sequence[int], *, max_match: int) -> RequestKv:
-        """Give back what `kv` of `token_ids` holds, and `begin`: a state that steps have changed is not the settled one.
+        """Give back what `kv` of `token_ids` holds, and `begin`: its state is that of steps which count for nothing.
 
         No step is in flight, so its row is free.
         """

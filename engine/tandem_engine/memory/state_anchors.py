@@ -7,7 +7,7 @@ of requests.
     1. pending   a step is launched that copies a request's state; the tree does not have the page yet
     2. attached  the tree has it: other requests may continue here. One page has one anchor
     3. pinned    a request was given the prefix, and its first step is not launched yet
-    4. free      the tree dropped the page, or another anchor needs the slot: the unpinned one used longest ago gives way
+    4. free      the tree dropped the page, or another anchor needs the slot: the one used longest ago, if not pinned
 
 Copies and steps run in the order of launches: a slot may be given away as soon as the step that reads it is launched.
 

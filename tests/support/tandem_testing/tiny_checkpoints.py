@@ -438,6 +438,16 @@ TOWER_MODELS = {
         fields={"head_dim": 16, "rope_parameters": {**_SECTIONS, "mrope_interleaved": True}},
         vision={**_QWEN_VISION, "deepstack_visual_indexes": [0]},
     ),
+    "qwen3.5-tower": TinyModel(
+        config_class="Qwen3_5Config",
+        fields={**_DELTA, "rope_parameters": {**_SECTIONS, "mrope_interleaved": True, "partial_rotary_factor": 0.5}},
+        vision=_QWEN_VISION,
+    ),
+    "qwen3.5-moe-tower": TinyModel(
+        config_class="Qwen3_5MoeConfig",
+        fields={**_DELTA, **_SPARSE, "linear_num_value_heads": 4, "rope_parameters": _SECTIONS},
+        vision=_QWEN_VISION,
+    ),
 }
 """Models that take images, of whose text part the family is served."""
 

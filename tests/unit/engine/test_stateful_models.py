@@ -1,5 +1,6 @@
 """Engines of models whose layers keep states: what they refuse, and how memory is divided."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_each_request_that_may_run_has_a_state(hybrid):
 
 def test_memory_by_size_is_divided_into_pages_and_states(hybrid):
     size = 2 << 20
-    with engine(hybrid, kv_bytes=size) as built:
+    with engine(hybrid, kv_cache_bytes=size) as built:
         pools = built._parts.pools
         assert pools.states is not None
         used = pools.first.total_bytes + pools.states.total_bytes
@@ -85,7 +86,7 @@ def test_memory_by_size_is_divided_into_pages_and_states(hybrid):
 
 
 def test_short_memory_lets_fewer_requests_run_and_all_finish(hybrid, caplog):
-    with engine(hybrid, kv_bytes=180_000) as built:
+    with engine(hybrid, kv_cache_bytes=180_000) as built:
         assert 1 <= built.memory.rows.max_rows < SCHEDULER.max_running_requests
         requests = [
             GenerateRequest(rid=f"r{n}", input_ids=(n, n + 1, n + 2), sampling=SamplingParams(max_tokens=5))
@@ -97,16 +98,48 @@ def test_short_memory_lets_fewer_requests_run_and_all_finish(hybrid, caplog):
 
 def test_memory_below_one_request_is_refused_with_its_need(hybrid):
     with pytest.raises(ConfigError, match="one request needs .* GiB for KV pages and states"):
-        engine(hybrid, kv_bytes=40_000)
+        engine(hybrid, kv_cache_bytes=40_000)
 
 
-def test_a_prompt_seen_before_reports_no_cached_token(hybrid):
-    request = GenerateRequest(rid="a", input_ids=tuple(range(100)), sampling=SamplingParams(max_tokens=2))
+def test_a_prompt_seen_before_continues_at_its_anchor(hybrid):
     with engine(hybrid, num_pages=40) as built:
-        [first], [again] = (built.generate([replaced(request, rid)]) for rid in ("a", "b"))
-        assert (first.cached_tokens, again.cached_tokens) == (0, 0)
+        [first], [again] = (built.generate([request(rid, range(100))]) for rid in ("a", "b"))
+        assert (first.cached_tokens, again.cached_tokens) == (0, 64)
         assert first.token_ids == again.token_ids
 
 
-def replaced(request: GenerateRequest, rid: str) -> GenerateRequest:
-    return GenerateRequest(rid=rid, input_ids=request.input_ids, sampling=request.sampling)
+def test_the_next_turn_computes_at_most_two_grains(hybrid):
+    scheduler = replace(SCHEDULER, context_length=400)
+    with Engine.build(hybrid, replace(hybrid.config, scheduler=scheduler, cache=CacheConfig(num_pages=80))) as built:
+        [first] = built.generate([request("a", range(150), max_tokens=60)])
+        turn = [*range(150), *first.token_ids, *range(30)]
+        [second] = built.generate([request("b", turn)])
+        assert second.cached_tokens >= len(turn) - 128
+    with Engine.build(hybrid, replace(hybrid.config, scheduler=scheduler, cache=CacheConfig(num_pages=80))) as fresh:
+        [alone] = fresh.generate([request("b", turn)])
+        assert (alone.cached_tokens, alone.token_ids) == (0, second.token_ids)
+
+
+def test_without_a_prefix_cache_there_are_no_anchors(hybrid):
+    with engine(hybrid, num_pages=40, enable_prefix_cache=False) as built:
+        pools = built._parts.pools
+        assert pools.states is not None
+        assert (pools.states.rows, len(pools.states.anchor_slots), built.memory.anchors) == (8, 0, None)
+        outputs = [built.generate([request(rid, range(100))])[0] for rid in ("a", "b")]
+        assert [each.cached_tokens for each in outputs] == [0, 0]
+
+
+def test_steps_that_raise_change_no_token(hybrid):
+    """A state that a lost step has changed is not the settled one."""
+    requests = [request(f"r{n}", range(n, n + 70 + n), max_tokens=8) for n in range(3)]
+    with engine(hybrid, num_pages=60) as built:
+        expected = [each.token_ids for each in built.generate(requests)]
+    scheduler = replace(SCHEDULER, force_fault_every=7)
+    config = replace(hybrid.config, scheduler=scheduler, cache=CacheConfig(num_pages=60))
+    with Engine.build(hybrid, config) as faulty:
+        assert [each.token_ids for each in faulty.generate(requests)] == expected
+        assert faulty.scheduler.stats().engine_errors_total > 0
+
+
+def request(rid: str, tokens: Sequence[int], *, max_tokens: int = 2) -> GenerateRequest:
+    return GenerateRequest(rid=rid, input_ids=tuple(tokens), sampling=SamplingParams(max_tokens=max_tokens))

@@ -1,8 +1,9 @@
 """The table of model families: how each one's config.json becomes a `ModelConfig`.
 
 All supported families are the same decoder (`model.decoder`): blocks of attention with rotary positions and a gated
-feed-forward part or experts. A family is the reading of its differences from config.json, in the other modules here and
-in `model.latent.families` and `model.recurrent.families`. `known_fields` has what a family is, and fields that many of them read alike.
+feed-forward part or experts. A family is the reading of its differences from config.json, in the other modules here, in
+`model.latent.families` and in `model.recurrent.families`. `known_fields` has what a family is, and fields that many of
+them read alike.
 """
 
 from tandem_engine.model.config_fields import ConfigFields
