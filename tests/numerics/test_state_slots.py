@@ -27,7 +27,7 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(rows: ReqToTokenPool) -> int | None:
         row = alloc(rows)
         if row is not None:
-            pools[-1].bytes_view()[row].fill_(0xFF)
+            pools[-1].bytes_view().numpy()[row] = 0xFF
             ROWS.append(row)
         return row
 

@@ -116,7 +116,7 @@ class StepStates:
     decodes: Tensor | None
     """[N] int64 rows of the sequences of one token; None where there are none."""
     fresh: Tensor | None
-    """[N] bool, which of them begin with that token; None where none does."""
+    """[N] bool, which of them begin with that token; None where it is known that none does."""
     first_decode: int
     """Tokens before those."""
 
@@ -130,8 +130,6 @@ class StepStates:
         if batch.num_extend < batch.num_sequences:
             decodes = batch.rows[batch.num_extend :]
             fresh = batch.seq_lens[batch.num_extend :] == 1
-            if fresh.device.type == "cpu" and not bool(fresh.any()):
-                fresh = None
         return cls(pool=pool, runs=runs, decodes=decodes, fresh=fresh, first_decode=runs[-1].stop if runs else 0)
 
     def of_run(self, layer: int, run: Run) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 
 from tandem_engine.base.names import PADDING_ROW
 from tandem_engine.executor.warm_up import padding
-from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.forward.batch import ForwardBatch, Snapshot
 from tandem_engine.memory.state_pool import Run, StatePool, StateSpec, StepStates
 
 SPEC = StateSpec(layers=2, history=3, channels=10, heads=2, key_size=4, value_size=3, dtype=torch.bfloat16)
@@ -47,7 +47,28 @@ def test_runs_come_first_and_decodes_after_them(pool):
     assert states.runs == (Run(0, 3, 2, fresh=True), Run(3, 5, 4, fresh=False))
     assert states.decodes is not None
     assert states.decodes.tolist() == [1]
-    assert (states.fresh, states.first_decode) == (None, 5)
+    assert states.fresh is not None
+    assert (states.fresh.tolist(), states.first_decode) == ([False], 5)
+
+
+def test_a_run_is_cut_where_its_state_is_copied(pool):
+    made = step([2, 4], [6, 5], [6, 9], num_extend=2)
+    states = StepStates.of(pool, replace(made, snapshots=(Snapshot(0, 2, 3), Snapshot(0, 4, 1), Snapshot(1, 8, 3))))
+    assert states.runs == (
+        Run(0, 2, 2, fresh=True, snapshot=3),
+        Run(2, 4, 2, fresh=False, snapshot=1),
+        Run(4, 6, 2, fresh=False),
+        Run(6, 10, 4, fresh=False, snapshot=3),
+        Run(10, 11, 4, fresh=False),
+    )
+    states.keep_run(1, states.runs[0], torch.zeros(3, 10), torch.full((2, 4, 3), 7.0))
+    assert pool.matrices[[2, 3], 1].unique().tolist() == [7.0]
+
+
+def test_copies_are_made_one_after_the_other(pool):
+    pool.matrices[1], pool.matrices[2] = 1.0, 2.0
+    pool.copy(((1, 3), (2, 1)))
+    assert pool.matrices[:, 0, 0, 0, 0][1:4].tolist() == [2.0, 2.0, 1.0]
 
 
 def test_a_sequence_that_begins_reads_nothing_of_its_slot(pool):
