@@ -1,9 +1,8 @@
 """The table of model families: how each one's config.json becomes a `ModelConfig`.
 
 All supported families are the same decoder (`model.decoder`): blocks of attention with rotary positions and a gated
-feed-forward part or experts. A family is the reading of its differences from config.json, in the other modules here, in
-`model.latent.families` and in `model.recurrent.families`. `known_fields` has what a family is, and fields that many of
-them read alike.
+feed-forward part or experts. A family is the reading of its differences from config.json, in the other modules here and
+in `model.latent.families`. `known_fields` has what a family is, and fields that many of them read alike.
 """
 
 from tandem_engine.model.config_fields import ConfigFields
@@ -13,9 +12,9 @@ from tandem_engine.model.families.gemma import GEMMA2, GEMMA3
 from tandem_engine.model.families.gpt_oss import GPT_OSS
 from tandem_engine.model.families.norms import NORM_FAMILIES
 from tandem_engine.model.families.plain import LLAMA, MISTRAL, QWEN2, QWEN3
+from tandem_engine.model.families.recurrent import RECURRENT_FAMILIES
 from tandem_engine.model.known_fields import Family
 from tandem_engine.model.latent.families import LATENT_FAMILIES
-from tandem_engine.model.recurrent.families import RECURRENT_FAMILIES
 
 FAMILIES = (
     *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_OSS),

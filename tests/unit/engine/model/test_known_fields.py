@@ -13,9 +13,9 @@ from tandem_engine.config import ModelConfig
 from tandem_engine.model.checkpoint import parse_config, read_model_config
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.config_fields import ConfigFields
+from tandem_engine.model.families.recurrent import RECURRENT_FAMILIES
 from tandem_engine.model.families.registry import FAMILIES
 from tandem_engine.model.known_fields import IDENTITY, NO_EFFECT, ONE_VALUE
-from tandem_engine.model.recurrent.families import RECURRENT_FAMILIES
 from tandem_testing.checkpoint_files import CONFIG, random_tensors, write_config
 from tandem_testing.mutated_configs.mutations import mutations
 

@@ -9,9 +9,9 @@ from tandem_engine.base.errors import CheckpointError, ConfigError, UnsupportedV
 from tandem_engine.config import DeltaConfig, ModelConfig, NormKind, SharedExpert
 from tandem_engine.model.adapters.checkpoint import open_adapter
 from tandem_engine.model.config_fields import ConfigFields
-from tandem_engine.model.families import require_family
+from tandem_engine.model.families.registry import require_family
+from tandem_engine.model.families.text_towers import text_part
 from tandem_engine.model.tensor_names import expected_shapes
-from tandem_engine.model.text_towers import text_part
 from tandem_engine.model.weights import require_shareable
 
 QWEN3_NEXT = {
