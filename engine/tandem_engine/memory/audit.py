@@ -139,7 +139,7 @@ def _window_problems(
 def _anchor_problems(memory: KvMemory, live: Sequence[RequestKv], *, tree: Sequence[PageId]) -> list[str]:
     if memory.anchors is None:
         return []
-    pending = [slot for kv in live for _, slot in kv.pending_anchors]
+    pending = [anchor.slot for kv in live for anchor in kv.pending_anchors]
     pins = Counter(kv.continues_from for kv in live if kv.continues_from is not None)
     return memory.anchors.problems(tree=tree, pending=pending, pins=pins)
 

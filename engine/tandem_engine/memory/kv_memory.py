@@ -28,7 +28,7 @@ from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool, Writer
 from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.page_copies import CopyQueue
 from tandem_engine.memory.prefix_cache import Lock, PrefixCache
-from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.memory.request_kv import PendingAnchor, RequestKv
 from tandem_engine.memory.state_anchors import StateAnchors
 from tandem_engine.memory.window_pages import WindowPages
 from tandem_engine.messages.kv_events import CacheSpace
@@ -72,6 +72,8 @@ class KvMemory:
     anchors: StateAnchors | None = None
     """Where cached prefixes can be continued then; None without such layers or without a cache."""
     pins: list[Pin] = field(default_factory=list)
+    last_settled: int = -1
+    """Step."""
 
     def poll(self) -> bool:
         """Once per iteration, before planning: process completed copies, queue backups. True if anything moved."""
@@ -240,24 +242,15 @@ class KvMemory:
         first, whole = kv.cache_protected_len // self.page_size, kv.committed_len // self.page_size
         settled = whole * self.page_size
         assert settled <= len(token_ids), f"row {kv.row}: {settled} settled tokens, {len(token_ids)} ids given"
-        if first == whole:
-            return
-        assert kv.lock is not None, f"row {kv.row} holds no lock"
-        inserted = self.cache.extend(kv.lock, token_ids[kv.cache_protected_len : settled], kv.pages[first:whole])
-        kv.lock = inserted.lock
-        self._share_windows(kv, first, inserted.pages)
-        kv.cache_protected_len += len(inserted.pages) * self.page_size
-        if inserted.duplicates:
-            kv.pages[first:whole] = inserted.pages
-            self.rows.write(kv.row, first, inserted.pages)
-            self._free(inserted.duplicates, after_step)
+        if first < whole:
+            self._share(kv, token_ids[kv.cache_protected_len : settled], kv.pages[first:whole], after_step)
         if self.anchors is not None:
-            while kv.pending_anchors and kv.pending_anchors[0][0] <= kv.cache_protected_len:
-                length, slot = kv.pending_anchors.pop(0)
-                self.anchors.attach(kv.pages[length // self.page_size - 1], slot)
+            self._attach_anchors(kv, self.anchors)
 
-    def state_moves(self, kvs: Sequence[RequestKv], starts: Sequence[int], stops: Sequence[int]) -> StateMoves:
-        """What the step that computes tokens [start, stop) of each of `kvs` copies. Called once, when it is launched.
+    def state_moves(
+        self, step: int, kvs: Sequence[RequestKv], starts: Sequence[int], stops: Sequence[int]
+    ) -> StateMoves:
+        """What `step`, which computes tokens [start, stop) of each of `kvs`, copies. Called once, when it is launched.
 
         Anchors that requests begin with are read before any slot is given to another one.
         """
@@ -267,7 +260,7 @@ class KvMemory:
         writes, snapshots = [], []
         for sequence, (kv, start, stop) in enumerate(zip(kvs, starts, stops, strict=True)):
             for length in self._lengths_to_keep(kv, self.anchors, start, stop):
-                slot = self._slot_for(kv, self.anchors, length)
+                slot = self._slot_for(kv, self.anchors, length, step)
                 if slot is None:
                     continue
                 if length == start:
@@ -293,6 +286,8 @@ class KvMemory:
         No step is in flight, so its row is free.
         """
         space = kv.space
+        if self.anchors is not None:
+            self._drop_anchors(kv, self.anchors)
         self.release(kv, token_ids[: kv.committed_len], checkpoint=True, after_step=None)
         begun = self.begin(token_ids, space=space, max_match=max_match)
         assert begun is not None, "a row that was given back is gone"
@@ -340,6 +335,7 @@ class KvMemory:
 
     def settled(self, step: int) -> None:
         """`step` and all before it have settled: opens the fence for what waited for them."""
+        self.last_settled = max(self.last_settled, step)
         self.allocator.settled(step)
         self.rows.settled(step)
 
@@ -376,6 +372,19 @@ class KvMemory:
         self.allocator.free(pages)
         return len(pages)
 
+    def _share(self, kv: RequestKv, token_ids: Sequence[int], pages: Sequence[PageId], after_step: int | None) -> None:
+        """Give the cache `pages` of `token_ids`, which follow what it has of `kv`."""
+        assert kv.lock is not None, f"row {kv.row} holds no lock"
+        first = kv.cache_protected_len // self.page_size
+        inserted = self.cache.extend(kv.lock, token_ids, pages)
+        kv.lock = inserted.lock
+        self._share_windows(kv, first, inserted.pages)
+        kv.cache_protected_len += len(inserted.pages) * self.page_size
+        if inserted.duplicates:
+            kv.pages[first : first + len(pages)] = inserted.pages
+            self.rows.write(kv.row, first, inserted.pages)
+            self._free(inserted.duplicates, after_step)
+
     def _share_windows(self, kv: RequestKv, first: int, pages: Sequence[PageId]) -> None:
         """The cache has `pages` for the blocks of `kv` from `first` on: its own, or others of the same tokens."""
         for window, passed in zip(self.windows, kv.passed, strict=True):
@@ -407,21 +416,28 @@ class KvMemory:
         del kv.anchor_lens[: len(lengths)]
         return lengths
 
-    def _slot_for(self, kv: RequestKv, anchors: StateAnchors, length: int) -> int | None:
+    def _slot_for(self, kv: RequestKv, anchors: StateAnchors, length: int, step: int) -> int | None:
         """Of one more of its pending anchors. A decode keeps its newest state alone."""
-        if kv.pending_anchors and kv.pending_anchors[-1][0] > kv.aimed_len:
-            slot: int | None = kv.pending_anchors.pop()[1]
+        if kv.pending_anchors and kv.pending_anchors[-1].length > kv.aimed_len:
+            slot: int | None = kv.pending_anchors.pop().slot
         else:
             slot = anchors.take()
         if slot is not None:
-            kv.pending_anchors.append((length, slot))
+            kv.pending_anchors.append(PendingAnchor(length, slot, step))
         return slot
+
+    def _attach_anchors(self, kv: RequestKv, anchors: StateAnchors) -> None:
+        """Those whose pages the cache has. A step that has not settled may yet turn out to have copied nothing."""
+        pending = kv.pending_anchors
+        while pending and pending[0].length <= kv.cache_protected_len and pending[0].step <= self.last_settled:
+            anchor = pending.pop(0)
+            anchors.attach(kv.pages[anchor.length // self.page_size - 1], anchor.slot)
 
     def _drop_anchors(self, kv: RequestKv, anchors: StateAnchors) -> None:
         if kv.continues_from is not None:
             self._read_anchor(kv, anchors)
-        for _, slot in kv.pending_anchors:
-            anchors.give_back(slot)
+        for anchor in kv.pending_anchors:
+            anchors.give_back(anchor.slot)
         kv.pending_anchors.clear()
 
     def _unlock(self, kv: RequestKv) -> None:

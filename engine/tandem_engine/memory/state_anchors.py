@@ -4,7 +4,7 @@ A state is that of one length. So a cached prefix can be continued from where su
 An anchor belongs to the page id of the block that ends at its length, and lies in a slot of the state pool behind those
 of requests.
 
-    1. pending   a step is launched that copies a request's state; the tree does not have the page yet
+    1. pending   a step is launched that copies a request's state, and has not settled; or the tree lacks the page
     2. attached  the tree has it: other requests may continue here. One page has one anchor
     3. pinned    a request was given the prefix, and its first step is not launched yet
     4. free      the tree dropped the page, or another anchor needs the slot: the one used longest ago, if not pinned

@@ -369,7 +369,7 @@ class BatchBuilder:
 
     def _state_moves(self, batch: ScheduleBatch, starts: Ints, stops: Ints) -> StateMoves:
         kvs = [req.held_kv for req in batch.requests]
-        return self.memory.state_moves(kvs, starts.tolist(), stops.tolist())
+        return self.memory.state_moves(batch.step, kvs, starts.tolist(), stops.tolist())
 
     def _sequences(self, batch: ScheduleBatch) -> tuple[Ints, Ints, Ints, Ints]:
         """Per sequence row, first position and length; and which sequences sample."""

@@ -32,9 +32,14 @@ def make(slots=SLOTS, *, pages: int = 60, page_size: int = PAGE) -> KvMemory:
     )
 
 
-def launch(memory: KvMemory, kv: RequestKv, start: int, stop: int):
+def launch(memory: KvMemory, kv: RequestKv, start: int, stop: int, *, settles: bool = True):
+    """In a step of its own."""
     assert memory.ensure(kv, stop)
-    return memory.state_moves([kv], [start], [stop])
+    step = memory.last_settled + 1
+    moves = memory.state_moves(step, [kv], [start], [stop])
+    if settles:
+        memory.settled(step)
+    return moves
 
 
 def compute(memory: KvMemory, tokens: list[int], *, decodes: int = 0) -> RequestKv:
@@ -87,6 +92,19 @@ def test_a_chunk_that_ends_at_an_anchor_is_copied_by_the_next():
     assert kv is not None
     assert launch(memory, kv, 0, 64) == ((), ())
     assert launch(memory, kv, 64, 100) == (((kv.row, 5),), ())
+
+
+def test_an_anchor_of_the_step_before_waits_for_no_further_page():
+    memory, tokens = make(), [*range(70)]
+    kv = memory.begin(tokens, space=BASE_SPACE, max_match=69)
+    assert kv is not None
+    for start, stop in ((0, 64), (64, 70)):
+        launch(memory, kv, start, stop)
+        memory.commit(kv, stop)
+        memory.checkpoint(kv, tokens[:stop])
+    assert kv.pending_anchors == []
+    assert found(memory, tokens) == 64
+    audited(memory, kv)
 
 
 def test_a_request_with_an_anchor_begins_with_a_copy_of_it():
@@ -170,6 +188,26 @@ def test_a_request_that_begins_again_continues_at_its_last_anchor():
     kv = compute(memory, tokens[:150])
     again = memory.begin_again(kv, tokens, max_match=199)
     assert (again.committed_len, again.row) == (128, kv.row)
+    audited(memory, again)
+
+
+def test_a_copy_of_a_step_in_flight_is_no_anchor_yet():
+    """The request ends with what the step before sampled, and the step that copies its state may still raise."""
+    memory, tokens = make(), [*range(64)]
+    kv = compute(memory, tokens)
+    moves = launch(memory, kv, 64, 65, settles=False)
+    assert moves.copies == ((kv.row, 5),)
+    end(memory, kv, tokens)
+    assert found(memory, [*tokens, 0]) == 0
+    audited(memory)
+
+
+def test_copies_of_steps_that_raised_are_no_anchors():
+    memory, tokens = make(), [*range(100)]
+    kv = compute(memory, tokens[:64])
+    launch(memory, kv, 64, 100)
+    again = memory.begin_again(kv, tokens, max_match=99)
+    assert again.committed_len == 0
     audited(memory, again)
 
 
