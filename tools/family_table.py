@@ -39,11 +39,18 @@ class Published(NamedTuple):
     head_dim: int
     parts: int = 2
     """K and V, or one latent."""
+    state_mb: float = 0.0
+    """Of a request in bfloat16, in layers with states; `layers` are the others."""
 
     @property
     def kv_bytes(self) -> int:
         """Of one token in bfloat16, in all layers."""
         return self.parts * self.layers * self.kv_heads * self.head_dim * 2
+
+    @property
+    def states(self) -> str:
+        """What comes to that for a request."""
+        return f", and {self.state_mb} MB a request" if self.state_mb else ""
 
 
 PUBLISHED = {
@@ -141,6 +148,17 @@ PUBLISHED = {
     "glm4_moe_lite": Published(
         "as deepseek_v3; dense layers by `mlp_layer_types`", "GLM-4.7-Flash", 47, 1, 576, parts=1
     ),
+    "qwen3_next": Published(
+        "states (gated delta rule) in three of four layers, gated outputs of attention in the others; experts and a "
+        "gated shared one; a quarter of each head rotates",
+        "Qwen3-Next 80B-A3B",
+        12,
+        2,
+        256,
+        state_mb=77.3,
+    ),
+    "qwen3_5_text": Published("as qwen3_next, without experts", "Qwen3.5 9B", 8, 4, 256, state_mb=51.5),
+    "qwen3_5_moe_text": Published("as qwen3_next", "Qwen3.5 35B-A3B", 10, 2, 256, state_mb=64.4),
 }
 
 COLUMNS = (
@@ -197,7 +215,7 @@ def tiny_of_families() -> dict[str, dict[str, ModelConfig]]:
 
 
 def row(family: Family, tiny: dict[str, ModelConfig]) -> tuple[str, ...]:
-    """Of a family that Tandem computes; those are all shared by ranks, quantized and used with any draft."""
+    """Of a family that Tandem computes; those are all shared by ranks and quantized."""
     published, config = PUBLISHED[family.name], next(iter(tiny.values()))
     towers = [f"`{tower.architecture}` (text part)" for tower in TOWERS if family.name in tower.texts.values()]
     return (
@@ -209,8 +227,8 @@ def row(family: Family, tiny: dict[str, ModelConfig]) -> tuple[str, ...]:
         "yes",
         "yes" if any(is_plain(each, attention_specs(each)) for each in tiny.values()) else "–",
         by_torch(config),
-        "yes",
-        f"{published.kv_bytes:,} ({published.name})",
+        "yes" if config.delta is None else "rejected",
+        f"{published.kv_bytes:,} ({published.name}){published.states}",
         tested(set(tiny)),
     )
 
@@ -218,6 +236,8 @@ def row(family: Family, tiny: dict[str, ModelConfig]) -> tuple[str, ...]:
 def by_torch(config: ModelConfig) -> str:
     """What has no Triton kernel of its own."""
     parts = ["attention"] if config.latent is not None else []
+    if config.delta is not None:
+        parts.append("states")
     if config.norm is NormKind.CENTERED:
         parts.append("norms")
     if config.qk_norm is QkNorm.WHOLE:

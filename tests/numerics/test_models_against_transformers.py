@@ -13,7 +13,7 @@ from tandem_engine.model.config_fields import read_rope
 from tandem_engine.model.layers.attention import attention_scale, inverse_frequencies
 from tandem_engine.model.loader import load_model
 from tandem_lab.verify.reference import cache_field
-from tandem_testing.dense_attention import DenseAttend
+from tandem_testing.dense_attention import DenseAttend, with_states
 from tandem_testing.tiny_checkpoints import TINY_MODELS, VOCAB_SIZE, write_tiny_checkpoint
 
 ATOL = 1e-4
@@ -61,7 +61,8 @@ def extend(model: CausalLM, attend: DenseAttend, ids: list[Tensor], starts: list
     attend.extend_lens = [len(part) for part in ids]
     positions = torch.cat([torch.arange(start, start + len(part)) for start, part in zip(starts, ids, strict=True)])
     with torch.inference_mode():
-        return model.logits(model.forward(torch.cat(ids), positions, attend, torch.arange(len(positions))))
+        hidden = model.forward(torch.cat(ids), positions, with_states(attend, model), torch.arange(len(positions)))
+        return model.logits(hidden)
 
 
 def reference(model: torch.nn.Module, ids: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ def test_logits_are_computed_for_the_tokens_asked_for(pair):
     with torch.inference_mode():
         for index in ([19], [3, 11, 4], []):
             wanted = torch.tensor(index, dtype=torch.int64)
-            hidden = pair.ours.forward(ids, torch.arange(20), dense(pair.ours, 20), wanted)
+            hidden = pair.ours.forward(ids, torch.arange(20), with_states(dense(pair.ours, 20), pair.ours), wanted)
             logits = pair.ours.logits(hidden)
             assert logits.shape == (len(index), VOCAB_SIZE)
             torch.testing.assert_close(logits, whole[wanted], atol=1e-5, rtol=0)

@@ -69,6 +69,17 @@ NAMED = {
         {"num_experts_per_tok": 3},
         {"rms_norm_eps": 0.1},
     ],
+    "qwen3-next": [
+        {"layer_types": ABSENT, "full_attention_interval": 2},
+        {"layer_types": ABSENT, "full_attention_interval": 1},
+        {"layer_types": [FULL] * 4},
+        {"linear_num_key_heads": 2},
+        {"linear_conv_kernel_dim": 1},
+        {"partial_rotary_factor": 0.5},
+        {"norm_topk_prob": False},
+        {"mlp_only_layers": [0, 1, 2, 3]},
+    ],
+    "qwen3.5": [{"attn_output_gate": False}, {"rms_norm_eps": 0.5}, {"linear_key_head_dim": 20}],
     "llama-bias": [{"attention_chunk_size": 8}, {"rope_scaling": {}, "rope_parameters": {"rope_theta": 300.0}}],
 }
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.loader import load_model
 from tandem_engine.parallel.group import Parallel
-from tandem_testing.dense_attention import DenseAttend
+from tandem_testing.dense_attention import DenseAttend, with_states
 from tandem_testing.rank_threads import on_ranks
 from tandem_testing.tiny_checkpoints import TINY_MODELS, VOCAB_SIZE, write_tiny_checkpoint
 
@@ -24,7 +24,8 @@ def logits(path, prompt: Tensor, parallel: Parallel) -> Tensor:
     with torch.inference_mode():
         for part in (slice(0, 40), slice(40, 41)):
             attend.extend_lens = [len(prompt[part])]
-            hidden = model.forward(prompt[part], positions[part], attend, torch.arange(len(prompt[part])))
+            states = with_states(attend, model, size=parallel.size)
+            hidden = model.forward(prompt[part], positions[part], states, torch.arange(len(prompt[part])))
             results.append(model.logits(hidden))
     return torch.cat(results)
 

@@ -20,6 +20,8 @@ FAMILIES = {
     "mistral3-tower": "ministral3",
     "qwen2-tower": "qwen2",
     "qwen3-tower": "qwen3",
+    "qwen3.5-tower": "qwen3_5_text",
+    "qwen3.5-moe-tower": "qwen3_5_moe_text",
 }
 
 
@@ -60,6 +62,8 @@ def test_every_tower_is_compared():
         "Mistral3Config",
         "Qwen2_5_VLConfig",
         "Qwen3VLConfig",
+        "Qwen3_5Config",
+        "Qwen3_5MoeConfig",
     }
     assert len(FAMILIES) == len(TOWERS)
 

@@ -27,6 +27,7 @@ from tandem_engine.config.engine import (
 )
 from tandem_engine.config.model import (
     Activation,
+    DeltaConfig,
     GateClamp,
     LatentConfig,
     ModelConfig,
@@ -54,6 +55,7 @@ __all__ = [
     "AdapterConfig",
     "AdapterSource",
     "CacheConfig",
+    "DeltaConfig",
     "DeviceDefaults",
     "DisaggConfig",
     "EngineConfig",

@@ -195,6 +195,33 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaConfig:
+    """Layers that keep a state of fixed size for each sequence, in place of K and V (gated delta rule)."""
+
+    layers: tuple[int, ...]
+    """Those layers; the others keep K and V."""
+    key_heads: int
+    value_heads: int
+    """A multiple of the key heads. Consecutive ones share a key head."""
+    key_size: int
+    value_size: int
+    kernel: int
+    """Tokens that the convolution before the rule sees."""
+    joined: bool
+    """Whether the checkpoint has two matrices of all inputs, key head after key head (Qwen3-Next)."""
+
+    @property
+    def key_width(self) -> int:
+        """Of all key heads."""
+        return self.key_heads * self.key_size
+
+    @property
+    def value_width(self) -> int:
+        """Of all value heads."""
+        return self.value_heads * self.value_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Architecture of a decoder, independent of its family's spelling of field names.
 
@@ -253,6 +280,10 @@ class ModelConfig:
     moe: MoeConfig | None = None
     latent: LatentConfig | None = None
     """Where attention keeps a latent: `num_kv_heads` is then 1, and `head_dim` the size of what is kept."""
+    delta: DeltaConfig | None = None
+    """Where some layers keep states."""
+    output_gate: bool = False
+    """Whether the sigmoid of one more output of q_proj multiplies what each head gathers (Qwen3-Next)."""
     text_part: bool = False
     """Whether the checkpoint has parts for images too, which are not served."""
     eos_token_ids: tuple[int, ...] = ()
@@ -267,3 +298,9 @@ class ModelConfig:
     def rotary_heads(self) -> int:
         """Size of the heads, or parts of heads, that are rotated."""
         return self.head_dim if self.latent is None else self.latent.rotated_size
+
+    @property
+    def paged_layers(self) -> tuple[int, ...]:
+        """Layers that keep K and V, or a latent, of each token."""
+        stateful = () if self.delta is None else self.delta.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in stateful)

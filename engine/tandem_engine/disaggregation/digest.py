@@ -22,7 +22,12 @@ import torch
 import xxhash
 
 from tandem_engine.base.names import DigestKind, PageId
-from tandem_engine.disaggregation.digest_words import full_digests_torch, sampled_digests_torch, sampled_rows, word_bytes
+from tandem_engine.disaggregation.digest_words import (
+    full_digests_torch,
+    sampled_digests_torch,
+    sampled_rows,
+    word_bytes,
+)
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool, Push
 from tandem_engine.kernels.cpu.page_digests import SLOT_GROUP, Indices, Keys, full_digests, sampled_digests
 from tandem_engine.memory.pool import PageLayout

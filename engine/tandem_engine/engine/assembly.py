@@ -24,6 +24,7 @@ from tandem_engine.config import (
     SpecConfig,
 )
 from tandem_engine.engine.loaded_model import LoadedModel, compat_hash, kv_geometry, scales_of_rank
+from tandem_engine.engine.stateful_models import log_states, require_supported, state_shares
 from tandem_engine.engine.stats import Generations
 from tandem_engine.executor.cuda.graphs import graph_sizes
 from tandem_engine.executor.forward_thread import Forward
@@ -44,10 +45,13 @@ from tandem_engine.memory.pool import KvPool, kv_dtype
 from tandem_engine.memory.prefix_cache import NoPrefixCache, PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.sizing import SMALLEST_POOL
+from tandem_engine.memory.state_anchors import StateAnchors
+from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.memory.window_pages import WindowPages, usable_blocks
 from tandem_engine.messages.control import KvGeometry
 from tandem_engine.model.adapters.loaded import LoadedAdapters
 from tandem_engine.model.base import kv_specs
+from tandem_engine.model.recurrent.blocks import state_spec
 from tandem_engine.model.weights import heads_of_rank
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import JointWork, Parallel
@@ -105,6 +109,7 @@ def sized_pools(
 ) -> GroupPools:
     """As large as the memory allows, with the draft's share of every page."""
     beside = draft_bytes = 0
+    spec = state_spec(loaded.model_config, loaded.dtype, loaded.parallel.size)
     if draft is not None:
         beside = draft.page_bytes(geometry.page_size, loaded.dtype)
         draft_bytes = draft.weight_bytes(
@@ -112,7 +117,8 @@ def sized_pools(
         )
 
     def pools_of(pages: int) -> GroupPools:
-        return _pools(geometry, config, loaded, layout, [pages] * len(layout.groups), page_ids=pages)
+        states = None if spec is None else StatePool(spec, rows=0, device=config.device)
+        return _pools(geometry, config, loaded, layout, [pages] * len(layout.groups), page_ids=pages, states=states)
 
     def parts_over(pages: int, *, graphs: bool) -> RunnerParts:
         return make_runner_parts(loaded, pools_of(pages), config, None, graphs=graphs)
@@ -138,13 +144,18 @@ def sized_pools(
         draft_bytes=draft_bytes,
     )
     plan = plan_pool(config, footprint, loaded.parallel)
-    if layout.is_merged:
-        return pools_of(plan.pages)
     demand = Demand(
         page_size=geometry.page_size,
         context_length=config.scheduler.context_length,
         chunk=longest_chunk(config.scheduler),
     )
+    if spec is not None:
+        pages, rows, anchors = state_shares(plan, spec, demand, config)
+        states = StatePool(spec, rows=rows, anchors=anchors, device=config.device)
+        log_states(states, loaded.model_config, pages)
+        return _pools(geometry, config, loaded, layout, [pages], page_ids=pages, states=states)
+    if layout.is_merged:
+        return pools_of(plan.pages)
     page_ids = plan.pages
     if not config.cache.num_pages:
         itemsize = kv_dtype(config.cache.dtype, loaded.dtype).itemsize
@@ -171,6 +182,7 @@ def _pools(
     num_pages: Sequence[int],
     *,
     page_ids: int,
+    states: StatePool | None = None,
 ) -> GroupPools:
     dtype = kv_dtype(config.cache.dtype, loaded.dtype)
     return GroupPools.of(
@@ -181,6 +193,7 @@ def _pools(
         dtype=dtype,
         device=config.device,
         scales=scales_of_rank(loaded) if dtype in FLOAT8 else None,
+        states=states,
     )
 
 
@@ -212,22 +225,26 @@ def make_host_memory(
 
 def make_memory(pools: GroupPools, config: EngineConfig, copies: CopyQueue, host: HostMemory | None) -> KvMemory:
     """Rows, pages and prefix cache over `pools`."""
-    page_size, windows = pools.first.page_size, pools.windows
-    limits = config.scheduler
+    page_size, windows, states = pools.first.page_size, pools.windows, pools.states
+    limits, anchors = config.scheduler, None
+    if states is not None and config.cache.enable_prefix_cache:
+        anchors = StateAnchors(states.anchor_slots, page_size=page_size)
     return KvMemory(
-        rows=ReqToTokenPool(_rows(limits), _max_pages(limits, page_size)),
-        allocator=PageAllocator(pools.page_ids, copies, windows),
-        cache=_prefix_cache(config.cache, host, windows),
+        rows=ReqToTokenPool(_rows(limits, pools), _max_pages(limits, page_size)),
+        allocator=PageAllocator(pools.page_ids, copies, windows if anchors is None else [*windows, anchors]),
+        cache=_prefix_cache(config.cache, host, windows, anchors),
         page_size=page_size,
         copies=copies,
         host=host,
         windows=windows,
+        stateful=states is not None,
+        anchors=anchors,
     )
 
 
-def _rows(limits: SchedulerConfig) -> int:
-    """Requests that a stage keeps hold rows too, beside those that run."""
-    return 2 * limits.max_running_requests
+def _rows(limits: SchedulerConfig, pools: GroupPools) -> int:
+    """Requests that a stage keeps hold rows too, beside those that run. Where layers keep states, one for each."""
+    return 2 * limits.max_running_requests if pools.states is None else pools.states.rows
 
 
 def _max_pages(limits: SchedulerConfig, page_size: int) -> int:
@@ -235,11 +252,15 @@ def _max_pages(limits: SchedulerConfig, page_size: int) -> int:
     return -(-limits.context_length // page_size) + 1
 
 
-def _prefix_cache(config: CacheConfig, host: HostMemory | None, windows: Sequence[WindowPages]) -> PrefixCache:
+def _prefix_cache(
+    config: CacheConfig, host: HostMemory | None, windows: Sequence[WindowPages], anchors: StateAnchors | None
+) -> PrefixCache:
     if host is not None and host.cache is not None:
         return host.cache
     if not config.enable_prefix_cache:
         return NoPrefixCache()
+    if anchors is not None:
+        return RadixCache(config.page_size, usable=anchors.usable_blocks)
     return RadixCache(config.page_size, usable=partial(usable_blocks, windows) if windows else None)
 
 
@@ -255,7 +276,8 @@ def make_runner_parts(
         groups=None if pools.layout.is_merged else pools,
         num_heads=heads_of_rank(loaded.model_config, loaded.parallel.size).query,
         dtype=loaded.dtype,
-        rows=_rows(limits),
+        rows=_rows(limits, pools),
+        states=pools.states,
         observer=observer,
         group=loaded.parallel.forward,
         max_pages=_max_pages(limits, pools.first.page_size),
@@ -306,7 +328,7 @@ def make_target(loaded: LoadedModel, config: EngineConfig, pools: GroupPools, pl
         device=config.device,
         num_pages=pools.page_ids,
         page_size=pools.first.page_size,
-        rows=_rows(config.scheduler),
+        rows=_rows(config.scheduler, pools),
         context_length=config.scheduler.context_length,
         max_text=config.scheduler.chunked_prefill_size,
         group=loaded.parallel.forward,
@@ -381,6 +403,7 @@ def make_parts(
     loaded: LoadedModel, config: EngineConfig, *, sink: Sink | None, platform: Platform | None, has_peers: bool
 ) -> EngineParts:
     """See `Engine.build`."""
+    require_supported(loaded.model_config, config, has_peers=has_peers)
     geometry = kv_geometry(loaded, config)
     draft = read_draft(config.speculative, target=loaded.model_config, target_path=loaded.config.model_path)
     platform = platform or platform_for(loaded.config.device)

@@ -101,7 +101,8 @@ def launched_engine(
         with _shown(progress) as bar:
             stack.enter_context(kernels_built(config, late_step=self_test))
             START.report(Phase.WEIGHTS)
-            loaded = load(config, progress=bar, parallel=parallel)
+            has_peers = port is not None and config.disagg.transport != "none"
+            loaded = load(config, progress=bar, parallel=parallel, has_peers=has_peers)
             START.report(Phase.MEMORY)
             engine = stack.enter_context(Engine.build(loaded, loaded.config, sink=sink, port=port))
         yield engine

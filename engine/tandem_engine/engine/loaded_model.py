@@ -16,6 +16,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import give_back, movable, to_huge_pages
 from tandem_engine.base.progress import Phase
 from tandem_engine.config import EngineConfig, ModelConfig
+from tandem_engine.engine.stateful_models import require_supported
 from tandem_engine.executor.memory_profile import meter_for
 from tandem_engine.kernels.interface import FLOAT8
 from tandem_engine.memory.pool import kv_dtype, require_kv_dtype
@@ -91,14 +92,19 @@ class LoadedModel:
         return self.model.config
 
 
-def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = None) -> LoadedModel:
+def load(
+    config: EngineConfig, *, progress: bool, parallel: Parallel | None = None, has_peers: bool = False
+) -> LoadedModel:
     """Read the checkpoint, or this rank's part of it. `parallel`: the ranks, if there are several (see `launch`).
+
+    `has_peers`: the engine will exchange KV with others.
 
     Raises `CheckpointError` and `ConfigError` before anything large is allocated.
     """
     parallel = parallel or Parallel()
     assert parallel.size == config.parallel.tp_size, f"{parallel.size} ranks for {config.parallel}"
     facts = require_loadable(config)
+    require_supported(facts, config, has_peers=has_peers)
     config = replace(config, device=device_of_rank(config.device, config.parallel.local_rank(parallel.rank)))
     read_draft(config.speculative, target=facts, target_path=config.model_path)
     context_length = _context_length(config, facts)
@@ -208,7 +214,7 @@ def kv_geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
     facts, dtype = loaded.model_config, kv_dtype(config.cache.dtype, loaded.dtype)
     return KvGeometry(
         fingerprint=facts.fingerprint,
-        num_layers=facts.num_layers,
+        num_layers=len(facts.paged_layers),
         num_kv_heads=heads_of_rank(facts, loaded.parallel.size).kv,
         head_dim=facts.head_dim,
         page_size=config.cache.page_size,
@@ -231,7 +237,7 @@ def scales_of_rank(loaded: LoadedModel) -> torch.Tensor:
     facts, parallel = loaded.model_config, loaded.parallel
     part = OUTPUTS.part(facts.num_kv_heads, rank=parallel.rank, size=parallel.size)
     whole = torch.ones(facts.num_layers, 2, facts.num_kv_heads) if loaded.kv_scales is None else loaded.kv_scales
-    return whole[:, :, part.start : part.stop]
+    return whole[list(facts.paged_layers), :, part.start : part.stop]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -42,6 +42,7 @@ from tandem_engine.memory.group_pools import GroupPools
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.page_copies import PageCopier
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.model.adapters.weights import AdapterWeights
 from tandem_engine.model.attention.backend import AttentionBackend, AttentionSpec, GraphBackend
 from tandem_engine.model.attention.grouped import GroupedAttention, GroupedGraphAttention
@@ -73,6 +74,8 @@ class RunnerParts:
     """Largest `req_pool_idx`."""
     groups: GroupPools | None = None
     """Of groups of layers, of which `pool` is the first; None where it has all layers."""
+    states: StatePool | None = None
+    """Of layers that keep any."""
     observer: HiddenObserver | None = None
     group: TpGroup = field(default_factory=SingleRank)
     max_pages: int = 0
@@ -158,6 +161,7 @@ class OnHost:
             observer=parts.observer,
             group=parts.group,
             adapters=parts.adapters,
+            states=parts.states,
         )
 
     def graph_bytes(self, make: Callable[[], RunnerParts]) -> int:  # noqa: ARG002 - no graphs
@@ -215,6 +219,7 @@ class OnStreams:
             streams=self.streams,
             observer=parts.observer,
             group=parts.group,
+            states=parts.states,
         )
         runner.agree_time = parts.agree_time
         self.streams.synchronize()
@@ -251,6 +256,7 @@ class OnStreams:
             observer=parts.observer,
             device=device,
             max_pages=parts.max_pages,
+            states=parts.states,
         )
 
     def _backend(self, parts: RunnerParts) -> GraphBackend:

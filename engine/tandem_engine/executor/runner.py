@@ -20,11 +20,13 @@ from tandem_engine.forward.future_map import FutureMap, token_rows
 from tandem_engine.forward.results import sum_pooled
 from tandem_engine.kernels.interface import HeadTurn
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.memory.state_pool import StatePool, StepStates
 from tandem_engine.model.adapters.step import StepAdapters
 from tandem_engine.model.adapters.weights import AdapterWeights
 from tandem_engine.model.attention.backend import AttentionBackend, AttentionPlan, ToldPlan, TurningPlan
 from tandem_engine.model.base import Attend, DraftHead, LayerInputs, StepModel
 from tandem_engine.model.decoder import Decoder
+from tandem_engine.model.layers.delta import StatefulAttend
 from tandem_engine.parallel.group import SingleRank, TpGroup, agree_on_step
 from tandem_engine.sampling.logprobs import prompt_scores
 from tandem_engine.sampling.sampler import SampleOutput, Sampler
@@ -98,6 +100,11 @@ def _compute(
     return model.forward(input_ids, batch.positions, attend, wanted, adapters)
 
 
+def with_states(attend: Attend, states: StatePool | None, batch: ForwardBatch) -> Attend:
+    """`attend` of `batch`, with the `states` of its sequences where layers keep any."""
+    return attend if states is None else StatefulAttend(attend, StepStates.of(states, batch))
+
+
 Wrote = Callable[[int], None]
 """Called with a layer once its KV is written, or queued to be."""
 
@@ -143,6 +150,7 @@ class ModelRunner:
         observer: HiddenObserver | None = None,
         group: TpGroup | None = None,
         adapters: Sequence[AdapterWeights] = (),
+        states: StatePool | None = None,
     ) -> None:
         """Assemble a runner.
 
@@ -150,6 +158,7 @@ class ModelRunner:
             observer: is shown the hidden states of all tokens, which costs the last layer's shortcut.
             group: the ranks that share the model, if it is shared.
             adapters: by the slot that batches name them by.
+            states: of layers that keep any.
         """
         self.model = model
         self.pool = pool
@@ -159,6 +168,7 @@ class ModelRunner:
         self._observer = observer
         self._group = group or SingleRank()
         self._adapters = adapters
+        self._states = states
 
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         """Run `batch`: KV is written, sampled tokens are published to their rows and returned."""
@@ -207,6 +217,8 @@ class ModelRunner:
         """Hidden states of tokens: sampled after, then predicting wanted prompt tokens, then to be pooled."""
         if batch.page_copies:
             self.pool.copy_pages(batch.page_copies)
+        if self._states is not None:
+            self._states.copy(batch.state_copies)
         input_ids = self._future_map.resolve(batch.input_ids, token_rows(batch))
         attend: AttentionPlan = self.backend.plan(batch)
         if batch.kv_progress is not None:
@@ -214,7 +226,13 @@ class ModelRunner:
         wanted = wanted_tokens(batch)
         adapters = None if batch.adapters is None else StepAdapters(rows=batch.adapters, slots=self._adapters)
         hidden = hidden_states(
-            self.model, self._observer, batch, input_ids=input_ids, attend=attend, wanted=wanted, adapters=adapters
+            self.model,
+            self._observer,
+            batch,
+            input_ids=input_ids,
+            attend=with_states(attend, self._states, batch),
+            wanted=wanted,
+            adapters=adapters,
         )
         keep_guesses(self.model, batch, hidden, wanted)
         return hidden

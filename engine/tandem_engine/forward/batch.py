@@ -245,6 +245,16 @@ class GroupPages(NamedTuple):
     """As `ForwardBatch.out_cache_loc`."""
 
 
+class Snapshot(NamedTuple):
+    """A state to be copied within a run of tokens."""
+
+    sequence: int
+    """Index into B."""
+    length: int
+    """Tokens of the sequence that the state is after; more than before the step, and less than after it."""
+    slot: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBatch:
     """One step's work."""
@@ -274,6 +284,10 @@ class ForwardBatch:
     """For each group of layers with a window, where it has those pages. () where all layers have the same ones."""
     page_copies: tuple[tuple[PageId, PageId], ...] = ()
     """(source, target): pages to copy whole before anything is computed. No target is a source."""
+    state_copies: tuple[tuple[int, int], ...] = ()
+    """(source, target): slots of states to copy one after the other before anything is computed."""
+    snapshots: tuple[Snapshot, ...] = ()
+    """In the order of sequences and lengths."""
     prompt_positions: tuple[PromptPositions, ...] = ()
     """At most one per EXTEND sequence; () when nobody asks."""
     pooled: tuple[PooledTokens, ...] = ()

@@ -23,14 +23,13 @@ forward. A running forward still uses the row *number*, as its place in the Futu
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum, IntEnum
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from tandem_engine.base.errors import OutOfPagesError
 from tandem_engine.base.names import DUMMY_PAGE, PADDING_ROW, PageId, ReqPoolIdx
 from tandem_engine.memory.page_copies import CopyFence, CopyQueue
-from tandem_engine.memory.window_pages import WindowPages
 
 Item = TypeVar("Item")
 
@@ -82,11 +81,20 @@ class Writer(Enum):
     """Any other writer, at any time: no copy in flight may touch its pages [page-fence]."""
 
 
+class DropsPages(Protocol):
+    """Keeps something for page ids."""
+
+    def drop(self, pages: Iterable[PageId]) -> None:
+        """`pages` are free."""
+        ...
+
+
 class PageAllocator:
     """Pages 1..num_pages-1; page 0 is the dummy page [dummy-page]. Scheduler thread only."""
 
-    def __init__(self, num_pages: int, copies: CopyQueue | None = None, windows: Sequence[WindowPages] = ()) -> None:
-        """`copies`: what else touches pages on the device; None if nothing does. `windows` drop what is free."""
+    def __init__(self, num_pages: int, copies: CopyQueue | None = None, windows: Sequence[DropsPages] = ()) -> None:
+        """`copies`: what else touches pages on the device; None if nothing does. `windows`, or anchors of states, drop
+        what is free."""
         self.num_pages = num_pages
         self.windows = windows
         self._free = [PageId(page) for page in range(num_pages - 1, DUMMY_PAGE, -1)]

@@ -68,6 +68,7 @@ def check_conservation(
             *_row_problems(memory, live),
             *_request_problems(memory, live, {*tree}),
             *_window_problems(memory, live, tree=tree, pending=[*free, *holds]),
+            *_anchor_problems(memory, live, tree=tree),
             *memory.cache.audit([*(kv.lock for kv in live if kv.lock is not None), *(pin.lock for pin in memory.pins)]),
         ),
     )
@@ -136,6 +137,14 @@ def _window_problems(
                 problems.append(f"row {kv.row}: a window has passed {kv.passed[index]} blocks, too many")
         problems += window.problems(tree=tree, needed=needed, pending=pending, users=users)
     return problems
+
+
+def _anchor_problems(memory: KvMemory, live: Sequence[RequestKv], *, tree: Sequence[PageId]) -> list[str]:
+    if memory.anchors is None:
+        return []
+    pending = [anchor.slot for kv in live for anchor in kv.pending_anchors]
+    pins = Counter(kv.continues_from for kv in live if kv.continues_from is not None)
+    return memory.anchors.problems(tree=tree, pending=pending, pins=pins)
 
 
 def _listed(noun: str, ids: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from tandem_engine.memory.cache_groups import CacheGroup, CacheLayout, Reach
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.memory.window_pages import WindowPages
 
 Spec = TypeVar("Spec")
@@ -53,6 +54,8 @@ class GroupPools:
     """That the allocator gives out, the dummy one included."""
     pools: tuple[KvPool, ...]
     """One for each group."""
+    states: StatePool | None = None
+    """Of layers that keep a state, and no pages."""
 
     @classmethod
     def of(
@@ -65,13 +68,14 @@ class GroupPools:
         dtype: torch.dtype,
         device: str,
         scales: torch.Tensor | None = None,
+        states: StatePool | None = None,
     ) -> Self:
-        """`num_pages` of each group. `scales`: of all layers."""
+        """`num_pages` of each group. `scales`: of all layers with pages."""
         pools = (
             KvPool.of_group(group, num_pages=pages, page_size=page_size, dtype=dtype, device=device, scales=scales)
             for group, pages in zip(layout.groups, num_pages, strict=True)
         )
-        return cls(layout=layout, page_ids=page_ids, pools=tuple(pools))
+        return cls(layout=layout, page_ids=page_ids, pools=tuple(pools), states=states)
 
     @property
     def first(self) -> KvPool:

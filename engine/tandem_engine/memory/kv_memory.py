@@ -20,15 +20,28 @@ request is dropped.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from tandem_engine.base.names import PageId
+from tandem_engine.forward.batch import Snapshot
 from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool, Writer
 from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.page_copies import CopyQueue
 from tandem_engine.memory.prefix_cache import Lock, PrefixCache
-from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.memory.request_kv import PendingAnchor, RequestKv
+from tandem_engine.memory.state_anchors import StateAnchors
 from tandem_engine.memory.window_pages import WindowPages
 from tandem_engine.messages.kv_events import CacheSpace
+
+
+class StateMoves(NamedTuple):
+    """See `ForwardBatch`."""
+
+    copies: tuple[tuple[int, int], ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
+
+
+NO_MOVES = StateMoves()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +67,13 @@ class KvMemory:
     """None without a hierarchical cache and swap space: then the device is all there is."""
     windows: Sequence[WindowPages] = ()
     """Of groups of layers with a window; () where all layers keep all tokens."""
+    stateful: bool = False
+    """Some layers keep a state for each row: a sequence does not continue from pages alone."""
+    anchors: StateAnchors | None = None
+    """Where cached prefixes can be continued then; None without such layers or without a cache."""
     pins: list[Pin] = field(default_factory=list)
+    last_settled: int = -1
+    """Step."""
 
     def poll(self) -> bool:
         """Once per iteration, before planning: process completed copies, queue backups. True if anything moved."""
@@ -107,7 +126,7 @@ class KvMemory:
         passed = [window.passed_blocks(matched) for window in self.windows]
         for window, first in zip(self.windows, passed, strict=True):
             window.use(match.pages[first:])
-        return RequestKv(
+        kv = RequestKv(
             row=row,
             space=space,
             page_size=self.page_size,
@@ -120,6 +139,9 @@ class KvMemory:
             copy=self.copies.newest_load,
             passed=passed,
         )
+        if self.anchors is not None:
+            self._aim(kv, self.anchors, tokens=len(token_ids), known=match.known * self.page_size)
+        return kv
 
     def load_back(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
         """`kv` of `token_ids` is admitted and has its pages: copy there what host memory has of its prefix.
@@ -220,17 +242,32 @@ class KvMemory:
         first, whole = kv.cache_protected_len // self.page_size, kv.committed_len // self.page_size
         settled = whole * self.page_size
         assert settled <= len(token_ids), f"row {kv.row}: {settled} settled tokens, {len(token_ids)} ids given"
-        if first == whole:
-            return
-        assert kv.lock is not None, f"row {kv.row} holds no lock"
-        inserted = self.cache.extend(kv.lock, token_ids[kv.cache_protected_len : settled], kv.pages[first:whole])
-        kv.lock = inserted.lock
-        self._share_windows(kv, first, inserted.pages)
-        kv.cache_protected_len += len(inserted.pages) * self.page_size
-        if inserted.duplicates:
-            kv.pages[first:whole] = inserted.pages
-            self.rows.write(kv.row, first, inserted.pages)
-            self._free(inserted.duplicates, after_step)
+        if first < whole:
+            self._share(kv, token_ids[kv.cache_protected_len : settled], kv.pages[first:whole], after_step)
+        if self.anchors is not None:
+            self._attach_anchors(kv, self.anchors)
+
+    def state_moves(
+        self, step: int, kvs: Sequence[RequestKv], starts: Sequence[int], stops: Sequence[int]
+    ) -> StateMoves:
+        """What `step`, which computes tokens [start, stop) of each of `kvs`, copies. Called once, when it is launched.
+
+        Anchors that requests begin with are read before any slot is given to another one.
+        """
+        if self.anchors is None:
+            return NO_MOVES
+        reads = [(self._read_anchor(kv, self.anchors), int(kv.row)) for kv in kvs if kv.continues_from is not None]
+        writes, snapshots = [], []
+        for sequence, (kv, start, stop) in enumerate(zip(kvs, starts, stops, strict=True)):
+            for length in self._lengths_to_keep(kv, self.anchors, start, stop):
+                slot = self._slot_for(kv, self.anchors, length, step)
+                if slot is None:
+                    continue
+                if length == start:
+                    writes.append((int(kv.row), slot))
+                else:
+                    snapshots.append(Snapshot(sequence, length, slot))
+        return StateMoves((*reads, *writes), tuple(snapshots))
 
     def is_news(self, kv: RequestKv, token_ids: Sequence[int]) -> bool:
         """Whether a checkpoint would exchange no page: the cache has nothing of `token_ids` but what `kv` borrows."""
@@ -242,6 +279,19 @@ class KvMemory:
         if checkpoint:
             self.checkpoint(kv, token_ids, after_step=after_step)
         self._free(self._let_go(kv, after_step), after_step)
+
+    def begin_again(self, kv: RequestKv, token_ids: Sequence[int], *, max_match: int) -> RequestKv:
+        """Give back what `kv` of `token_ids` holds, and `begin`: its state is that of steps which count for nothing.
+
+        No step is in flight, so its row is free.
+        """
+        space = kv.space
+        if self.anchors is not None:
+            self._drop_anchors(kv, self.anchors)
+        self.release(kv, token_ids[: kv.committed_len], checkpoint=True, after_step=None)
+        begun = self.begin(token_ids, space=space, max_match=max_match)
+        assert begun is not None, "a row that was given back is gone"
+        return begun
 
     def renew(self, kv: RequestKv) -> RequestKv:
         """All that `kv` holds, under a new identity: what was computed beyond the settled tokens is to be forgotten.
@@ -285,6 +335,7 @@ class KvMemory:
 
     def settled(self, step: int) -> None:
         """`step` and all before it have settled: opens the fence for what waited for them."""
+        self.last_settled = max(self.last_settled, step)
         self.allocator.settled(step)
         self.rows.settled(step)
 
@@ -304,6 +355,8 @@ class KvMemory:
         cached = kv.cache_protected_len // self.page_size
         for window, first in zip(self.windows, kv.passed, strict=True):
             window.leave(kv.pages[first:cached])
+        if self.anchors is not None:
+            self._drop_anchors(kv, self.anchors)
         private, kv.pages = kv.private_pages, []
         kv.cache_protected_len = kv.committed_len = 0
         self._unlock(kv)
@@ -319,6 +372,19 @@ class KvMemory:
         self.allocator.free(pages)
         return len(pages)
 
+    def _share(self, kv: RequestKv, token_ids: Sequence[int], pages: Sequence[PageId], after_step: int | None) -> None:
+        """Give the cache `pages` of `token_ids`, which follow what it has of `kv`."""
+        assert kv.lock is not None, f"row {kv.row} holds no lock"
+        first = kv.cache_protected_len // self.page_size
+        inserted = self.cache.extend(kv.lock, token_ids, pages)
+        kv.lock = inserted.lock
+        self._share_windows(kv, first, inserted.pages)
+        kv.cache_protected_len += len(inserted.pages) * self.page_size
+        if inserted.duplicates:
+            kv.pages[first : first + len(pages)] = inserted.pages
+            self.rows.write(kv.row, first, inserted.pages)
+            self._free(inserted.duplicates, after_step)
+
     def _share_windows(self, kv: RequestKv, first: int, pages: Sequence[PageId]) -> None:
         """The cache has `pages` for the blocks of `kv` from `first` on: its own, or others of the same tokens."""
         for window, passed in zip(self.windows, kv.passed, strict=True):
@@ -326,6 +392,53 @@ class KvMemory:
                 if page != kv.pages[block]:
                     window.fill(page, kv.pages[block])
             window.use(pages[max(0, passed - first) :])
+
+    def _aim(self, kv: RequestKv, anchors: StateAnchors, *, tokens: int, known: int) -> None:
+        """Continue from the anchor that was found, and copy the state where others may continue: before the last token
+        of `tokens`, and where these leave what is cached, which is `known` tokens."""
+        if kv.pages:
+            kv.continues_from = kv.pages[-1]
+            anchors.pin(kv.continues_from)
+        aims = {anchors.at_most(known), anchors.at_most(tokens - 1)}
+        kv.anchor_lens = sorted(length for length in aims if length > kv.committed_len)
+        kv.aimed_len = max(aims)
+
+    def _read_anchor(self, kv: RequestKv, anchors: StateAnchors) -> int:
+        assert kv.continues_from is not None, f"row {kv.row} continues from no anchor"
+        page, kv.continues_from = kv.continues_from, None
+        return anchors.unpin(page)
+
+    def _lengths_to_keep(self, kv: RequestKv, anchors: StateAnchors, start: int, stop: int) -> list[int]:
+        """Of its states before or within a step that computes tokens [start, stop)."""
+        if start > kv.aimed_len:
+            return [start] if start % anchors.grain == 0 else []
+        lengths = [length for length in kv.anchor_lens if length < stop]
+        del kv.anchor_lens[: len(lengths)]
+        return lengths
+
+    def _slot_for(self, kv: RequestKv, anchors: StateAnchors, length: int, step: int) -> int | None:
+        """Of one more of its pending anchors. A decode keeps its newest state alone."""
+        if kv.pending_anchors and kv.pending_anchors[-1].length > kv.aimed_len:
+            slot: int | None = kv.pending_anchors.pop().slot
+        else:
+            slot = anchors.take()
+        if slot is not None:
+            kv.pending_anchors.append(PendingAnchor(length, slot, step))
+        return slot
+
+    def _attach_anchors(self, kv: RequestKv, anchors: StateAnchors) -> None:
+        """Those whose pages the cache has. A step that has not settled may yet turn out to have copied nothing."""
+        pending = kv.pending_anchors
+        while pending and pending[0].length <= kv.cache_protected_len and pending[0].step <= self.last_settled:
+            anchor = pending.pop(0)
+            anchors.attach(kv.pages[anchor.length // self.page_size - 1], anchor.slot)
+
+    def _drop_anchors(self, kv: RequestKv, anchors: StateAnchors) -> None:
+        if kv.continues_from is not None:
+            self._read_anchor(kv, anchors)
+        for anchor in kv.pending_anchors:
+            anchors.give_back(anchor.slot)
+        kv.pending_anchors.clear()
 
     def _unlock(self, kv: RequestKv) -> None:
         assert kv.lock is not None, f"row {kv.row} holds no lock"

@@ -82,7 +82,7 @@ class KvPool:
         self.page_size = page_size
         self.value_width = value_width
         shape = (num_pages, num_layers, 2 if value_width is None else 1, num_kv_heads, page_size, head_dim)
-        self.data = _zeros(shape, dtype, torch.device(device))
+        self.data = zeroed(shape, dtype, torch.device(device))
         self._bytes = self.data.view(num_pages, -1).view(torch.uint8)
         self.scales = _ones(*shape[1:4], device=device) if dtype in FLOAT8 else None
         if scales is not None:
@@ -229,7 +229,7 @@ def _indexable(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.view(torch.uint8) if numbers.dtype in FLOAT8 else numbers
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         try:
             return torch.zeros(shape, dtype=dtype, device=device)

@@ -67,6 +67,8 @@ class MatchResult:
     """The path is locked by the match itself, so nothing can evict it between matching and using it."""
     slower: SlowerPrefix | None = None
     """From a cache with slower tiers."""
+    known: int = 0
+    """Blocks that the cache has, those after `pages` included, which a request cannot continue from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

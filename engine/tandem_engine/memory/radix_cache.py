@@ -225,13 +225,15 @@ class RadixCache:
     def match(
         self, token_ids: Sequence[int], *, space: CacheSpace = BASE_SPACE, max_tokens: int | None = None
     ) -> MatchResult:
-        reach = self._usable_reach(self._root(space), token_ids, self._blocks(token_ids, max_tokens))
+        reach, known = self._usable_reach(self._root(space), token_ids, self._blocks(token_ids, max_tokens))
         node = self._node_ending_at(reach)
-        return MatchResult(pages=node.path_pages(), lock=self._lock(node))
+        return MatchResult(pages=node.path_pages(), lock=self._lock(node), known=known)
 
     def peek(self, token_ids: Sequence[int], *, space: CacheSpace = BASE_SPACE, max_tokens: int | None = None) -> int:
         root = self._roots.get(space)
-        return 0 if root is None else self._usable_reach(root, token_ids, self._blocks(token_ids, max_tokens)).blocks
+        if root is None:
+            return 0
+        return self._usable_reach(root, token_ids, self._blocks(token_ids, max_tokens))[0].blocks
 
     def peek_after(self, lock: Lock, token_ids: Sequence[int]) -> int:
         return self._reach(self._held(lock).node, token_ids, self._blocks(token_ids, None)).blocks
@@ -338,14 +340,14 @@ class RadixCache:
             root = self._roots[space] = Node(space=space, block_bytes=self._page_size * TOKEN_BYTES)
         return root
 
-    def _usable_reach(self, root: Node, token_ids: Sequence[int], blocks: int) -> Reach:
-        """As `_reach`, as far as a request can continue."""
+    def _usable_reach(self, root: Node, token_ids: Sequence[int], blocks: int) -> tuple[Reach, int]:
+        """As `_reach`, as far as a request can continue; and the blocks that the tree has."""
         reach = self._reach(root, token_ids, blocks)
         if self._usable is None or not reach.blocks:
-            return reach
+            return reach, reach.blocks
         assert reach.node.parent is not None, "a root has no blocks"
         usable = self._usable((*reach.node.parent.path_pages(), *reach.node.pages[: reach.within]))
-        return reach if usable == reach.blocks else self._reach(root, token_ids, usable)
+        return reach if usable == reach.blocks else self._reach(root, token_ids, usable), reach.blocks
 
     def _reach(self, start: Node, token_ids: Sequence[int], blocks: int) -> Reach:
         """Follow the first `blocks` blocks of `token_ids` from the end of `start`, packing what is compared."""

@@ -5,10 +5,19 @@ pages:    tree, locked     | private, content valid   | private, content pending
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tandem_engine.base.names import PageId, ReqPoolIdx
 from tandem_engine.memory.prefix_cache import NOTHING_LOADED, LoadedPages, Lock, SlowerPrefix
 from tandem_engine.messages.kv_events import CacheSpace
+
+
+class PendingAnchor(NamedTuple):
+    """A copy of a state that a launched step makes: that has not settled, or the cache does not have the page yet."""
+
+    length: int
+    slot: int
+    step: int
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -36,6 +45,14 @@ class RequestKv:
     waits for its ack."""
     passed: list[int] = field(default_factory=list)
     """For each group of layers with a window, the leading blocks that the window has passed."""
+    continues_from: PageId | None = None
+    """Whose anchor its first step begins with, until that is launched; None without one."""
+    anchor_lens: list[int] = field(default_factory=list)
+    """Lengths within what it was admitted with at which its state is yet to be copied, ascending."""
+    aimed_len: int = 0
+    """The last of these. Decodes beyond it keep the newest state at which an anchor may be."""
+    pending_anchors: list[PendingAnchor] = field(default_factory=list)
+    """Ascending."""
     released: bool = False
 
     @property

@@ -43,7 +43,7 @@ class CausalLM(Protocol):
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """What each layer asks of `Attend`; a backend is built for it."""
+        """What each layer with pages asks of `Attend`, which counts those; a backend is built for it."""
         ...
 
     def forward(

@@ -25,11 +25,13 @@ from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend, LayerInputs
 from tandem_engine.model.latent.attention import latent_attention
 from tandem_engine.model.layers.attention import RotaryTable, SelfAttention, rotary_order, rotary_table
+from tandem_engine.model.layers.delta import GatedAttention, GatedDelta
 from tandem_engine.model.layers.latent import LatentAttention
 from tandem_engine.model.layers.linear import Projection, TokenEmbedding, projection
 from tandem_engine.model.layers.mlp import Expert, FeedForward, Router, SharedBlock, SparseFeedForward, gated
 from tandem_engine.model.layers.norm import NoNorm, Norm, WholeHeadsNorm, rms_norm, scale_of
 from tandem_engine.model.quantization.levels import Levels
+from tandem_engine.model.recurrent.blocks import gated_attention, gated_delta
 from tandem_engine.model.tensor_names import (
     CHOICE_BIAS,
     EMBEDDING,
@@ -82,7 +84,7 @@ class Tokenwise(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    attention: SelfAttention | LatentAttention
+    attention: SelfAttention | LatentAttention | GatedAttention | GatedDelta
     feed_forward: Tokenwise
     rotary: int
     """Index of its table among those of the decoder."""
@@ -167,16 +169,24 @@ class Decoder:
 
 
 def attention_specs(config: ModelConfig, blocks: Sequence[Block] | None = None) -> tuple[AttentionSpec, ...]:
-    """What the attention of each layer computes; without the sinks where the layers' `blocks` are not loaded."""
+    """What the attention of each layer that has pages computes; without the sinks where the layers' `blocks` are not
+    loaded."""
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    paged = config.paged_layers
     none = (None,) * config.num_layers
-    sinks = none if blocks is None else tuple(block.attention.sinks for block in blocks)
+    windows, chunks = config.windows or none, config.chunks or none
+    sinks = [None if blocks is None else blocks[layer].attention.sinks for layer in paged]
     width = None if config.latent is None else config.latent.rank
     return tuple(
         AttentionSpec(
-            scale=scale, window=window, chunk=chunk, soft_cap=config.attention_soft_cap, sinks=own, value_width=width
+            scale=scale,
+            window=windows[layer],
+            chunk=chunks[layer],
+            soft_cap=config.attention_soft_cap,
+            sinks=own,
+            value_width=width,
         )
-        for window, chunk, own in zip(config.windows or none, config.chunks or none, sinks, strict=True)
+        for layer, own in zip(paged, sinks, strict=True)
     )
 
 
@@ -269,11 +279,19 @@ class BlockBuilder:
             parallel=self.config.norm_placement is NormPlacement.SHARED,
         )
 
-    def _attention(self, layer: int) -> SelfAttention | LatentAttention:
+    def _attention(self, layer: int) -> SelfAttention | LatentAttention | GatedAttention | GatedDelta:
         config, prefix = self.config, layer_prefix(layer)
         if config.latent is not None:
             norm = self._norm(f"{prefix}input_layernorm")
             return latent_attention(config, config.latent, self.weights, self.heads, prefix=prefix, norm=norm)
+        if config.delta is not None and layer in config.delta.layers:
+            norm = self._norm(f"{prefix}input_layernorm")
+            return gated_delta(config, config.delta, self.weights, layer=layer, norm=norm)
+        attention = self._self_attention(layer)
+        return gated_attention(config, attention, self.weights, layer=layer) if config.output_gate else attention
+
+    def _self_attention(self, layer: int) -> SelfAttention:
+        config, prefix = self.config, layer_prefix(layer)
         names = [f"{prefix}self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")]
         return SelfAttention(
             norm=NoNorm() if self._norms_after_only else self._norm(f"{prefix}input_layernorm"),
@@ -302,15 +320,15 @@ class BlockBuilder:
         )
 
     def _order_of_outputs(self) -> Tensor | None:
-        """Of q, k and v stacked, where heads of the checkpoint rotate otherwise than ours."""
-        order = self._order_of_head()
-        if order is None:
+        """Of q, k and v stacked, where heads of the checkpoint rotate otherwise than ours, or q has gates too."""
+        order, size, gates = self._order_of_head(), self.config.head_dim, self.config.output_gate
+        if order is None and not gates:
             return None
-        heads = torch.arange(self.heads.query + 2 * self.heads.kv)[:, None] * self.config.head_dim
-        rows = (heads + order).view(-1)
-        values = (self.heads.query + self.heads.kv) * self.config.head_dim
-        rows[values:] = torch.arange(values, len(rows))
-        return rows
+        keys = self.heads.query * (2 * size if gates else size)
+        values = keys + self.heads.kv * size
+        heads = torch.cat((torch.arange(0, keys, 2 * size if gates else size), torch.arange(keys, values, size)))
+        turned = heads[:, None] + (torch.arange(size) if order is None else order)
+        return torch.cat((turned.view(-1), torch.arange(values, values + self.heads.kv * size)))
 
     def _order_of_head(self) -> Tensor | None:
         return rotary_order(self.config.rope, head_dim=self.config.head_dim)

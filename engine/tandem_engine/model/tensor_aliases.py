@@ -5,8 +5,8 @@
     renamed     parts of a name
     joined      one matrix for several projections with the same input, which become ranges of its rows. They are read,
                 checked and shared by ranks like any other matrix
-    skipped     weights that the layers of the model do not read: those of layers beyond the last, which predict several
-                tokens (MTP) and may draft (`speculative.mtp`)
+    skipped     weights that the layers of the model do not read: those of layers that predict several tokens (MTP),
+                beyond the last one, which may draft (`speculative.mtp`), or beside the model
 """
 
 import re
@@ -17,10 +17,12 @@ from tandem_engine.config import ModelConfig
 from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
 from tandem_engine.model.llama4_tensors import unstacked_experts
 from tandem_engine.model.quantization.dequantized import DequantizedRows, DequantizedTensor
-from tandem_engine.model.tensor_names import CHOICE_BIAS, canonical_experts
+from tandem_engine.model.tensor_names import CHOICE_BIAS, DELTA, canonical_experts
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+DELTA_CONV = tuple(f"{DELTA}conv1d_{name}" for name in "qkv")
+DELTA_QKV = tuple(f"{DELTA}in_proj_{name}" for name in "qkv")
 
 PREDICTS_AHEAD = "eh_proj.weight"
 """A matrix that MTP layers have and no others: a number of layers that is too small is noticed."""
@@ -46,6 +48,11 @@ class Aliases:
 
 _SHARED = {"mlp.shared_experts": "mlp.shared_expert"}
 _HUNYUAN = {"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"}
+
+_QWEN3_5 = Aliases(
+    joined={f"{DELTA}conv1d": DELTA_CONV, f"{DELTA}in_proj_qkv": DELTA_QKV},
+    skipped=("mtp.",),
+)
 
 ALIASES: Mapping[str, Aliases] = {
     "ernie4_5_moe": Aliases(
@@ -78,6 +85,9 @@ ALIASES: Mapping[str, Aliases] = {
     ),
     "minimax_m2": Aliases(renamed={"mlp.e_score_correction_bias": CHOICE_BIAS}),
     "phi3": Aliases(joined={"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP}),
+    "qwen3_5_moe_text": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_next": Aliases(joined={f"{DELTA}conv1d": DELTA_CONV}, skipped=("mtp.",)),
 }
 """By family."""
 
@@ -127,6 +137,9 @@ def _ours(
 
 
 def _rows(config: ModelConfig, projection: str) -> int:
+    if projection.startswith(DELTA):
+        assert config.delta is not None, f"{projection} of a model without states"
+        return config.delta.value_width if projection.endswith("_v") else config.delta.key_width
     match projection.rpartition(".")[2]:
         case "q_proj":
             return config.num_heads * config.head_dim

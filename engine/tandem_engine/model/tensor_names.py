@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.config import LatentConfig, ModelConfig, MoeConfig, NormPlacement, QkNorm
+from tandem_engine.config import DeltaConfig, LatentConfig, ModelConfig, MoeConfig, NormPlacement, QkNorm
 from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
 from tandem_engine.model.checkpoint_folder import shown
 from tandem_engine.model.config_fields import MAX_EXPERTS
@@ -29,6 +29,7 @@ CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 SHARED_EXPERT = "mlp.shared_expert"
 SHARED_GATE = "mlp.shared_expert_gate.weight"
 SINKS = "self_attn.sinks"
+DELTA = "linear_attn."
 _MIXTRAL = ".block_sparse_moe."
 _MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _STACKED = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<name>gate_up_proj|down_proj)")
@@ -146,7 +147,10 @@ def has_experts(config: ModelConfig, layer: int) -> bool:
 
 
 def _block_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield from _attention_shapes(config)
+    if config.delta is not None and layer in config.delta.layers:
+        yield from _delta_shapes(config.hidden_size, config.delta)
+    else:
+        yield from _attention_shapes(config)
     yield from _norm_shapes(config)
     if config.moe is not None and has_experts(config, layer):
         yield from _expert_shapes(config.moe, config.hidden_size)
@@ -160,7 +164,7 @@ def _attention_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...
         return
     hidden = config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield from _linear("self_attn.q_proj", q, hidden, bias=config.attention_bias)
+    yield from _linear("self_attn.q_proj", 2 * q if config.output_gate else q, hidden, bias=config.attention_bias)
     yield from _linear("self_attn.k_proj", kv, hidden, bias=config.attention_bias)
     yield from _linear("self_attn.v_proj", kv, hidden, bias=config.attention_bias)
     yield from _linear("self_attn.o_proj", hidden, q, bias=config.output_bias)
@@ -184,6 +188,22 @@ def _latent_shapes(config: ModelConfig, latent: LatentConfig) -> Iterator[tuple[
     yield "self_attn.kv_a_layernorm.weight", (latent.rank,)
     yield "self_attn.kv_b_proj.weight", (heads * (latent.plain_size + latent.value_size), latent.rank)
     yield from _linear("self_attn.o_proj", hidden, heads * latent.value_size, bias=config.output_bias)
+
+
+def _delta_shapes(hidden: int, delta: DeltaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    keys, values, heads = delta.key_width, delta.value_width, delta.value_heads
+    if delta.joined:
+        yield f"{DELTA}in_proj_qkvz.weight", (2 * keys + 2 * values, hidden)
+        yield f"{DELTA}in_proj_ba.weight", (2 * heads, hidden)
+    else:
+        for name, rows in (("q", keys), ("k", keys), ("v", values), ("z", values), ("b", heads), ("a", heads)):
+            yield f"{DELTA}in_proj_{name}.weight", (rows, hidden)
+    for name, rows in (("q", keys), ("k", keys), ("v", values)):
+        yield f"{DELTA}conv1d_{name}.weight", (rows, 1, delta.kernel)
+    yield f"{DELTA}A_log", (heads,)
+    yield f"{DELTA}dt_bias", (heads,)
+    yield f"{DELTA}norm.weight", (delta.value_size,)
+    yield f"{DELTA}out_proj.weight", (hidden, values)
 
 
 _NORMS = {

@@ -163,6 +163,8 @@ def _obstacle(config: ModelConfig, size: int) -> str | None:
         return f"it does not divide the {config.num_heads} attention heads"
     if share_of(config.num_kv_heads, size) is None:
         return f"it is not a divisor or a multiple of the {config.num_kv_heads} KV heads"
+    if config.delta is not None and config.delta.key_heads % size:
+        return f"it does not divide the {config.delta.key_heads} key heads of layers with states"
     odd = next((inner for inner in _inner_sizes(config) if inner % size), None)
     return None if odd is None else f"it does not divide the intermediate size of {odd}"
 

@@ -9,6 +9,8 @@
     4. outcome   a group whose trial raises is split again; a request that gets its token returns to the running ones;
                  a request that raises alone for the second time at one token fails with the error
 
+Where layers keep states, which a failed step has changed, a suspect begins again at its last anchor.
+
 All other requests wait in the meantime and keep their memory. An incident of n requests costs at most 3n failed steps
 and takes no page from another request. No request is recomputed further back than its last committed token, and pages
 that are being sent to a peer stay where they are [settled-only-sent]. A suspect is in `Queues.requests` and in its
@@ -31,6 +33,7 @@ from tandem_engine.config import SchedulerConfig
 from tandem_engine.executor.interface import StepFault, fault_of
 from tandem_engine.memory.audit import ConservationReport, check_conservation
 from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.scheduler.counters import Tally
 from tandem_engine.scheduler.finishing import Endings, error_finish
@@ -42,9 +45,10 @@ logger = logging.getLogger(__name__)
 
 
 class Accusation(NamedTuple):
-    """A step of `req` alone raised when `committed` of its tokens had settled."""
+    """A step of `req` alone raised when it had `tokens`, and KV of `committed` of them had settled."""
 
     req: Request
+    tokens: int
     committed: int
 
 
@@ -75,13 +79,14 @@ class Isolation:
     def accuse(self, members: Sequence[Request], bystanders: Sequence[Request], error: BaseException) -> None:
         """The step of `members` raised `error`; that of `bystanders` was on top of it. Nothing is in flight."""
         self._take_out({*members, *bystanders})
+        settled = [0 if req.kv is None else req.kv.committed_len for req in members]
         # A request in both was launched again before its step was known to have failed.
         others = [req for req in bystanders if req not in {*members}]
         live, bystanding = self._rewound(members), self._rewound(others)
         if bystanding:
             self.groups.appendleft(bystanding)
         if len(live) == 1:
-            self._accuse_alone(live[0], error)
+            self._accuse_alone(live[0], settled[members.index(live[0])], error)
         elif live:
             half = len(live) // 2
             self.groups.appendleft(live[half:])
@@ -126,15 +131,21 @@ class Isolation:
                 self.endings.finish(req, req.to_finish)
                 continue
             # The failed step may have changed the state of its rows on the device.
-            req.kv = self.memory.renew(req.held_kv)
+            req.kv = self._renewed(req)
             req.launched_len = req.kv.committed_len
             req.extend_target = req.seq_len
             live.append(req)
         return live
 
-    def _accuse_alone(self, req: Request, error: BaseException) -> None:
+    def _renewed(self, req: Request) -> RequestKv:
+        if not self.memory.stateful:
+            return self.memory.renew(req.held_kv)
+        tokens = req.token_ids(0, req.seq_len)
+        return self.memory.begin_again(req.held_kv, tokens, max_match=req.longest_match)
+
+    def _accuse_alone(self, req: Request, committed: int, error: BaseException) -> None:
         """Once may be chance."""
-        accusation = Accusation(req, req.launched_len)
+        accusation = Accusation(req, req.seq_len, committed)
         if accusation == self.accusation:
             self.accusation = None
             self._convict(req, error)

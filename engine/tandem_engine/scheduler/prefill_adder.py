@@ -294,8 +294,8 @@ class PrefillAdder:
         kv = self.memory.begin(tokens, space=req.space, max_match=longest)
         if kv is None:
             return Admission.NO_ROW
-        # A window may have passed pages that a copy of its whole prompt needs.
-        donor = None if self.memory.windows else self.groups.donor(req)
+        # A window may have passed pages that a copy of its whole prompt needs; a state is not in pages.
+        donor = None if self.memory.windows or self.memory.stateful else self.groups.donor(req)
         first = kv.matched_len if donor is None else max(kv.matched_len, min(req.prompt_len, longest))
         stop = first + min(most, len(tokens) - first)
         answer = self._fits(req, kv, len(tokens), stop, kept.pages)

@@ -39,7 +39,7 @@ from tandem_engine.forward.batch import (
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.logit_edits import ANY, BadWords, History, LogitEdits, Penalties, TokenBiases, TokenSets
 from tandem_engine.forward.results import PooledTokens
-from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.kv_memory import NO_MOVES, KvMemory, StateMoves
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.finishing import PenaltySlots
 from tandem_engine.scheduler.grammar import open_masks
@@ -336,6 +336,7 @@ class BatchBuilder:
         # Indexing by an array copies: this is the snapshot.
         page_table = table[rows, : self.memory.pages_for(int(seq_lens.max()))]
         slots = self._slots(table, np.repeat(rows, lens), positions)
+        moves = NO_MOVES if self.memory.anchors is None else self._state_moves(batch, starts, seq_lens)
         made = ForwardBatch(
             step=batch.step,
             mode=batch.mode,
@@ -353,6 +354,8 @@ class BatchBuilder:
             draft_lens=draft_lens,
             guessed=guessed,
             page_copies=tuple(copy for extend in batch.extends for copy in extend.copies),
+            state_copies=moves.copies,
+            snapshots=moves.snapshots,
             prompt_positions=prompt_positions(batch.extends),
             pooled=_pooled_tokens(batch.extends),
             kv_progress=kv_progress,
@@ -363,6 +366,10 @@ class BatchBuilder:
         """`made` of `batch`, with the rows of its adapters."""
         slots = [self.adapter_slots[req.space.adapter] if req.space.adapter else NO_ADAPTER for req in batch.requests]
         return replace(made, adapters=AdapterRows.of(made, _int_array(slots)))
+
+    def _state_moves(self, batch: ScheduleBatch, starts: Ints, stops: Ints) -> StateMoves:
+        kvs = [req.held_kv for req in batch.requests]
+        return self.memory.state_moves(batch.step, kvs, starts.tolist(), stops.tolist())
 
     def _sequences(self, batch: ScheduleBatch) -> tuple[Ints, Ints, Ints, Ints]:
         """Per sequence row, first position and length; and which sequences sample."""

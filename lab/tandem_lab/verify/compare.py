@@ -71,6 +71,22 @@ class PathResult(msgspec.Struct, frozen=True, kw_only=True):
         return "equal" if self.not_exercised is None else f"not exercised: {self.not_exercised}"
 
 
+def not_run(path: Path, reason: str) -> PathResult:
+    """Of a path that engines of this model do not take."""
+    return PathResult(
+        path=path.name,
+        requests=0,
+        tokens=0,
+        cached_tokens=0,
+        retractions=0,
+        accepted_drafts=0,
+        max_logprob_difference=0.0,
+        seconds=0.0,
+        difference=None,
+        not_exercised=reason,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     difference: str | None

@@ -12,6 +12,7 @@ from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.config import CacheConfig, EngineConfig, GraphConfig, KvCacheDtype
 from tandem_engine.engine import Engine
 from tandem_engine.engine.loaded_model import LoadedModel
+from tandem_engine.engine.stateful_models import unsupported
 from tandem_engine.engine.stats import Generation
 from tandem_lab.verify.compare import (
     MIN_BOUND,
@@ -22,6 +23,7 @@ from tandem_lab.verify.compare import (
     compare,
     compare_scored,
     generate_on,
+    not_run,
     requests_for,
     tolerance_of,
 )
@@ -89,9 +91,13 @@ class Verification:
             speculative=path.speculative,
             graphs=GraphConfig(enabled=path.graphs, sizes=GRAPH_ROWS),
         )
+        peers = path.disaggregated or path.drained or path.fetched
+        reason = unsupported(self.model.model_config, config, has_peers=peers)
+        if reason is not None:
+            return not_run(path, reason)
         if path.restart:
             return self._restarted(path, config, began)
-        if path.disaggregated or path.drained or path.fetched:
+        if peers:
             return self._on_two(path, config, began)
         if path.tp_size > 1:
             with self._maker("sender", path.tp_size).engine(config) as engine:

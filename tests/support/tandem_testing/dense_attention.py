@@ -7,7 +7,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from tandem_engine.memory.state_pool import Run, StatePool, StepStates
 from tandem_engine.model.attention.backend import AttentionSpec
+from tandem_engine.model.base import Attend, CausalLM
+from tandem_engine.model.layers.delta import StatefulAttend
+from tandem_engine.model.recurrent.blocks import state_spec
 
 
 @dataclass
@@ -21,6 +25,8 @@ class DenseAttend:
     extend_lens: list[int] = field(default_factory=list)
     specs: Sequence[AttentionSpec] = ()
     cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    states: StatePool | None = None
+    """Made by `with_states`."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = zip(*(tensor.split(self.extend_lens) for tensor in (q, k, v)), strict=True)
@@ -58,3 +64,28 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, 
     highest = torch.maximum(scores.amax(-1, keepdim=True), sinks.to(q.dtype)[:, None, None])
     weights = (scores - highest).exp()
     return weights @ v / (weights.sum(-1, keepdim=True) + (sinks.to(q.dtype)[:, None, None] - highest).exp())
+
+
+SEQUENCES = 4
+"""That `with_states` has room for."""
+
+
+def with_states(attend: DenseAttend, model: CausalLM, *, size: int = 1) -> Attend:
+    """`attend` of one step, with the states of its sequences if layers of `model`, one of `size` ranks, keep any."""
+    spec = state_spec(model.config, torch.float32, size)
+    if spec is None:
+        return attend
+    if attend.states is None:
+        attend.states = StatePool(spec, rows=SEQUENCES, device="cpu")
+        attend.states.bytes_view()[1:].fill_(0xFF)
+    stops = torch.tensor(attend.extend_lens).cumsum(0).tolist()
+    runs = tuple(
+        Run(stop - length, stop, 1 + sequence, fresh=(0, sequence) not in attend.cache)
+        for sequence, (stop, length) in enumerate(zip(stops, attend.extend_lens, strict=True))
+    )
+    if any(length != 1 or run.fresh for run, length in zip(runs, attend.extend_lens, strict=True)):
+        states = StepStates(pool=attend.states, runs=runs, decodes=None, fresh=None, first_decode=stops[-1])
+    else:
+        rows = torch.arange(1, 1 + len(runs))
+        states = StepStates(pool=attend.states, runs=(), decodes=rows, fresh=None, first_decode=0)
+    return StatefulAttend(attend, states)

@@ -69,6 +69,11 @@ ADDED_PATHS = {
     "minimax-m2": (RETRACTED, SHARED, *UNEQUAL),
     # Two rotations and windows; blocks that read the hidden states as they are.
     "olmo3": (CHUNKED, RETRACTED),
+    # States of requests: carried from chunk to chunk, given to other requests, of each rank's heads.
+    "qwen3-next": (CHUNKED, CACHED, MIXED, RETRACTED, SHARED),
+    # The same from matrices that hold several projections.
+    "qwen3.5": (CHUNKED, RETRACTED, SHARED),
+    "qwen3.5-moe": (MIXED,),
     # A gated shared expert next to experts in every second layer.
     "qwen2-moe": (MIXED, SHARED),
 }

@@ -411,6 +411,37 @@ TINY_MODELS |= {
     ),
 }
 
+_DELTA = {
+    # A state that is close to zero is normalized: with larger weights and a smaller epsilon, rounding would grow by
+    # factors of thousands, in transformers between its own two forms of the rule too.
+    "initializer_range": 0.1,
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+}
+_SPARSE = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+
+TINY_MODELS |= {
+    "qwen3-next": TinyModel(config_class="Qwen3NextConfig", fields={**_DELTA, **_SPARSE, "mlp_only_layers": [2]}),
+    "qwen3.5": TinyModel(
+        config_class="Qwen3_5TextConfig", fields={**_DELTA, "linear_conv_kernel_dim": 3, "attention_bias": True}
+    ),
+    "qwen3.5-moe": TinyModel(
+        config_class="Qwen3_5MoeTextConfig", fields={**_DELTA, **_SPARSE, "linear_num_value_heads": 4}
+    ),
+}
+
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -452,6 +483,16 @@ TOWER_MODELS = {
         fields={"head_dim": 16, "rope_parameters": {**_SECTIONS, "mrope_interleaved": True}},
         vision={**_QWEN_VISION, "deepstack_visual_indexes": [0]},
     ),
+    "qwen3.5-tower": TinyModel(
+        config_class="Qwen3_5Config",
+        fields={**_DELTA, "rope_parameters": {**_SECTIONS, "mrope_interleaved": True, "partial_rotary_factor": 0.5}},
+        vision=_QWEN_VISION,
+    ),
+    "qwen3.5-moe-tower": TinyModel(
+        config_class="Qwen3_5MoeConfig",
+        fields={**_DELTA, **_SPARSE, "linear_num_value_heads": 4, "rope_parameters": _SECTIONS},
+        vision=_QWEN_VISION,
+    ),
 }
 """Models that take images, of whose text part the family is served."""
 
@@ -473,7 +514,6 @@ FALLBACK_MODELS = {
 UNSUPPORTED_MODELS = {
     "mamba": TinyModel(config_class="MambaConfig"),
     "jamba": TinyModel(config_class="JambaConfig"),
-    "qwen3-next": TinyModel(config_class="Qwen3NextConfig"),
     "minimax": TinyModel(config_class="MiniMaxConfig"),
     "bloom": TinyModel(config_class="BloomConfig"),
     "nemotron": TinyModel(config_class="NemotronConfig"),

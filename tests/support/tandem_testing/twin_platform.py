@@ -81,6 +81,8 @@ class TwinPlatform(OnStreams):
         self.streams.adopt(parts.model, parts.observer)
         pools = [parts.pool] if parts.groups is None else parts.groups.pools
         self.streams.adopt(*(pool.data for pool in pools), shared=True)
+        if parts.states is not None:
+            self.streams.adopt(parts.states.bytes_view(), shared=True)
 
 
 def load_for_twin(checkpoint: Path, **config: object) -> LoadedModel:

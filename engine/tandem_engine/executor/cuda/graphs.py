@@ -31,11 +31,12 @@ from tandem_engine.config import GraphConfig, ModelConfig, ModelImpl
 from tandem_engine.executor.cuda.streams import CudaStreams, StreamName
 from tandem_engine.executor.interface import HiddenObserver
 from tandem_engine.executor.memory_profile import MemoryMeter
-from tandem_engine.executor.runner import every_hidden_state
+from tandem_engine.executor.runner import every_hidden_state, with_states
 from tandem_engine.forward.batch import ForwardBatch, ForwardMode
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.forward.step_inputs import NO_SAMPLING, StepInputs
 from tandem_engine.kernels.interface import by_triton
+from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.model.attention.backend import GraphBackend, GraphPlan
 from tandem_engine.model.base import StepModel
 
@@ -127,6 +128,8 @@ class Decoding:
     device: torch.device
     max_pages: int
     """Of one sequence."""
+    states: StatePool | None = None
+    """Of layers that keep any."""
 
     def of(self, model: StepModel) -> "Decoding":
         """The same by other weights."""
@@ -235,7 +238,10 @@ def capture_decode(capturer: GraphCapturer, decoding: Decoding, rows: int) -> De
 
     def run() -> Computed:
         ids = decoding.future_map.resolve(input_ids, token_rows)
-        hidden = every_hidden_state(decoding.model, decoding.observer, decodes, input_ids=ids, attend=plan, every=every)
+        attend = with_states(plan, decoding.states, decodes)
+        hidden = every_hidden_state(
+            decoding.model, decoding.observer, decodes, input_ids=ids, attend=attend, every=every
+        )
         return Computed(hidden, decoding.model.logits(hidden))
 
     graph, computed = capturer.capture(run)

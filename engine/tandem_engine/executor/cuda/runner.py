@@ -32,13 +32,14 @@ from tandem_engine.executor.cuda.streams import (
     upload,
 )
 from tandem_engine.executor.interface import HiddenObserver
-from tandem_engine.executor.runner import hidden_states, keep_guesses, telling
+from tandem_engine.executor.runner import hidden_states, keep_guesses, telling, with_states
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult, Guesses, PromptScores, SampledLogprobs, TokenMasks
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.results import Outcome, PooledSum, queue_pooled
 from tandem_engine.forward.step_inputs import StepInputs, can_be_decodes, step_inputs
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.model.attention.backend import AttentionPlan, GraphBackend
 from tandem_engine.model.base import StepModel
 from tandem_engine.parallel.group import SingleRank, TpGroup
@@ -127,8 +128,9 @@ class StreamRunner:
         streams: DeviceStreams,
         observer: HiddenObserver | None = None,
         group: TpGroup | None = None,
+        states: StatePool | None = None,
     ) -> None:
-        """`observer`, `group`: see `ModelRunner`."""
+        """`observer`, `group`, `states`: see `ModelRunner`."""
         self.pool = pool
         self.backend = backend
         self.streams = streams
@@ -141,6 +143,7 @@ class StreamRunner:
         self._model = model
         self._observer = observer
         self._group = group or SingleRank()
+        self._states = states
         self._capture: Capture | None = None
         self._graphs = DecodeGraphs(())
 
@@ -248,6 +251,8 @@ class StreamRunner:
     def _compute(self, inputs: StepInputs, graph: DecodeGraph | None) -> Computed:
         if inputs.page_copies is not None:
             self.pool.copy_pages_of(*inputs.page_copies)
+        if self._states is not None:
+            self._states.copy(inputs.batch.state_copies)
         if inputs.batch.guessed is not None:
             inputs.batch.guessed.fill(inputs.batch.input_ids)
         computed = self._compute_queued(inputs) if graph is None else graph.replay(inputs)
@@ -261,8 +266,9 @@ class StreamRunner:
         attend: AttentionPlan = self.backend.plan(batch)
         if batch.kv_progress is not None:
             attend = telling(attend, partial(self._wrote, batch.kv_progress))
+        stateful = with_states(attend, self._states, batch)
         hidden = hidden_states(
-            self._model, self._observer, batch, input_ids=input_ids, attend=attend, wanted=inputs.wanted
+            self._model, self._observer, batch, input_ids=input_ids, attend=stateful, wanted=inputs.wanted
         )
         return Computed(hidden, self._model.logits(hidden[: inputs.sampled]))
 

@@ -335,6 +335,8 @@ def is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
         and config.residual_scale == 1.0
         and config.activation is Activation.SILU
         and config.moe is None
+        and config.delta is None
+        and not config.output_gate
         and config.second_rope is None
         and config.embedding_scale == 1.0
         and len(kinds) == 1

@@ -87,7 +87,7 @@ def _read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
         base,
         qk_norm=QkNorm.HEADS,
         windows=_windows(fields, base),
-        moe=_moe(fields, base.num_layers, count=expert_count(fields, "num_experts")),
+        moe=read_sparse_experts(fields, base.num_layers, count=expert_count(fields, "num_experts")),
     )
 
 
@@ -101,10 +101,16 @@ def _windows(fields: ConfigFields, base: ModelConfig) -> tuple[int | None, ...]:
     return in_all_layers(window, num_layers=base.num_layers)
 
 
-def _moe(fields: ConfigFields, num_layers: int, *, count: str) -> MoeConfig:
+def read_sparse_experts(
+    fields: ConfigFields, num_layers: int, *, count: str = "num_experts", normalise: bool = False
+) -> MoeConfig:
+    """Experts of Qwen in all layers but those of `mlp_only_layers` and between those of `decoder_sparse_step`.
+
+    `count`: the field with their number. `normalise`: what an absent `norm_topk_prob` means.
+    """
     return replace(
         read_experts(fields, count=count, size="moe_intermediate_size"),
-        normalise=fields.flag("norm_topk_prob", default=False),
+        normalise=fields.flag("norm_topk_prob", default=normalise),
         dense_layers=_dense_layers(fields, num_layers),
     )
 
@@ -148,7 +154,7 @@ def _read_qwen2_moe(fields: ConfigFields) -> ModelConfig:
         attention_bias=fields.flag("qkv_bias", default=True),
         windows=_qwen2_moe_windows(fields, base),
         moe=replace(
-            _moe(fields, base.num_layers, count="num_experts"),
+            read_sparse_experts(fields, base.num_layers),
             shared=SharedExpert(intermediate_size=size, gated=True),
         ),
     )

@@ -13,6 +13,7 @@ from tandem_engine.model.families.gpt_oss import GPT_OSS
 from tandem_engine.model.families.llama4 import LLAMA4
 from tandem_engine.model.families.norms import NORM_FAMILIES
 from tandem_engine.model.families.plain import LLAMA, MISTRAL, QWEN2, QWEN3
+from tandem_engine.model.families.recurrent import RECURRENT_FAMILIES
 from tandem_engine.model.known_fields import Family
 from tandem_engine.model.latent.families import LATENT_FAMILIES
 
@@ -22,6 +23,7 @@ FAMILIES = (
     *NORM_FAMILIES,
     *DENSE_FAMILIES,
     *LATENT_FAMILIES,
+    *RECURRENT_FAMILIES,
 )
 
 

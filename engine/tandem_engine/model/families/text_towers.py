@@ -115,6 +115,20 @@ TOWERS = (
         only={"use_sliding_window": (False, None), "sliding_window": (None,), "layer_types": (None,)},
         sections=True,
     ),
+    Tower(
+        name="qwen3_5",
+        architecture="Qwen3_5ForConditionalGeneration",
+        texts={"qwen3_5_text": "qwen3_5_text"},
+        image_fields=_QWEN_IMAGES,
+        sections=True,
+    ),
+    Tower(
+        name="qwen3_5_moe",
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        texts={"qwen3_5_moe_text": "qwen3_5_moe_text"},
+        image_fields=_QWEN_IMAGES,
+        sections=True,
+    ),
 )
 
 _SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")

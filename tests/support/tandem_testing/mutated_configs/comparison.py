@@ -16,7 +16,7 @@ from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.long_context import default_context
 from tandem_lab.verify.reference import load_reference
-from tandem_testing.dense_attention import DenseAttend
+from tandem_testing.dense_attention import DenseAttend, with_states
 
 LENGTHS = (70, 19)
 """Tokens of the prompts: the first is longer than the windows and thresholds of the mutations."""
@@ -107,7 +107,7 @@ def _extend(model: CausalLM, attend: DenseAttend, ids: list[Tensor], starts: lis
     attend.extend_lens = [len(ids[index]) for index in busy]
     positions = torch.cat([torch.arange(starts[index], starts[index] + len(ids[index])) for index in busy])
     flat = torch.cat([ids[index] for index in busy])
-    hidden = model.forward(flat, positions, attend, torch.arange(len(flat)))
+    hidden = model.forward(flat, positions, with_states(attend, model), torch.arange(len(flat)))
     return list(model.logits(hidden).split(attend.extend_lens))
 
 

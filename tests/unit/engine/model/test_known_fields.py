@@ -13,6 +13,7 @@ from tandem_engine.config import ModelConfig
 from tandem_engine.model.checkpoint import parse_config, read_model_config
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.config_fields import ConfigFields
+from tandem_engine.model.families.recurrent import RECURRENT_FAMILIES
 from tandem_engine.model.families.registry import FAMILIES, find_family
 from tandem_engine.model.known_fields import IDENTITY, NO_EFFECT, ONE_VALUE
 from tandem_testing.checkpoint_files import CONFIG, random_tensors, write_config
@@ -38,6 +39,9 @@ NEEDED = {
         }
     },
     "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1},
+    "qwen3_next": {"full_attention_interval": 2, "num_experts": 4, **EXPERTS},
+    "qwen3_5_text": {"full_attention_interval": 2},
+    "qwen3_5_moe_text": {"full_attention_interval": 2, "num_experts": 4, **EXPERTS},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
@@ -84,7 +88,8 @@ def family(request):
 def test_a_family_reads_only_fields_of_its_table(family):
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     kind = "chunked_attention" if "attention_chunk_size" in family.fields.implemented else "sliding_attention"
-    for more in ({}, windows, {**windows, "layer_types": [kind] * 2}):
+    kinds = ["linear_attention", "full_attention"] if family in RECURRENT_FAMILIES else [kind] * 2
+    for more in ({}, windows, {**windows, "layer_types": kinds}):
         values = NotingDict({**config_of(family), **more})
         family.read(ConfigFields(path=Path("config.json"), values=values))
         assert values.seen <= family.fields.implemented

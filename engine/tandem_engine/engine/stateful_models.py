@@ -1,0 +1,113 @@
+"""Models whose layers keep states: what an engine does not do with them, and how many states it has memory for.
+
+A state is that of one length of one sequence, and only forwards read and write it. So whatever continues a sequence
+from pages alone is rejected when the engine starts.
+
+Each request that runs has a state, and with a prefix cache there is room for as many anchors (`state_anchors`). Where
+the memory is given by its size, requests of a usual length get pages and states. Fewer may run than
+--max-running-requests then: the others wait for a row.
+"""
+
+import logging
+from typing import NamedTuple
+
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.config import EngineConfig, ModelConfig
+from tandem_engine.memory.group_pools import TYPICAL_TOKENS, Demand
+from tandem_engine.memory.sizing import GIB, SMALLEST_POOL, MemoryPlan
+from tandem_engine.memory.state_pool import StatePool, StateSpec
+
+logger = logging.getLogger(__name__)
+
+
+def require_supported(facts: ModelConfig, config: EngineConfig, *, has_peers: bool) -> None:
+    """Raise `ConfigError`, naming the flag, unless an engine of `config` serves a model of `facts`."""
+    reason = unsupported(facts, config, has_peers=has_peers)
+    if reason is not None:
+        raise ConfigError(f"{facts.family}: {reason}")
+
+
+def unsupported(facts: ModelConfig, config: EngineConfig, *, has_peers: bool) -> str | None:
+    """What of `config` does not go with layers that keep states; None where all does, or there are none."""
+    if facts.delta is None:
+        return None
+    host, algorithm = config.cache.host, config.speculative.algorithm
+    if has_peers:
+        return (
+            "its layers keep states, which workers do not exchange yet, so there are no prefill and decode roles: use "
+            "--transport none"
+        )
+    if host.enable_cache:
+        return "its layers keep states, which are not kept in host memory yet: leave out --enable-hierarchical-cache"
+    if host.swap_bytes:
+        return "its layers keep states, which are not swapped yet: leave out --swap-space"
+    if algorithm is not None:
+        return (
+            f"its layers keep states, which rejected drafts would change: leave out --speculative-algorithm {algorithm}"
+        )
+    return None
+
+
+SPARE_ROWS = 8
+"""Of requests that ended while a step in flight still had them in it: others start meanwhile."""
+
+
+class StateShares(NamedTuple):
+    """Of the memory for KV."""
+
+    pages: int
+    """The dummy page included."""
+    rows: int
+    """Requests that have a state."""
+    anchors: int
+    """States at which cached prefixes can be continued."""
+
+
+def state_shares(plan: MemoryPlan, spec: StateSpec, demand: Demand, config: EngineConfig) -> StateShares:
+    """Divide what was planned for pages alone; `--num-pages` is kept, and states lie beside those pages.
+
+    Raises:
+        ConfigError: not even one request has room, or states do not fit next to the pages.
+    """
+    running = config.scheduler.max_running_requests
+    wanted, each = running + min(running, SPARE_ROWS), 2 if config.cache.enable_prefix_cache else 1
+    if config.cache.num_pages:
+        free = plan.facts.available - plan.kv_bytes
+        needed = (1 + each * wanted) * spec.slot_bytes
+        if needed > free:
+            fitting = max(0, (free // spec.slot_bytes - 1) // each - SPARE_ROWS)
+            raise ConfigError(
+                f"--max-running-requests {running} needs {_gib(needed)} for states next to --num-pages {plan.pages}, "
+                f"and {_gib(free)} is available: lower it to at most {fitting}, or lower --num-pages"
+            )
+        return StateShares(pages=plan.pages, rows=wanted, anchors=(each - 1) * wanted)
+    states = each * spec.slot_bytes
+    usual = demand.blocks(min(demand.context_length, TYPICAL_TOKENS)) * plan.page_bytes + states
+    rows = min(wanted, max(1, (plan.kv_bytes - spec.slot_bytes) // usual))
+    pages = (plan.kv_bytes - spec.slot_bytes - rows * states) // plan.page_bytes
+    if pages < SMALLEST_POOL:
+        raise ConfigError(
+            f"one request needs {_gib(SMALLEST_POOL * plan.page_bytes + spec.slot_bytes + states)} for KV pages and "
+            f"states, and the memory for KV is {_gib(plan.kv_bytes)}: raise --kv-cache-gib or --mem-fraction-static"
+        )
+    if rows < running:
+        logger.warning("memory for states lets %d requests run at once, not %d", rows, running)
+    return StateShares(pages=pages, rows=rows, anchors=(each - 1) * rows)
+
+
+def log_states(states: StatePool, facts: ModelConfig, pages: int) -> None:
+    """One line on what they take, next to so many KV pages."""
+    logger.info(
+        "%d of %d layers keep states of %.1f MiB a request: %.2f GiB for %d requests and %d anchors; %d KV pages",
+        states.spec.layers,
+        facts.num_layers,
+        states.spec.slot_bytes / (1 << 20),
+        states.total_bytes / GIB,
+        states.rows,
+        len(states.anchor_slots),
+        pages,
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,176 @@
+"""The memory of layers that keep a state of fixed size for each sequence, in place of K and V.
+
+A state is two parts: the newest inputs of a convolution, in the model's dtype, and a matrix for each head, in float32.
+All layers of one sequence are one run of bytes:
+
+    bytes  [slot, heads of all layers ‖ inputs of all layers]
+    slot 0 is the dummy: steps that measure or pad read and write it
+    behind those of requests are those of anchors (`state_anchors`)
+
+The slot of a sequence is the row of its request. So admission, release, fence and audit of rows are those of states,
+and a request has a state as soon as it has a row: none waits for the other.
+
+Where a sequence begins nothing is read: its step takes zeros, whatever the slot holds. States change in place, in the
+order of steps, so a row that is given to another request needs no clearing and no further fence.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem_engine.forward.batch import ForwardBatch, Snapshot
+from tandem_engine.memory.pool import zeroed
+
+ALIGNMENT = 256
+"""Bytes that a slot is a multiple of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSpec:
+    """What one rank keeps of a sequence."""
+
+    layers: int
+    history: int
+    """Inputs of the convolution before the next token."""
+    channels: int
+    """Of the convolution."""
+    heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+    """Of the model."""
+
+    @property
+    def matrices(self) -> tuple[int, ...]:
+        """Shape of what is kept in float32."""
+        return self.layers, self.heads, self.key_size, self.value_size
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Shape of what is kept in the model's dtype."""
+        return self.layers, self.history, self.channels
+
+    @property
+    def matrix_bytes(self) -> int:
+        return prod(self.matrices) * torch.float32.itemsize
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one sequence."""
+        used = self.matrix_bytes + prod(self.inputs) * self.dtype.itemsize
+        return -(-used // ALIGNMENT) * ALIGNMENT
+
+
+class Run(NamedTuple):
+    """Tokens [start, stop) of a step, which are of one sequence."""
+
+    start: int
+    stop: int
+    row: int
+    fresh: bool
+    """The sequence begins with them."""
+    snapshot: int | None = None
+    """Slot that gets a copy of the state after them."""
+
+
+class StatePool:
+    """States of the sequences of an engine. Read and written by forwards alone."""
+
+    def __init__(self, spec: StateSpec, *, rows: int, anchors: int = 0, device: torch.device | str) -> None:
+        """Of so many requests, and copies."""
+        self.spec = spec
+        self.rows = rows
+        self.anchor_slots = range(1 + rows, 1 + rows + anchors)
+        num_slots = self.anchor_slots.stop
+        self._bytes = zeroed((num_slots, spec.slot_bytes), torch.uint8, torch.device(device))
+        inputs = slice(spec.matrix_bytes, spec.matrix_bytes + prod(spec.inputs) * spec.dtype.itemsize)
+        self.matrices = self._bytes[:, : spec.matrix_bytes].view(torch.float32).unflatten(1, spec.matrices)
+        """float32 [slots, layers, heads, key_size, value_size]"""
+        self.inputs = self._bytes[:, inputs].view(spec.dtype).unflatten(1, spec.inputs)
+        """[slots, layers, history, channels]"""
+
+    @property
+    def total_bytes(self) -> int:
+        return self._bytes.numel()
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Whole slots, (source, target) each, one after the other."""
+        for source, target in copies:
+            self._bytes[target].copy_(self._bytes[source])
+
+    def bytes_view(self) -> Tensor:
+        """The bytes of all slots: uint8 [slots, slot_bytes], a view."""
+        return self._bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStates:
+    """States of the sequences of one step: runs first, then sequences of one token."""
+
+    pool: StatePool
+    runs: tuple[Run, ...]
+    decodes: Tensor | None
+    """[N] int64 rows of the sequences of one token; None where there are none."""
+    fresh: Tensor | None
+    """[N] bool, which of them begin with that token; None where it is known that none does."""
+    first_decode: int
+    """Tokens before those."""
+
+    @classmethod
+    def of(cls, pool: StatePool, batch: ForwardBatch) -> "StepStates":
+        """Queued like the forward itself where the step is on a device, so a graph can run it."""
+        runs: tuple[Run, ...] = ()
+        if batch.num_extend:
+            runs = tuple(_runs(batch.host, batch.snapshots))
+        decodes = fresh = None
+        if batch.num_extend < batch.num_sequences:
+            decodes = batch.rows[batch.num_extend :]
+            fresh = batch.seq_lens[batch.num_extend :] == 1
+        return cls(pool=pool, runs=runs, decodes=decodes, fresh=fresh, first_decode=runs[-1].stop if runs else 0)
+
+    def of_run(self, layer: int, run: Run) -> tuple[Tensor, Tensor]:
+        """Inputs [history, channels] and matrices before `run`: zeros, or those kept."""
+        inputs, matrices = self.pool.inputs[run.row, layer], self.pool.matrices[run.row, layer]
+        return (torch.zeros_like(inputs), torch.zeros_like(matrices)) if run.fresh else (inputs, matrices)
+
+    def keep_run(self, layer: int, run: Run, inputs: Tensor, matrices: Tensor) -> None:
+        """What `run` leaves behind."""
+        for slot in (run.row,) if run.snapshot is None else (run.row, run.snapshot):
+            self.pool.inputs[slot, layer].copy_(inputs)
+            self.pool.matrices[slot, layer].copy_(matrices)
+
+    def of_decodes(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Copies of inputs [N, history, channels] and matrices [N, heads, key_size, value_size]."""
+        assert self.decodes is not None, "a step without decodes"
+        inputs = self.pool.inputs[:, layer].index_select(0, self.decodes)
+        matrices = self.pool.matrices[:, layer].index_select(0, self.decodes)
+        if self.fresh is not None:
+            # Not by a product: what is left in a slot may be no number.
+            inputs.masked_fill_(self.fresh[:, None, None], 0.0)
+            matrices.masked_fill_(self.fresh[:, None, None, None], 0.0)
+        return inputs, matrices
+
+    def keep_decodes(self, layer: int, rows: Tensor, inputs: Tensor, matrices: Tensor) -> None:
+        """What the decodes in `rows` leave behind. The dummy slot may be written more than once."""
+        self.pool.inputs[:, layer].index_copy_(0, rows, inputs)
+        self.pool.matrices[:, layer].index_copy_(0, rows, matrices)
+
+
+def _runs(host: ForwardBatch, snapshots: Sequence[Snapshot]) -> Iterator[Run]:
+    """Of the sequences with runs of tokens, each cut where its state is copied."""
+    columns = (host.rows, host.extend_lens, host.seq_lens)
+    start = 0
+    for sequence, (row, length, total) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        if sequence == host.num_extend:
+            return
+        before, stop = total - length, start + length
+        fresh = before == 0
+        for cut in (each for each in snapshots if each.sequence == sequence):
+            yield Run(start, stop - (total - cut.length), row, fresh=fresh, snapshot=cut.slot)
+            start, fresh = stop - (total - cut.length), False
+        yield Run(start, stop, row, fresh=fresh)
+        start = stop

@@ -1,0 +1,182 @@
+"""Layers of models that keep states: the gated delta rule, and attention whose outputs have a gate.
+
+    GatedDelta      (norm) ─▶ q, k, v ─▶ convolution ─▶ delta rule ─▶ norm, times silu(z) ─▶ output
+    GatedAttention  what a head gathers, times the sigmoid of its gate
+
+Both stand where `SelfAttention` stands. `Attend` counts layers that have pages and states count theirs, so each layer
+has its own place and passes over the decoder's number.
+
+The states of a step are with its `Attend`, a `StatefulAttend`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from tandem_engine.memory.state_pool import Run, StepStates
+from tandem_engine.model.base import Attend
+from tandem_engine.model.layers.attention import Rotation, SelfAttention
+from tandem_engine.model.layers.delta_rule import causal_conv, next_token, prompt, unit_heads
+from tandem_engine.model.layers.linear import Delta, Projection
+from tandem_engine.model.layers.norm import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulAttend:
+    """An `Attend`, and the states of the step's sequences."""
+
+    paged: Attend
+    states: StepStates
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attend`."""
+        return self.paged(layer, q, k, v)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedAttention:
+    """Self-attention whose outputs have a gate."""
+
+    inner: SelfAttention
+    gate: Projection
+    """[T, hidden] to [T, H * D]"""
+    place: int
+    """Among the layers with pages."""
+
+    @property
+    def norm(self) -> Norm:
+        """See `SelfAttention`."""
+        return self.inner.norm
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """See `SelfAttention`."""
+        return self.inner.sinks
+
+    def attend(
+        self,
+        layer: int,  # noqa: ARG002 - it has its own place
+        normed: Tensor,
+        rotation: Rotation,
+        attend: Attend,
+        delta: Delta | None = None,
+    ) -> Tensor:
+        """See `SelfAttention.attend`."""
+        paged = attend.paged if isinstance(attend, StatefulAttend) else attend
+        gathered = self.inner.attend(self.place, normed, rotation, paged, delta)
+        return gathered * self.gate(normed).sigmoid_()
+
+    def project(self, gathered: Tensor, delta: Delta | None = None) -> Tensor:
+        """See `SelfAttention.project`."""
+        return self.inner.project(gathered, delta)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaHeads:
+    """Of this rank."""
+
+    keys: int
+    values: int
+    key_size: int
+    value_size: int
+
+    @property
+    def key_width(self) -> int:
+        return self.keys * self.key_size
+
+    @property
+    def value_width(self) -> int:
+        return self.values * self.value_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDelta:
+    """The gated delta rule over the states of a step."""
+
+    norm: Norm
+    """Before the block; applied by the decoder, which adds to the hidden states on the way."""
+    heads: DeltaHeads
+    place: int
+    """Among the layers with states."""
+    inputs: Projection
+    """[T, hidden] to [q | k | v | z], each head after head."""
+    rates: Projection
+    """[T, hidden] to [b | a], [T, 2 H]"""
+    conv: Tensor
+    """float32 [taps, channels of q, k and v]"""
+    decay: Tensor
+    """float32 [H], -exp(A_log)"""
+    bias: Tensor
+    """float32 [H], of a"""
+    output_norm: Tensor
+    """float32 [value_size]"""
+    eps: float
+    output: Projection
+
+    @property
+    def sinks(self) -> None:
+        """See `SelfAttention`: there are none."""
+        return
+
+    def attend(
+        self,
+        layer: int,  # noqa: ARG002 - it has its own place
+        normed: Tensor,
+        rotation: Rotation,  # noqa: ARG002 - a state knows the order of its tokens
+        attend: Attend,
+        delta: Delta | None = None,
+    ) -> Tensor:
+        """Normalised hidden states [T, hidden] to what each token reads, [T, value_width]; `project` is yet to come."""
+        assert delta is None, "open_adapter refuses adapters of models with states"
+        assert isinstance(attend, StatefulAttend), "a model with states runs where there are states"
+        heads, states = self.heads, attend.states
+        mixed, z = self.inputs(normed).split_with_sizes(
+            (2 * heads.key_width + heads.value_width, heads.value_width), dim=-1
+        )
+        b, a = self.rates(normed).float().chunk(2, dim=-1)
+        decay, beta = self.decay * F.softplus(a + self.bias), b.sigmoid()
+        parts = [self._run(states, run, mixed, decay, beta) for run in states.runs]
+        if states.decodes is not None:
+            first = states.first_decode
+            parts.append(self._decodes(states, states.decodes, mixed[first:], decay[first:], beta[first:]))
+        read = torch.cat(parts) if len(parts) > 1 else parts[0]
+        scale = torch.rsqrt(read.square().mean(-1, keepdim=True) + self.eps)
+        gated = (read * scale).mul_(self.output_norm).flatten(1).mul_(F.silu(z.float()))
+        return gated.to(normed.dtype)
+
+    def project(self, gathered: Tensor, delta: Delta | None = None) -> Tensor:
+        """What `attend` returned to what is added to the hidden states."""
+        assert delta is None, "open_adapter refuses adapters of models with states"
+        return self.output(gathered)
+
+    def _run(self, states: StepStates, run: Run, mixed: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Tokens of one sequence, [L, H, value_size]; its state goes on to the last of them."""
+        tokens = slice(run.start, run.stop)
+        history, state = states.of_run(self.place, run)
+        inputs = mixed[tokens]
+        query, key, value = self._heads(causal_conv(history[None], inputs[None], self.conv)[0], mixed.dtype)
+        read, state = prompt(query, key, value, decay[tokens], beta[tokens], state)
+        states.keep_run(self.place, run, torch.cat((history, inputs))[-len(history) :], state)
+        return read
+
+    def _decodes(self, states: StepStates, rows: Tensor, mixed: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """One token of each of the last sequences, [N, H, value_size]."""
+        history, state = states.of_decodes(self.place)
+        inputs = mixed[:, None]
+        query, key, value = self._heads(causal_conv(history, inputs, self.conv)[:, 0], mixed.dtype)
+        read = next_token(query, key, value, decay, beta, state)
+        states.keep_decodes(self.place, rows, torch.cat((history[:, 1:], inputs), dim=1), state)
+        return read
+
+    def _heads(self, convolved: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """float32 [n, H, size] of queries, keys and values, rounded to the model's `dtype` before."""
+        heads = self.heads
+        query, key, value = (
+            convolved.to(dtype).float().split_with_sizes((heads.key_width, heads.key_width, heads.value_width), dim=-1)
+        )
+        query, key = (
+            unit_heads(each.unflatten(-1, (heads.keys, heads.key_size)), heads.values) for each in (query, key)
+        )
+        return query * heads.key_size**-0.5, key, value.unflatten(-1, (heads.values, heads.value_size))

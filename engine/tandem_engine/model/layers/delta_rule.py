@@ -1,0 +1,99 @@
+"""The gated delta rule, and the convolution before it: torch operations, float32 whatever the dtype of a model.
+
+Each value head keeps a state S [key_size, value_size] per sequence. A token with key k, value v and query q
+
+    forgets      S = exp(g) S                                g ≤ 0
+    corrects     S = S + k (beta (v - kᵀ S))ᵀ                what S has for k moves towards v
+    reads        o = qᵀ S
+
+`next_token` does that, of one token for each of several sequences. `prompt` computes a run of tokens of one sequence in
+chunks of `CHUNK`: the corrections of a chunk are a triangular system, so only chunks follow one another. A run that is
+cut at multiples of `CHUNK` gives the same bits; cut elsewhere it differs by rounding, as the two forms do.
+
+Shapes use  L = tokens of a run, N = sequences, H = value heads, K = key_size, V = value_size, C = channels.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens, as in transformers."""
+
+NORM_EPS = 1e-6
+"""Of keys and queries, whatever `rms_norm_eps` says."""
+
+
+def causal_conv(history: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+    """SiLU of a convolution of each channel over its newest inputs.
+
+    history  [N, taps - 1, C] inputs before these, the newest last
+    inputs   [N, L, C]
+    weight   float32 [taps, C]
+
+    Returns float32 [N, L, C].
+    """
+    window, length = torch.cat((history, inputs), dim=1).float(), inputs.shape[1]
+    mixed = window[:, :length] * weight[0]
+    for tap in range(1, len(weight)):
+        mixed.addcmul_(window[:, tap : tap + length], weight[tap])
+    return F.silu(mixed, inplace=True)
+
+
+def unit_heads(x: Tensor, heads: int) -> Tensor:
+    """[..., key heads, K] of length 1, each repeated for the value heads that share it: [..., heads, K]."""
+    length = torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+    return (x * length).repeat_interleave(heads // x.shape[-2], dim=-2)
+
+
+def next_token(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """One token of each sequence. `state` [N, H, K, V] is changed in place.
+
+    query, key   [N, H, K] of length 1, queries divided by √K
+    value        [N, H, V]
+    decay, beta  [N, H], decay as a logarithm
+
+    Returns [N, H, V].
+    """
+    state.mul_(decay.exp()[..., None, None])
+    known, read = (torch.stack((key, query), dim=-2) @ state).unbind(-2)
+    change = (value - known) * beta[..., None]
+    state.addcmul_(key[..., None], change[..., None, :])
+    return read.addcmul_((query * key).sum(-1, keepdim=True), change)
+
+
+def prompt(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A run of tokens of one sequence that begins with `state` [H, K, V]; arguments as of `next_token`, L for N.
+
+    Returns [L, H, V] and the state after the last token.
+    """
+    length = len(query)
+    query, key, value, decay, beta = (_chunks(each) for each in (query, key, value, decay, beta))
+    total = decay.cumsum(-1)
+    between = total[..., :, None] - total[..., None, :]
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=total.device).triu(1)
+    between = between.masked_fill_(later, float("-inf")).exp_()
+    written = key * beta[..., None]
+    system = (written @ key.mT).mul_(between)
+    attention = (query @ key.mT).mul_(between)
+    right = torch.cat((value * beta[..., None], written * total.exp()[..., None]), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    fresh, stale = solved.split_with_sizes((value.shape[-1], key.shape[-1]), dim=-1)
+    query = query * total.exp()[..., None]
+    key = key * (total[..., -1:] - total).exp()[..., None]
+    whole = total[..., -1].exp()[..., None, None]
+    outputs = []
+    for chunk in range(query.shape[1]):
+        change = fresh[:, chunk] - stale[:, chunk] @ state
+        outputs.append(query[:, chunk] @ state + attention[:, chunk] @ change)
+        state = state * whole[:, chunk] + key[:, chunk].mT @ change
+    return torch.cat(outputs, dim=1)[:, :length].transpose(0, 1), state
+
+
+def _chunks(x: Tensor) -> Tensor:
+    """[L, H, …] to [H, chunks, CHUNK, …], with zeros behind the last token: they change no state."""
+    padding = -len(x) % CHUNK
+    padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding))
+    return padded.transpose(0, 1).unflatten(1, (-1, CHUNK)).contiguous()

@@ -1,0 +1,224 @@
+"""Anchors: which lengths of a prefix can be continued, and which slots hold their states."""
+
+from collections import Counter
+
+import pytest
+
+from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool
+from tandem_engine.memory.audit import check_conservation
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.page_copies import CopyQueue
+from tandem_engine.memory.radix_cache import RadixCache
+from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.memory.state_anchors import StateAnchors
+from tandem_engine.messages.kv_events import BASE_SPACE
+from tandem_testing.memory_builders import copy_at_once
+
+PAGE = 16
+SLOTS = range(5, 8)
+GRAIN = 64
+
+
+def make(slots=SLOTS, *, pages: int = 60, page_size: int = PAGE) -> KvMemory:
+    anchors = StateAnchors(slots, page_size=page_size)
+    return KvMemory(
+        rows=ReqToTokenPool(4, 40),
+        allocator=PageAllocator(pages, None, [anchors]),
+        cache=RadixCache(page_size, usable=anchors.usable_blocks),
+        page_size=page_size,
+        copies=CopyQueue(submit=copy_at_once),
+        stateful=True,
+        anchors=anchors,
+    )
+
+
+def launch(memory: KvMemory, kv: RequestKv, start: int, stop: int, *, settles: bool = True):
+    """In a step of its own."""
+    assert memory.ensure(kv, stop)
+    step = memory.last_settled + 1
+    moves = memory.state_moves(step, [kv], [start], [stop])
+    if settles:
+        memory.settled(step)
+    return moves
+
+
+def compute(memory: KvMemory, tokens: list[int], *, decodes: int = 0) -> RequestKv:
+    """A request that begins and computes all of `tokens` in one step, then some more by one; it goes on."""
+    kv = memory.begin(tokens, space=BASE_SPACE, max_match=len(tokens) - 1)
+    assert kv is not None
+    launch(memory, kv, kv.committed_len, len(tokens))
+    memory.commit(kv, len(tokens))
+    memory.checkpoint(kv, tokens)
+    for start in range(len(tokens), len(tokens) + decodes):
+        launch(memory, kv, start, start + 1)
+        memory.commit(kv, start + 1)
+    return kv
+
+
+def end(memory: KvMemory, kv: RequestKv, tokens: list[int]) -> None:
+    memory.release(kv, tokens, checkpoint=True, after_step=None)
+
+
+def found(memory: KvMemory, tokens: list[int]) -> int:
+    return memory.cached_len(tokens, space=BASE_SPACE, max_match=len(tokens) - 1)
+
+
+def audited(memory: KvMemory, *kvs: RequestKv) -> None:
+    assert check_conservation(memory, kvs, ()).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("length", "usable"), [(63, 0), (64, 0), (65, 64), (127, 64), (128, 64), (129, 128), (200, 192)]
+)
+def test_the_same_prompt_again_computes_at_most_a_grain(length, usable):
+    memory, tokens = make(), [*range(length)]
+    end(memory, compute(memory, tokens), tokens)
+    assert found(memory, tokens) == usable
+    audited(memory)
+
+
+def test_an_anchor_inside_a_step_is_a_snapshot_of_its_run():
+    memory, tokens = make(), [*range(100)]
+    kv = memory.begin(tokens, space=BASE_SPACE, max_match=99)
+    assert kv is not None
+    moves = launch(memory, kv, 0, 100)
+    assert (moves.copies, moves.snapshots) == ((), ((0, 64, 5),))
+    audited(memory, kv)
+
+
+def test_a_chunk_that_ends_at_an_anchor_is_copied_by_the_next():
+    memory, tokens = make(), [*range(100)]
+    kv = memory.begin(tokens, space=BASE_SPACE, max_match=99)
+    assert kv is not None
+    assert launch(memory, kv, 0, 64) == ((), ())
+    assert launch(memory, kv, 64, 100) == (((kv.row, 5),), ())
+
+
+def test_an_anchor_of_the_step_before_waits_for_no_further_page():
+    memory, tokens = make(), [*range(70)]
+    kv = memory.begin(tokens, space=BASE_SPACE, max_match=69)
+    assert kv is not None
+    for start, stop in ((0, 64), (64, 70)):
+        launch(memory, kv, start, stop)
+        memory.commit(kv, stop)
+        memory.checkpoint(kv, tokens[:stop])
+    assert kv.pending_anchors == []
+    assert found(memory, tokens) == 64
+    audited(memory, kv)
+
+
+def test_a_request_with_an_anchor_begins_with_a_copy_of_it():
+    memory, tokens = make(), [*range(100)]
+    end(memory, compute(memory, tokens), tokens)
+    kv = memory.begin(tokens, space=BASE_SPACE, max_match=99)
+    assert kv is not None
+    assert kv.committed_len == 64
+    audited(memory, kv)
+    assert launch(memory, kv, 64, 100) == (((5, kv.row),), ())
+    audited(memory, kv)
+
+
+def test_the_next_turn_continues_where_the_answer_passed_a_grain():
+    memory, tokens = make(), [*range(100)]
+    kv = compute(memory, tokens, decodes=100)
+    answered = [*tokens, *range(1000, 1101)]
+    audited(memory, kv)
+    end(memory, kv, answered)
+    assert found(memory, [*answered, *range(50)]) == 192
+
+
+def test_a_prompt_that_leaves_a_cached_one_marks_where_it_does():
+    """The first with this beginning could not know where another would leave it; the third continues there."""
+    memory = make()
+    shared = [*range(150)]
+    prompts = [[*shared, *range(first, first + 80)] for first in (1000, 2000, 3000)]
+    end(memory, compute(memory, prompts[0]), prompts[0])
+    assert found(memory, prompts[1]) == 0
+    end(memory, compute(memory, prompts[1]), prompts[1])
+    assert found(memory, prompts[2]) == 128
+    audited(memory)
+
+
+def test_the_anchor_used_longest_ago_gives_its_slot():
+    memory = make(range(5, 7))
+    prompts = [[*range(first, first + 70)] for first in (0, 1000, 2000)]
+    for tokens in prompts[:2]:
+        end(memory, compute(memory, tokens), tokens)
+    kv = memory.begin(prompts[0], space=BASE_SPACE, max_match=69)
+    assert kv is not None
+    launch(memory, kv, 64, 70)
+    end(memory, kv, prompts[0])
+    end(memory, compute(memory, prompts[2]), prompts[2])
+    assert [found(memory, tokens) for tokens in prompts] == [64, 0, 64]
+    audited(memory)
+
+
+def test_an_anchor_that_a_request_begins_with_keeps_its_slot():
+    memory = make(range(5, 6))
+    first, second = [*range(70)], [*range(1000, 1070)]
+    end(memory, compute(memory, first), first)
+    waiting = memory.begin(first, space=BASE_SPACE, max_match=69)
+    assert waiting is not None
+    other = compute(memory, second)
+    assert other.pending_anchors == []
+    audited(memory, waiting, other)
+    assert launch(memory, waiting, 64, 70).copies == ((5, waiting.row),)
+
+
+def test_pages_that_the_cache_drops_take_their_anchor_along():
+    memory, tokens = make(), [*range(100)]
+    end(memory, compute(memory, tokens), tokens)
+    assert memory.clear_cache() == 6
+    audited(memory)
+    assert found(memory, tokens) == 0
+
+
+def test_an_aborted_request_gives_back_what_it_never_attached():
+    memory, tokens = make(), [*range(100)]
+    kv = memory.begin(tokens, space=BASE_SPACE, max_match=99)
+    assert kv is not None
+    launch(memory, kv, 0, 100)
+    memory.release(kv, (), checkpoint=False, after_step=None)
+    audited(memory)
+    assert found(memory, tokens) == 0
+
+
+def test_a_request_that_begins_again_continues_at_its_last_anchor():
+    memory, tokens = make(), [*range(200)]
+    kv = compute(memory, tokens[:150])
+    again = memory.begin_again(kv, tokens, max_match=199)
+    assert (again.committed_len, again.row) == (128, kv.row)
+    audited(memory, again)
+
+
+def test_a_copy_of_a_step_in_flight_is_no_anchor_yet():
+    """The request ends with what the step before sampled, and the step that copies its state may still raise."""
+    memory, tokens = make(), [*range(64)]
+    kv = compute(memory, tokens)
+    moves = launch(memory, kv, 64, 65, settles=False)
+    assert moves.copies == ((kv.row, 5),)
+    end(memory, kv, tokens)
+    assert found(memory, [*tokens, 0]) == 0
+    audited(memory)
+
+
+def test_copies_of_steps_that_raised_are_no_anchors():
+    memory, tokens = make(), [*range(100)]
+    kv = compute(memory, tokens[:64])
+    launch(memory, kv, 64, 100)
+    again = memory.begin_again(kv, tokens, max_match=99)
+    assert again.committed_len == 0
+    audited(memory, again)
+
+
+def test_the_audit_names_a_slot_without_an_owner():
+    anchors = StateAnchors(SLOTS, page_size=PAGE)
+    anchors.take()
+    assert anchors.problems(tree=[], pending=[], pins=Counter()) == [
+        "states: slots with one owner are [6, 7], expected [5, 6, 7]"
+    ]
+
+
+@pytest.mark.parametrize(("page_size", "grain"), [(1, 64), (16, 64), (64, 64), (48, 192)])
+def test_the_grain_holds_whole_blocks_and_whole_chunks(page_size, grain):
+    assert StateAnchors((), page_size=page_size).grain == grain

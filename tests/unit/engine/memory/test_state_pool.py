@@ -1,0 +1,96 @@
+"""States of sequences: where they lie, and which of them a step reads and writes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tandem_engine.base.names import PADDING_ROW
+from tandem_engine.executor.warm_up import padding
+from tandem_engine.forward.batch import ForwardBatch, Snapshot
+from tandem_engine.memory.state_pool import Run, StatePool, StateSpec, StepStates
+
+SPEC = StateSpec(layers=2, history=3, channels=10, heads=2, key_size=4, value_size=3, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def pool() -> StatePool:
+    """All bits of all slots are set: such numbers are NaN in both dtypes."""
+    pool = StatePool(SPEC, rows=4, device="cpu")
+    pool.bytes_view().fill_(0xFF)
+    return pool
+
+
+def step(rows: list[int], lens: list[int], totals: list[int], *, num_extend: int) -> ForwardBatch:
+    return replace(
+        padding(len(rows)),
+        rows=torch.tensor(rows),
+        extend_lens=torch.tensor(lens),
+        seq_lens=torch.tensor(totals),
+        num_extend=num_extend,
+    )
+
+
+def test_a_slot_is_one_run_of_bytes_of_all_layers(pool):
+    pool.bytes_view().zero_()
+    pool.matrices[3] = 1.0
+    pool.inputs[3] = 1.0
+    assert pool.matrices.shape == (5, 2, 2, 4, 3)
+    assert pool.inputs.shape == (5, 2, 3, 10)
+    assert pool.bytes_view().any(dim=1).tolist() == [False, False, False, True, False]
+    assert int(pool.bytes_view()[3].count_nonzero()) == 2 * (2 * 2 * 4 * 3 + 2 * 3 * 10)
+    assert (SPEC.slot_bytes % 256, pool.total_bytes) == (0, 5 * SPEC.slot_bytes)
+
+
+def test_runs_come_first_and_decodes_after_them(pool):
+    states = StepStates.of(pool, step([2, 4, 1], [3, 2, 1], [3, 9, 6], num_extend=2))
+    assert states.runs == (Run(0, 3, 2, fresh=True), Run(3, 5, 4, fresh=False))
+    assert states.decodes is not None
+    assert states.decodes.tolist() == [1]
+    assert states.fresh is not None
+    assert (states.fresh.tolist(), states.first_decode) == ([False], 5)
+
+
+def test_a_run_is_cut_where_its_state_is_copied(pool):
+    made = step([2, 4], [6, 5], [6, 9], num_extend=2)
+    states = StepStates.of(pool, replace(made, snapshots=(Snapshot(0, 2, 3), Snapshot(0, 4, 1), Snapshot(1, 8, 3))))
+    assert states.runs == (
+        Run(0, 2, 2, fresh=True, snapshot=3),
+        Run(2, 4, 2, fresh=False, snapshot=1),
+        Run(4, 6, 2, fresh=False),
+        Run(6, 10, 4, fresh=False, snapshot=3),
+        Run(10, 11, 4, fresh=False),
+    )
+    states.keep_run(1, states.runs[0], torch.zeros(3, 10), torch.full((2, 4, 3), 7.0))
+    assert pool.matrices[[2, 3], 1].unique().tolist() == [7.0]
+
+
+def test_copies_are_made_one_after_the_other(pool):
+    pool.matrices[1], pool.matrices[2] = 1.0, 2.0
+    pool.copy(((1, 3), (2, 1)))
+    assert pool.matrices[:, 0, 0, 0, 0][1:4].tolist() == [2.0, 2.0, 1.0]
+
+
+def test_a_sequence_that_begins_reads_nothing_of_its_slot(pool):
+    states = StepStates.of(pool, step([2], [3], [3], num_extend=1))
+    inputs, matrices = states.of_run(0, states.runs[0])
+    assert not inputs.any()
+    assert not matrices.any()
+
+
+def test_rows_of_padding_begin_and_others_continue(pool):
+    pool.matrices[1], pool.inputs[1] = 2.0, 2.0
+    states = StepStates.of(pool, step([1, PADDING_ROW], [1, 1], [8, 1], num_extend=0))
+    inputs, matrices = states.of_decodes(1)
+    assert matrices[:, 0, 0, 0].tolist() == [2.0, 0.0]
+    assert inputs[:, 0, 0].tolist() == [2.0, 0.0]
+
+
+def test_a_step_writes_the_slots_of_its_rows_alone(pool):
+    states = StepStates.of(pool, step([2, 4], [3, 1], [3, 9], num_extend=1))
+    assert states.decodes is not None
+    for layer in range(2):
+        states.keep_run(layer, states.runs[0], torch.zeros(3, 10), torch.zeros(2, 4, 3))
+        states.keep_decodes(layer, states.decodes, torch.zeros(1, 3, 10).bfloat16(), torch.zeros(1, 2, 4, 3))
+    whole = pool.matrices.isfinite().flatten(1).all(1) & pool.inputs.isfinite().flatten(1).all(1)
+    assert whole.tolist() == [False, False, True, False, True]
