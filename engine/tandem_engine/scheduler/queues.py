@@ -173,7 +173,7 @@ class _Line:
 
 @dataclass(kw_only=True, slots=True)
 class TenantOrder:
-    """One per scheduler. The same on all ranks: it knows no time but the one that decisions go by."""
+    """One per scheduler. The same on all ranks: its only time is the one that decisions go by."""
 
     now: int = 0
     """In virtual tokens."""
