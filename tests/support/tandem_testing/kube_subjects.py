@@ -1,4 +1,4 @@
-"""A service with its pools, Deployments and pods, as a turn of a lookout finds it."""
+"""A service with its pools, Deployments and pods, as a poll of its pods finds it."""
 
 from collections.abc import Sequence
 

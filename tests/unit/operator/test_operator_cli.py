@@ -88,7 +88,7 @@ def test_logs_are_one_json_object_per_line(restored):
     assert "ValueError: broken" in second["exception"]
 
 
-def test_a_port_that_is_taken_and_credentials_that_are_not_there_are_told(monkeypatch, tmp_path, restored):
+def test_taken_port_and_missing_credentials_are_reported(monkeypatch, tmp_path, restored):
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     words = ("--http-host", "127.0.0.1", "--log-level", "error")

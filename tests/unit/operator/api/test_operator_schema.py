@@ -41,7 +41,7 @@ def test_the_committed_manifest_is_what_the_classes_say():
     assert committed == to_yaml(crds()), "run python -m tandem_operator.api.crds > charts/tandem/crds/tandem.dev.yaml"
 
 
-def test_the_reference_page_is_what_the_schema_says():
+def test_reference_page_matches_the_schema():
     committed = (ROOT / "docs/custom-resources.md").read_text()
     assert committed == reference(), "run python -m tandem_operator.api.reference > docs/custom-resources.md"
 
@@ -195,7 +195,7 @@ def test_docstrings_of_fields_are_found_through_line_breaks():
     assert docstrings_of(Sample) == {"first": "Text over two lines."}
 
 
-def test_limits_of_numbers_are_numbers_whoever_wrote_an_equal_annotation_before():
+def test_number_limits_ignore_cached_equal_annotations():
     class Share(msgspec.Struct):
         share: Annotated[float, msgspec.Meta(ge=0, le=7)]
 
@@ -203,7 +203,7 @@ def test_limits_of_numbers_are_numbers_whoever_wrote_an_equal_annotation_before(
     assert [type(limits[name]) for name in ("minimum", "maximum")] == [float, float]
 
 
-def test_what_a_structural_schema_cannot_say_is_an_error():
+def test_type_without_structural_schema_is_an_error():
     class Loose(msgspec.Struct):
         either: int | str
 

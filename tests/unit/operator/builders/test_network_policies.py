@@ -37,7 +37,7 @@ def test_client_namespaces_narrow_it():
     assert reach(security={"clientNamespaces": {"team": "search"}})["chat-gateway"][0] == ([8000], [chosen, PARTS])
 
 
-def test_workers_are_reached_by_their_service_and_by_the_operators_questions():
+def test_policy_admits_own_service_and_operator_to_workers():
     assert reach()["chat-worker"] == [([], [PARTS]), ([9090], [OPERATOR])]
 
 

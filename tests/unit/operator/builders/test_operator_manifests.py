@@ -75,7 +75,7 @@ def test_manifests_are_strictly_valid(path, version):
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_pools_are_what_their_class_says(path):
+def test_pool_manifests_match_their_schema(path):
     pools = [one for one in manifests(path) if one["kind"] == "WorkerPool"]
     assert len(pools) == 2
     for pool in pools:
@@ -123,7 +123,7 @@ def test_selectors_find_their_own_pods_alone(path):
             assert found, one["metadata"]["name"]
 
 
-def test_services_whose_names_are_alike_share_no_object_and_no_pod():
+def test_services_with_similar_names_share_no_object_or_pod():
     """Nobody can claim what another one has, though its name is as names of its objects are [owner-only]."""
     spec = yaml.safe_load((ROOT / "examples/full.yaml").read_text())["spec"] | {"redis": {"managed": {}}}
     apis = ClusterApis(http_routes=True, inference_pools=True, pod_monitors=True)
@@ -159,7 +159,7 @@ def test_our_commands_understand_their_arguments(path):
 
 
 @pytest.mark.parametrize("canaries", [True, False])
-def test_workers_stand_by_where_canaries_try_them_and_know_their_revision(canaries):
+def test_workers_start_on_standby_with_their_revision(canaries):
     service = service_of()
     plan = make_plan(
         service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, OperatorSettings(canaries=canaries)
@@ -191,7 +191,7 @@ def test_equal_specs_give_equal_manifests():
     assert manifests(EXAMPLES[0]) == manifests(EXAMPLES[0])
 
 
-def test_the_password_of_redis_stands_in_no_manifest_and_on_no_command_line():
+def test_redis_password_is_in_no_manifest_or_command_line():
     deployment = next(
         one for one in manifests(ROOT / "examples/minimal.yaml") if one["metadata"]["name"] == "chat-redis"
     )
@@ -200,7 +200,7 @@ def test_the_password_of_redis_stands_in_no_manifest_and_on_no_command_line():
     assert "--requirepass" not in str(container)
 
 
-def test_a_private_authority_of_redis_is_mounted_and_named_in_its_address():
+def test_private_redis_ca_is_mounted_and_in_its_address():
     path = ROOT / "examples/full.yaml"
     deployments = [template for name, template in templates(path) if "redis" not in name]
     assert len(deployments) == 4
@@ -259,7 +259,7 @@ def test_a_gateway_holds_requests_where_there_may_be_no_worker():
     assert "--from-zero-timeout" not in args("minimal.yaml")
 
 
-def test_only_a_service_that_somebody_scales_may_be_at_zero():
+def test_only_a_scaled_service_may_be_at_zero():
     def may(autoscaling: dict[str, Any], least: int) -> bool:
         role = {"scaling": {"minReplicas": least}}
         return may_be_zero(service_of(prefill=role, decode=role, autoscaling=autoscaling).spec)
@@ -271,7 +271,7 @@ def test_only_a_service_that_somebody_scales_may_be_at_zero():
     assert not may({"mode": "none", "idleSecondsToZero": 60}, 0)
 
 
-def test_a_group_is_one_worker_and_its_pods_are_told_apart_by_the_controller():
+def test_group_is_one_worker_with_pods_numbered_by_controller():
     everything = manifests(ROOT / "examples/multi-node.yaml")
     (group,) = [one for one in everything if one["kind"] == "LeaderWorkerSet"]
     made = {one["metadata"]["name"]: one for one in everything if one["kind"] != "LeaderWorkerSet"}

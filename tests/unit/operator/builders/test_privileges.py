@@ -68,7 +68,7 @@ def test_each_is_denied_by_name_unless_it_is_allowed_itself(part, asked):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_what_is_allowed_reaches_the_pods_of_its_part_alone(part):
+def test_allowed_privileges_reach_only_pods_of_their_part(part):
     plain = PARTS[part]({})
     before, after = plan_of(plain, "routes"), plan_of(PARTS[part](EVERYTHING), "routes", *ASKED)
     pod = pod_of(after, part)
@@ -86,7 +86,7 @@ def test_what_is_allowed_reaches_the_pods_of_its_part_alone(part):
             kubernetes_validate.validate(one, "1.33", strict=True)
 
 
-def test_all_pods_of_a_worker_of_several_pods_have_what_is_allowed_and_nothing_is_made_without():
+def test_allowed_privileges_reach_all_pods_of_a_group():
     spec = {"engine": {"tensorParallelSize": 2}, "prefill": {"engine": {"nodes": 2}, "pod": EVERYTHING}}
     assert plan_of(spec).apply == ()
     (group,) = [one for one in plan_of(spec, *ASKED).apply if one["kind"] == "LeaderWorkerSet"]
@@ -106,7 +106,7 @@ def test_all_pods_of_a_worker_of_several_pods_have_what_is_allowed_and_nothing_i
         ([("/mnt/a", "/a"), ("/mnt/b", "/a")], "hostPaths[1].mountPath: '/a' is another one's already"),
     ],
 )
-def test_folders_that_no_pod_could_have_are_named_before_anything_is_made(part, paths, said):
+def test_impossible_host_paths_are_rejected_by_name(part, paths, said):
     """The API server refused the pods of one part, when others had been made."""
     folders = [{"path": path, "mountPath": mount} for path, mount in paths]
     plan = plan_of(PARTS[part]({"hostPaths": folders}), "host-paths", "routes")
@@ -148,12 +148,12 @@ def test_an_api_that_the_cluster_lacks_is_named(field):
     assert "which this cluster does not serve; install it (https://" in valid.message
 
 
-def test_to_be_allowed_changes_nothing_of_who_does_not_ask():
+def test_allowed_privileges_change_no_other_service():
     assert plan_of({}, *PRIVILEGES).apply == plan_of({}).apply
     assert plan_of({"prefill": {"pod": {"privileged": False, "hostPaths": []}}}).apply == plan_of({}).apply
 
 
-def test_the_example_of_a_nodes_own_files_needs_what_it_says():
+def test_node_local_example_needs_its_documented_privileges():
     spec = yaml.safe_load(EXAMPLE.read_text())["spec"]
     assert plan_of(spec).apply == ()
     plan = plan_of(spec, "host-paths", "privileged", "service-accounts")

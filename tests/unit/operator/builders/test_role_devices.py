@@ -64,7 +64,7 @@ def test_an_image_that_is_named_is_that_of_every_device():
     assert worker(service, "decode")["image"] == "mine:1"
 
 
-def test_another_device_is_another_revision_and_that_of_cpus_stays_what_it_was():
+def test_device_changes_the_revision_and_cpu_revision_stays():
     named = {"images": {"engine": "mine:1"}, "engine": {"dtype": "float32"}}
     cpu, gpu = service_of(**named), service_of(**named, prefill=ONE, decode=ONE)
     one_of_each = service_of(**named, prefill=ONE)
@@ -97,7 +97,7 @@ def test_kv_of_another_dtype_is_another_revision():
     ],
     ids=["no GPU", "another maker's", "a share", "two devices"],
 )
-def test_what_cannot_run_is_refused_with_what_to_do(spec, sentence):
+def test_device_that_cannot_run_is_rejected_with_a_fix(spec, sentence):
     (text, *_) = problems_of(service_of(**spec), ClusterApis())
     assert sentence in text
 
@@ -113,7 +113,7 @@ def test_each_kind_of_gpu_counts_for_the_budget():
     assert gpus_of(role.resources) == 3
 
 
-def test_a_role_sizes_its_kv_pool_in_its_own_way():
+def test_role_overrides_the_size_of_the_kv_pool():
     """The engine refuses two sizes: pods of a role with one, beside a share for both, never started."""
     service = service_of(engine={"memFractionStatic": 0.5}, decode={"engine": {"kvCacheGib": 4}})
     sizes = {role: [word for word in worker(service, role)["args"] if word in SIZES] for role in ("prefill", "decode")}

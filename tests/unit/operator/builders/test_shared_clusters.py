@@ -182,7 +182,7 @@ def workers(revision: str, **fields: Any) -> DeploymentSeen:
     return DeploymentSeen(name=name, role="decode", revision=revision, replicas=2, pods=2, **fields)
 
 
-def test_each_revision_has_a_budget_of_its_own():
+def test_each_revision_has_a_disruption_budget():
     found = budgets("policy/v1", {}, workers("0old", ready=2))
     assert found["chat-decode-0old"]["selector"]["matchLabels"]["tandem.dev/revision"] == "0old"
     assert len([name for name in found if name.startswith("chat-decode-")]) == 2
@@ -190,7 +190,7 @@ def test_each_revision_has_a_budget_of_its_own():
     assert "chat-decode-0old" not in budgets("policy/v1", {}, gone)
 
 
-def test_an_exchange_leaves_a_drain_its_own_pod():
+def test_rollout_leaves_node_drains_their_own_pod():
     """With maxUnavailable and no surge a stuck exchange used the budget up."""
     rollout = {"rollout": {"maxSurge": 0, "maxUnavailable": 1}}
     for exchanging, most in ((True, 2), (False, 1)):

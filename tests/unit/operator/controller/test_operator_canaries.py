@@ -32,7 +32,7 @@ def answer(book, now, canary, pods=ALL, *names):
 
 @pytest.mark.parametrize("missing", ALL, ids=lambda pod: pod.role)
 @pytest.mark.parametrize("change", [{"ready": False}, {"terminating": True}])
-def test_nothing_is_asked_without_a_gateway_and_a_ready_pair(book, missing, change):
+def test_no_canary_without_gateway_and_ready_pair(book, missing, change):
     pods = [replace(pod, **change) if pod is missing else pod for pod in ALL]
     assert asked(book, 0.0, pods) == set()
 
@@ -47,7 +47,7 @@ def test_a_pair_of_two_revisions_is_none(book):
     assert asked(book, 0.0, (GATEWAY, PREFILL, replace(DECODE, revision="r2"))) == set()
 
 
-def test_a_revision_is_asked_until_it_answers_and_the_gateway_for_ever(book):
+def test_revision_canary_repeats_until_passed_gateway_forever(book):
     answer(book, 0.0, BAD)
     assert asked(book, RETRY_S - 0.1) == set()
     assert asked(book, RETRY_S) == {"r1", ""}
@@ -84,7 +84,7 @@ def test_revisions_that_are_gone_are_forgotten(book):
     assert asked(book, 2.0) == {"r1"}
 
 
-def test_a_sentence_does_not_change_with_its_figures(book):
+def test_message_is_kept_if_only_numbers_differ(book):
     """Else a status would be written for each attempt."""
     answer(book, 0.0, BAD)
     answer(book, RETRY_S, replace(BAD, message="502 after 27.9 s"))

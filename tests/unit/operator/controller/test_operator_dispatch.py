@@ -74,7 +74,7 @@ async def work(world, count):
     return names
 
 
-async def test_nobody_is_looked_at_before_everything_is_known():
+async def test_no_reconcile_before_the_first_full_list():
     world = World(Outcomes())
     world.apply()
     worker = asyncio.create_task(world.dispatcher.work())
@@ -106,7 +106,7 @@ async def test_every_outcome_is_counted_and_the_next_service_has_its_turn(outcom
     assert world.results() == ({"unchanged": 2} if result == "unchanged" else {result: 1, "unchanged": 1})
 
 
-async def test_an_edit_that_lands_before_our_status_is_looked_at(monkeypatch):
+async def test_edit_before_our_status_write_is_reconciled(monkeypatch):
     """Its event came after the answer to our write, which had it already, and was taken for old news: the spec was not
     looked at before the next listing, minutes later.
     """
@@ -132,7 +132,7 @@ async def test_an_edit_that_lands_before_our_status_is_looked_at(monkeypatch):
     assert metric_sum(world.metrics_text(), "tandem_operator_queue_length") == 0
 
 
-async def test_old_news_ask_for_no_look():
+async def test_old_event_queues_no_reconcile():
     world = World(Outcomes())
     seen = world.apply()
     world.dispatcher.ready()
@@ -141,7 +141,7 @@ async def test_old_news_ask_for_no_look():
     assert metric_sum(world.metrics_text(), "tandem_operator_queue_length") == 0
 
 
-async def test_who_stands_by_knows_everything_and_looks_at_nothing_until_it_leads():
+async def test_follower_stores_events_and_reconciles_once_it_leads():
     world = World(Outcomes())
     world.leads = False
     world.apply()
@@ -218,7 +218,7 @@ async def test_a_new_service_has_its_turn_at_once_and_then_each_period():
     assert watch.changed == [CHAT]
 
 
-async def test_while_workers_start_turns_come_often():
+async def test_polls_are_frequent_while_workers_start():
     """No watch reports when a worker is on standby."""
     watch = Watch()
     watch.store.put(a_service())
@@ -245,7 +245,7 @@ async def test_pods_that_change_hurry_the_next_turn_and_not_more_than_that():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a defect"), ApiError(500, "", "broken"), NotLeading("no")])
-async def test_what_goes_wrong_with_one_does_not_reach_the_other(error):
+async def test_failed_poll_of_one_service_spares_the_others(error):
     watch = Watch(first=error)
     watch.store.put(a_service("chat"))
     watch.store.put(a_service("search"))
@@ -266,7 +266,7 @@ async def test_a_spec_that_cannot_be_read_has_nothing_to_find():
     assert watch.made == []
 
 
-async def test_who_leads_no_more_leaves_all_posts():
+async def test_lost_leadership_closes_all_pollers():
     watch = Watch()
     watch.store.put(a_service())
     await watch.tick(0.0)

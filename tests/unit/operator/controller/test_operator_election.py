@@ -93,7 +93,7 @@ def second(leases, clock):
     return Candidate("second", leases, clock)
 
 
-async def test_the_first_leads_and_the_second_stands_by(first, second, leases):
+async def test_first_operator_leads_and_second_waits(first, second, leases):
     assert await first.turn()
     assert not await second.turn()
     for _ in range(20):
@@ -104,7 +104,7 @@ async def test_the_first_leads_and_the_second_stands_by(first, second, leases):
     assert (first.told, second.told) == (["began"], [])
 
 
-async def test_a_silent_leader_is_replaced_after_the_lease_duration_and_has_stopped_before(first, second, leases):
+async def test_silent_leader_stops_before_it_is_replaced(first, second, leases):
     await first.turn()
     await second.turn()
     first.clock.now += 9.9
@@ -119,7 +119,7 @@ async def test_a_silent_leader_is_replaced_after_the_lease_duration_and_has_stop
     assert (first.told, second.told) == (["began", "ended"], ["began"])
 
 
-async def test_a_leader_that_cannot_renew_stops_acting_though_it_never_hears_why(first, leases):
+async def test_leader_without_renewal_stops_acting(first, leases):
     await first.turn()
     leases.away = True
     assert await first.turn(after_s=2.0)
@@ -138,7 +138,7 @@ async def test_a_leader_that_goes_lets_the_other_begin_at_once(first, second):
     assert await second.turn(after_s=0.1)
 
 
-async def test_of_two_that_want_a_free_lease_one_gets_it(first, second, leases):
+async def test_free_lease_goes_to_one_of_two_candidates(first, second, leases):
     """Both read the same record; the slower write is refused and it goes on standing by."""
     await first.turn()
     await first.leadership.resign()
@@ -163,7 +163,7 @@ async def test_times_in_the_lease_are_never_compared(first, second, leases):
     assert not await second.turn(after_s=14.0)
 
 
-async def test_a_lease_whose_answer_was_late_counts_from_when_it_was_asked_for(first, leases):
+async def test_lease_with_late_response_counts_from_its_request(first, leases):
     create = leases.create
 
     async def slow(manifest):

@@ -20,7 +20,7 @@ def test_a_status_that_stays_tells_nothing():
     assert events_for_transition(status(UNREADY), status(condition("Ready", False, "Starting", "1 of 2"))) == []
 
 
-def test_becoming_ready_and_losing_it_are_told():
+def test_ready_transitions_become_events():
     assert events_for_transition(status(UNREADY), status(READY)) == [
         ServiceEvent("Normal", "CanaryPassed", "Ready is True: a request went through")
     ]
@@ -29,7 +29,7 @@ def test_becoming_ready_and_losing_it_are_told():
     ]
 
 
-def test_how_it_begins_is_told_only_when_it_begins_badly():
+def test_initial_state_becomes_an_event_only_if_bad():
     assert events_for_transition(status(), status(UNREADY, condition("Valid", True, "SpecAccepted"))) == []
     (told,) = events_for_transition(status(), status(condition("Valid", False, "InvalidSpec", "spec.prefill: …")))
     assert (told.kind, told.reason) == ("Warning", "InvalidSpec")
@@ -41,7 +41,7 @@ def test_degraded_is_good_news_when_it_ends():
     assert [told.kind for told in events_for_transition(status(bad), status(good))] == ["Normal"]
 
 
-def test_trouble_that_turns_into_other_trouble_is_told():
+def test_changed_failure_reason_becomes_an_event():
     """A second mistake in a spec had no event, for the service was degraded already."""
     first, second = condition("Degraded", True, "PodsFailing"), condition("Degraded", True, "ApplyRefused")
     assert [told.reason for told in events_for_transition(status(first), status(second))] == ["ApplyRefused"]
@@ -50,7 +50,7 @@ def test_trouble_that_turns_into_other_trouble_is_told():
     assert events_for_transition(status(first), status(first)) == []
 
 
-def test_a_new_revision_is_told_and_the_first_is_not():
+def test_new_revision_becomes_an_event_but_not_the_first():
     assert events_for_transition(status(), status(revision="a1")) == []
     assert events_for_transition(status(revision="a1"), status(revision="b2")) == [
         ServiceEvent("Normal", "RollingOut", "revision a1 is replaced by b2")

@@ -93,7 +93,7 @@ class World:
 
 @pytest.mark.parametrize("status", [400, 403, 422, 500])
 @pytest.mark.parametrize("kind", ["WorkerPool", "Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget"])
-async def test_a_refused_object_is_told_and_none_is_written(kind, status):
+async def test_rejected_object_is_reported_and_none_is_written(kind, status):
     world = World()
     world.server.answers[kind, True] = ApiError(status, "", ".spec.nonsense: field not declared in schema")
     assert await world.reconcile() == "ApplyRefused"
@@ -109,7 +109,7 @@ async def test_a_refused_object_is_told_and_none_is_written(kind, status):
 
 
 @pytest.mark.parametrize("status", [404, 409, 429, 503, 504])
-async def test_a_failure_that_may_pass_is_told_when_it_persists(status):
+async def test_transient_failure_is_reported_when_it_persists(status):
     world = World()
     world.server.answers["Service", None] = ApiError(status, "Busy", "later")
     assert [await world.reconcile() for _ in range(REPORT_AFTER_FAILURES)] == [None] * (REPORT_AFTER_FAILURES - 1) + [
@@ -118,13 +118,13 @@ async def test_a_failure_that_may_pass_is_told_when_it_persists(status):
     assert world.events == ["ApplyFailed"]
 
 
-async def test_an_api_server_that_does_not_answer_is_no_trouble_of_a_service():
+async def test_unreachable_api_server_is_no_failure_of_a_service():
     world = World()
     world.server.answers["Service", None] = ApiError(0, "TimeoutError", "no answer")
     assert [await world.reconcile() for _ in range(2 * REPORT_AFTER_FAILURES)] == [None] * 2 * REPORT_AFTER_FAILURES
 
 
-async def test_a_defect_of_the_operator_is_told():
+async def test_operator_defect_is_reported():
     world = World()
     world.server.answers["Service", None] = ZeroDivisionError("division by zero")
     assert await world.reconcile() == "OperatorError"
@@ -138,7 +138,7 @@ async def test_a_webhook_without_dry_runs_refuses_nothing_beforehand():
     assert "Service" in world.server.written
 
 
-async def test_a_refusal_after_the_dry_run_is_told():
+async def test_rejection_after_the_dry_run_is_reported():
     """A quota that two new objects exceed together."""
     world = World()
     world.server.answers["Service", False] = ApiError(403, "Forbidden", "exceeded quota: one")

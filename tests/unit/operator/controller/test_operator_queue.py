@@ -16,7 +16,7 @@ def test_a_burst_of_events_is_one_look():
     assert schedule.take(0.0) is None
 
 
-def test_an_event_during_the_look_asks_for_another_one_and_not_for_two_at_once():
+def test_event_during_reconcile_queues_exactly_one_more():
     schedule: Schedule[str] = Schedule()
     schedule.add("chat", 0.0)
     schedule.take(0.0)
@@ -29,7 +29,7 @@ def test_an_event_during_the_look_asks_for_another_one_and_not_for_two_at_once()
     assert schedule.take(2.0) is None
 
 
-def test_what_is_wanted_earlier_comes_earlier_and_once():
+def test_earlier_due_time_replaces_later_one():
     schedule: Schedule[str] = Schedule()
     schedule.add("chat", 60.0)
     schedule.add("chat", 5.0)
@@ -58,7 +58,7 @@ def test_failures_come_back_later_each_time_and_success_forgets_them():
     assert schedule.failed("chat", now) <= FIRST_PAUSE_S
 
 
-def test_events_of_its_own_half_done_writes_do_not_hurry_a_failed_look():
+def test_own_write_events_do_not_hurry_a_failed_reconcile():
     schedule: Schedule[str] = Schedule()
     schedule.add("chat", 0.0)
     schedule.take(0.0)
@@ -74,7 +74,7 @@ def test_pauses_are_bounded_however_often_it_failed(failures):
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["add", "take", "done", "failed"])), max_size=60))
-def test_nobody_is_ever_looked_at_twice_at_once_and_nobody_is_forgotten(moves):
+def test_queue_never_overlaps_or_forgets_a_service(moves):
     schedule: Schedule[str] = Schedule()
     wanted, working = set(), set()
     now = 0.0

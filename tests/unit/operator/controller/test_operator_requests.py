@@ -82,13 +82,13 @@ async def test_nothing_is_written_when_leadership_was_lost_during_a_pause(cluste
     assert len(script.asked) == 1
 
 
-async def test_who_does_not_lead_may_read(cluster, script):
+async def test_follower_may_read(cluster, script):
     script.leading = False
     script.answers = [(404, {"reason": "NotFound"}, {})]
     assert await cluster.get(SERVICE.ref("s"), "models") is None
 
 
-async def test_a_list_whose_continuation_expired_begins_anew(cluster, script):
+async def test_list_with_expired_continuation_restarts(cluster, script):
     def page(names, token="", version="7"):
         return (
             200,
@@ -108,7 +108,7 @@ async def test_a_list_whose_continuation_expired_begins_anew(cluster, script):
     assert script.asked[0].query["labelSelector"] == "tandem.dev/service"
 
 
-async def test_only_the_object_that_was_meant_is_deleted(cluster, script):
+async def test_deletion_checks_the_uid(cluster, script):
     script.answers = [(409, {"reason": "Conflict", "message": "the UID in the precondition does not match"}, {})]
     with pytest.raises(ApiError) as caught:
         await cluster.delete(SERVICE.ref("s"), "models", "u1")
@@ -117,7 +117,7 @@ async def test_only_the_object_that_was_meant_is_deleted(cluster, script):
     await cluster.delete(SERVICE.ref("s"), "models", "u1")
 
 
-async def test_an_answer_that_is_no_json_is_told_as_it_is(cluster, script):
+async def test_response_without_json_is_reported_verbatim(cluster, script):
     script.answers = [(502, ["bad", "gateway"], {})]
     with pytest.raises(ApiError, match="502: .*bad"):
         await cluster.get(SERVICE.ref("s"), "models")

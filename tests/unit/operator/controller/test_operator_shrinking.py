@@ -33,7 +33,7 @@ def costs(plan, pods=(FULL, EMPTY), replicas=2):
     return costs_before(plan, observed(replicas), pods, SEEN)
 
 
-def test_the_emptiest_is_the_cheapest_by_whatever_the_number_is_written():
+def test_least_loaded_pod_has_the_lowest_deletion_cost():
     for plan in (scaled_to(1), applied_with(1)):
         found = costs(plan)
         assert found.get("empty", 0) < found["full"]

@@ -22,7 +22,7 @@ def test_older_news_change_nothing():
     assert [one.version for one in store.parts(CHAT)] == [7]
 
 
-def test_what_is_gone_does_not_come_back_with_late_news_and_a_new_one_of_its_name_does():
+def test_late_event_does_not_revive_a_deleted_object():
     now = 0.0
     store = Store(lambda: now)
     store.put(a_part(7))
@@ -37,7 +37,7 @@ def test_what_is_gone_does_not_come_back_with_late_news_and_a_new_one_of_its_nam
     assert store.put(a_part(10, uid="u1", name="another"))
 
 
-def test_an_object_that_lost_our_label_and_has_it_again_is_known_again():
+def test_object_that_regains_the_label_is_stored_again():
     """Regression: a watch by label calls the first a deletion, and the object was applied anew at each look."""
     store = Store()
     store.put(a_part(7))
@@ -46,7 +46,7 @@ def test_an_object_that_lost_our_label_and_has_it_again_is_known_again():
     assert [one.version for one in store.parts(CHAT)] == [9]
 
 
-def test_a_list_finds_what_went_while_nobody_watched():
+def test_full_list_drops_objects_deleted_unwatched():
     store = Store()
     store.put(a_part(3))
     store.put(a_part(4, name="chat-redis", uid="u2"))
@@ -64,7 +64,7 @@ def test_a_list_that_is_older_than_an_object_does_not_take_it_away():
     assert len(store.parts(CHAT)) == 1
 
 
-def test_a_list_of_one_namespace_says_nothing_of_others():
+def test_list_of_one_namespace_keeps_other_namespaces():
     store = Store()
     store.put(a_part(3))
     assert store.replace(SERVICE, "elsewhere", [], 10) == []

@@ -70,7 +70,7 @@ async def test_a_pool_that_no_ending_gateway_holds_is_left_alone(left):
         assert (step.wrote, step.again_s, world.deleted) == (False, None, [])
 
 
-def test_the_status_says_that_it_goes_and_keeps_the_rest():
+def test_status_of_a_deleted_service_reports_deletion_only():
     before = ModelServiceStatus(
         conditions=[condition("Ready", True, "CanaryPassed"), condition("RedisReady", True, "Available")]
     )

@@ -23,7 +23,7 @@ ELSEWHERE = {
     "images.redis": "of a managed Redis; this one is external",
     "prefill.replicas": "the pools', where somebody scales them",
     "decode.replicas": "the same",
-    "autoscaling.periodSeconds": "of the lookout: test_operator_lookout.py",
+    "autoscaling.periodSeconds": "of the pod poller: test_pod_poller.py",
     "rollout.history": "of a status that has one: test_operator_plan.py",
     "rollout.canaryTimeoutSeconds": "of the canary book: test_operator_canaries.py",
 }

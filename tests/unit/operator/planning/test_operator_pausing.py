@@ -32,7 +32,7 @@ def test_every_deployment_is_paused_as_kubectl_would_do_it(cluster):
     assert set(paused(cluster).values()) == {False}
 
 
-def test_scaling_goes_on(cluster):
+def test_paused_rollout_still_scales(cluster):
     cluster.settle(service_of(**PAUSED, decode={"replicas": 3}))
     assert cluster.deployments[f"chat-decode-{cluster.status.revision}"].replicas == 3
 

@@ -27,7 +27,7 @@ def replicas(cluster: KubeCluster) -> dict[str, int]:
     return {one.name: one.replicas for one in cluster.deployments.values() if one.role}
 
 
-def test_a_minimal_service_gets_pools_gateway_redis_and_their_protection():
+def test_minimal_service_plans_pools_gateway_redis_and_budgets():
     cluster = KubeCluster()
     cluster.reconcile(service_of())
     revision = cluster.status.revision
@@ -61,7 +61,7 @@ def test_a_plan_that_was_carried_out_changes_nothing_more(mode):
     assert cluster.status.endpoint == "http://chat-gateway.models.svc"
 
 
-def test_ready_names_what_it_waits_for_in_the_order_people_should_look():
+def test_ready_names_missing_parts_in_order_of_importance():
     cluster, service = KubeCluster(), service_of()
     cluster.reconcile(service)
     cluster.reconcile(service)
@@ -73,7 +73,7 @@ def test_ready_names_what_it_waits_for_in_the_order_people_should_look():
     assert conditions(cluster)["Ready"] == ("False", "CanaryFailed")
 
 
-def test_what_cannot_be_served_touches_nothing_and_says_why():
+def test_invalid_spec_changes_nothing_and_reports_why():
     cluster = KubeCluster()
     cluster.settle(service_of())
     before = dict(cluster.objects)
@@ -96,7 +96,7 @@ def eight_gpus(**engine: int) -> dict[str, Any]:
     return {"resources": {"limits": {"nvidia.com/gpu": 8}}, "engine": engine}
 
 
-def test_a_worker_over_several_pods_is_refused_where_nobody_makes_groups():
+def test_worker_group_without_its_api_is_rejected():
     service = service_of({**SIXTEEN, "prefill": eight_gpus(), "decode": eight_gpus()})
     (text, *_) = problems_of(service, ClusterApis())
     assert "tensorParallelSize 16 over 2 pods of 8 ranks needs the LeaderWorkerSet API" in text
@@ -149,7 +149,7 @@ def test_a_group_costs_the_gpus_of_all_its_pods():
     assert (config.prefill.gpus, config.decode.gpus) == (8, 16)
 
 
-def test_a_change_of_the_weights_makes_a_revision_and_the_old_one_goes_last():
+def test_changed_weights_make_a_revision_and_replace_the_old():
     cluster = KubeCluster()
     cluster.settle(service_of(decode={"replicas": 3}))
     old = cluster.status.revision
@@ -182,7 +182,7 @@ def test_going_back_takes_up_the_old_revision_again():
     "change",
     [{"drainSeconds": 30}, {"engine": {"maxRunningRequests": 8}}, {"prefill": {"pod": {"labels": {"team": "a"}}}}],
 )
-def test_what_leaves_kv_and_weights_alone_is_no_new_revision(change):
+def test_change_without_effect_on_kv_keeps_the_revision(change):
     cluster = KubeCluster()
     cluster.settle(service_of())
     revision = cluster.status.revision
@@ -208,7 +208,7 @@ def test_an_old_deployment_is_kept_until_its_last_pod_has_drained():
     raise AssertionError("the old Deployment was never taken away")
 
 
-def test_who_owns_the_number_of_workers():
+def test_owner_of_the_number_of_workers():
     fixed, external = (
         service_of(decode={"replicas": 2}),
         service_of(decode={"replicas": 2}, autoscaling={"mode": "external"}),
@@ -234,7 +234,7 @@ def test_the_autoscalers_number_stays_within_the_bounds_of_the_role():
         assert replicas(cluster)[f"chat-decode-{cluster.status.revision}"] == given
 
 
-def test_what_is_no_longer_wanted_is_taken_away():
+def test_objects_of_removed_fields_are_deleted():
     cluster = KubeCluster()
     cluster.settle(service_of(gateway={"replicas": 2}))
     assert ("PodDisruptionBudget", "chat-gateway") in kinds(cluster)
@@ -274,14 +274,14 @@ def test_times_of_conditions_move_with_their_status_alone():
     assert {kind for kind in after if after[kind] != before[kind]} == {"Ready", "RouterReady"}
 
 
-def test_scale_to_zero_is_ready_and_says_so():
+def test_scale_to_zero_is_ready_and_reported():
     cluster = KubeCluster()
     cluster.settle(service_of(prefill={"replicas": 0}, decode={"replicas": 0}))
     assert conditions(cluster)["Ready"][0] == "True"
     assert conditions(cluster)["RouterReady"] == ("True", "ScaledToZero")
 
 
-def test_names_that_others_have_are_told_and_nothing_is_touched():
+def test_taken_names_are_reported_and_nothing_changes():
     cluster, service = KubeCluster(), service_of()
     cluster.settle(service)
     taken = Ref(api_version="v1", kind="Service", name="chat-gateway")
@@ -293,7 +293,7 @@ def test_names_that_others_have_are_told_and_nothing_is_touched():
     assert "Service 'chat-gateway'" in ready.message
 
 
-def test_what_the_autoscaler_decided_and_why_it_holds_reach_the_status():
+def test_status_has_decisions_and_hold_reason_of_autoscaler():
     cluster, service = KubeCluster(), service_of(autoscaling={"mode": "internal"})
     cluster.settle(service)
     decision = Decision(time="2026-01-01T00:00:00Z", role="both", action="hold", before=2, after=2, reason="no figures")
@@ -306,7 +306,7 @@ def test_what_the_autoscaler_decided_and_why_it_holds_reach_the_status():
     assert later.decisions == [decision]
 
 
-def test_what_the_api_server_refuses_is_told_without_ending_readiness():
+def test_rejected_object_is_reported_without_ending_readiness():
     cluster, service = KubeCluster(), service_of()
     cluster.settle(service)
     told = ("ApplyRefused", "403 Forbidden: exceeded quota", "2026-01-01T00:00:00Z")

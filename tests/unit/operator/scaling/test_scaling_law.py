@@ -18,7 +18,7 @@ def busy(service: FluidService) -> None:
         service.step(800.0, 2.0)
 
 
-def test_the_need_of_prefill_is_what_comes_and_what_clears_the_backlog():
+def test_prefill_need_is_arrivals_plus_clearing_of_backlog():
     load = FluidService(config_of(), queued_tokens=61_000.0, arrived_tokens=1000.0).load().prefill
     assert prefill_need(load, TARGETS).workers == 3.0
     assert prefill_need(load, replace(TARGETS, clear_seconds=60.0)).workers == 2.0
@@ -61,7 +61,7 @@ def test_no_more_than_the_step_at_a_time():
     assert service.there["prefill"] == 3
 
 
-def test_a_backlog_that_grew_while_pods_start_is_not_asked_for_again_and_again():
+def test_backlog_during_pod_start_is_counted_once():
     service = FluidService(config_of(flip_roles=False), start_periods=8)
     busy(service)
     for _ in range(100):
@@ -95,7 +95,7 @@ def test_with_little_to_spare_all_stay():
         ({"decode": {"running": -1.0}}, "decode running is -1"),
     ],
 )
-def test_figures_that_cannot_be_trusted_change_nothing(change, said):  # [figures-or-hold]
+def test_unreliable_metrics_change_nothing(change, said):  # [figures-or-hold]
     load = FluidService(config_of(), queued_tokens=1e6).load()
     for name, value in change.items():
         load = replace(load, **{name: replace(getattr(load, name), **value) if isinstance(value, dict) else value})
@@ -125,7 +125,7 @@ def test_roles_of_unequal_pods_are_not_flipped():
     assert service.step(3000.0, 2.0).flips == 0
 
 
-def test_to_zero_and_back_in_pairs():
+def test_scale_to_zero_and_back_in_pairs():
     config = config_of(idle_s_to_zero=60.0)
     none = replace(config.prefill, least=0)
     service = FluidService(replace(config, prefill=none, decode=none))
@@ -138,7 +138,7 @@ def test_to_zero_and_back_in_pairs():
     assert service.there == {"prefill": 1, "decode": 1}
 
 
-def test_zero_is_not_reached_while_somebody_asks_now_and_then():
+def test_occasional_requests_prevent_scale_to_zero():
     config = config_of(idle_s_to_zero=60.0)
     none = replace(config.prefill, least=0)
     service = FluidService(replace(config, prefill=none, decode=none))
@@ -157,7 +157,7 @@ def test_zero_is_not_reached_while_somebody_asks_now_and_then():
         ({"prefill": 4, "decode": 4}, 1, {"prefill": 1, "decode": 1}),
     ],
 )
-def test_a_budget_is_shared_alike(wanted, budget, given):
+def test_gpu_budget_is_shared_in_proportion(wanted, budget, given):
     assert within_budget(wanted, {"prefill": 1, "decode": 1}, {"prefill": 1, "decode": 1}, budget) == given
 
 

@@ -70,7 +70,7 @@ def test_more_pods_for_more_tokens():
     assert not scaled.flips
 
 
-def test_pods_that_were_asked_for_are_not_asked_for_again():
+def test_requested_pods_are_not_requested_again():
     run = Run(*fleet(**PAIR), {"prefill": 1, "decode": 1})
     for at in range(0, 15, 5):
         scaled = run.step(load(at, tokens_per_s=2900, running=8))
@@ -78,7 +78,7 @@ def test_pods_that_were_asked_for_are_not_asked_for_again():
     assert not scaled.decisions
 
 
-def test_without_figures_nothing_changes_and_it_says_why():  # [figures-or-hold]
+def test_missing_metrics_hold_and_report_why():  # [figures-or-hold]
     run = Run(*fleet(**PAIR), {"prefill": 4, "decode": 2})
     scaled = run.step(None, "no gateway reports its queue")
     assert scaled.pools == {"prefill": 4, "decode": 2}
@@ -86,7 +86,7 @@ def test_without_figures_nothing_changes_and_it_says_why():  # [figures-or-hold]
     assert [one.action for one in scaled.decisions] == ["hold"]
 
 
-def test_old_figures_scale_nothing_not_even_to_zero():  # [figures-or-hold]
+def test_old_metrics_scale_nothing_not_even_to_zero():  # [figures-or-hold]
     run = Run(*fleet(**PAIR), {"prefill": 1, "decode": 1}, config(least=0, idle_s_to_zero=1.0))
     for at in (0, 60, 120):
         scaled = run.step(load(at, age_s=99.0))
@@ -104,7 +104,7 @@ def test_a_worker_flips_before_a_pod_is_made():
     assert scaled.pools == {"prefill": 1, "decode": 2}, "a pool counts its pods, whatever they serve as"
 
 
-def test_nobody_flips_during_a_rollout():
+def test_no_role_flip_during_rollout():
     pods, figures = fleet(p0=("prefill", "prefill", 0), d0=("decode", "decode", 5), d1=("decode", "decode", 2))
     run = Run(pods, figures, {"prefill": 1, "decode": 2})
     for at in (0, 5):
@@ -141,7 +141,7 @@ def test_a_cost_that_is_there_already_is_not_written_again():
     assert scaled.costs == {}, "0 is what a pod without the annotation costs"
 
 
-def test_a_lent_worker_goes_before_those_of_the_role_itself():
+def test_flipped_worker_is_removed_first():
     pods, figures = fleet(
         p0=("prefill", "prefill", 0),
         d0=("decode", "decode", 0),
@@ -157,7 +157,7 @@ def test_a_lent_worker_goes_before_those_of_the_role_itself():
     assert scaled.costs == {"d0": KEPT, "d1": 9, "d2": KEPT + UNKNOWN}
 
 
-def test_to_zero_and_back_in_pairs():
+def test_scale_to_zero_and_back_in_pairs():
     run = Run(*fleet(**PAIR), {"prefill": 1, "decode": 1}, config(least=0, idle_s_to_zero=30.0))
     at = 0.0
     while run.pools["prefill"]:
@@ -170,7 +170,7 @@ def test_to_zero_and_back_in_pairs():
     assert run.step(load(at + 65, held=1)).pools == {"prefill": 1, "decode": 1}
 
 
-def test_who_flips_comes_home_first_and_the_last_stays():
+def test_flipped_worker_flips_back_first_and_last_one_stays():
     pods, figures = fleet(
         d0=("decode", "decode", 0),
         p1=("prefill", "decode", 8),
@@ -183,7 +183,7 @@ def test_who_flips_comes_home_first_and_the_last_stays():
     assert candidates(-1, pods, seen) == (), "the last prefill worker stays"
 
 
-def test_who_drains_or_is_not_ready_does_not_flip():
+def test_draining_or_unready_worker_does_not_flip():
     pods, figures = fleet(d0=("decode", "decode", 0), d1=("decode", "decode", 5), d2=("decode", "decode", 6))
     pods[0] = pod("d0", ready=False)
     figures["d1"] = worker(running=5, draining=True)

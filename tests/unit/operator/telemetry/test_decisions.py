@@ -20,7 +20,7 @@ def test_the_last_ten_newest_first():
     assert told[0].time == "t11"
 
 
-def test_a_hold_that_lasts_is_told_once():
+def test_lasting_hold_is_reported_once():
     told = merge_history([], [hold(16)], "t0")
     assert merge_history(told, [hold(21)], "t1") == told
     assert [one.action for one in merge_history(merge_history(told, [scale(2)], "t2"), [hold(17)], "t3")] == [
@@ -30,7 +30,7 @@ def test_a_hold_that_lasts_is_told_once():
     ]
 
 
-def test_another_reason_to_hold_is_told():
+def test_new_reason_to_hold_is_reported():
     told = merge_history([], [hold(16)], "t0")
     other = Decision(role="both", action="hold", before=3, after=3, reason="no gateway reports its queue")
     assert new_events(told, [other]) == [other]

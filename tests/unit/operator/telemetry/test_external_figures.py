@@ -81,7 +81,7 @@ def test_both_roles_come_from_zero_and_go_together():
 
 
 @pytest.mark.parametrize(("what", "reason"), [(None, "no gateway reports its queue"), (load(age_s=60.0), "60 s old")])
-def test_figures_that_cannot_be_trusted_are_not_there(what, reason):  # [figures-or-hold]
+def test_unreliable_metrics_are_not_served(what, reason):  # [figures-or-hold]
     figures = figures_of(load(running=3))
     figures.put(NAME, LoadReading(load=what, reason=reason), CONFIG)
     assert value(figures, "workers_needed", "decode") is None
@@ -90,7 +90,7 @@ def test_figures_that_cannot_be_trusted_are_not_there(what, reason):  # [figures
     assert reason in str(document["message"])
 
 
-def test_what_is_not_there():
+def test_unknown_metric_or_service_is_404():
     figures = figures_of(load())
     assert figures.answer("models", "other", "prefill")[0] == 404
     assert figures.answer(*NAME, "both")[0] == 404

@@ -72,19 +72,19 @@ async def fetched(responder, role="decode"):
         return (await fetch_figures(client, [one]))["x"]
 
 
-async def test_a_workers_figures(responder):
+async def test_worker_metrics_are_read(responder):
     responder.body = exposition_of(worker_metrics())
     figures = await fetched(responder)
     assert isinstance(figures, WorkerFigures)
     assert figures.places == 8
 
 
-async def test_a_gateways_figures(responder):
+async def test_gateway_metrics_are_read(responder):
     responder.body = exposition_of(gateway_metrics())
     assert isinstance(await fetched(responder, "gateway"), GatewayFigures)
 
 
-async def test_what_another_service_says_lacks_the_figures(responder):
+async def test_exposition_of_another_service_lacks_metrics(responder):
     responder.body = exposition_of(gateway_metrics())
     assert "it has no metric tandem_worker_" in await fetched(responder)
 
@@ -99,7 +99,7 @@ async def test_what_another_service_says_lacks_the_figures(responder):
         (200, b"x" * (fetching.MAX_BYTES + 1), "more than 4 MiB"),
     ],
 )
-async def test_nonsense_is_told(responder, status, body, said):
+async def test_malformed_exposition_is_reported(responder, status, body, said):
     responder.status, responder.body = status, body
     assert said in await fetched(responder)
 
@@ -130,18 +130,18 @@ async def test_a_pod_that_hangs_is_given_up_and_the_others_are_read(responder, m
     assert isinstance(answers["well"], WorkerFigures)
 
 
-async def test_nobody_listens(responder):
+async def test_refused_connection_is_reported(responder):
     gone = pod("x", ip="127.0.0.1", ports={"health": 1})
     async with pod_client() as client:
         assert "cannot be reached" in (await fetch_figures(client, [gone]))["x"]
 
 
-async def test_pods_without_an_address_are_not_asked():
+async def test_pods_without_an_address_are_not_polled():
     async with pod_client() as client:
         assert await fetch_figures(client, [pod("x", ip="")]) == {}
 
 
-async def test_two_looks_give_a_load(responder):
+async def test_two_samples_give_a_load(responder):
     worker_port, gateway = responder, Responder()
     worker_port.body, gateway.body = exposition_of(worker_metrics()), exposition_of(gateway_metrics())
     threading.Thread(target=gateway.serve_forever, args=(0.05,), daemon=True).start()

@@ -27,14 +27,14 @@ def test_gateways_export_what_is_read_of_them():
     assert labels_of_series(gateway_metrics()).keys() >= GATEWAY_NAMES
 
 
-def test_a_workers_own_exposition_gives_figures():
+def test_worker_exposition_gives_metrics():
     figures = WorkerFigures.of(exposition(worker_metrics()))
     assert (figures.serves, figures.waiting, figures.places, figures.pages) == ("decode", 1, 8, 100)
     assert figures.tokens_per_s == 1000
     assert not figures.slow_links
 
 
-def test_a_gateways_own_exposition_gives_figures():
+def test_gateway_exposition_gives_metrics():
     figures = GatewayFigures.of(exposition(gateway_metrics()))
     assert figures.waiting == 1
     assert figures.totals.finished == 1

@@ -28,7 +28,7 @@ def test_the_operator_derives_the_token_that_services_derive(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"secret": 5}', b'{"secret": "short"}', b"\xff"])
-def test_what_is_no_key_file_gives_no_token(content):
+def test_malformed_key_file_gives_no_token(content):
     with pytest.raises(ValueError, match=r"keys\.json"):
         order_token(content)
 
@@ -54,13 +54,13 @@ async def test_an_order_brings_token_and_body():
         (httpx.Response(302, headers={"location": "http://elsewhere/"}), "302"),
     ],
 )
-async def test_what_a_pod_refuses_is_told(response, said):
+async def test_rejection_of_a_pod_is_reported(response, said):
     async with client_of(lambda _: response) as client:
         with pytest.raises(OrderFailedError, match=said):
             await order(client)
 
 
-async def test_a_pod_that_is_gone_or_has_no_address_is_told():
+async def test_missing_pod_or_address_is_reported():
     def gone(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused", request=request)
 

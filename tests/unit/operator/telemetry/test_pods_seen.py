@@ -74,7 +74,7 @@ def test_other_pods_are_none(component: str) -> None:
     assert PodSeen.of(pod(metadata={"labels": {"app.kubernetes.io/component": component}})) is None
 
 
-def test_somebody_elses_deletion_cost_counts_as_nothing() -> None:
+def test_foreign_deletion_cost_is_ignored() -> None:
     seen = PodSeen.of(pod(metadata={"annotations": {DELETION_COST: "cheap"}}))
     assert seen is not None
     assert seen.deletion_cost == 0

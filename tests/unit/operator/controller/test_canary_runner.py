@@ -104,7 +104,7 @@ async def test_the_first_time_it_waits_for_its_canaries(make):
     assert await turn(make(send), *OLD) == {"r1": GOOD, "": GOOD}
 
 
-async def test_later_a_slow_canary_is_asked_once_and_not_waited_for(make):
+async def test_slow_canary_is_sent_once_without_waiting(make):
     answered, asked = asyncio.Event(), []
 
     async def send(ask, token):
@@ -125,7 +125,7 @@ async def test_later_a_slow_canary_is_asked_once_and_not_waited_for(make):
     canary_runner.close()
 
 
-async def test_without_a_key_file_the_canary_says_so(make):
+async def test_canary_without_key_file_reports_it(make):
     async def no_token(_):
         raise OrderFailedError("Secret 'chat-curve' does not exist yet")
 
@@ -150,7 +150,7 @@ async def test_workers_of_a_revision_are_offered_when_its_canary_has_passed(make
     assert len(fleet.offered) == len(NEW)
 
 
-async def test_nobody_is_offered_before(make, fleet, now):
+async def test_worker_is_not_offered_before_its_canary_passes(make, fleet, now):
     answers = {"r1": GOOD, "r2": BAD, "gateway": GOOD}
 
     async def send(ask, _):
@@ -167,7 +167,7 @@ async def test_nobody_is_offered_before(make, fleet, now):
     assert len(fleet.offered) == 3
 
 
-async def test_a_revision_is_tried_with_workers_on_standby_alone_and_the_gateway_not_yet(make, fleet):
+async def test_standby_revision_gets_a_canary_before_the_gateway(make, fleet):
     """A first revision: nobody can be chosen by the router, and none of its pods is Ready."""
     send = answering(r2=GOOD)
     assert await turn(make(send), *NEW) == {"r2": GOOD}
@@ -178,7 +178,7 @@ async def test_a_revision_is_tried_with_workers_on_standby_alone_and_the_gateway
     assert send.pairs == []
 
 
-async def test_another_leader_goes_on_from_what_the_workers_say(make, fleet):
+async def test_new_leader_continues_from_worker_standby_state(make, fleet):
     """The one before was killed between the canary and the orders: nothing that it knew is needed."""
     fleet.deaf = {NEW[1].ip, NEW[2].ip}
     send = answering(r1=GOOD, r2=GOOD, gateway=GOOD)
@@ -227,7 +227,7 @@ async def turns(canary_runner: CanaryRunner, now: list[float], count: int, *work
         now[0] += RETRY_S
 
 
-async def test_a_worker_that_fails_stands_by_and_is_named_while_its_like_are_offered(make, fleet, now):
+async def test_failing_worker_stays_on_standby_and_is_reported(make, fleet, now):
     bad = {"d2"}
     canary_runner = make(judging(bad))
     await turns(canary_runner, now, BAD_IN_A_ROW, *OLD, *ADDED)
@@ -243,7 +243,7 @@ async def test_a_worker_that_fails_stands_by_and_is_named_while_its_like_are_off
     assert canary_runner.failing == {}
 
 
-async def test_a_partner_that_fails_keeps_nobody_away(make, fleet, now):
+async def test_failing_partner_keeps_no_worker_on_standby(make, fleet, now):
     """Each canary of a worker takes the next partner."""
     send = judging({"p1"})
     canary_runner = make(send)
@@ -256,7 +256,7 @@ async def test_a_partner_that_fails_keeps_nobody_away(make, fleet, now):
     assert fleet.offered == [ADDED[0].ip]
 
 
-async def test_where_nothing_works_a_worker_is_not_to_blame(make, fleet, now):
+async def test_worker_passes_if_gateway_canaries_fail_too(make, fleet, now):
     """Prefill is broken altogether: more decode workers that compute prompts themselves are better than fewer."""
     broken: set[str] = set()
     send = judging(broken)
@@ -283,7 +283,7 @@ async def test_a_worker_that_starts_again_in_its_pod_is_tried_again(make, fleet,
     assert fleet.offered == []
 
 
-async def test_without_a_partner_nobody_is_tried_or_held(make, fleet, now):
+async def test_worker_without_partner_gets_no_canary_or_hold(make, fleet, now):
     """The worker helps itself; what it finds is not made worse by trying."""
     canary_runner = make(judging(set()))
     await turns(canary_runner, now, 1, *OLD)
@@ -298,7 +298,7 @@ async def test_a_worker_of_an_older_release_is_tried_without_being_held(make, fl
     assert fleet.offered == [ADDED[0].ip]
 
 
-async def test_of_many_newcomers_few_are_asked_at_once_and_all_in_turn(make, fleet, now):
+async def test_many_new_workers_get_canaries_in_bounded_batches(make, fleet, now):
     many = [pod(f"n{number:02}", ready=False, ip=f"10.0.2.{number}") for number in range(AT_ONCE + 3)]
     fleet.standing_by = {one.ip for one in many}
     send = judging({one.name for one in many})
@@ -312,13 +312,13 @@ async def test_of_many_newcomers_few_are_asked_at_once_and_all_in_turn(make, fle
     assert {decode for pair in send.pairs for decode in pair[1:]} == {one.name for one in many}
 
 
-async def test_where_nobody_prefills_there_is_no_pair_to_try(make, fleet):
+async def test_service_without_prefill_role_has_no_pair_canary(make, fleet):
     wanted = service_of(prefill={"replicas": 0})
     await turn(make(answering()), *NEW[1:], wanted=wanted)
     assert sorted(fleet.offered) == [one.ip for one in NEW[1:]]
 
 
-async def test_with_canaries_switched_off_nobody_is_asked(make, fleet):
+async def test_canaries_switched_off_send_nothing(make, fleet):
     canary_runner = make(None)
     assert await turn(canary_runner, *NEW) == {}
     assert (fleet.asked, canary_runner.expecting) == ([], False)
@@ -335,7 +335,7 @@ async def test_with_canaries_switched_off_nobody_is_asked(make, fleet):
     ],
     ids=["ready", "text", "bytes", "list", "flood"],
 )
-async def test_whoever_says_something_else_does_not_stand_by(make, fleet, answer):
+async def test_unexpected_standby_reply_means_not_on_standby(make, fleet, answer):
     canary_runner = make(answering(r1=GOOD, r2=GOOD, gateway=GOOD))
     canary_runner.client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: answer))
     await turn(canary_runner, *OLD, *NEW)

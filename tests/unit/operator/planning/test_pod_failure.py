@@ -43,7 +43,7 @@ def troubles(**container):
     ],
     ids=["terminated", "waiting", "running"],
 )
-def test_a_container_that_keeps_failing_says_why_and_says_it_the_same_way(container):
+def test_failing_container_reports_one_stable_reason(container):
     assert troubles(**container) == [f"worker: ended with status 3: {REFUSED}"]
 
 
@@ -60,7 +60,7 @@ def test_a_container_that_keeps_failing_says_why_and_says_it_the_same_way(contai
     ],
     ids=["came up since", "ready", "being made", "init first", "drained", "drained before", "nothing known"],
 )
-def test_what_is_no_failure_is_no_trouble(container):
+def test_running_pod_reports_no_failure(container):
     assert troubles(**container) == []
 
 
@@ -80,7 +80,7 @@ def test_without_last_words_the_kubelet_is_quoted():
         "CreateContainerError",
     ],
 )
-def test_what_cannot_be_made_is_told_in_the_kubelets_words(reason):
+def test_container_creation_error_is_reported_verbatim(reason):
     waiting = {"waiting": {"reason": reason, "message": "why not"}}
     assert troubles(state=waiting) == [f"worker: {reason}: why not"]
     assert troubles(state=waiting, lastState=FAILED) == [f"worker: {reason}: why not"]
@@ -95,7 +95,7 @@ def test_what_cannot_be_made_is_told_in_the_kubelets_words(reason):
         ({"exitCode": 128, "message": 'exec: "tandem": not found'}, 'ended with status 128: exec: "tandem": not found'),
     ],
 )
-def test_an_end_is_told_by_its_signal_or_status(ended, said):
+def test_container_exit_is_reported_by_signal_or_status(ended, said):
     assert troubles(state={"terminated": ended}) == [f"worker: {said}"]
 
 

@@ -20,14 +20,14 @@ def only_deployment(*seen):
     return deployment
 
 
-def test_what_others_own_is_neither_counted_nor_taken_away():
+def test_foreign_objects_are_not_counted_or_deleted():
     mine, theirs = a_deployment("mine", owner=OWNER), a_deployment("theirs", owner="somebody-else")
     parts = parts_of(mine, theirs, an_object(SERVICE, "nobody's", metadata={"labels": {"tandem.dev/service": "chat"}}))
     assert [one.name for one in parts.deployments()] == ["mine"]
     assert parts.removable() == {mine.ref}
 
 
-def test_what_is_going_already_is_not_there_any_more():
+def test_objects_being_deleted_do_not_count():
     going = a_deployment("going", owner=OWNER)
     going.body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert parts_of(going).removable() == frozenset()
@@ -42,7 +42,7 @@ def test_pools_are_read_and_never_taken_away():
     assert parts_of(pool).removable() == frozenset()
 
 
-def test_pods_are_counted_by_what_they_are_and_not_by_what_the_deployment_says_of_them():
+def test_ready_pods_are_counted_from_pods_not_from_deployment():
     seen = only_deployment(
         a_pod("a"),
         a_pod("b", ready=False),
@@ -65,7 +65,7 @@ def test_the_scheduler_is_quoted():
 
 
 @pytest.mark.parametrize("place", ["containerStatuses", "initContainerStatuses"])
-def test_an_image_that_cannot_be_pulled_is_told_with_its_container(place):
+def test_image_pull_failure_is_reported_with_its_container(place):
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
     seen = only_deployment(a_pod("a", status={place: [{"name": "worker", "state": waiting}]}))
     assert seen.failure == "worker: ImagePullBackOff: not found"
@@ -76,13 +76,13 @@ def test_a_container_that_is_being_made_is_no_trouble():
     assert only_deployment(a_pod("a", status={"containerStatuses": [{"name": "w", "state": waiting}]})).failure == ""
 
 
-def test_a_quota_that_stops_the_deployment_is_told():
+def test_quota_that_stops_the_deployment_is_reported():
     status = {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: gpus"}]}
     (seen,) = parts_of(a_deployment("chat-prefill-r1", owner=OWNER, status=status)).deployments()
     assert seen.failure == "exceeded quota: gpus"
 
 
-def test_without_canaries_a_ready_pair_counts_and_half_a_pair_does_not():
+def test_without_canaries_only_a_whole_ready_pair_counts():
     deployments = [
         a_deployment("p1", owner=OWNER),
         a_deployment("d1", owner=OWNER, role="decode"),
@@ -100,7 +100,7 @@ def test_without_canaries_a_ready_pair_counts_and_half_a_pair_does_not():
     assert set(canaries_by_readiness("chat", parts_of(*deployments, *pods, gateway))) == {"r1", ""}
 
 
-def test_a_pod_is_kept_without_what_nobody_reads():
+def test_stored_pod_lacks_unread_fields():
     pod = an_object(
         POD, "p", spec={"containers": [{"name": "w", "env": [{}], "ports": []}], "volumes": [{}]}, status={}
     )
@@ -115,7 +115,7 @@ def a_group(replicas: int = 2, **update: int):
     return an_object(LEADER_WORKER_SET, "chat-decode-r1", owner=OWNER, metadata={"labels": labels}, spec=spec)
 
 
-def test_of_a_group_the_leader_counts_and_a_follower_that_does_not_come_up_is_trouble():
+def test_group_counts_its_leader_and_reports_failed_followers():
     waiting = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
     following = labels_of("chat", "follower", role="decode", revision="r1")
     parts = parts_of(

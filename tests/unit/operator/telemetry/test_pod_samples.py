@@ -20,7 +20,7 @@ def looked(*answers, pods=(P, D, G), sampler=None, every=5.0):
     return seen
 
 
-def test_rates_are_known_from_the_second_look_on():
+def test_rates_need_a_second_sample():
     seen = looked(IDLE)
     assert seen.load is None
     assert "second sample" in seen.reason
@@ -52,7 +52,7 @@ def test_cached_prefixes_are_no_work_but_only_bit_by_bit():
     assert load.prefill.arrived_tokens_per_s == pytest.approx(200 * 0.25, rel=0.01)
 
 
-def test_what_waits_in_a_gateway_had_no_chance_to_be_cached_yet():
+def test_queued_requests_leave_the_cached_share_unchanged():
     first = {**IDLE, "g0": gateway()}
     second = {**IDLE, "g0": gateway(asked_tokens=10_000, tokens=10_000, waiting=5)}
     load = looked(first, second).load
@@ -60,7 +60,7 @@ def test_what_waits_in_a_gateway_had_no_chance_to_be_cached_yet():
     assert load.prefill.queued_tokens == 10_000
 
 
-def test_a_gateway_that_starts_anew_has_gained_what_it_has():
+def test_restarted_gateway_gains_its_whole_counters():
     first = {**IDLE, "g0": gateway(choices=100, asked_tokens=9000)}
     second = {**IDLE, "g0": gateway(choices=10, asked_tokens=500)}
     load = looked(first, second).load
@@ -83,7 +83,7 @@ def test_queues_of_workers_and_gateways_are_one():
     assert (load.decode.running, load.decode.waiting, load.decode.used_pages) == (7, 7, 40)
 
 
-def test_what_runs_for_nobody_keeps_no_service_busy():
+def test_canaries_without_clients_keep_no_service_busy():
     """A canary of the operator's is in workers' last reports, and comes again and again."""
     answers = {
         "p0": worker("prefill", waiting_tokens=48),
@@ -103,7 +103,7 @@ def test_a_flipped_worker_counts_where_it_serves():
     assert seen.serves(both[2]) == "prefill"
 
 
-def test_a_ready_pod_that_says_nothing_makes_the_figures_old():  # [figures-or-hold]
+def test_ready_pod_without_metrics_makes_the_load_old():  # [figures-or-hold]
     sampler = PodSampler()
     sampler.take(100.0, (P, D, G), IDLE)
     for at in (105.0, 110.0, 115.0):
@@ -135,7 +135,7 @@ def test_an_engine_that_has_stalled_counts_until_its_pod_is_not_ready():
     assert load.decode.running == 0
 
 
-def test_pods_that_are_gone_are_forgotten_and_a_name_that_returns_is_another_pod():
+def test_deleted_pods_are_forgotten_by_uid_not_by_name():
     sampler = PodSampler()
     sampler.take(100.0, (P, D, G), {**IDLE, "g0": gateway(choices=50)})
     sampler.take(105.0, (P, D), {uid: IDLE[uid] for uid in ("p0", "d0")})
@@ -165,7 +165,7 @@ def test_how_long_a_choice_decodes_is_the_whole_less_the_first_token():
     assert seen.load.decode.seconds_each == pytest.approx(4.0, abs=0.01)
 
 
-def test_slow_links_are_told_from_both_ends():
+def test_slow_links_are_reported_by_both_ends():
     answers = {**IDLE, "d0": worker(slow_links={"p0": "tcp"})}
     assert looked(answers).slow_links() == {"d0 to p0": "tcp"}
 
@@ -177,6 +177,6 @@ def test_a_figure_that_is_no_number_is_named(value):  # [figures-or-hold]
 
 
 @pytest.mark.parametrize("text", ["tandem_worker_kv_pages\n", "{{{{ 1\n", "a{b=\n"])
-def test_what_is_no_exposition_is_refused(text):
+def test_malformed_exposition_is_rejected(text):
     with pytest.raises(UnusableFiguresError):
         WorkerFigures.of(Exposition.parse(text))

@@ -56,7 +56,7 @@ async def poller(store, metrics):
         yield ExternalPoller(store, OperatorSettings(), client, metrics.scaling)
 
 
-async def test_two_looks_give_figures_on_the_operators_own_port(poller, metrics):
+async def test_two_polls_serve_metrics_on_the_operator_port(poller, metrics):
     app = probe_app(metrics.registry, lambda: "", lambda: "", metrics.scaling.answer)
     async with TestClient(TestServer(app)) as operator:
         await poller.poll()
@@ -75,7 +75,7 @@ async def test_two_looks_give_figures_on_the_operators_own_port(poller, metrics)
 
 
 @pytest.mark.parametrize("mode", ["internal", "none"])
-async def test_whom_we_scale_ourselves_is_not_served(store, poller, metrics, mode):
+async def test_internally_scaled_service_has_no_external_metrics(store, poller, metrics, mode):
     await poller.poll()
     await poller.poll()
     assert metrics.scaling.answer("models", "chat", "decode")[0] == 200
