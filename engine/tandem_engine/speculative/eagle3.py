@@ -170,7 +170,7 @@ def _target_ids(path: str, config: ModelConfig, facts: Eagle3Facts) -> Tensor:
     if stored is None:
         return own
     ids = own + stored.read().long()
-    if len(ids.unique()) != len(ids) or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+    if len(torch.unique(ids)) != len(ids) or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise CheckpointError(f"{stored.path}: tensor {TO_TARGET} must lead to different ids below {config.vocab_size}")
     return ids
 

@@ -108,7 +108,8 @@ class GatewayConnection(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         """After an exception: a request that an application has is answered by it, any other gets a 500."""
-        if self.cycle is None or self.cycle.response_complete or self._in_head:
+        cycle: Any = self.cycle
+        if cycle is None or cycle.response_complete or self._in_head:
             self.transport.write(_FAILED)
             self.transport.close()
 
