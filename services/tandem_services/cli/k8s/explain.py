@@ -46,8 +46,8 @@ def explain(args: argparse.Namespace) -> int:
                 raise RemoteError(
                     f'{pod["metadata"]["name"]} requires a key with "admin": true: set --api-key or TANDEM_API_KEY'
                 )
-    for sentence in errors:
-        print(f"not queried: {sentence}", file=sys.stderr)
+    for message in errors:
+        print(f"not queried: {message}", file=sys.stderr)
     print(
         f"none of {len(gateways) - len(errors)} gateways has {quoted(args.request_id)}: each keeps its own "
         "last few thousand requests, since its start",

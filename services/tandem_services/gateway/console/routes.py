@@ -1,5 +1,6 @@
 """The console: a page of static files, and the JSON that it polls. Served on the port that serves /metrics.
 
+    /                              to the page, for browsers; for programs a name and links, without a key
     /console                       the page                        without a key: contains no data of the deployment
     /console/assets/{name}         its scripts and styles          without a key
     /console/data/fleet            workers, links, this gateway    administrators
@@ -118,6 +119,7 @@ class SharedDocument:
         return self._bytes
 
 
+ROOT = "/"
 PAGE = "/console"
 INDEX = "index.html"
 ASSETS = f"{PAGE}/assets/"
@@ -141,11 +143,12 @@ class Console:
         """`access`, which lets the page in and keeps its data for administrators."""
         if access is None:
             return None
-        page = {PAGE, f"{PAGE}/", *(f"{ASSETS}{name}" for name in self.assets)}
+        page = {ROOT, PAGE, f"{PAGE}/", *(f"{ASSETS}{name}" for name in self.assets)}
         return replace(access, open_paths=access.open_paths | page, admin_folders=(DATA,))
 
     def routes(self) -> list[Route]:
         answers = {
+            ROOT: self._root,
             PAGE: self._page,
             f"{PAGE}/": self._redirect,
             ASSETS + "{name}": self._asset,
@@ -156,6 +159,13 @@ class Console:
             DATA + "requests/{request_id}": self._request,
         }
         return [Route(path, answer, methods=READ) for path, answer in answers.items()]
+
+    async def _root(self, request: Request) -> Response:
+        """Links are relative, as in `_redirect`."""
+        if "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse(PAGE.removeprefix("/"), 307, headers=SAME_ORIGIN | {"vary": "accept"})
+        body = encode_json({"name": "Tandem", "links": {"console": PAGE.removeprefix("/"), "models": "v1/models"}})
+        return Response(body, headers=DATA_HEADERS | {"vary": "accept"}, media_type="application/json")
 
     async def _page(self, request: Request) -> Response:
         return _send(self.assets[INDEX], request)

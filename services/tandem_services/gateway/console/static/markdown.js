@@ -6,8 +6,8 @@
  */
 import { h, setText } from "./dom.js";
 
-/** Beyond it a block is plain text: patterns on it would take too long. */
-const MAX_BLOCK = 20000;
+/** A longer paragraph is plain text: patterns with unmatched marks take time with the square of its length. */
+const MAX_INLINE = 8000;
 const MAX_DEPTH = 6;
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)/;
@@ -119,7 +119,7 @@ function continues(kind, lines, at) {
 function element(block, depth) {
   const text = block.lines.join("\n");
   if (block.kind === "code") return code(block.lines);
-  if (text.length > MAX_BLOCK || depth > MAX_DEPTH) return h("p", {}, text);
+  if (depth > MAX_DEPTH) return h("p", {}, text);
   if (block.kind === "heading") return heading(text);
   if (block.kind === "rule") return h("hr");
   if (block.kind === "quote") return h("blockquote", {}, ...children(block.lines.map((line) => line.replace(QUOTE, "")), depth));
@@ -190,7 +190,7 @@ async function copyText(from, button) {
 
 /** @param {string} text @param {number} [depth] @returns {(Node | string)[]} */
 function inline(text, depth = 0) {
-  if (depth > MAX_DEPTH) return [text];
+  if (depth > MAX_DEPTH || text.length > MAX_INLINE) return [text];
   /** @type {(Node | string)[]} */
   const parts = [];
   let end = 0;

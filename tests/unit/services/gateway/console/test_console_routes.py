@@ -20,7 +20,14 @@ from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.service_clock import ServiceClock
 
-OPEN = ["/console", "/console/", "/console/assets/main.js", "/console/assets/console.css", "/console/assets/icon.svg"]
+OPEN = [
+    "/",
+    "/console",
+    "/console/",
+    "/console/assets/main.js",
+    "/console/assets/console.css",
+    "/console/assets/icon.svg",
+]
 DATA = [
     "/console/data/fleet",
     "/console/data/history",
@@ -86,7 +93,7 @@ def keys(tmp_path):
 async def test_every_route_is_one_of_those_whose_readers_are_tested_here(tokenizer):
     async with consoles(tokenizer) as both:
         paths = {route.path.replace("{request_id}", "r1") for route in both.console.routes()}
-        assert paths == {"/console", "/console/", "/console/assets/{name}", *DATA}
+        assert paths == {"/", "/console", "/console/", "/console/assets/{name}", *DATA}
 
 
 async def test_without_keys_the_page_and_its_data_are_open(tokenizer):
@@ -186,6 +193,16 @@ async def test_however_many_look_the_fleet_is_described_once_a_second(tokenizer)
         assert both.console.fleet.builds == 2
         # And once for the first point of the curves.
         assert both.fleet.asked == 3
+
+
+async def test_root_leads_browsers_to_the_page_and_programs_to_links(tokenizer, keys):
+    async with consoles(tokenizer, keys) as both:
+        browser = await both.api.get("/", headers={"accept": "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8"})
+        assert (browser.status_code, browser.headers["location"]) == (307, "console")
+        program = await both.api.get("/")
+        assert program.json() == {"name": "Tandem", "links": {"console": "console", "models": "v1/models"}}
+        for link in program.json()["links"].values():
+            assert (await both.api.get(f"/{link}", headers=bearer("root"))).status_code == 200, link
 
 
 async def test_the_redirect_holds_behind_a_prefix(tokenizer):
