@@ -65,9 +65,10 @@ def versions() -> dict[str, str | None]:
 
 def commit_of(file: Path) -> str | None:
     """Of the checkout that `file` lies in, `+` after it where files differ; else of what pip installed."""
-    repository = next((folder for folder in file.resolve().parents if (folder / ".git").exists()), None)
-    # One that merely contains the environment is not Tandem's.
-    if repository is None or not (repository / "services" / "tandem_services").is_dir():
+    file = file.resolve()
+    repository = next((folder for folder in file.parents if (folder / ".git").exists()), None)
+    # One that merely contains the environment may be any, and one of Tandem's another version of it.
+    if repository is None or not file.is_relative_to(repository / "services" / "tandem_services"):
         return _installed_commit()
     return _output("git", "-C", str(repository), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
 

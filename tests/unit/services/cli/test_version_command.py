@@ -87,7 +87,8 @@ def test_commit_is_that_of_the_checkout_and_marks_changes(tmp_path):
 def test_commit_of_a_repository_around_an_environment_is_not_shown(tmp_path, monkeypatch):
     file = tmp_path / ".venv/lib/site-packages/tandem_services/cli/version.py"
     git(tmp_path, "init", "-q")
-    git(tmp_path, "commit", "-qm", "another project", "--allow-empty")
+    git(tmp_path, "commit", "-qm", "another version", "--allow-empty")
+    (tmp_path / "services/tandem_services").mkdir(parents=True)
     info = tmp_path / "tandem_llm-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tandem-llm\nVersion: 1\n")
