@@ -162,6 +162,9 @@ BEHIND_WAIT = 2.0
 MOST_EARLY = 4
 """Choices of one queue that were sent to workers before a place there was free."""
 
+NEXT_S = 0.001
+"""Until a new request that is first in line is tried: by then the other choices of its request have come."""
+
 RECENT_S = 10.0
 """For so long a tenant counts as present after a request."""
 
