@@ -19,7 +19,7 @@ from tandem_lab.simulate.requests import SimulatedRequest
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.limits import check_context
 from tandem_services.gateway.queueing.fair_queue import SYNC_S, FairQueue, SharedCounters
-from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding, Visitor
+from tandem_services.gateway.queueing.late_binding import NEXT_S, AdmissionPolicy, LateBinding, Visitor
 from tandem_services.gateway.queueing.shared_route import SharedRoute
 from tandem_services.router.decision import Choice, RouteQuery, WorkerView
 from tandem_services.router.keys import HEARTBEAT_S
@@ -147,7 +147,7 @@ class Gateway:
         if visit.refusals:
             # As in a gateway: all have come before one of them ends the request.
             visit.end()
-        elif visit.waiting and (not self._taking_turns or any(map(self.binding.is_next, visit.waiting))):
+        elif visit.waiting and not self._taking_turns:
             self._plan_turn(0.0)
 
     async def _arrive(self, request: SimulatedRequest, visit: "_Visit", number: int, route: SharedRoute | None) -> None:
@@ -182,6 +182,8 @@ class Gateway:
         if choice is not None:
             visit.waiting.remove(visitor)
             await visit.client.admitted(number, choice)
+        elif self.binding.is_next(visitor):
+            self._events.after(NEXT_S, lambda: self._try_now(visitor))
 
     async def ended(self, request: SimulatedRequest, choice: Choice) -> None:
         """Its last token is out."""
@@ -221,6 +223,10 @@ class Gateway:
                 session_key=request.session,
             )
         return self._asked
+
+    def _try_now(self, visitor: Visitor) -> None:
+        if self.binding.is_next(visitor):
+            self._plan_turn(0.0)
 
     def _plan_turn(self, seconds: float) -> None:
         """Instead of the one that is planned."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from tandem_services.common.metrics import REQUEST_SECONDS, MetricFamilies
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.observe.metrics import MODEL
-from tandem_services.gateway.queueing.late_binding import Ask, LateBinding, QueueFigures, Visitor
+from tandem_services.gateway.queueing.late_binding import NEXT_S, Ask, LateBinding, QueueFigures, Visitor
 from tandem_services.router.decision import Choice
 
 
@@ -51,7 +51,7 @@ class Admission:
 
     async def _wait(self, visitor: Visitor, choice: "asyncio.Future[Choice]") -> Choice:
         if self.binding.is_next(visitor):
-            self._changed.set()
+            asyncio.get_running_loop().call_later(NEXT_S, self._try_now, visitor)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run(), name="admission")
         try:
@@ -63,6 +63,10 @@ class Admission:
             raise
         finally:
             self.binding.leave(visitor)
+
+    def _try_now(self, visitor: Visitor) -> None:
+        if self.binding.is_next(visitor):
+            self._changed.set()
 
     async def _run(self) -> None:
         """While requests wait."""

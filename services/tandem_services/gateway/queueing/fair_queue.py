@@ -1,7 +1,8 @@
 """Fairness of the gateway's queue: the order of requests, overload, and fairness between gateways. Pure except reports.
 
-`FairQueue` orders by priority, then by the least virtual tokens of the tenant (`VirtualCounters`), then by arrival;
-of equals, a tenant that was behind until it came is first.
+`FairQueue` orders by priority, then by the least virtual tokens of the tenant (`VirtualCounters`) with the prompt that
+is tried, then by arrival; of equals, a tenant that was behind until it came is first. With the prompt, because a long
+one that has no room would otherwise keep short ones waiting that add up to less.
 The key file bounds the priority of each tenant. When the queue is full, a new request replaces the last request of the
 tenant that holds the most seats for its weight. A flood of one tenant therefore displaces only requests of that tenant.
 
@@ -47,8 +48,11 @@ class Waiting:
     arrived: float
     number: int = 0
     """Given by the queue, in order of arrival."""
+    cost: float = 0.0
+    """Of its prompt, in virtual tokens over the weight."""
     is_behind: bool = False
-    """On arrival its tenant had had less than each other one of the last seconds, by more than its prompt."""
+    """On arrival its tenant had had less than each other one of the last seconds will have had after its next request,
+    by more than this prompt."""
     not_before: float = float("-inf")
     """No worker could take it at the last try: others are tried until then."""
 
@@ -100,6 +104,11 @@ class FairQueue(Generic[W]):
         heads = (self._head(line, now) for line in self._by_tenant.values())
         return min((head for head in heads if head is not None), key=self._rank, default=None)
 
+    def after_next(self, tenant: str) -> float:
+        """What `tenant` will have had after its next request, or has had if none waits."""
+        line = self._by_tenant.get(tenant)
+        return self._after(line[0]) if line else self.counters.value(tenant)
+
     def remove(self, waiting: W) -> bool:
         """It is served, or waits no more. False when it was not there."""
         line = self._by_tenant.get(waiting.tenant, [])
@@ -117,8 +126,10 @@ class FairQueue(Generic[W]):
 
     def _rank(self, waiting: W) -> tuple[int, float, bool, int]:
         # Its arrival has made a tenant that was behind level with the others.
-        value = self.counters.value(waiting.tenant)
-        return (-waiting.priority, value, not waiting.is_behind, waiting.number)
+        return (-waiting.priority, self._after(waiting), not waiting.is_behind, waiting.number)
+
+    def _after(self, waiting: W) -> float:
+        return self.counters.value(waiting.tenant) + waiting.cost
 
     def _loser(self, newcomer: W) -> W:
         own = self._by_tenant.get(newcomer.tenant, [])

@@ -39,7 +39,7 @@ from tandem_services.router.decision import Choice, NoWorkersError, WorkerView
 from tandem_services.router.keys import RESERVATION_MS
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
 from tandem_services.router.shared_state import Wish
-from tandem_services.router.usage_counters import OUTPUT_WEIGHT, VirtualCounters, prompt_cost
+from tandem_services.router.usage_counters import OUTPUT_WEIGHT, prompt_cost
 
 Ask = Callable[[], Awaitable[Choice]]
 """Queries the router, and reserves what it returns. Raises `NoWorkersError`."""
@@ -162,6 +162,9 @@ BEHIND_WAIT = 2.0
 MOST_EARLY = 4
 """Choices of one queue that were sent to workers before a place there was free."""
 
+NEXT_S = 0.001
+"""Until a new request that is first in line is tried: by then the other choices of its request have come."""
+
 RECENT_S = 10.0
 """For so long a tenant counts as present after a request."""
 
@@ -179,13 +182,13 @@ class RecentTenants:
         self._seen[tenant] = self.clock.now()
         self._seen.move_to_end(tenant)
 
-    def is_behind(self, tenant: str, cost: float, counters: VirtualCounters) -> bool:
-        """Whether it has had less than each other tenant that is present, by more than `cost`."""
+    def is_behind(self, visitor: Visitor, queue: FairQueue[Visitor]) -> bool:
+        """Whether its tenant will have had less than each other that is present, with the next request of each."""
         oldest = self.clock.now() - RECENT_S
         while self._seen and next(iter(self._seen.values())) < oldest:
             self._seen.popitem(last=False)
-        others = [counters.value(other) for other in self._seen if other != tenant]
-        return bool(others) and counters.value(tenant) + cost < min(others)
+        others = [queue.after_next(other) for other in self._seen if other != visitor.tenant]
+        return bool(others) and queue.counters.value(visitor.tenant) + visitor.cost < min(others)
 
 
 logger = logging.getLogger(__name__)
@@ -286,6 +289,7 @@ class LateBinding:
             priority=priority,
             arrived=self.clock.now(),
             prompt_tokens=prompt_tokens,
+            cost=prompt_cost(prompt_tokens, 0) / tenant.weight,
             ask=ask,
             choice=choice,
         )
@@ -298,8 +302,7 @@ class LateBinding:
         """
         self.observer.asked(visitor.prompt_tokens)
         self._recent.see(visitor.tenant)
-        cost = prompt_cost(visitor.prompt_tokens, 0) / visitor.weight
-        visitor.is_behind = self._recent.is_behind(visitor.tenant, cost, self.counters.counters)
+        visitor.is_behind = self._recent.is_behind(visitor, self.queue)
         choice = None if self.queue or self._gives_way(visitor) else await self._try(visitor)
         if choice is None:
             self._seat(visitor)
@@ -413,7 +416,7 @@ class LateBinding:
 
     def _gives_way(self, visitor: Visitor) -> bool:
         """Whether `visitor`, the head of line here, leaves its slot to others for now."""
-        return self._way.gives_way(visitor, prompt_cost(visitor.prompt_tokens, 0) / visitor.weight)
+        return self._way.gives_way(visitor, visitor.cost)
 
     def _wish(self, head: Visitor | None) -> Wish | None:
         """The request that the next free slot is for. A slot does not help a request that no worker can serve."""

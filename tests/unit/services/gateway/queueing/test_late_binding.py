@@ -167,6 +167,23 @@ async def test_prompts_of_another_tenant_are_no_reason_to_wait():
     await desk.admission.close()
 
 
+async def test_short_prompts_pass_a_long_one_that_has_no_room():
+    """Until they add up to as much."""
+    desk = Desk(Fleet(places=9), worker_wait_s=1.0, poll_s=60.0)
+    await desk.come("f0", "flood", prompt=300)
+    desk.fleet.queue_s = 1.5
+    flood = desk.come("f1", "flood", prompt=300)
+    await desk.waiting(1)
+    for number in range(4):
+        await asyncio.wait_for(desk.come(f"c{number}", "calm", prompt=60), 30)
+    late = desk.come("late", "calm", prompt=100)
+    await desk.waiting(2)
+    desk.fleet.queue_s = 0.5
+    desk.admission.freed()
+    await asyncio.gather(flood, late)
+    assert desk.order == ["f0", "c0", "c1", "c2", "c3", "f1", "late"]
+
+
 async def test_few_requests_of_tenants_behind_are_sent_early():
     desk = Desk(Fleet(places=1), poll_s=60.0)
     holder = await desk.come("holder", "flood", prompt=1000)
