@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 420, 70, 50, 40, 150
-COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 Series = Mapping[str, Mapping[float, float]]
 
 
@@ -62,14 +62,14 @@ class _Plot:
         return [(self.top * step / 5, f"{self.top * step / 5:.0f}") for step in range(6)]
 
     def line(self, number: int, name: str, points: Mapping[float, float]) -> list[str]:
-        colour = COLOURS[number % len(COLOURS)]
+        color = COLORS[number % len(COLORS)]
         way = " ".join(f"{self.x(x)},{self.y(y)}" for x, y in sorted(points.items()))
-        dots = [f'<circle cx="{self.x(x)}" cy="{self.y(y)}" r="3" fill="{colour}"/>' for x, y in points.items()]
+        dots = [f'<circle cx="{self.x(x)}" cy="{self.y(y)}" r="3" fill="{color}"/>' for x, y in points.items()]
         label_y = TOP + 18 * number + 10
         return [
-            f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="2"/>',
+            f'<polyline points="{way}" fill="none" stroke="{color}" stroke-width="2"/>',
             *dots,
-            f'<path d="M{WIDTH - RIGHT + 14} {label_y}h22" stroke="{colour}" stroke-width="2"/>',
+            f'<path d="M{WIDTH - RIGHT + 14} {label_y}h22" stroke="{color}" stroke-width="2"/>',
             f'<text x="{WIDTH - RIGHT + 42}" y="{label_y + 4}">{escape(name)}</text>',
         ]
 

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 WIDTH, LEFT, RIGHT, TOP, BAR, GAP = 760, 230, 60, 70, 13, 12
-COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 _TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 
 
@@ -44,8 +44,8 @@ class _Scale:
         lines = []
         for tick in _TICKS:
             if self.low <= math.log(tick) <= self.high:
-                colour, width = ("black", 1.5) if tick == 1 else ("#dddddd", 1)
-                lines.append(f'<path d="M{self.x(tick)} {TOP - 6}V{bottom}" stroke="{colour}" stroke-width="{width}"/>')
+                color, width = ("black", 1.5) if tick == 1 else ("#dddddd", 1)
+                lines.append(f'<path d="M{self.x(tick)} {TOP - 6}V{bottom}" stroke="{color}" stroke-width="{width}"/>')
                 lines.append(f'<text x="{self.x(tick)}" y="{TOP - 10}" text-anchor="middle">{tick:g}</text>')
         return lines
 
@@ -57,9 +57,9 @@ def _row(
     lines = [f'<text x="{LEFT - 8}" y="{top + height / 2 + 4}" text-anchor="end">{escape(row)}</text>']
     for place, (name, ratio) in enumerate(group.items()):
         y, ends = top + place * BAR, sorted((scale.x(1.0), scale.x(ratio)))
-        colour = COLOURS[names.index(name) % len(COLOURS)]
+        color = COLORS[names.index(name) % len(COLORS)]
         width = max(1.0, round(ends[1] - ends[0], 1))
-        lines.append(f'<rect x="{ends[0]}" y="{y + 1}" width="{width}" height="{BAR - 2}" fill="{colour}"/>')
+        lines.append(f'<rect x="{ends[0]}" y="{y + 1}" width="{width}" height="{BAR - 2}" fill="{color}"/>')
         lines.append(f'<text x="{ends[1] + 4}" y="{y + BAR - 3}" font-size="10">{ratio:.2f}</text>')
     if mark is not None:
         x = scale.x(mark)
@@ -70,8 +70,8 @@ def _row(
 def _legend(names: list[str]) -> list[str]:
     lines, x = [], 10
     for number, name in enumerate(names):
-        colour = COLOURS[number % len(COLOURS)]
-        lines.append(f'<rect x="{x}" y="34" width="12" height="12" fill="{colour}"/>')
+        color = COLORS[number % len(COLORS)]
+        lines.append(f'<rect x="{x}" y="34" width="12" height="12" fill="{color}"/>')
         lines.append(f'<text x="{x + 17}" y="44">{escape(name)}</text>')
         x += 34 + 7 * len(name)
     return lines

@@ -151,7 +151,7 @@ class Target:
     seed: int | None
     ignore_eos: bool
     cache_salt: str | None = None
-    """Keeps what is asked out of the prefix caches that all others share."""
+    """Keeps these prompts out of the prefix caches that other requests share."""
 
     def body(self, spec: RequestSpec) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -211,7 +211,7 @@ async def _read(response: httpx.Response, measurement: Measurement) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class StreamCheck:
-    """Collects what makes a stream unsound."""
+    """Collects the errors of a stream."""
 
     ids: set[str] = field(default_factory=set)
     finishes: list[str] = field(default_factory=list)
@@ -297,7 +297,7 @@ async def at_arrival_times(target: Target, specs: Sequence[RequestSpec], done: P
 
 
 async def reference_texts(target: Target, specs: Sequence[RequestSpec], done: Progress) -> dict[Prompt, str]:
-    """The text for each distinct prompt, asked one at a time. Raises `RemoteError` when one fails."""
+    """The text for each distinct prompt, requested one at a time. Raises `RemoteError` if one fails."""
     texts: dict[Prompt, str] = {}
     for spec in specs:
         if spec.prompt in texts:
@@ -374,7 +374,7 @@ def is_good(m: Measurement, slo: Slo) -> bool:
     return all(limit is None or value * 1e3 <= limit for limit, value in bounds)
 
 
-def summarise(
+def summarize(
     measurements: Sequence[Measurement], seconds: float, *, slo: Slo | None, references: dict[Prompt, str]
 ) -> Summary:
     """`references` maps a prompt to the text that greedy decoding must give for it."""

@@ -180,7 +180,7 @@ async def _serve(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from tandem_lab.bench.load import Prompt, at_arrival_times, at_concurrency, reference_texts, summarise
+    from tandem_lab.bench.load import Prompt, at_arrival_times, at_concurrency, reference_texts, summarize
 
     specs = _specs(args)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
@@ -200,7 +200,7 @@ async def _serve(args: argparse.Namespace) -> int:
                 result = await at_arrival_times(target, specs, lambda _: progress.advance(task))
             else:
                 result = await at_concurrency(target, specs, args.concurrency, lambda _: progress.advance(task))
-    summary = summarise(result.measurements, result.seconds, slo=slo_of(args), references=references)
+    summary = summarize(result.measurements, result.seconds, slo=slo_of(args), references=references)
     print(msgspec.json.encode(summary).decode() if args.json else _table(msgspec.to_builtins(summary)))
     return 1 if summary.failed or summary.mismatched else 0
 

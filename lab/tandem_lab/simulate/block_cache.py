@@ -27,9 +27,9 @@ class BlockCache:
         self._held: Counter[bytes] = Counter()
         self._idle: OrderedDict[bytes, None] = OrderedDict()
         self._before: dict[bytes, bytes] = {}
-        """Cached block → the cached block that it goes on after."""
+        """Cached block → the cached block before it."""
         self._following: Counter[bytes] = Counter()
-        """Cached blocks that go on right after one."""
+        """Number of cached blocks that directly follow one."""
         self._changes: list[tuple[UpdateKind, list[bytes]]] = []
 
     @property
@@ -49,11 +49,11 @@ class BlockCache:
         return len(chain)
 
     def idle_among(self, blocks: Sequence[bytes]) -> int:
-        """Of cached `blocks`, those that nobody holds: to hold them takes room."""
+        """Number of cached `blocks` that no request holds: holding them takes space."""
         return sum(block in self._idle for block in blocks)
 
     def hold(self, blocks: Sequence[bytes]) -> None:
-        """Keep cached blocks until they are let go."""
+        """Holds cached blocks until they are released."""
         for block in blocks:
             self._idle.pop(block, None)
             self._held[block] += 1

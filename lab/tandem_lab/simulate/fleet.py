@@ -29,7 +29,7 @@ PACE_S = 0.05
 MAX_WORKERS = 1024
 
 AT_ONCE = 16
-"""Heartbeats, each on a connection of its own."""
+"""Heartbeats, each on a separate connection."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +87,7 @@ class Fleet:
         self._leaving: set[str] = set()
         self._joined: Counter[Role] = Counter()
         self._generation = 0
-        """Of the fleet, as Redis has counted it: who says it is not told all members again."""
+        """Generation of the fleet in Redis: a heartbeat with the current one does not get all members again."""
         self.workers: dict[str, ModelledWorker] = {}
         """Those that are registered, by incarnation."""
         self.everybody: list[ModelledWorker] = []
@@ -96,7 +96,7 @@ class Fleet:
         """No heartbeats any more."""
 
     async def begin(self) -> None:
-        """Register everybody with an empty cache. Raises `RedisUnavailableError`."""
+        """Registers all workers with an empty cache. Raises `RedisUnavailableError`."""
         await self.redis.begin()
         await self.redis.follow()
         for role, count in self._shape.counts().items():
@@ -147,7 +147,7 @@ class Fleet:
         )
 
     async def _beat(self) -> None:
-        """Everybody's heartbeat. They write different rows, so it does not matter which comes first."""
+        """Heartbeats of all workers. They write different rows, so their order does not matter."""
         if self.closing:
             return
         await self.redis.follow()

@@ -33,7 +33,7 @@ MAX_GATEWAYS = 64
 
 
 class Chooser(Protocol):
-    """What a gateway asks of a router: the product's own, or another one that is compared with it."""
+    """Interface of the router for a gateway: that of the product, or another one for comparison."""
 
     counters: RouterCounters
 
@@ -67,12 +67,12 @@ class Held:
     prompt_tokens: int
     oldest_wait_s: float
     without_worker: int
-    """Those that no worker can take, as opposed to those for whom none has room."""
+    """Requests that no worker can serve, as opposed to those for which no worker has capacity."""
 
 
 @dataclass(slots=True)
 class QueueNotes:
-    """An `Observer` that keeps what the report tells."""
+    """An `Observer` that keeps the values of the report."""
 
     waits: list[float] = field(default_factory=list)
     """Seconds in the queue, of those that got a worker; 0 for those that found one at once."""
@@ -94,7 +94,7 @@ class QueueNotes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Client:
-    """Who is told what became of a request, after the queue is done with it."""
+    """Receives the result of a request, after the queue is done with it."""
 
     admitted: Callable[[int, Choice], Awaitable[None]]
     """The choice of this number has workers."""
@@ -113,7 +113,7 @@ class Gateway:
         self._turns = 0
         self._taking_turns = False
         self._asked: RouteQuery | None = None
-        """For whom the router was asked last."""
+        """The request of the last router query."""
         counters = VirtualCounters()
         # One gateway alone is told by Redis what it has told it.
         fairness = fleet.redis.fairness if shape.gateways > 1 else None
@@ -127,7 +127,7 @@ class Gateway:
         )
 
     async def begin(self, *, after_s: float) -> None:
-        """`after_s`: of each second, when it looks at the fleet. Raises `RedisUnavailableError`."""
+        """`after_s`: time within each second at which it reads the fleet. Raises `RedisUnavailableError`."""
         await self.chooser.refresh()
         self._events.after(HEARTBEAT_S + after_s, self._refresh)
         if self.binding.counters.board is not None:
@@ -195,7 +195,7 @@ class Gateway:
             self._plan_turn(0.0)
 
     def after(self, action: Callable[[], Awaitable[None] | None]) -> None:
-        """At once, but not within what goes on now: a gateway wakes another task."""
+        """Immediately, but after the current callback: a gateway wakes another task."""
         self._events.after(0.0, action)
 
     def _check(self, request: SimulatedRequest) -> None:
@@ -268,7 +268,7 @@ class _Visit:
     refusals: int = 0
 
     def end(self) -> None:
-        """One was refused: none waits any more. Those that run go on to their end."""
+        """A choice was rejected: none waits any more. Running ones continue to their end."""
         left, self.waiting = self.waiting, []
         for visitor in left:
             self.gateway.binding.leave(visitor)

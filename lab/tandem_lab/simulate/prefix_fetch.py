@@ -29,7 +29,7 @@ class ServiceTimes:
     prefill_rate: float = 10_000.0
     """Prompt tokens per second (`prefill_tokens_per_s`)."""
     chunk_tokens: int = 2048
-    """Most prompt tokens of one step: who decodes beside a longer prompt waits for a chunk, not for all of it."""
+    """Max. prompt tokens of one step: decodes next to a longer prompt wait for a chunk, not for the whole prompt."""
     decode_steps: tuple[tuple[int, float], ...] = ((1, 0.010), (64, 0.030), (256, 0.080))
     """(Sequences, seconds) of a decode step (`decode_step_s`), ascending; between and beyond them linear."""
     token_bytes: float = 131_072.0
@@ -80,7 +80,7 @@ class Holder(Protocol):
     def role(self) -> Role: ...
 
     def turn_left_s(self) -> float:
-        """Until it looks at its messages."""
+        """Seconds until it reads its messages."""
 
     def wake(self) -> None:
         """Blocks have become free."""
@@ -88,7 +88,7 @@ class Holder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantedPrefix:
-    """What the router says is worth fetching."""
+    """The prefix that the router selected for a fetch."""
 
     holder: Holder
     blocks: int

@@ -70,7 +70,7 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trace alone says."""
+    """Values of the trace alone."""
 
     requests: int
     blocks: int
@@ -172,7 +172,7 @@ def weighted_percentiles(counts: Mapping[float, int]) -> Percentiles | None:
 
 
 def busiest_over_mean(values: Sequence[float]) -> float:
-    """1 when nobody has done anything."""
+    """1 if no worker has done anything."""
     return _ratio(max(values) * len(values), sum(values))
 
 
@@ -181,7 +181,7 @@ def _ratio(value: float, mean: float) -> float:
 
 
 PANEL, GAP, LABELS, HEADER, ROW, PLOT_COLUMNS = 250, 30, 110, 46, 24, 3
-COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,10 +220,10 @@ def _panel(panel: Panel, left: int, top: int) -> list[str]:
     for row, (name, value) in enumerate(panel.values.items()):
         y = top + HEADER - 10 + row * ROW
         length = round(value * scale, 1)
-        colour = COLOURS[row % len(COLOURS)]
+        color = COLORS[row % len(COLORS)]
         parts += [
             f'<text x="{left + LABELS - 6}" y="{y + 13}" text-anchor="end">{escape(name)}</text>',
-            f'<rect x="{left + LABELS}" y="{y}" width="{length}" height="{ROW - 6}" fill="{colour}"/>',
+            f'<rect x="{left + LABELS}" y="{y}" width="{length}" height="{ROW - 6}" fill="{color}"/>',
             f'<text x="{left + LABELS + length + 5}" y="{y + 13}">{value:.4g}</text>',
         ]
     if panel.line is not None:
@@ -327,7 +327,7 @@ class ScalerReport(msgspec.Struct, frozen=True, kw_only=True):
     slo_attainment: float
     """Share of all requests within every bound."""
     worker_hours: float
-    """From when a worker was asked for until it had gone."""
+    """From the request of a worker until its removal."""
     good_per_worker_hour: float
     """Requests within every bound for an hour of one worker."""
     workers_most: int

@@ -99,10 +99,10 @@ class ModelledWorker:
         self._on_cache_change = on_cache_change
         self._submitted = 0
         self._fetching: list[Job] = []
-        """Beside the queue until their prefix has come."""
+        """Requests outside the queue until their prefix has arrived."""
         self._waiting: deque[Job] = deque()
         self._incoming: deque[Job] = deque()
-        """Those whose prompt is computed elsewhere: they do not wait behind a prompt."""
+        """Requests whose prompt is computed elsewhere: they do not wait for a prompt here."""
         self._computing: Job | None = None
         self._sequences = 0
         """Rows in use: decoding, or admitted and going to."""
@@ -130,7 +130,7 @@ class ModelledWorker:
         self.wake()
 
     def turn_left_s(self) -> float:
-        """Until the step that runs ends and the worker looks at its messages; 0 if it is idle."""
+        """Seconds until the current step ends and the worker reads its messages; 0 if it is idle."""
         step = self._step
         if step is None:
             return 0.0
@@ -173,7 +173,7 @@ class ModelledWorker:
         self.wake()
 
     def wake(self) -> None:
-        """Somebody came or pages became free: the step that runs is the last of its batch."""
+        """A request arrived or pages became free: the current step is the last of its batch."""
         if self._step is None:
             self._next_step()
         elif self._step.count > 1:

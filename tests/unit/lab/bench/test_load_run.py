@@ -17,7 +17,7 @@ from tandem_lab.bench.load import (
     is_good,
     percentiles,
     reference_texts,
-    summarise,
+    summarize,
 )
 from tandem_services.common.errors import RemoteError
 
@@ -132,7 +132,7 @@ async def test_a_text_that_differs_from_its_reference_is_counted() -> None:
     references = await reference_texts(server, [SPEC, SPEC], lambda _: None)
     assert references == {"p": "ab"}
     result = await at_concurrency(server, [SPEC, SPEC], 1, lambda _: None)
-    summary = summarise(result.measurements, result.seconds, slo=None, references=references)
+    summary = summarize(result.measurements, result.seconds, slo=None, references=references)
     assert (summary.checked, summary.mismatched, summary.failed) == (2, 1, 0)
 
 
@@ -159,7 +159,7 @@ def test_goodput_counts_requests_within_every_bound() -> None:
     good, slow_start, slow_tokens = measured(0.05, [0.01, 0.02]), measured(0.2, [0.01]), measured(0.05, [0.05])
     failed = measured(0.05, [0.01], error="no")
     assert [is_good(m, slo) for m in (good, slow_start, slow_tokens, failed)] == [True, False, False, False]
-    summary = summarise([good, slow_start, slow_tokens, failed], 2.0, slo=slo, references={})
+    summary = summarize([good, slow_start, slow_tokens, failed], 2.0, slo=slo, references={})
     assert summary.goodput_requests_per_s == 0.5
     assert summary.failed == 1
     assert summary.output_tokens_per_s == (3 + 2 + 2) / 2
