@@ -152,7 +152,8 @@ def sized_pools(
     if spec is not None:
         shares = state_shares(plan, spec, demand, config)
         states = StatePool(spec, rows=shares.rows, anchors=shares.anchors, device=config.device)
-        log_states(states, loaded.model_config, shares.pages)
+        if loaded.parallel.rank == 0:
+            log_states(states, loaded.model_config, shares.pages)
         return _pools(geometry, config, loaded, layout, [shares.pages], page_ids=shares.pages, states=states)
     if layout.is_merged:
         return pools_of(plan.pages)
