@@ -150,10 +150,11 @@ def sized_pools(
         chunk=longest_chunk(config.scheduler),
     )
     if spec is not None:
-        pages, rows, anchors = state_shares(plan, spec, demand, config)
-        states = StatePool(spec, rows=rows, anchors=anchors, device=config.device)
-        log_states(states, loaded.model_config, pages)
-        return _pools(geometry, config, loaded, layout, [pages], page_ids=pages, states=states)
+        shares = state_shares(plan, spec, demand, config)
+        states = StatePool(spec, rows=shares.rows, anchors=shares.anchors, device=config.device)
+        if loaded.parallel.rank == 0:
+            log_states(states, loaded.model_config, shares.pages)
+        return _pools(geometry, config, loaded, layout, [shares.pages], page_ids=shares.pages, states=states)
     if layout.is_merged:
         return pools_of(plan.pages)
     page_ids = plan.pages

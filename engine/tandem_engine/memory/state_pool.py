@@ -88,9 +88,9 @@ class StatePool:
         num_slots = self.anchor_slots.stop
         self._bytes = zeroed((num_slots, spec.slot_bytes), torch.uint8, torch.device(device))
         inputs = slice(spec.matrix_bytes, spec.matrix_bytes + prod(spec.inputs) * spec.dtype.itemsize)
-        self.matrices = self._bytes[:, : spec.matrix_bytes].view(torch.float32).unflatten(1, spec.matrices)
+        self.matrices = self._bytes[:, : spec.matrix_bytes].view(torch.float32).view(num_slots, *spec.matrices)
         """float32 [slots, layers, heads, key_size, value_size]"""
-        self.inputs = self._bytes[:, inputs].view(spec.dtype).unflatten(1, spec.inputs)
+        self.inputs = self._bytes[:, inputs].view(spec.dtype).view(num_slots, *spec.inputs)
         """[slots, layers, history, channels]"""
 
     @property

@@ -70,7 +70,7 @@ class ModelArrays:
         projections = [
             part
             for block in blocks
-            for part in (plain_attention(block).qkv, block.attention.output, *_pair(block.feed_forward))
+            for part in (plain_attention(block).qkv, plain_attention(block).output, *_pair(block.feed_forward))
         ]
         if not all(isinstance(part, Linear | PackedLinear) for part in projections):
             return None

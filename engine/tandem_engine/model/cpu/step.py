@@ -160,13 +160,14 @@ class LargeStep:
             feed_forward = block.feed_forward
             assert isinstance(feed_forward, FeedForward), f"{type(feed_forward).__name__} in a model without experts"
             normed = calls.norm(hidden, delta, "attention_norm", layer)
-            calls.place(layer, project(plain_attention(block).qkv, normed, self._adds(Site.QKV, layer)))
+            attention = plain_attention(block)
+            calls.place(layer, project(attention.qkv, normed, self._adds(Site.QKV, layer)))
             gathered = self._attend(calls, layer)
             if layer == last:
                 # From here on a token serves only itself: most of a prompt need go no further.
                 hidden = hidden.index_select(0, wanted)
                 gathered = gathered.index_select(0, _padded(wanted))
-            delta = project(block.attention.output, gathered.to(hidden.dtype), self._adds(Site.OUTPUT, layer))
+            delta = project(attention.output, gathered.to(hidden.dtype), self._adds(Site.OUTPUT, layer))
             normed = calls.norm(hidden, delta, "feed_forward_norm", layer)
             gate_up = project(feed_forward.gate_up, normed, self._adds(Site.GATE_UP, layer))
             delta = project(feed_forward.down, calls.gate(gate_up), self._adds(Site.DOWN, layer))

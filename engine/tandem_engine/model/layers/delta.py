@@ -176,7 +176,5 @@ class GatedDelta:
         query, key, value = (
             convolved.to(dtype).float().split_with_sizes((heads.key_width, heads.key_width, heads.value_width), dim=-1)
         )
-        query, key = (
-            unit_heads(each.unflatten(-1, (heads.keys, heads.key_size)), heads.values) for each in (query, key)
-        )
-        return query * heads.key_size**-0.5, key, value.unflatten(-1, (heads.values, heads.value_size))
+        query, key = (unit_heads(each.view(-1, heads.keys, heads.key_size), heads.values) for each in (query, key))
+        return query * heads.key_size**-0.5, key, value.view(-1, heads.values, heads.value_size)

@@ -96,4 +96,4 @@ def _chunks(x: Tensor) -> Tensor:
     """[L, H, …] to [H, chunks, CHUNK, …], with zeros behind the last token: they change no state."""
     padding = -len(x) % CHUNK
     padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding))
-    return padded.transpose(0, 1).unflatten(1, (-1, CHUNK)).contiguous()
+    return padded.transpose(0, 1).reshape(x.shape[1], -1, CHUNK, *x.shape[2:])
