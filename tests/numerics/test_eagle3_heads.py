@@ -98,7 +98,7 @@ class PlainHead:
         return state + (F.silu(gate) * up) @ self.w["midlayer.mlp.down_proj.weight"].T
 
 
-@pytest.mark.parametrize("options", [{}, {"page_size": 1, "chunked_prefill_size": 7}], ids=["plain", "chunked"])
+@pytest.mark.parametrize("options", [{}, {"page_size": 1, "chunked_prefill_size": 16}], ids=["plain", "chunked"])
 def test_drafts_are_those_of_the_text_alone(loaded, model, head, options):
     plain = PlainHead(model, head)
     for text, chain in proposals(loaded, head, **options):

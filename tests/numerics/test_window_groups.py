@@ -57,7 +57,7 @@ QUEUED = [CHUNKED, RETRACTED, "drafts by the model itself"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
 def test_queued_steps_and_graphs_have_the_pages_of_windows(name, tmp_path) -> None:
     """A graph keeps its tensors: each replay has to load those of every group."""
     platforms: list[TwinPlatform] = []

@@ -73,7 +73,7 @@ def proposals(loaded: LoadedModel, head: Path, **options: Any) -> list[tuple[lis
     with engine_with_head(loaded, head, **options) as engine:
         listening = Listening(engine.scheduler._shared.speculation.proposer)
         engine.scheduler._shared.speculation.proposer = listening
-        engine.generate([request("first", SHARED, max_tokens=8), request("other", range(20, 41), max_tokens=8)])
+        engine.generate([request("first", SHARED, max_tokens=12), request("other", range(20, 41), max_tokens=8)])
         engine.generate([request("cached", [*SHARED, 3, 4], max_tokens=8)], steps_between=1)
     assert len(listening.proposed) > 5
     return listening.proposed
