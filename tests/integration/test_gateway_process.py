@@ -162,17 +162,18 @@ async def test_streams_wait_when_descriptors_are_short(redis, tmp_path):
     try:
         with EngineRack() as rack:
             engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), step_s=0.01))
-            async with (
-                registered(redis, engine),
-                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, limits=limits) as client,
-            ):
-                await wait_until_ready(client)
+            url = f"http://127.0.0.1:{port}"
+            async with registered(redis, engine):
+                async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as first:
+                    await wait_until_ready(first)
+                # A client without a connection that waits for its next request: the gateway may end one for others.
+                async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as client:
 
-                async def stream() -> str:
-                    async with client.stream("POST", "/v1/completions", json=body) as response:
-                        return [line async for line in response.aiter_lines() if line][-1]
+                    async def stream() -> str:
+                        async with client.stream("POST", "/v1/completions", json=body) as response:
+                            return [line async for line in response.aiter_lines() if line][-1]
 
-                assert await asyncio.gather(*(stream() for _ in range(clients))) == ["data: [DONE]"] * clients
+                    assert await asyncio.gather(*(stream() for _ in range(clients))) == ["data: [DONE]"] * clients
     finally:
         process.kill()
         _, log = process.communicate()

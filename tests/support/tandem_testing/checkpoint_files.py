@@ -24,6 +24,9 @@ CONFIG: dict[str, Any] = {
     "dtype": "float32",
 }
 
+COMPUTED: dict[str, Any] = {"head_dim": 16}
+"""For tests that compute with the model: its heads have the size of others, so that their kernels are there."""
+
 
 def write_config(directory: Path, *, without: tuple[str, ...] = (), **changes: Any) -> Path:
     """`CONFIG` with `changes` as config.json."""

@@ -11,7 +11,7 @@ from tandem_engine.model.loader import DummyWeights
 from tandem_engine.model.tensor_names import EMBEDDING, FINAL_NORM
 from tandem_engine.parallel.group import SingleRank
 from tandem_engine.parallel.sharding import INPUTS, OUTPUTS, VOCABULARY
-from tandem_testing.checkpoint_files import write_checkpoint, write_config
+from tandem_testing.checkpoint_files import COMPUTED, write_checkpoint, write_config
 
 GATE, UP, DOWN = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -46,7 +46,7 @@ def test_each_rank_has_its_part(name, split, shape):
 
 
 def test_an_engine_without_weight_files_generates(tmp_path):
-    write_config(tmp_path)
+    write_config(tmp_path, **COMPUTED)
     options = {"load_format": "dummy", "num_pages": 16, "page_size": 4}
     outputs = []
     for _ in range(2):
@@ -58,13 +58,13 @@ def test_an_engine_without_weight_files_generates(tmp_path):
 
 
 def test_its_kv_is_never_exchanged_with_that_of_a_checkpoint(tmp_path):
-    write_checkpoint(tmp_path)
+    write_checkpoint(tmp_path, **COMPUTED)
     dummy = read_model_config(tmp_path, load_format=LoadFormat.DUMMY)
     assert dummy.fingerprint
     assert dummy.fingerprint != read_model_config(tmp_path).fingerprint
 
 
 def test_code_of_transformers_needs_weights(tmp_path):
-    write_config(tmp_path)
+    write_config(tmp_path, **COMPUTED)
     with pytest.raises(ConfigError, match="--load-format dummy"):
         read_model_config(tmp_path, impl=ModelImpl.TRANSFORMERS, load_format=LoadFormat.DUMMY)

@@ -224,7 +224,7 @@ def test_a_large_model_whose_weights_would_be_there_twice_keeps_its_layers(monke
 
 def test_weights_in_panels_are_not_copied(monkeypatch):
     monkeypatch.setattr(arrays, "MAX_COPIED_BYTES", 0)
-    model = build(small_config(hidden_size=512, intermediate_size=256, num_heads=8, num_kv_heads=2, head_dim=32))
+    model = build(small_config(hidden_size=512, intermediate_size=256, num_heads=8, num_kv_heads=4, head_dim=32))
     if getattr(model.blocks[0].attention.qkv, "few", None) is None:
         pytest.skip("oneDNN keeps weights otherwise on this CPU")
     dealer = dealer_of(model)
@@ -234,7 +234,7 @@ def test_weights_in_panels_are_not_copied(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tied_table_is_read_from_the_panels_of_the_scores(dtype, monkeypatch):
     monkeypatch.setattr(linear, "MIN_SHARED_BYTES", 0)
-    config = small_config(hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=32, vocab_size=200)
+    config = small_config(hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=32, vocab_size=200)
     model = build(config, dtype)
     assert isinstance(model.embedding, Embedding)
     if not isinstance(model.embedding.table, PanelTable):

@@ -12,7 +12,7 @@ from tandem_engine.model.checkpoint import open_weights, parse_config, read_mode
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.config_fields import read_fields
 from tandem_engine.model.quantization.scheme import read_scheme
-from tandem_testing.checkpoint_files import write_checkpoint, write_config
+from tandem_testing.checkpoint_files import COMPUTED, write_checkpoint, write_config
 from tandem_testing.quantized_files import KINDS, write_quantized
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -54,8 +54,8 @@ def test_an_engine_generates_what_it_does_with_the_plain_numbers(tmp_path, kind)
     plain, quantized = tmp_path / "plain", tmp_path / "quantized"
     plain.mkdir()
     quantized.mkdir()
-    _, worths = write_quantized(quantized, kind)
-    write_config(plain)
+    _, worths = write_quantized(quantized, kind, **COMPUTED)
+    write_config(plain, **COMPUTED)
     save_file({name: worth.contiguous() for name, worth in worths.items()}, plain / "model.safetensors")
     assert generated(quantized) == generated(plain)
 
@@ -155,7 +155,7 @@ def test_group_indices_beyond_the_groups_are_refused(tmp_path):
 
 
 def test_integers_without_a_scheme_are_no_weights(tmp_path):
-    tensors = write_checkpoint(tmp_path)
+    tensors = write_checkpoint(tmp_path, **COMPUTED)
     tensors[f"{Q_PROJ}.weight"] = tensors[f"{Q_PROJ}.weight"].to(torch.int8)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="is int8; weights are float32"):

@@ -18,7 +18,7 @@ from tandem_testing.random_weights import RandomWeights, small_config
     ids=["plain", "experts"],
 )
 def test_all_of_a_model(fields, dtype):
-    config = small_config(hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=32, **fields)
+    config = small_config(hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=32, **fields)
     model = build_decoder(config, RandomWeights(config=config, dtype=dtype), positions=config.max_position)
     found = dict(weight_memory(model))
     matrices = sum(torch.Size(shape).numel() for shape in expected_shapes(config).values() if len(shape) == 2)
