@@ -168,6 +168,7 @@ def _ready(config: ProcessConfig, engine: Engine, request_endpoint: str, test: S
         prefill_tokens_per_s=test.prefill_tokens_per_s,
         decode_step_s=test.decode_step_s,
         transport=engine.transport_name,
+        adapters=engine.adapters.served,
     )
 
 

@@ -10,11 +10,13 @@ import ctypes
 import math
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import ConfigError
+from tandem_engine.config import AdapterConfig
 from tandem_engine.config.flags import count, host_address, non_negative_int, positive_mib
 from tandem_services.cli.logs.pump import LogTo
 from tandem_services.common.settings import read_settings
@@ -91,6 +93,13 @@ def add_served_names(parser: argparse._ActionsContainer) -> None:
 def served_names(args: argparse.Namespace, folder: Path) -> tuple[str, ...]:
     """The model's own name, and its aliases."""
     return tuple(args.served_model_name or (folder.name,))
+
+
+def require_other_names(adapters: AdapterConfig, names: Sequence[str]) -> None:
+    """Raise `ConfigError` for an adapter that has one of the model's `names`: requests for it would be the model's."""
+    for source in adapters.sources:
+        if source.name in names:
+            raise ConfigError(f"--lora-modules: {source.name!r} is a name of the model: give the adapter another name")
 
 
 def add_output_parsers(parser: argparse._ActionsContainer) -> None:

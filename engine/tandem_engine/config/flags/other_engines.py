@@ -56,6 +56,9 @@ EQUIVALENT: dict[str, tuple[Equivalent, ...]] = {
     "--spec-tokens": (Equivalent("--speculative-num-draft-tokens"),),
     "--num-speculative-tokens": (Equivalent("--speculative-num-draft-tokens"),),  # older
     "--enable-priority-scheduling": (Equivalent("--schedule-policy", "--schedule-policy priority here"),),
+    "--lora-paths": (Equivalent("--lora-modules"),),
+    "--max-loras-per-batch": (Equivalent("--max-loras"),),
+    "--max-loaded-loras": (Equivalent("--max-cpu-loras"),),
     "--base-gpu-id": (Equivalent("--device", "--device cuda:N here"),),
     "--distributed-timeout-seconds": (Equivalent("--dist-timeout"),),
     "--master-addr": (Equivalent("--role", "--dist-init-addr HOST:PORT here"),),
@@ -148,7 +151,7 @@ NO_EQUIVALENT = frozenset(
 """Their flags that resemble flags here and mean something else: no hint is right for them."""
 
 _FAMILIES = (
-    (re.compile(r"\blora|-loras?\b"), "LoRA adapters"),
+    (re.compile(r"\blora|-loras?\b"), "this setting of LoRA adapters"),
     (re.compile(r"^--(mm-|limit-mm-|enable-mm-|enable-multimodal$|allowed-local-media-path$)"), "images and audio"),
     (re.compile(r"^--(ep|ep-.+|(enable-)?expert-parallel(-size)?|(enable-)?eplb(-.+)?)$"), "expert parallelism"),
     (re.compile(r"^--(ssl-.+|enable-ssl-refresh)$"), _TLS),

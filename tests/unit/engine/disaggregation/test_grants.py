@@ -28,8 +28,8 @@ def make_grant(
     )
 
 
-def problem(grant: Grant, *, tokens: int = 10) -> str | None:
-    return grant.problem(tokens=tokens, page_size=4, peer=DECODE.incarnation)
+def problem(grant: Grant, *, tokens: int = 10, adapter: bytes = b"") -> str | None:
+    return grant.problem(tokens=tokens, page_size=4, peer=DECODE.incarnation, adapter=adapter)
 
 
 def received(*, at: float, granted_at: float, clocks: PeerClocks) -> Grant:

@@ -1,0 +1,107 @@
+"""Adapters on a fleet: streams equal those of the model with the adapter merged, also after the loss of a worker."""
+
+import asyncio
+import json
+import os
+import signal
+from random import Random
+from typing import Any
+
+import openai
+import pytest
+
+from tandem_lab.verify.reference import TransformersReference
+from tandem_services.cli.flags import bundled_model
+from tandem_testing.adapters import FLEET_ADAPTERS
+from tandem_testing.system_client import SystemClient
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
+
+PROMPT = tuple(Random(22).choices(range(20, 900), k=200))
+"""More than a decode worker may compute itself."""
+TOKENS = 24
+LONG = 400
+
+
+@pytest.fixture(scope="module")
+def merged(systems) -> dict[str | None, tuple[int, ...]]:
+    """What transformers says to the prompt, alone (None) and with each adapter merged."""
+    reference = TransformersReference(str(bundled_model()))
+    said = {}
+    for name in (None, *FLEET_ADAPTERS):
+        folder = None if name is None else str(systems[0].run_dir.parent / name)
+        with reference.adapted(folder):
+            said[name] = reference.generate(PROMPT, TOKENS, frozenset(), ignore_eos=True).token_ids
+    assert len(set(said.values())) == 1 + len(FLEET_ADAPTERS)
+    return said
+
+
+async def complete(fleet: SystemClient, model: str, *, max_tokens: int = TOKENS) -> dict[str, Any]:
+    answer = await fleet.http.post("/v1/completions", json=body_of(model, max_tokens) | {"return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    said: dict[str, Any] = answer.json()
+    return said
+
+
+def body_of(model: str, max_tokens: int) -> dict[str, Any]:
+    return {"model": model, "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+
+
+async def test_names_of_adapters_answer_as_merged_weights(fleet, merged):
+    names = {"one": "one", f"{fleet.model}:one": "one", "two": "two", f"{fleet.model}:two": "two", fleet.model: None}
+    for _ in range(2):  # the second time from the prefix cache
+        answers = await asyncio.gather(*(complete(fleet, name) for name in names))
+        said = [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
+        assert said == [merged[adapter] for adapter in names.values()]
+    record = await fleet.get(f"/v1/requests/{answers[0]['id']}/explain")
+    assert (record["requested_model"], record["model"], len(record["adapter"])) == ("one", fleet.model, 32)
+    assert answers[0]["model"] == "one"
+
+
+async def test_stream_of_an_adapter_outlives_its_worker(fleet, merged):
+    expected = tuple((await complete(fleet, "one", max_tokens=LONG))["choices"][0]["token_ids"])
+    assert expected[:TOKENS] == merged["one"]
+    said: list[int] = []
+    engines = {name: fleet.system.engine_pid(name) for name in ("decode-0", "decode-1")}
+    fields = {"stream": True, "return_token_ids": True}
+    async with fleet.http.stream("POST", "/v1/completions", json=body_of("one", LONG) | fields) as response:
+        killed = None
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            said += [token for choice in chunk["choices"] for token in choice["token_ids"]]
+            if killed is None:
+                killed = await kill_decode_worker(fleet, chunk["id"], engines)
+    assert killed is not None
+    assert tuple(said) == expected
+    assert len(await fleet.attempts(chunk["id"])) > 1, "the worker died too late"
+    await fleet.all_ready(instead_of=[killed])
+    await fleet.settled()
+
+
+async def kill_decode_worker(fleet: SystemClient, request_id: str, engines: dict[str, int]) -> int:
+    """SIGKILL the engine that generates `request_id`; none of `engines` generates anything before. Returns its pid."""
+    for pid in engines.values():
+        os.kill(pid, signal.SIGSTOP)
+    [attempt] = await fleet.attempts(request_id)
+    pid = engines[attempt["decode"].partition("@")[0]]
+    os.kill(pid, signal.SIGKILL)
+    for other in engines.values():
+        if other != pid:
+            os.kill(other, signal.SIGCONT)
+    return pid
+
+
+async def test_openai_client_lists_and_uses_adapters(fleet, merged):
+    async with openai.AsyncOpenAI(base_url=f"{fleet.system.url}/v1", api_key="none", max_retries=0) as client:
+        cards = {card.id: card async for card in await client.models.list()}
+        assert {name: (cards[name].root, cards[name].parent) for name in FLEET_ADAPTERS} == {
+            name: (name, fleet.model) for name in FLEET_ADAPTERS
+        }
+        assert (await client.models.retrieve("two")).parent == fleet.model
+        hi = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
+        chats = [await client.chat.completions.create(model=name, **hi) for name in (fleet.model, "one", "two")]
+        assert len({chat.choices[0].message.content for chat in chats}) == 3
+        with pytest.raises(openai.NotFoundError, match="'three' does not exist.*one, two"):
+            await client.chat.completions.create(model="three", **hi)
