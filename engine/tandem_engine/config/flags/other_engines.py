@@ -139,13 +139,13 @@ NO_EQUIVALENT = frozenset(
     """
     --allowed-methods --attention-data-parallel-size --c128-page-size --config-format --cuda-graph-bs-prefill
     --cuda-graph-max-bs-prefill --dbo-prefill-token-threshold --dcp-size --debug-cuda-graph --device-ids
-    --disable-cuda-graph-padding --disable-prefill-cuda-graph --dwdp-size --enable-cudagraph-gc
+    --disable-cuda-graph-padding --disable-prefill-cuda-graph --dwdp-size --enable-cudagraph-gc --enable-dbo
     --hicache-storage-prefetch-policy --hicache-storage-prefetch-retry-max-attempts
     --long-prefill-token-threshold-adaptive --mamba-backend --mamba-block-size --mamba-cache-dtype --max-log-len
-    --max-num-active-seqs --max-num-queued-reqs --max-num-queued-tokens --max-num-scheduled-tokens
+    --max-logprobs --max-num-active-seqs --max-num-queued-reqs --max-num-queued-tokens --max-num-scheduled-tokens
     --quantization-config --reasoning-parser-plugin --soft-watchdog-timeout --speculative-attention-mode
     --speculative-draft-model-quantization --speculative-draft-model-revision --speculative-draft-sink-size
-    --speculative-draft-window-size --speculative-num-steps
+    --speculative-draft-window-size --speculative-num-steps --trace-modules
     """.split()
 )
 """Their flags that resemble flags here and mean something else: no hint is right for them."""
