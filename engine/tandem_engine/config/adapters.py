@@ -40,6 +40,8 @@ class AdapterConfig:
     """Adapters that a worker keeps in memory."""
     folder: str = ""
     """Paths are relative to it and lie in it; "" for any path."""
+    allow_updates: bool = False
+    """Adapters may be loaded and unloaded while the engine serves."""
 
     def __post_init__(self) -> None:
         if self.max_rank < 1:

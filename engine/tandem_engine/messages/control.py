@@ -216,6 +216,23 @@ class ReloadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="reload"):
     path: str | None
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter"):
+    """Load the adapter in `path`, on the engine's own disk, for requests that name it."""
+
+    nonce: int
+    name: str
+    path: str
+    replaces: bool
+    """It may take the place of another one of its name."""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapter"):
+    """Give an adapter to no new request, and free its memory with the end of the last that has it."""
+
+    nonce: int
+    name: str
+
+
 class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag="start_profile"):
     """Trace the next `steps` steps, for at most `seconds`."""
 
@@ -240,7 +257,14 @@ class DecodeElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag="decode_els
 
 
 OrderAtOnce = (
-    AbortRequests | DecodeElsewhere | FlushCache | PauseGeneration | ResumeGeneration | StartProfile | StopProfile
+    AbortRequests
+    | DecodeElsewhere
+    | FlushCache
+    | PauseGeneration
+    | ResumeGeneration
+    | StartProfile
+    | StopProfile
+    | UnloadAdapter
 )
-OperatorOrder = OrderAtOnce | ReloadWeights
+OperatorOrder = OrderAtOnce | ReloadWeights | LoadAdapter
 WorkerToEngine = Audit | ReplayCache | PeerGone | PeerEnded | MeetPeers | Drain | Shutdown | OperatorOrder

@@ -252,7 +252,9 @@ class Ingress:
     def _check_adapter(self, message: GenerateRequest) -> None:
         """Never answered by the base model alone."""
         adapter = message.adapter
-        if adapter is not None and adapter.digest not in self.model.adapter_slots:
+        if adapter is None:
+            return
+        if adapter.digest not in self.model.adapter_slots or adapter.digest in self.model.closed_adapters:
             raise AdapterMissingError(f"adapter {adapter.name!r} is not loaded in this engine")
 
     def _check_tokens(self, field: str, ids: tuple[int, ...] | list[int]) -> None:

@@ -56,6 +56,12 @@ def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
         help="folder of all adapters: paths are relative to it, and what lies outside, also by a link, is an error "
         "(default: any path)",
     )
+    group.add_argument(
+        "--allow-runtime-lora-updating",
+        action="store_true",
+        help="let `tandem ctl WORKER load-adapter` and `unload-adapter` change the adapters of a running worker; not "
+        "with tensor parallelism",
+    )
 
 
 def lora_module(text: str) -> str:
@@ -100,6 +106,7 @@ def adapter_config(args: argparse.Namespace) -> AdapterConfig:
         max_rank=args.max_lora_rank,
         max_loaded=args.max_cpu_loras or MAX_ADAPTERS,
         folder=args.lora_dir,
+        allow_updates=args.allow_runtime_lora_updating,
     )
     if len(config.sources) > config.max_loaded:
         raise ConfigError(
