@@ -14,6 +14,7 @@ from tandem_lab.verify.reference import TransformersReference
 from tandem_services.cli.flags import bundled_model
 from tandem_testing.adapters import FLEET_ADAPTERS
 from tandem_testing.system_client import SystemClient
+from tandem_testing.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
@@ -105,3 +106,35 @@ async def test_openai_client_lists_and_uses_adapters(fleet, merged):
         assert len({chat.choices[0].message.content for chat in chats}) == 3
         with pytest.raises(openai.NotFoundError, match="'three' does not exist.*one, two"):
             await client.chat.completions.create(model="three", **hi)
+
+
+async def test_adapter_is_loaded_and_unloaded_while_streams_run(fleet, merged):
+    expected = (await complete(fleet, "one", max_tokens=LONG))["choices"][0]["token_ids"]
+    running = asyncio.create_task(complete(fleet, "one", max_tokens=LONG))
+    folder = fleet.system.run_dir.parent / "two"
+    loaded = await order_all(fleet, "/load_lora_adapter", {"lora_name": "late", "lora_path": str(folder)})
+    assert len({answer["digest"] for answer in loaded}) == 1
+    await until(lambda: known(fleet, "late"), 30.0, "the gateway knows the adapter")
+    answer = await complete(fleet, "late")
+    assert tuple(answer["choices"][0]["token_ids"]) == merged["two"]
+    await order_all(fleet, "/unload_lora_adapter", {"lora_name": "late"})
+    assert (await running)["choices"][0]["token_ids"] == expected
+
+    async def gone() -> bool:
+        return not await known(fleet, "late")
+
+    await until(gone, 30.0, "the gateway knows that it is gone")
+    refused = await fleet.http.post("/v1/completions", json=body_of("late", 4))
+    assert refused.status_code == 404
+    assert tuple((await complete(fleet, "two"))["choices"][0]["token_ids"]) == merged["two"]
+
+
+async def order_all(fleet: SystemClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each worker answers to an order."""
+    answers = await asyncio.gather(*(fleet.http.post(url + path, json=body) for url in fleet.system.workers.values()))
+    assert [answer.status_code for answer in answers] == [200] * len(answers), [answer.text for answer in answers]
+    return [answer.json() for answer in answers]
+
+
+async def known(fleet: SystemClient, name: str) -> bool:
+    return name in {card["id"] for card in (await fleet.get("/v1/models"))["data"]}
