@@ -23,9 +23,10 @@ class AdapterSource:
 
     def __post_init__(self) -> None:
         size = len(self.name.encode("utf-8", "surrogatepass"))
-        if not 1 <= size <= MAX_NAME_BYTES or set(self.name) & {"\0", "/", ":"}:
+        if not 1 <= size <= MAX_NAME_BYTES or set(self.name) & {"/", ":"} or not self.name.isprintable():
             raise ConfigError(
-                f"adapters: a name has 1 to {MAX_NAME_BYTES} bytes without /, : and NUL, got {self.name[:80]!r}"
+                f"adapters: a name has 1 to {MAX_NAME_BYTES} bytes of printable characters without / and :, got "
+                f"{self.name[:80]!r}"
             )
 
 

@@ -47,11 +47,8 @@ class LoadedAdapters:
             except CheckpointError as error:
                 raise CheckpointError(f"adapter {source.name!r}: {error}") from error
             names[source.name] = AdapterRef(name=source.name, digest=weights.digest)
-            served.append(
-                ServedAdapter(
-                    name=source.name, digest=weights.digest.hex(), rank=weights.rank, root=checkpoint.path.name
-                )
-            )
+            root = checkpoint.path.name.encode("utf-8", "replace").decode()
+            served.append(ServedAdapter(name=source.name, digest=weights.digest.hex(), rank=weights.rank, root=root))
             by_digest.setdefault(weights.digest, weights)
         _require_agreement(names, group)
         return cls(names=names, weights=tuple(by_digest.values()), served=tuple(served))
