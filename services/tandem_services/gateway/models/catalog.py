@@ -75,14 +75,10 @@ class ModelCatalog:
     def __iter__(self) -> Iterator[ModelService]:
         return iter(self._services)
 
-    def find(self, name: str | None, caller: Caller) -> ModelService:
-        """The service of the model `name`; without a name, the only one. Raises `ApiError` 400 when there are several
-        and no name, and 404 for a name that is not there for `caller`."""
-        return self._find(name, caller).service
-
     def of_request(self, scope: Scope, name: str | None) -> Named:
-        """As `find`, for the caller of the request in `scope`, which is known from now on to be answered by it; with
-        the adapter that the name stands for now."""
+        """What `name` stands for now; without a name, the only model. The request in `scope` is known from now on to be
+        answered by it. Raises `ApiError` 400 for a name of several, or none where there are several models, and 404 for
+        a name that is not there for the caller."""
         served, adapter = self._find(name, identity_of(scope).caller)
         served.visits.begin()
         identify_model(scope, served.model.name, on_end=served.visits.end)
@@ -108,6 +104,7 @@ class ModelCatalog:
         return service.model.card(name) if adapter is None else service.model.adapter_card(adapter, name=name)
 
     def _find(self, name: str | None, caller: Caller) -> _Found:
+        """Raises as `of_request`."""
         if not name:
             if len(self._services) > 1:
                 raise bad_request("model is required: this gateway serves several", "model")
