@@ -95,11 +95,15 @@ def served_names(args: argparse.Namespace, folder: Path) -> tuple[str, ...]:
     return tuple(args.served_model_name or (folder.name,))
 
 
-def require_other_names(adapters: AdapterConfig, names: Sequence[str]) -> None:
-    """Raise `ConfigError` for an adapter that has one of the model's `names`: requests for it would be the model's."""
+def require_adapters(adapters: AdapterConfig, names: Sequence[str]) -> None:
+    """Raise `ConfigError` for an adapter without a folder, and for one that has one of the model's `names`: the model
+    would get its requests."""
     for source in adapters.sources:
         if source.name in names:
             raise ConfigError(f"--lora-modules: {source.name!r} is a name of the model: give the adapter another name")
+        folder = adapters.located(source.path)
+        if not folder.is_dir():
+            raise ConfigError(f"--lora-modules: {source.name}: {folder} is no folder")
 
 
 def add_output_parsers(parser: argparse._ActionsContainer) -> None:

@@ -52,7 +52,7 @@ from tandem_services.cli.flags import (
     non_negative_float,
     port_number,
     positive_float,
-    require_other_names,
+    require_adapters,
     tracing_argv,
     tracing_of,
 )
@@ -285,7 +285,7 @@ def decide(args: argparse.Namespace, model: "ResolvedModel") -> Plan:
     engine = engine_config(args)
     share = engine.cache.for_device(args.device).mem_fraction_static
     model_names = tuple(args.served_model_name or (model.name,))
-    require_other_names(engine.adapters, model_names)
+    require_adapters(engine.adapters, model_names)
     port = args.port or free_port(args.host)
     listen(args.host, port).close()
     names = [("prefill", args.prefill), ("decode", args.decode), ("both", args.both)]

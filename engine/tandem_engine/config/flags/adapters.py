@@ -98,7 +98,7 @@ def _of_json(text: str) -> AdapterSource:
 
 
 def adapter_config(args: argparse.Namespace) -> AdapterConfig:
-    """Raises `ConfigError`."""
+    """Looks at no file. Raises `ConfigError`."""
     if args.max_cpu_loras and args.max_loras > args.max_cpu_loras:
         raise ConfigError(f"--max-cpu-loras {args.max_cpu_loras} is below --max-loras {args.max_loras}: raise it")
     config = AdapterConfig(
@@ -113,8 +113,4 @@ def adapter_config(args: argparse.Namespace) -> AdapterConfig:
             f"--lora-modules has {len(config.sources)} adapters, at most {config.max_loaded} are kept in memory: leave "
             "some out, or raise --max-cpu-loras"
         )
-    for source in config.sources:
-        folder = config.located(source.path)
-        if not folder.is_dir():
-            raise ConfigError(f"--lora-modules: {source.name}: {folder} is no folder")
     return config
