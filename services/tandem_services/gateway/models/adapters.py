@@ -6,10 +6,32 @@ fleet resolve it alike, and a request keeps the adapter that its name stood for 
 """
 
 from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
 
 from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.requests import AdapterRef
 from tandem_services.router.decision import WorkerView
+
+
+class HeldAdapter(msgspec.Struct, kw_only=True):
+    """One content of one name, for administrators."""
+
+    model: str
+    name: str
+    digest: str
+    rank: int
+    root: str
+    requested: bool
+    """The name stands for it."""
+    workers: list[str]
+    """Ids of those that have it."""
+
+
+class HeldAdapters(msgspec.Struct, kw_only=True):
+    data: list[HeldAdapter]
+    object: Literal["list"] = "list"
 
 
 class AdapterNames:
@@ -32,6 +54,25 @@ class AdapterNames:
         names = {name for worker in self._workers for name in worker.adapters}
         found = ((name, self.find(name)) for name in names)
         return {name: adapter for name, adapter in found if adapter is not None}
+
+    def held(self, model: str) -> list[HeldAdapter]:
+        """What each worker has, by name and digest; `model` is theirs."""
+        current, held = self.all(), dict[tuple[str, str], HeldAdapter]()
+        for worker in self._workers:
+            for name, adapter in worker.adapters.items():
+                entry = HeldAdapter(
+                    model=model,
+                    name=name,
+                    digest=adapter.digest,
+                    rank=adapter.rank,
+                    root=adapter.root,
+                    requested=current[name].digest == adapter.digest,
+                    workers=[],
+                )
+                held.setdefault((name, adapter.digest), entry).workers.append(worker.worker_id)
+        for entry in held.values():
+            entry.workers.sort()
+        return [held[key] for key in sorted(held)]
 
 
 class _Vote:

@@ -148,3 +148,6 @@ def test_name_stands_for_the_adapter_that_most_workers_have():
     assert AdapterNames([*workers, worker("d@9", new)]).find("sql") == new
     assert AdapterNames([*workers[1:], worker("e@1")]).find("sql") == new
     assert AdapterNames(workers).find("other") is None
+    held = AdapterNames(workers).held("llama")
+    facts = [(each.model, each.name, each.digest[0], each.requested, each.workers) for each in held]
+    assert facts == [("llama", "sql", "1", True, ["a", "b"]), ("llama", "sql", "2", False, ["c"])]
