@@ -201,7 +201,7 @@ async def test_every_statistic_is_exported_and_usage_and_hit_rate_computed(clien
         "kernels_compiled_starting", "kernels_compiled_serving",
     }  # fmt: skip
     flat = [name for name in flat if name not in of_two_families]
-    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + 1 + len(flat) + 2 + 2
+    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + 2 + len(flat) + 2 + 2
     assert "spec_decode" not in text
 
 
