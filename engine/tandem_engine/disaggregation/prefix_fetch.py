@@ -149,7 +149,7 @@ class PrefixFetcher:
         granted = len(fetch.hold.pages)
         if record.adapter != fetch.space.adapter:
             # Written by a release that ignores adapters, from what the base model has computed.
-            self._fail(fetch, "the other engine does not say that these are pages of the adapter")
+            self._fail(fetch, "the record of the other engine does not name the adapter")
             return
         if not 0 <= record.pages <= granted or len(record.digests) != record.pages:
             self._fail(fetch, f"{record.pages} of {granted} pages with {len(record.digests)} digests")
