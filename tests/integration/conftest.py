@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tandem_testing.adapters import FLEET_ADAPTERS, write_fleet_adapter
 from tandem_testing.otlp_receiver import OtlpReceiver, otlp_receiver
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import PATIENT_S
@@ -48,17 +49,19 @@ def collector() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="session")
 def systems(request, tmp_path_factory, collector) -> Iterator[tuple[System, System]]:
-    """Two prefill and two decode workers, and one worker that does both. That one starts first: it compiles the kernels
-    of a new checkout, which the others would each compile if they started at the same time."""
+    """Two prefill and two decode workers with adapters, and one worker that does both. That one starts first: it
+    compiles the kernels of a new checkout, which the others would each compile if they started at the same time."""
     if REDIS_SERVER is None:
         pytest.skip("redis-server is not installed")
     folder = tmp_path_factory.mktemp("systems")
+    modules = [f"{name}={write_fleet_adapter(folder, name)}" for name in FLEET_ADAPTERS]
     both = System.start(folder / "both", "--prefill", "0", "--decode", "0", "--both", "1", *ENGINE_FLAGS)
     request.config.stash[SYSTEMS] = started = [both]
     try:
         fleet = System.start(
             folder / "fleet",
             *("--prefill", "2", "--decode", "2", "--local-prefill-tokens", SHORT_REST),
+            *("--lora-modules", *modules, "--allow-runtime-lora-updating"),
             *("--log-format", "json"),
             # Only what a test sends as part of a sampled trace is traced.
             *("--otlp-traces-endpoint", collector.url, "--otlp-traces-sample-ratio", "0"),

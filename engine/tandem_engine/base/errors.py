@@ -50,6 +50,12 @@ class SessionLostError(SessionError):
     code = "session_lost"
 
 
+class AdapterMissingError(EngineError):
+    """The adapter that a request names is not loaded here; another worker may have it."""
+
+    code = "adapter_missing"
+
+
 class QueueFullError(EngineError):
     """The waiting queue is at its bound; the client should try again later."""
 

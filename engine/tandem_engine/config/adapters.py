@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from tandem_engine.base.errors import ConfigError
 
 MAX_NAME_BYTES = 128
+MAX_ADAPTERS = 256
+"""Of one engine: a worker repeats all of them with each heartbeat."""
 DEFAULT_MAX_RANK = 64
 
 
@@ -20,23 +23,37 @@ class AdapterSource:
 
     def __post_init__(self) -> None:
         size = len(self.name.encode("utf-8", "surrogatepass"))
-        if not 1 <= size <= MAX_NAME_BYTES or "\0" in self.name or "/" in self.name:
+        if not 1 <= size <= MAX_NAME_BYTES or set(self.name) & {"/", ":"} or not self.name.isprintable():
             raise ConfigError(
-                f"adapters: a name has 1 to {MAX_NAME_BYTES} bytes without / and NUL, got {self.name[:80]!r}"
+                f"adapters: a name has 1 to {MAX_NAME_BYTES} bytes of printable characters without / and :, got "
+                f"{self.name[:80]!r}"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
-    """All adapters of an engine."""
+    """All adapters of an engine. Flags name fields as vLLM does."""
 
     sources: tuple[AdapterSource, ...] = ()
     max_rank: int = DEFAULT_MAX_RANK
     """Of any of their matrices."""
+    max_loaded: int = MAX_ADAPTERS
+    """Adapters that a worker keeps in memory."""
+    folder: str = ""
+    """Paths are relative to it and lie in it; "" for any path."""
+    allow_updates: bool = False
+    """Adapters may be loaded and unloaded while the engine serves."""
 
     def __post_init__(self) -> None:
         if self.max_rank < 1:
             raise ConfigError(f"max_lora_rank must be at least 1, got {self.max_rank}")
+        if not 1 <= self.max_loaded <= MAX_ADAPTERS:
+            raise ConfigError(f"--max-cpu-loras must be between 1 and {MAX_ADAPTERS}, got {self.max_loaded}")
+        names: set[str] = set()
+        for source in self.sources:
+            if source.name in names:
+                raise ConfigError(f"two adapters have the name {source.name!r}: give each its own")
+            names.add(source.name)
 
     @classmethod
     def of(cls, paths: Mapping[str, object], *, max_rank: int = DEFAULT_MAX_RANK) -> Self:
@@ -44,3 +61,13 @@ class AdapterConfig:
         return cls(
             sources=tuple(AdapterSource(name=name, path=str(path)) for name, path in paths.items()), max_rank=max_rank
         )
+
+    def located(self, path: str) -> Path:
+        """The folder that `path` means. Raises `ConfigError` unless it lies in `folder`, links followed."""
+        if not self.folder:
+            return Path(path).expanduser()
+        root = Path(self.folder).expanduser().resolve()
+        whole = (root / path).resolve()
+        if not whole.is_relative_to(root):
+            raise ConfigError(f"{path!r} is outside --lora-dir: give a path in it, without .. and links that lead out")
+        return whole

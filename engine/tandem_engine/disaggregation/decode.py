@@ -286,6 +286,7 @@ class DecodeStage:
             # It ends before the hold does, whose deadline is counted from a little earlier; a renewal is due before.
             valid_s=self.config.grant_timeout - self.config.renewal_period,
             digest=self.config.kv_digest,
+            adapter=receiving.req.space.adapter,
         )
         return self.peers.send(hold.writer, grant)
 

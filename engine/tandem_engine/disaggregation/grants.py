@@ -91,6 +91,8 @@ class Grant:
     answer_by: float
     """Until when a doubtful one waits for the answer."""
     digest: DigestKind
+    adapter: bytes = b""
+    """Digest of the adapter that the pages are for, b"" for the base model."""
 
     @staticmethod
     def received(message: WriteGrant, clock: Clock, clocks: PeerClocks) -> "Grant":
@@ -104,6 +106,7 @@ class Grant:
             expires=sent_at + message.valid_s,
             answer_by=now + message.valid_s,
             digest=message.digest,
+            adapter=message.adapter,
         )
 
     @property
@@ -127,10 +130,11 @@ class Grant:
         """The same, good until `expires` if that is later."""
         return replace(self, expires=max(self.expires, expires))
 
-    def problem(self, *, tokens: int, page_size: int, peer: str) -> str | None:
-        """Why this grant cannot serve a sequence of `tokens` tokens that goes to `peer`; None if it can."""
-        if self.receiver.incarnation != peer:
-            return f"grant by {self.receiver.incarnation} in a room with {peer}"
+    def problem(self, *, tokens: int, page_size: int, peer: str, adapter: bytes) -> str | None:
+        """Why this grant cannot serve `tokens` tokens, computed by `adapter`, that go to `peer`; None if it can."""
+        foreign = self._foreign(peer, adapter)
+        if foreign is not None:
+            return foreign
         if not 0 <= self.first_token < tokens or self.first_token % page_size:
             return f"grant from token {self.first_token} of {tokens}, pages have {page_size} tokens"
         wanted = -(-(tokens - self.first_token) // page_size)
@@ -141,6 +145,18 @@ class Grant:
         if len(set(self.pages)) != len(self.pages):
             return "grant names a page twice"
         return None
+
+    def _foreign(self, peer: str, adapter: bytes) -> str | None:
+        """Why it is of another transfer."""
+        if self.receiver.incarnation != peer:
+            return f"grant by {self.receiver.incarnation} in a room with {peer}"
+        if self.adapter != adapter:
+            return f"grant for KV of {_named(self.adapter)}, here {_named(adapter)} computes it"
+        return None
+
+
+def _named(adapter: bytes) -> str:
+    return f"adapter {adapter.hex()}" if adapter else "the base model"
 
 
 def renewed_until(message: GrantsRenewed, now: float) -> float | None:

@@ -238,7 +238,12 @@ class PrefillStage:
     # Pushing.
 
     def _attach(self, room: SendRoom, grant: Grant) -> None:
-        problem = grant.problem(tokens=room.total, page_size=self.host.memory.page_size, peer=room.peer.incarnation)
+        problem = grant.problem(
+            tokens=room.total,
+            page_size=self.host.memory.page_size,
+            peer=room.peer.incarnation,
+            adapter=room.req.space.adapter,
+        )
         if problem is not None:
             self._fail(room, problem)
             return

@@ -147,6 +147,10 @@ class PrefixFetcher:
             self.counters.ignored += 1
             return
         granted = len(fetch.hold.pages)
+        if record.adapter != fetch.space.adapter:
+            # Written by a release that ignores adapters, from what the base model has computed.
+            self._fail(fetch, "the record of the other engine does not name the adapter")
+            return
         if not 0 <= record.pages <= granted or len(record.digests) != record.pages:
             self._fail(fetch, f"{record.pages} of {granted} pages with {len(record.digests)} digests")
             return
@@ -278,6 +282,7 @@ class PrefixFetcher:
             granted_at=self.host.clock.now(),
             valid_s=patience,
             digest=self.config.kv_digest,
+            adapter=fetch.space.adapter,
         )
         ask = PrefixAsk(
             grant=grant, tokens=pack_tokens(fetch.tokens), salt=fetch.space.salt, adapter=fetch.space.adapter

@@ -180,7 +180,12 @@ class PrefixLender:
             return f"{len(message.adapter)} bytes are no digest of an adapter"
         if tokens % self.host.memory.page_size:
             return f"{tokens} tokens are no whole number of pages"
-        return grant.problem(tokens=tokens, page_size=self.host.memory.page_size, peer=message.sender.incarnation)
+        return grant.problem(
+            tokens=tokens,
+            page_size=self.host.memory.page_size,
+            peer=message.sender.incarnation,
+            adapter=message.adapter,
+        )
 
     def _lend(self, message: PrefixAsk, grant: Grant) -> Loan:
         memory, spare = self.host.memory, max(0, self.host.spare_pages())
@@ -212,6 +217,7 @@ class PrefixLender:
                 sender=self.peers.me,
                 pages=loan.pages,
                 digests=loan.all_digests(),
+                adapter=loan.grant.adapter,
                 ranks=self.transport.hello().num_ranks,
             ),
         )

@@ -49,7 +49,7 @@ from tandem_engine.memory.state_anchors import StateAnchors
 from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.memory.window_pages import WindowPages, usable_blocks
 from tandem_engine.messages.control import KvGeometry
-from tandem_engine.model.adapters.loaded import LoadedAdapters
+from tandem_engine.model.adapters.table import AdapterTable
 from tandem_engine.model.base import kv_specs
 from tandem_engine.model.recurrent.blocks import state_spec
 from tandem_engine.model.weights import heads_of_rank
@@ -121,7 +121,8 @@ def sized_pools(
         return _pools(geometry, config, loaded, layout, [pages] * len(layout.groups), page_ids=pages, states=states)
 
     def parts_over(pages: int, *, graphs: bool) -> RunnerParts:
-        return make_runner_parts(loaded, pools_of(pages), config, None, graphs=graphs)
+        adapters = AdapterTable.of(loaded.adapters, limit=config.adapters.max_loaded)
+        return make_runner_parts(loaded, pools_of(pages), config, None, adapters=adapters, graphs=graphs)
 
     def forward_over(pages: int) -> Forward:
         return platform.runner(parts_over(pages, graphs=False)).forward
@@ -266,7 +267,13 @@ def _prefix_cache(
 
 
 def make_runner_parts(
-    loaded: LoadedModel, pools: GroupPools, config: EngineConfig, observer: HiddenObserver | None, *, graphs: bool
+    loaded: LoadedModel,
+    pools: GroupPools,
+    config: EngineConfig,
+    observer: HiddenObserver | None,
+    *,
+    adapters: AdapterTable,
+    graphs: bool,
 ) -> RunnerParts:
     """What the platform makes a runner of; `graphs`: with the sizes of steps to capture."""
     limits, spec = config.scheduler, config.speculative
@@ -283,7 +290,7 @@ def make_runner_parts(
         group=loaded.parallel.forward,
         max_pages=_max_pages(limits, pools.first.page_size),
         graph_sizes=graph_sizes(config.graphs, most=most) if graphs else (),
-        adapters=loaded.adapters.weights,
+        adapters=adapters.weights,
     )
 
 
@@ -393,6 +400,7 @@ class EngineParts:
     generations: Generations
     """Outputs of an engine without a sink."""
     grammars: GrammarCompiler | NoGrammars
+    adapters: AdapterTable
 
     @property
     def pool(self) -> KvPool:
@@ -414,7 +422,8 @@ def make_parts(
     host_pool = make_host_pool(pools.first, config.cache, platform)
     target = make_target(loaded, config, pools, platform)
     states = keep_states(draft, target)
-    runner_parts = make_runner_parts(loaded, pools, config, states, graphs=True)
+    adapters = AdapterTable.of(loaded.adapters, limit=config.adapters.max_loaded)
+    runner_parts = make_runner_parts(loaded, pools, config, states, adapters=adapters, graphs=True)
     runner = platform.runner(replace(runner_parts, agree_time=lambda seconds: agreement.share(seconds, float)))
     joint = JointWork(group=loaded.parallel.forward, failure=loaded.parallel.failure)
     executor = platform.executor(_executor_parts(loaded, config, runner, joint, host_pool))
@@ -439,7 +448,7 @@ def make_parts(
         memory=memory,
         executor=executor,
         config=config.scheduler,
-        model=_facts(loaded.model_config, loaded.adapters),
+        model=_facts(loaded.model_config, adapters),
         clock=clock,
         sink=sink or generations,
         decode_text=text_decoder(loaded.text),
@@ -461,6 +470,7 @@ def make_parts(
         inputs=make_inputs(scheduler, agreement, loaded.parallel, agreed_clock, local_clock),
         generations=generations,
         grammars=grammars,
+        adapters=adapters,
     )
 
 
@@ -478,11 +488,12 @@ def _executor_parts(
     )
 
 
-def _facts(model: ModelConfig, adapters: LoadedAdapters) -> ModelFacts:
+def _facts(model: ModelConfig, adapters: AdapterTable) -> ModelFacts:
     return ModelFacts(
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_token_ids),
         context_length=model.max_position,
         hidden_size=model.hidden_size,
         adapter_slots=adapters.slots,
+        closed_adapters=adapters.closed,
     )

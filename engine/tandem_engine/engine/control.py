@@ -4,6 +4,8 @@
     decode elsewhere               at once; running requests then migrate a few at a time
     profile                        replied to when it starts or stops; it also ends by itself
     reload                         replied to when the new weights serve, or cannot; requests continue until then
+    load an adapter                replied to when new requests may have it, or it cannot be loaded
+    unload an adapter              at once for new requests; those that have it continue with it
 
 Everything here runs on the scheduler thread.
 """
@@ -22,6 +24,7 @@ from tandem_engine.messages.control import (
     AbortRequests,
     DecodeElsewhere,
     FlushCache,
+    LoadAdapter,
     OperatorOrder,
     OrderAtOnce,
     OrderDone,
@@ -31,7 +34,9 @@ from tandem_engine.messages.control import (
     ResumeGeneration,
     StartProfile,
     StopProfile,
+    UnloadAdapter,
 )
+from tandem_engine.model.adapters.loaded import LoadedAdapters
 
 logger = logging.getLogger(__name__)
 Answer = Callable[[OrderDone | OrderRefused], None]
@@ -52,11 +57,13 @@ class Operations:
     engine: Engine
     profiler: StepProfiler
     answer: Answer
-    model_replaced: Callable[[], None]
-    """The engine has another `compat_hash`: notify the component that pairs it with others."""
+    changed: Callable[[], None]
+    """The engine has another `compat_hash` or other adapters: notify the component that describes it to others."""
     reloading: Future[Reloaded] | None = None
     reload_nonce: int = 0
     """Of the order that `reloading` will answer."""
+    loading: list[tuple[LoadAdapter, Future[LoadedAdapters]]] = field(default_factory=list)
+    """Adapters, in the order of their commands."""
 
     def handle(self, order: OperatorOrder) -> None:
         """Carry out `order` and answer it, now or later."""
@@ -65,6 +72,10 @@ class Operations:
             if isinstance(order, ReloadWeights):
                 self.reloading = self.engine.reload(order.path)
                 self.reload_nonce = order.nonce
+                return
+            if isinstance(order, LoadAdapter):
+                begun = self.engine.adapter_loads.begin(order.name, order.path, replaces=order.replaces)
+                self.loading.append((order, begun))
                 return
             outcome = self._carry_out(order)
         except EngineError as error:
@@ -79,6 +90,8 @@ class Operations:
         if self.reloading is not None and self.reloading.done():
             reloading, self.reloading = self.reloading, None
             self._answer_reload(reloading)
+        while self.loading and self.loading[0][1].done():
+            self._answer_load(*self.loading.pop(0))
 
     def close(self) -> None:
         """End what is under way: a trace is written. The engine ends a reload when it closes."""
@@ -91,18 +104,25 @@ class Operations:
                 return self._abort(rid)
             case FlushCache():
                 return Outcome("the prefix cache is empty", {"pages": self.engine.flush_cache()})
-            case PauseGeneration(mode=mode):
-                # Other workers may serve what would only wait here.
-                self.engine.pause(mode, refuse_new=True)
-                live = sum(1 for _ in self.engine.scheduler.queues.live())
-                return Outcome(f"paused ({mode})", {"requests": live})
-            case ResumeGeneration():
-                self.engine.resume()
-                return Outcome("resumed")
+            case PauseGeneration() | ResumeGeneration():
+                return self._pause_or_resume(order)
             case DecodeElsewhere():
                 return self._decode_elsewhere(order)
             case StartProfile() | StopProfile():
                 return self._profile(order)
+            case UnloadAdapter(name=name):
+                gone = self.engine.remove_adapter(name)
+                self.changed()
+                return Outcome(f"adapter {name} serves no new request", {"digest": gone.digest})
+
+    def _pause_or_resume(self, order: PauseGeneration | ResumeGeneration) -> Outcome:
+        if isinstance(order, ResumeGeneration):
+            self.engine.resume()
+            return Outcome("resumed")
+        # Other workers may serve what would only wait here.
+        self.engine.pause(order.mode, refuse_new=True)
+        live = sum(1 for _ in self.engine.scheduler.queues.live())
+        return Outcome(f"paused ({order.mode})", {"requests": live})
 
     def _profile(self, order: StartProfile | StopProfile) -> Outcome:
         if isinstance(order, StopProfile):
@@ -132,10 +152,20 @@ class Operations:
         except EngineError as error:
             self._refuse(self.reload_nonce, error)
             return
-        self.model_replaced()
+        self.changed()
         message = f"serving the weights in {reloaded.path}"
         figures: dict[str, int | str] = {"fingerprint": reloaded.fingerprint, "ended": reloaded.ended}
         self.answer(OrderDone(nonce=self.reload_nonce, message=message, figures=figures))
+
+    def _answer_load(self, order: LoadAdapter, loading: Future[LoadedAdapters]) -> None:
+        try:
+            adapter = self.engine.add_adapter(loading.result(), replaces=order.replaces)
+        except EngineError as error:
+            self._refuse(order.nonce, error)
+            return
+        self.changed()
+        figures: dict[str, int | str] = {"digest": adapter.digest, "rank": adapter.rank}
+        self.answer(OrderDone(nonce=order.nonce, message=f"serving adapter {adapter.name}", figures=figures))
 
     def _poll_profile(self) -> None:
         try:

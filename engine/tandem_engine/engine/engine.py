@@ -13,6 +13,7 @@ import torch
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.names import RequestId
 from tandem_engine.config import AdapterConfig, EngineConfig, ModelConfig
+from tandem_engine.engine.adapter_loads import AdapterLoads
 from tandem_engine.engine.assembly import EngineParts, make_parts
 from tandem_engine.engine.loaded_model import LoadedModel, Served, load
 from tandem_engine.engine.peer_setup import EnginePort, PeerSide
@@ -24,9 +25,10 @@ from tandem_engine.executor.profiler import StepProfiler
 from tandem_engine.executor.self_test import SelfTestReport
 from tandem_engine.kernels.compiles import COMPILED
 from tandem_engine.memory.audit import ConservationReport
-from tandem_engine.messages.control import KvGeometry, PauseMode
+from tandem_engine.messages.control import KvGeometry, PauseMode, ServedAdapter
 from tandem_engine.messages.requests import GenerateRequest, Peer
 from tandem_engine.messages.stats import EngineStats
+from tandem_engine.model.adapters.loaded import LoadedAdapters
 from tandem_engine.parallel.group import Departure, device_of_rank
 from tandem_engine.parallel.inputs import (
     Abort,
@@ -82,6 +84,15 @@ class Engine:
             size=loaded.parallel.size,
         )
         parts.inputs.weights = self._reload
+        self.adapter_loads = AdapterLoads(
+            table=parts.adapters,
+            config=config.adapters,
+            base=loaded.model_config,
+            dtype=loaded.dtype,
+            device=loaded.config.device,
+            group=loaded.parallel.forward,
+        )
+        """Adapters that are loaded while it serves."""
 
     @classmethod
     def build(
@@ -172,6 +183,7 @@ class Engine:
         if self._stopped:
             return False
         reloaded = self._reload.poll()
+        self._sweep_adapters()
         return self.scheduler.step() or reloaded
 
     def follow(self) -> None:
@@ -314,6 +326,25 @@ class Engine:
         self._inputs.submit(LoadWeights(path=path or self._served.loaded_with.model_path))
         return answer
 
+    @property
+    def served_adapters(self) -> tuple[ServedAdapter, ...]:
+        """Those that new requests may have, now."""
+        return self._parts.adapters.served
+
+    def add_adapter(self, loaded: LoadedAdapters, *, replaces: bool) -> ServedAdapter:
+        """See `AdapterTable.add`. Requests that run with a former adapter of its name end with that one."""
+        return self._parts.adapters.add(loaded, replaces=replaces)
+
+    def remove_adapter(self, name: str) -> ServedAdapter:
+        """See `AdapterTable.remove`. Requests that have begun go on with it."""
+        self.adapter_loads.require_allowed()
+        return self._parts.adapters.remove(name)
+
+    def _sweep_adapters(self) -> None:
+        steps = self.scheduler.steps
+        used = (req.space.adapter for req in self.scheduler.queues.live())
+        self._parts.adapters.sweep(used, launched=steps.launched, settled=steps.settled)
+
     def require_replaceable(self) -> None:
         """Raise `ConfigError` when the weights cannot be replaced, whatever by."""
         require_replaceable(self.memory)
@@ -385,6 +416,7 @@ class Engine:
         """Stop computing, on all ranks, then compiling, storing and transferring. Idempotent."""
         self._inputs.stop()
         self._reload.close()
+        self.adapter_loads.close()
         if self._parallel.failure.error is None:
             self._parts.executor.shutdown()
         else:

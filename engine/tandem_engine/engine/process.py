@@ -138,7 +138,7 @@ def _loop(config: ProcessConfig, engine: Engine, requests: Requests, outbox: Out
             engine=engine,
             profiler=engine.profiler(Path(traces) if traces else None),
             answer=reports.tell,
-            model_replaced=reports.announce,
+            changed=reports.announce,
         ),
         reports=reports,
         poller=Poller(sockets, engine.descriptors()),
@@ -168,6 +168,7 @@ def _ready(config: ProcessConfig, engine: Engine, request_endpoint: str, test: S
         prefill_tokens_per_s=test.prefill_tokens_per_s,
         decode_step_s=test.decode_step_s,
         transport=engine.transport_name,
+        adapters=engine.served_adapters,
     )
 
 

@@ -92,9 +92,12 @@ class Reports:
             logger.warning("worker service does not read; dropped %s", type(message).__name__)
 
     def announce(self) -> None:
-        """What this engine is: at start, and when its weights were replaced."""
+        """What this engine is: at start, and when its weights or adapters have changed."""
         self.ready = msgspec.structs.replace(
-            self.ready, geometry=self.engine.geometry, compat_hash=self.engine.compat_hash
+            self.ready,
+            geometry=self.engine.geometry,
+            compat_hash=self.engine.compat_hash,
+            adapters=self.engine.served_adapters,
         )
         self.tell(self.ready)
 

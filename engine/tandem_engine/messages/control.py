@@ -46,6 +46,18 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.num_layers * parts * self.num_kv_heads * self.page_size * self.head_dim * item
 
 
+class ServedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that an engine has loaded."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    digest: Annotated[str, msgspec.Meta(pattern=r"^(?!0{32}$)[0-9a-f]{32}$")]
+    """Of its content, in hexadecimal."""
+    rank: Annotated[int, msgspec.Meta(ge=1)]
+    """The largest of its matrices."""
+    root: Annotated[str, msgspec.Meta(max_length=256)]
+    """Name of the folder that it was read from."""
+
+
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Sent once, when the model is loaded, a self-test has passed and the sockets are bound."""
 
@@ -63,6 +75,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """A decode step of one sequence, from the same self-test."""
     transport: str
     """nixl or none."""
+    adapters: tuple[ServedAdapter, ...] = ()
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -203,6 +216,23 @@ class ReloadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="reload"):
     path: str | None
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter"):
+    """Load the adapter in `path`, on the engine's own disk, for requests that name it."""
+
+    nonce: int
+    name: str
+    path: str
+    replaces: bool
+    """It may take the place of another one of its name."""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapter"):
+    """Give an adapter to no new request, and free its memory with the end of the last that has it."""
+
+    nonce: int
+    name: str
+
+
 class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag="start_profile"):
     """Trace the next `steps` steps, for at most `seconds`."""
 
@@ -227,7 +257,14 @@ class DecodeElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag="decode_els
 
 
 OrderAtOnce = (
-    AbortRequests | DecodeElsewhere | FlushCache | PauseGeneration | ResumeGeneration | StartProfile | StopProfile
+    AbortRequests
+    | DecodeElsewhere
+    | FlushCache
+    | PauseGeneration
+    | ResumeGeneration
+    | StartProfile
+    | StopProfile
+    | UnloadAdapter
 )
-OperatorOrder = OrderAtOnce | ReloadWeights
+OperatorOrder = OrderAtOnce | ReloadWeights | LoadAdapter
 WorkerToEngine = Audit | ReplayCache | PeerGone | PeerEnded | MeetPeers | Drain | Shutdown | OperatorOrder

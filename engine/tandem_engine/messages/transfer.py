@@ -101,6 +101,9 @@ class WriteGrant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     """Seconds from then for which the grant is good; the writer starts no push after that."""
     digest: DigestKind
     """The proof that the receiver will ask for."""
+    adapter: bytes = b""
+    """Digest of the adapter that the KV shall be of, b"" for the base model. The writer gives up where its own differs,
+    so no engine takes KV of another one."""
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
@@ -224,7 +227,8 @@ class PrefixAsk(msgspec.Struct, frozen=True, kw_only=True, tag="prefix_ask"):
     salt: str
     """Of the cache entries; others are not looked at."""
     adapter: bytes = b""
-    """Digest of the adapter that computed them, b"" for the base model. With the salt, their `CacheSpace`."""
+    """Digest of the adapter that computed them, b"" for the base model. With the salt, their `CacheSpace`. The grant
+    repeats it, and so does the record: a writer of a release that ignores adapters is found out by that."""
 
     @property
     def sender(self) -> Peer:
@@ -241,6 +245,8 @@ class PrefixRecord(msgspec.Struct, frozen=True, kw_only=True, tag="prefix_record
     """Fewer than were granted when the rest is not cached any more."""
     digests: tuple[int, ...]
     """One unsigned 64-bit digest per written page."""
+    adapter: bytes = b""
+    """Of the request for the prefix."""
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     """As in `HandoffRecord`."""
 

@@ -21,7 +21,14 @@ import math
 from dataclasses import dataclass
 
 from tandem_engine.base.clock import Clock
-from tandem_engine.base.errors import DrainingError, EngineError, InvalidRequestError, PausedError, QueueFullError
+from tandem_engine.base.errors import (
+    AdapterMissingError,
+    DrainingError,
+    EngineError,
+    InvalidRequestError,
+    PausedError,
+    QueueFullError,
+)
 from tandem_engine.base.names import RequestId
 from tandem_engine.config import SchedulerConfig
 from tandem_engine.memory.kv_memory import KvMemory
@@ -205,7 +212,8 @@ class Ingress:
         )
 
     def check(self, message: GenerateRequest) -> None:
-        """Raise `InvalidRequestError` for a request that this engine can never serve, or not as its session is now."""
+        """Raise `InvalidRequestError` for a request that this engine can never serve, or not as its session is now, and
+        `AdapterMissingError` for one whose adapter is not here."""
         check_pooling(message, hidden_size=self.model.hidden_size)
         self._check_adapter(message)
         self._check(self._request(self.sessions.whole_turn(message), b""))
@@ -244,8 +252,10 @@ class Ingress:
     def _check_adapter(self, message: GenerateRequest) -> None:
         """Never answered by the base model alone."""
         adapter = message.adapter
-        if adapter is not None and adapter.digest not in self.model.adapter_slots:
-            raise InvalidRequestError(f"adapter {adapter.name!r} is not loaded in this engine", param="adapter")
+        if adapter is None:
+            return
+        if adapter.digest not in self.model.adapter_slots or adapter.digest in self.model.closed_adapters:
+            raise AdapterMissingError(f"adapter {adapter.name!r} is not loaded in this engine")
 
     def _check_tokens(self, field: str, ids: tuple[int, ...] | list[int]) -> None:
         if not ids:

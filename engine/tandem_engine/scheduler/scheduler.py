@@ -40,7 +40,7 @@ from tandem_engine.parallel.agreement import Least
 from tandem_engine.sampling.grammar.compiler import Grammars, NoGrammars
 from tandem_engine.scheduler.components import SchedulerParts, Shared, make_parts
 from tandem_engine.scheduler.counters import Phase, SchedulerStats
-from tandem_engine.scheduler.finishing import EndedLog, error_finish
+from tandem_engine.scheduler.finishing import EndedLog, Steps, error_finish
 from tandem_engine.scheduler.migration import is_moving
 from tandem_engine.scheduler.output_stream import OutputStream, Sink
 from tandem_engine.scheduler.policies import Policy, make_policy
@@ -460,3 +460,8 @@ class Scheduler:
     def launched(self) -> int:
         """Steps launched since start."""
         return self.tally.launched
+
+    @property
+    def steps(self) -> Steps:
+        """Counts of launched and completed steps."""
+        return self._shared.steps

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -64,6 +64,8 @@ PATHS = {
     "pause": "/pause",
     "resume": "/resume",
     "reload": "/reload",
+    "load-adapter": "/load_lora_adapter",
+    "unload-adapter": "/unload_lora_adapter",
     "profile": "/profile",
     "stop-profile": "/profile/stop",
     "role": "/role",
@@ -106,6 +108,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     reload.add_argument(
         "path", nargs="?", metavar="PATH", help="directory on the worker's disk (default: the current one)"
     )
+    load = orders.add_parser("load-adapter", help="load a LoRA adapter; the worker needs --allow-runtime-lora-updating")
+    load.add_argument("name", metavar="NAME", help="that requests name it by")
+    load.add_argument("path", metavar="PATH", help="folder on the worker's disk, relative to its --lora-dir if set")
+    load.add_argument("--replace", action="store_true", help="replace the adapter of this name, if there is one")
+    unload = orders.add_parser("unload-adapter", help="serve no new request of an adapter; running ones continue")
+    unload.add_argument("name", metavar="NAME")
     profile = orders.add_parser("profile", help="trace steps; the worker needs --torch-profiler-dir")
     profile.add_argument("--steps", type=positive_int, default=20, metavar="N", help="steps to trace (default: 20)")
     profile.add_argument("--seconds", type=positive_float, default=10.0, metavar="S", help="at most (default: 10)")
@@ -176,16 +184,18 @@ def _token(url: str, keys: Path | None) -> str | None:
     return order_token(KeyPair.load(keys)) if keys is not None and keys.is_file() else None
 
 
+BODIES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "abort": lambda args: {"all": True} if args.all else {"rid": args.rid},
+    "pause": lambda args: {"mode": args.mode},
+    "reload": lambda args: {"path": args.path},
+    "load-adapter": lambda args: {"lora_name": args.name, "lora_path": args.path, "load_inplace": args.replace},
+    "unload-adapter": lambda args: {"lora_name": args.name},
+    "role": lambda args: {"role": args.role},
+    "profile": lambda args: {"steps": args.steps, "seconds": args.seconds},
+}
+"""Of commands that have one."""
+
+
 def _body(args: argparse.Namespace) -> dict[str, Any]:
-    match args.order:
-        case "abort":
-            return {"all": True} if args.all else {"rid": args.rid}
-        case "pause":
-            return {"mode": args.mode}
-        case "reload":
-            return {"path": args.path}
-        case "role":
-            return {"role": args.role}
-        case "profile":
-            return {"steps": args.steps, "seconds": args.seconds}
-    return {}
+    make = BODIES.get(args.order)
+    return {} if make is None else make(args)

@@ -10,11 +10,13 @@ import ctypes
 import math
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import ConfigError
+from tandem_engine.config import AdapterConfig
 from tandem_engine.config.flags import count, host_address, non_negative_int, positive_mib
 from tandem_services.cli.logs.pump import LogTo
 from tandem_services.common.settings import read_settings
@@ -91,6 +93,17 @@ def add_served_names(parser: argparse._ActionsContainer) -> None:
 def served_names(args: argparse.Namespace, folder: Path) -> tuple[str, ...]:
     """The model's own name, and its aliases."""
     return tuple(args.served_model_name or (folder.name,))
+
+
+def require_adapters(adapters: AdapterConfig, names: Sequence[str]) -> None:
+    """Raise `ConfigError` for an adapter without a folder, and for one that has one of the model's `names`: the model
+    would get its requests."""
+    for source in adapters.sources:
+        if source.name in names:
+            raise ConfigError(f"--lora-modules: {source.name!r} is a name of the model: give the adapter another name")
+        folder = adapters.located(source.path)
+        if not folder.is_dir():
+            raise ConfigError(f"--lora-modules: {source.name}: {folder} is no folder")
 
 
 def add_output_parsers(parser: argparse._ActionsContainer) -> None:

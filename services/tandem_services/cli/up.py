@@ -52,6 +52,7 @@ from tandem_services.cli.flags import (
     non_negative_float,
     port_number,
     positive_float,
+    require_adapters,
     tracing_argv,
     tracing_of,
 )
@@ -281,7 +282,10 @@ def plan(args: argparse.Namespace) -> Plan:
 
 def decide(args: argparse.Namespace, model: "ResolvedModel") -> Plan:
     """As `plan`, of settings that are checked, and write nothing."""
-    share = engine_config(args).cache.for_device(args.device).mem_fraction_static
+    engine = engine_config(args)
+    share = engine.cache.for_device(args.device).mem_fraction_static
+    model_names = tuple(args.served_model_name or (model.name,))
+    require_adapters(engine.adapters, model_names)
     port = args.port or free_port(args.host)
     listen(args.host, port).close()
     names = [("prefill", args.prefill), ("decode", args.decode), ("both", args.both)]
@@ -291,7 +295,7 @@ def decide(args: argparse.Namespace, model: "ResolvedModel") -> Plan:
     devices = args.devices or (args.device,) * len(workers)
     return Plan(
         model=model,
-        model_names=tuple(args.served_model_name or (model.name,)),
+        model_names=model_names,
         port=port,
         run_dir=args.run_dir or default_run_dir(port),
         workers=workers,

@@ -21,6 +21,7 @@ from tandem_services.cli.flags import (
     non_negative_float,
     port_number,
     positive_float,
+    require_adapters,
     served_names,
     tracing_of,
 )
@@ -147,6 +148,7 @@ def check(args: argparse.Namespace) -> Path:
     folder = model_folder(args.model)
     args.model = str(folder)
     check_flags(args)
+    require_adapters(engine_config(args).adapters, served_names(args, folder))
     return folder
 
 

@@ -2,6 +2,7 @@
 
     /live /ready /health /metrics /version     probes and Prometheus, without a key
     /requests/{id}/explain                     any tenant's request
+    /v1/adapters                               adapters with their digests and workers
     /drain                                     POST: same effect as SIGTERM
     /canary                                    POST: a test request through a pair of workers (`Canary`)
     /console                                   the console page, with its scripts and styles, without a key
@@ -53,6 +54,7 @@ from tandem_services.gateway.http.authentication import PROBES, Authentication
 from tandem_services.gateway.http.body import BodyDecoder, decode_body, read_body
 from tandem_services.gateway.http.middleware import identity_of
 from tandem_services.gateway.http.monitoring_routes import http_error, json_response, operations_routes
+from tandem_services.gateway.models.adapters import HeldAdapters
 from tandem_services.gateway.models.service import ModelService
 from tandem_services.gateway.observe.explain import ChoiceRecord
 from tandem_services.router.decision import NoWorkersError, RouteQuery, WorkerView
@@ -244,6 +246,10 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
             raise not_found(f"No recent request has the id '{quoted(request_id)}'.", "request_id")
         return json_response(record)
 
+    async def adapters(_: Request) -> Response:
+        held = [each for s in gateway.models for each in s.model.adapters.held(s.model.name)]
+        return json_response(HeldAdapters(data=held))
+
     async def begin_drain(request: Request) -> Response:
         # With a key file, authentication has checked for an administrator's key by now.
         _require_order(request, gateway, by_key=gateway.access is not None)
@@ -267,6 +273,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
     routes = [
         *operations_routes(gateway.health, gateway.registry, metrics=True),
         Route("/requests/{request_id}/explain", explain, methods=["GET"]),
+        Route("/v1/adapters", adapters, methods=["GET"]),
         Route("/drain", begin_drain, methods=["POST"]),
         Route(CANARY, run_canary, methods=["POST"]),
     ]

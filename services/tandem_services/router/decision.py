@@ -5,14 +5,16 @@ an authenticated socket. A gateway has such sockets (`gateway.dispatch.dispatche
 relies on signed rows alone.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 import msgspec
 
 from tandem_engine.config import Role
+from tandem_engine.messages.control import ServedAdapter
+from tandem_engine.messages.kv_events import CacheSpace
 
 
 class Source(StrEnum):
@@ -56,6 +58,13 @@ class WorkerView:
     context_length: int
     page_size: int
     model: str
+    adapters: Mapping[str, ServedAdapter] = field(default_factory=dict, hash=False)
+    """Those that it has loaded, by name."""
+
+    def has_adapter(self, digest: bytes) -> bool:
+        """Whether it has loaded the adapter with this content, under whatever name."""
+        wanted = digest.hex()
+        return any(adapter.digest == wanted for adapter in self.adapters.values())
 
 
 class ScoreTerm(msgspec.Struct, frozen=True, gc=False):
@@ -126,6 +135,17 @@ class RouteQuery:
     [same-kind-paired]."""
     session_key: str = ""
     """Whose request it is, for the policy `session`."""
+    adapter: bytes = b""
+    """Digest of the adapter that computes it, b"" for the base model: workers without it are not chosen."""
+
+    @property
+    def space(self) -> CacheSpace:
+        """Where its prefix may be cached."""
+        return CacheSpace(self.cache_salt, self.adapter)
+
+    def served_by(self, worker: WorkerView) -> bool:
+        """Whether `worker` has its adapter, if it has one."""
+        return not self.adapter or worker.has_adapter(self.adapter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from hashlib import blake2b
 from math import inf
 from typing import Annotated
@@ -28,7 +29,8 @@ import msgspec
 
 from tandem_engine.base.addresses import Address
 from tandem_engine.config import Role
-from tandem_engine.messages.control import MAX_LINKS
+from tandem_engine.config.adapters import MAX_ADAPTERS
+from tandem_engine.messages.control import MAX_LINKS, ServedAdapter
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.router.cost import ASSUMED_TRANSFER_RATE, Load, token_s
 from tandem_services.router.decision import WorkerView
@@ -93,6 +95,9 @@ def read_figures(details: Mapping[str, str | int | float]) -> Figures | None:
 ROW = struct.Struct("<BBII8s16s7d")
 """The routing row after its Redis times; its fields are documented in scripts/fleet_row.lua."""
 
+ADAPTERS_FIELD = "adapters"
+"""Of the readable hash. A worker of a release without it serves no adapter."""
+
 _INCARNATION = re.compile(r"[A-Za-z0-9._-]{1,128}@[0-9]{1,40}")
 
 _DIGITS = re.compile(r"[0-9]{1,9}")
@@ -103,6 +108,7 @@ MOST = 1e18
 
 _ROLE_BITS = {Role.PREFILL: 1, Role.DECODE: 2, Role.BOTH: 3}
 _Links = Annotated[tuple[LinkReport, ...], msgspec.Meta(max_length=MAX_LINKS)]
+_Adapters = Annotated[tuple[ServedAdapter, ...], msgspec.Meta(max_length=MAX_ADAPTERS)]
 
 
 class WorkerState(StrEnum):
@@ -317,8 +323,10 @@ def pack_links(record: WorkerRecord) -> str:
 def readable_fields(record: WorkerRecord) -> dict[str, str | int | float]:
     """The hash `worker:<worker_id>`; the script adds incarnation and number."""
     view, load = record.view, record.load
+    adapters = msgspec.json.encode(tuple(view.adapters.values())).decode() if view.adapters else None
     return {
         **record.details,
+        **({} if adapters is None else {ADAPTERS_FIELD: adapters}),
         "role": view.role,
         "state": record.state,
         "model": view.model,
@@ -360,6 +368,7 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
             context_length=_size(fields["context_length"]),
             page_size=_size(fields["page_size"]),
             model=fields["model"],
+            adapters=_adapters(fields.get(ADAPTERS_FIELD, "[]")),
         )
         load = Load(
             queue_tokens=_measure(fields, "queue_tokens"),
@@ -390,6 +399,16 @@ def _endpoint(text: str) -> str:
     if not Address.of_endpoint(text).port:
         raise ValueError(f"{text[:200]!r} has no port")
     return text
+
+
+@lru_cache(maxsize=256)
+def _adapters(text: str) -> Mapping[str, ServedAdapter]:
+    """By name. Most workers of a fleet have the same, heartbeat after heartbeat."""
+    try:
+        adapters = msgspec.json.decode(text, type=_Adapters)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"adapters: {error}") from error
+    return {adapter.name: adapter for adapter in adapters}
 
 
 def _links(text: str) -> tuple[LinkReport, ...]:

@@ -110,7 +110,8 @@ class Exclusions:
 
     def narrowed(self, query: RouteQuery) -> RouteQuery:
         """`query`, which excludes all of them."""
-        query = replace(query, exclude=query.exclude | self.membership.unusable | self._of_other_weights(query))
+        excluded = self.membership.unusable | self._of_other_weights(query) | self._without_adapter(query)
+        query = replace(query, exclude=query.exclude | excluded)
         return replace(query, exclude=query.exclude | self._passed_over(query))
 
     def _of_other_weights(self, query: RouteQuery) -> frozenset[str]:
@@ -119,6 +120,11 @@ class Exclusions:
             return frozenset()
         workers = self.membership.workers()
         return frozenset(each.incarnation for each in workers if each.compat_hash != query.compat_hash)
+
+    def _without_adapter(self, query: RouteQuery) -> frozenset[str]:
+        if not query.adapter:
+            return frozenset()
+        return frozenset(each.incarnation for each in self.membership.workers() if not query.served_by(each))
 
     def _passed_over(self, query: RouteQuery) -> frozenset[str]:
         if not self.policies.narrows:

@@ -31,7 +31,7 @@ from random import Random
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.config import Role
-from tandem_engine.messages.kv_events import chain_hashes, chain_seed
+from tandem_engine.messages.kv_events import BASE_SPACE, CacheSpace, chain_hashes
 from tandem_engine.messages.requests import about_attempt
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.cost import ASSUMED_PREFILL_RATE, Candidate, Demand, PricedFetch, room_needed, uncached
@@ -56,11 +56,11 @@ SLICE_BLOCKS = 512
 """Hashed in a third of a millisecond."""
 
 
-async def prompt_chain(token_ids: Sequence[int], page_size: int, *, salt: str, most_blocks: int) -> list[bytes]:
+async def prompt_chain(token_ids: Sequence[int], page_size: int, *, space: CacheSpace, most_blocks: int) -> list[bytes]:
     """Digests of the first whole pages of a prompt, at most `most_blocks`."""
     blocks = min(len(token_ids) // page_size, most_blocks)
     chain: list[bytes] = []
-    parent = chain_seed(salt)
+    parent = space.seed
     for first in range(0, blocks, SLICE_BLOCKS):
         if first:
             await asyncio.sleep(0)
@@ -75,15 +75,15 @@ class LastChain:
     """`prompt_chain` that keeps what it has computed last."""
 
     _token_ids: Sequence[int] = ()
-    _hashed_as: tuple[int, str, int] = (0, "", 0)
+    _hashed_as: tuple[int, CacheSpace, int] = (0, BASE_SPACE, 0)
     _chain: list[bytes] = field(default_factory=list)
 
-    async def of(self, token_ids: Sequence[int], page_size: int, *, salt: str, most_blocks: int) -> list[bytes]:
+    async def of(self, token_ids: Sequence[int], page_size: int, *, space: CacheSpace, most_blocks: int) -> list[bytes]:
         """As `prompt_chain`; not to be changed, nor are `token_ids`, which are known by their identity."""
-        hashed_as = (page_size, salt, most_blocks)
+        hashed_as = (page_size, space, most_blocks)
         if token_ids is self._token_ids and hashed_as == self._hashed_as:
             return self._chain
-        chain = await prompt_chain(token_ids, page_size, salt=salt, most_blocks=most_blocks)
+        chain = await prompt_chain(token_ids, page_size, space=space, most_blocks=most_blocks)
         self._token_ids, self._hashed_as, self._chain = token_ids, hashed_as, chain
         return chain
 
@@ -104,7 +104,7 @@ class SharedChoices:
         page_size = self.membership.page_size(query.model)
         if page_size is None:
             return None
-        chain = await self.chains.of(query.token_ids, page_size, salt=query.cache_salt, most_blocks=MAX_CHAIN_BLOCKS)
+        chain = await self.chains.of(query.token_ids, page_size, space=query.space, most_blocks=MAX_CHAIN_BLOCKS)
         routed = await self.index.route(
             model=query.model,
             demand=demand,
@@ -161,6 +161,8 @@ class SharedChoices:
 def _suits(query: RouteQuery, decode: WorkerRecord, prefill: WorkerRecord | None) -> bool:
     """Whether the workers, by what they have signed, can do what the routing rows in Redis say they can."""
     if decode.view.model != query.model or decode.view.context_length <= len(query.token_ids):
+        return False
+    if not all(query.served_by(record.view) for record in (decode, prefill) if record is not None):
         return False
     return prefill is None or (prefill.view.model, prefill.view.compat_hash) == (query.model, decode.view.compat_hash)
 
@@ -347,7 +349,7 @@ class LocalChoices:
     async def choose(self, query: RouteQuery, demand: Demand, *, explained: bool) -> Choice | None:
         """Nothing is reserved that others could see; None when no worker can take it."""
         page_size = self.membership.page_size(query.model) or 1
-        chain = await self.chains.of(query.token_ids, page_size, salt=query.cache_salt, most_blocks=MAX_CHAIN_BLOCKS)
+        chain = await self.chains.of(query.token_ids, page_size, space=query.space, most_blocks=MAX_CHAIN_BLOCKS)
         records = self.membership.candidates(query.model, prompt_tokens=demand.prompt_tokens, exclude=query.exclude)
         if not records:
             return None

@@ -63,7 +63,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """A choice as it lies in Redis. See `Choice`."""
 
     prompt: bytes
-    """Digest of model, cache salt and tokens."""
+    """Digest of model, adapter, cache salt and tokens."""
     decode: str
     prefill: str | None
     placement: Placement
@@ -161,7 +161,7 @@ class TicketBoard:
 
 def _prompt_digest(query: RouteQuery) -> bytes:
     head = f"{query.model}\0{query.cache_salt}\0".encode("utf-8", "surrogatepass")
-    return blake2b(head + array("q", query.token_ids).tobytes(), digest_size=16).digest()
+    return blake2b(head + array("q", query.token_ids).tobytes(), digest_size=16, salt=query.adapter).digest()
 
 
 TICKET_HEADER = "x-tandem-reservation"

@@ -14,6 +14,8 @@
     POST /pause          {"mode": "in_place" | "retract" | "abort"}; in_place if the body is empty
     POST /resume
     POST /reload         {"path": "…"} weights of the same architecture; the served directory again without a path
+    POST /load_lora_adapter    {"lora_name": "sql", "lora_path": "…", "load_inplace": false}
+    POST /unload_lora_adapter  {"lora_name": "sql"}; requests that have it continue
     POST /role           {"role": "prefill" | "decode" | "both"}; 409 while the worker drains
     POST /profile        {"steps": 20, "seconds": 10}; 409 while a trace is recorded
     POST /profile/stop
@@ -47,6 +49,7 @@ from tandem_engine.messages.control import (
     AbortRequests,
     AuditReport,
     FlushCache,
+    LoadAdapter,
     OperatorOrder,
     OrderDone,
     PauseGeneration,
@@ -55,6 +58,7 @@ from tandem_engine.messages.control import (
     ResumeGeneration,
     StartProfile,
     StopProfile,
+    UnloadAdapter,
 )
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.common.health import Health
@@ -103,6 +107,17 @@ class ReloadBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     path: str | None = None
 
 
+class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    """It may take the place of another one of its name."""
+
+
+class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    lora_name: str
+
+
 class RoleBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     role: Role
 
@@ -120,8 +135,8 @@ class BadOrderError(Exception):
     """A body that contains no valid command."""
 
 
-def operator_routes(operate: Operate, set_role: SetRole) -> list[Route]:
-    """The routes of the module docstring."""
+def operator_routes(operate: Operate, set_role: SetRole, *, model: str) -> list[Route]:
+    """The routes of the module docstring. `model`: its name, which no adapter may have."""
 
     async def role(request: Request) -> Response:
         return await _answer(lambda: _set_role(request, set_role), ANSWER_S)
@@ -143,7 +158,18 @@ def operator_routes(operate: Operate, set_role: SetRole) -> list[Route]:
 
         return Route(path, endpoint, methods=["POST"])
 
+    def load_adapter(body: LoadAdapterBody, nonce: int) -> LoadAdapter:
+        if body.lora_name == model:
+            raise BadOrderError(f"lora_name {model!r} is the name of the model: give the adapter another one")
+        return LoadAdapter(nonce=nonce, name=body.lora_name, path=body.lora_path, replaces=body.load_inplace)
+
     return [
+        route("/load_lora_adapter", LoadAdapterBody, load_adapter, RELOAD_S),
+        route(
+            "/unload_lora_adapter",
+            UnloadAdapterBody,
+            lambda body, nonce: UnloadAdapter(nonce=nonce, name=body.lora_name),
+        ),
         route("/abort", AbortBody, _abort),
         route("/flush_cache", EmptyBody, lambda body, nonce: FlushCache(nonce=nonce)),  # noqa: ARG005
         route("/pause", PauseBody, lambda body, nonce: PauseGeneration(nonce=nonce, mode=body.mode)),
@@ -248,6 +274,8 @@ class WorkerProbes:
     hold: Callable[[], None]
     """A canary is testing it."""
     order_access: OrderAccess
+    model: str
+    """Its name."""
 
 
 def build_app(probes: WorkerProbes) -> Starlette:
@@ -307,7 +335,7 @@ def build_app(probes: WorkerProbes) -> Starlette:
             Route("/drain", drain, methods=["POST"]),
             Route("/offer", offer, methods=["POST"]),
             Route("/hold", hold, methods=["POST"]),
-            *operator_routes(probes.operate, probes.set_role),
+            *operator_routes(probes.operate, probes.set_role, model=probes.model),
         ],
         middleware=[Middleware(OrderGuard, open_paths=OPEN_PATHS, access=probes.order_access)],
     )

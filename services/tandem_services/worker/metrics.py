@@ -182,6 +182,14 @@ def _sizes(ready: EngineReady, stats: EngineStats | None) -> Iterator[Metric]:
         "Measured prefill rate: that of the self-test at start until prompts have been computed.",
         measured or ready.prefill_tokens_per_s,
     )
+    adapters = GaugeMetricFamily(
+        PREFIX + "lora_adapter_loaded",
+        "1 for each LoRA adapter that new requests may have.",
+        labels=["adapter_name", "digest", "rank"],
+    )
+    for adapter in ready.adapters:
+        adapters.add_metric([adapter.name, adapter.digest, str(adapter.rank)], 1.0)
+    yield adapters
 
 
 def _cache_hits(stats: EngineStats) -> Metric:

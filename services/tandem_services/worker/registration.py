@@ -280,6 +280,7 @@ def _view(config: WorkerConfig, ready: EngineReady, role: Role) -> WorkerView:
         context_length=ready.context_length,
         page_size=ready.geometry.page_size,
         model=config.model_name,
+        adapters={adapter.name: adapter for adapter in ready.adapters},
     )
 
 

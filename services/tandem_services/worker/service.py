@@ -291,6 +291,7 @@ class WorkerService:
             offer=self._order_offer,
             hold=self._standby.hold,
             order_access=self._order_access,
+            model=self._config.model_name,
         )
 
     def _subscribers(self) -> Subscribers:
@@ -339,10 +340,10 @@ class WorkerService:
         if ready.incarnation != self.incarnation:
             self._ending.say(EXIT_FAILED, f"the engine calls itself {ready.incarnation}")
             return
-        again = self._ready is not None
-        self._ready = ready
-        if again:
-            logger.info("engine of %s has new weights, compat_hash %s", self.incarnation, ready.compat_hash)
+        before, self._ready = self._ready, ready
+        if before is not None:
+            names = ", ".join(adapter.name for adapter in ready.adapters) or "none"
+            logger.info("engine of %s: compat_hash %s, adapters: %s", self.incarnation, ready.compat_hash, names)
             self._registration.state_changed()
             self._introductions.fleet_changed()
             return

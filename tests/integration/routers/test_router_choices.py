@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from tandem_engine.config import Role
+from tandem_engine.messages.control import ServedAdapter
 from tandem_services.router.decision import NoWorkersError, Placement, Source
 from tandem_testing.router_builders import (
     PAGE,
@@ -19,6 +20,7 @@ from tandem_testing.router_builders import (
 )
 
 PROMPT = tuple(range(20 * PAGE))
+PREFILL, DECODE = Role.PREFILL, Role.DECODE
 
 
 query = partial(make_query, token_ids=PROMPT)
@@ -60,6 +62,22 @@ async def test_prompts_of_another_tenant_match_nothing(fleet, router):
     await fleet.cache(home, chain_of(PROMPT, salt="a"))
     assert (await router.choose(query(cache_salt="a"))).matched_tokens == len(PROMPT)
     assert (await router.choose(query(cache_salt="b"))).matched_tokens == 0
+
+
+async def test_only_workers_with_the_adapter_are_chosen(fleet, router):
+    adapter = ServedAdapter(name="sql", digest="0a" * 16, rank=8, root="sql")
+    having = [make_record(name, role, adapters={"sql": adapter}) for name, role in (("p2", PREFILL), ("d2", DECODE))]
+    await fleet.join(router, make_record("p1", PREFILL), make_record("d1", DECODE), *having)
+    await fleet.cache(make_record("p1", PREFILL), chain_of(PROMPT))
+    asked = query(adapter=bytes.fromhex(adapter.digest))
+    for _ in range(8):
+        choice = await router.choose(asked)
+        assert choice.prefill is not None
+        assert (choice.source, choice.prefill.worker_id, choice.decode.worker_id) == (Source.REDIS, "p2", "d2")
+        assert choice.matched_tokens == 0
+        await router.release(choice)
+    with pytest.raises(NoWorkersError):
+        await router.choose(query(adapter=b"b" * 16))
 
 
 async def test_a_decode_worker_that_lacks_little_computes_alone(fleet, router):

@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem_engine.config import ModelConfig
 from tandem_engine.model.adapters.tensor_names import Site
 from tandem_engine.model.adapters.weights import AdapterPart, AdapterWeights, SiteWeights
+from tandem_services.cli.flags import bundled_model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 SEVEN = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -84,6 +85,16 @@ def base_modules(base: Path, modules: Sequence[str], layers: Sequence[int] | Non
                     found[name.removesuffix(".weight")] = (outputs, inputs)
     assert found, f"{base} has none of {modules}"
     return found
+
+
+FLEET_ADAPTERS = ("one", "two")
+"""Of the fleet of integration tests, by name."""
+
+
+def write_fleet_adapter(folder: Path, name: str) -> Path:
+    """One of them, of the bundled model, in its folder in `folder`."""
+    modules = SEVEN if name == "one" else ("q_proj", "down_proj")
+    return write_adapter(folder / name, bundled_model(), seed=len(modules), modules=modules, strength=0.2)
 
 
 def random_adapter(

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable
 
+import msgspec
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
 from tandem_engine.base.names import LinkTransport
 from tandem_engine.config import Role
+from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.outputs import TransferReport
 from tandem_engine.messages.stats import LinkReport, SpeculationStats
 from tandem_services.common.metrics import MetricFamilies
@@ -55,10 +57,11 @@ def router_metrics() -> list[Metric]:
 
 
 def worker_metrics() -> list[Metric]:
-    """Those of a worker that speculates, has a peer and lets a request wait."""
+    """Those of a worker that speculates, has a peer and an adapter, and lets a request wait."""
     speculation = SpeculationStats(
         proposer="NGRAM", runs_total=4, drafted_total=12, accepted_total=9, accept_length=3.25, propose_s=0.5
     )
+    adapter = ServedAdapter(name="sql", digest="0a" * 16, rank=8, root="sql")
     link = LinkReport(peer="d1@7", bytes_per_s=2e9, latency_s=0.001, transport=LinkTransport.SHM)
     stats = idle_stats(speculation=speculation, links=(link,), head_waits="no_pages", waiting=1)
     service = ServiceNumbers(
@@ -68,7 +71,7 @@ def worker_metrics() -> list[Metric]:
         redis_failures=0,
         role=Role.DECODE,
         draining_s=None,
-        ready=ready_message("d0@1"),
+        ready=msgspec.structs.replace(ready_message("d0@1"), adapters=(adapter,)),
     )
     return [*WorkerCollector(lambda: stats, lambda: service).collect(), *trace_metrics(SpanCounts(), unreported=0)]
 

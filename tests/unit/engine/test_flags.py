@@ -1,6 +1,7 @@
 """The one table of engine flags."""
 
 import argparse
+import json
 from dataclasses import fields
 
 import pytest
@@ -57,6 +58,55 @@ def test_names_of_other_engines_are_understood() -> None:
     args = parse("--max-num-batched-tokens", "512", "--scheduling-policy", "priority")
     assert engine_config(args).scheduler.max_tokens_per_step == 512
     assert engine_config(parse(*engine_argv(args))).scheduler.schedule_policy is SchedulePolicy.PRIORITY
+
+
+def test_adapters_survive_the_way_to_a_child_process(tmp_path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b c").mkdir()
+    as_json = json.dumps({"name": "b", "path": "b c", "base_model_name": "mini"})
+    args = parse("--lora-modules", "a=a", as_json, "--lora-dir", str(tmp_path), "--max-lora-rank", "8")
+    config = engine_config(args).adapters
+    assert [(source.name, config.located(source.path)) for source in config.sources] == [
+        ("a", tmp_path / "a"),
+        ("b", tmp_path / "b c"),
+    ]
+    assert (config.max_rank, engine_config(parse(*engine_argv(args))).adapters) == (8, config)
+
+
+@pytest.mark.parametrize(
+    "value", ["a", "=a", "a=", "a/b=a", "a:b=a", "{", '{"name": "a"}', '{"name": "a", "path": 1}', '{"lora": 1}']
+)
+def test_adapter_without_name_or_folder_is_refused(value, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse("--lora-modules", value)
+    assert stopped.value.code == 2
+    assert "--lora-modules" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--lora-modules", "a=a", "a=b"], "two adapters have the name 'a'"),
+        (["--lora-modules", "a=a", "b=b", "--max-cpu-loras", "1"], "has 2 adapters, at most 1 are kept"),
+        (["--max-cpu-loras", "1", "--max-loras", "2"], "--max-cpu-loras 1 is below --max-loras 2"),
+        (["--max-cpu-loras", "257"], "--max-cpu-loras must be between 1 and 256"),
+    ],
+)
+def test_flags_of_adapters_that_contradict_are_refused(argv, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_config(parse(*argv))
+
+
+@pytest.mark.parametrize("path", ["../out", "/", "link", "a/../../out"])
+def test_adapter_outside_of_its_folder_is_refused(tmp_path, path) -> None:
+    folder = tmp_path / "adapters"
+    for each in (folder / "a", tmp_path / "out"):
+        each.mkdir(parents=True)
+    (folder / "link").symlink_to(tmp_path / "out")
+    config = engine_config(parse("--lora-dir", str(folder))).adapters
+    assert config.located("a") == folder / "a"
+    with pytest.raises(ConfigError, match=f"'{path}' is outside --lora-dir"):
+        config.located(path)
 
 
 def test_defaults_are_not_passed_on() -> None:

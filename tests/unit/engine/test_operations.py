@@ -4,13 +4,15 @@ import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem_engine.config import CacheConfig, EngineConfig
+from tandem_engine.config import AdapterConfig, CacheConfig, EngineConfig
 from tandem_engine.engine import Engine
 from tandem_engine.engine.control import Operations
 from tandem_engine.engine.loaded_model import LoadedModel, load
@@ -18,6 +20,7 @@ from tandem_engine.messages.control import (
     AbortRequests,
     DecodeElsewhere,
     FlushCache,
+    LoadAdapter,
     OrderDone,
     OrderRefused,
     PauseGeneration,
@@ -26,10 +29,12 @@ from tandem_engine.messages.control import (
     ResumeGeneration,
     StartProfile,
     StopProfile,
+    UnloadAdapter,
 )
 from tandem_engine.messages.outputs import FinishReason, TokenOutput
-from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.requests import AdapterRef, GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_testing.adapters import write_adapter
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "tandem-mini"
 
@@ -46,7 +51,7 @@ class Desk:
             engine=self.engine,
             profiler=self.engine.profiler(folder),
             answer=self.answers.append,
-            model_replaced=lambda: self.announced.append(self.engine.compat_hash),
+            changed=lambda: self.announced.append(self.engine.compat_hash),
         )
 
     def turn(self, times: int = 1) -> None:
@@ -251,3 +256,112 @@ def test_an_engine_that_cannot_send_answers_that_nobody_leaves(desk):
     assert (desk.answers[-1].nonce, desk.answers[-1].figures) == (4, {"leaving": 0})
     desk.run()
     assert len(desk.tokens("r")) == 12
+
+
+# Adapters
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    write_adapter(root / "one", MODEL, seed=1, strength=0.2)
+    write_adapter(root / "two", MODEL, seed=2, modules=["q_proj"], strength=0.2)
+    return root
+
+
+@pytest.fixture
+def open_desk(loaded, adapters, tmp_path) -> Iterator[Desk]:
+    """An engine whose adapters may change."""
+    config = replace(loaded.config, adapters=AdapterConfig(folder=str(adapters), allow_updates=True, max_loaded=2))
+    desk = Desk(replace(loaded, config=config), tmp_path / "traces")
+    yield desk
+    desk.run()
+    assert desk.engine.audit().problems == ()
+    desk.engine.close()
+
+
+def load_adapter(desk: Desk, name: str, path: str, *, replaces: bool = False) -> OrderDone | OrderRefused:
+    """Steps go on until it is answered."""
+    desk.answers.clear()
+    desk.operations.handle(LoadAdapter(nonce=1, name=name, path=path, replaces=replaces))
+    while desk.operations.loading:
+        wait([desk.operations.loading[0][1]])
+        desk.turn()
+    [answer] = desk.answers
+    return answer
+
+
+def of_adapter(rid: str, answer: OrderDone | OrderRefused, **sampling) -> GenerateRequest:
+    assert isinstance(answer, OrderDone), answer
+    ref = AdapterRef(name="a", digest=bytes.fromhex(str(answer.figures["digest"])))
+    return msgspec.structs.replace(request(rid, **sampling), adapter=ref)
+
+
+def test_loaded_adapter_computes_requests_that_name_it(open_desk):
+    done = load_adapter(open_desk, "a", "one")
+    assert [adapter.name for adapter in open_desk.engine.served_adapters] == ["a"]
+    open_desk.engine.add(of_adapter("adapted", done))
+    open_desk.engine.add(request("base"))
+    open_desk.run()
+    assert open_desk.finish("adapted").reason is FinishReason.LENGTH
+    assert open_desk.tokens("adapted") != open_desk.tokens("base")
+
+
+def test_running_requests_end_with_the_adapter_that_was_replaced(open_desk):
+    done = load_adapter(open_desk, "a", "one")
+    open_desk.engine.add(of_adapter("alone", done, max_tokens=40))
+    open_desk.run()
+    open_desk.engine.add(of_adapter("running", done, max_tokens=40))
+    open_desk.turn(4)
+    assert 0 < len(open_desk.tokens("running")) < 40
+    again = load_adapter(open_desk, "a", "two", replaces=True)
+    open_desk.engine.add(of_adapter("late", done))
+    open_desk.engine.add(of_adapter("new", again, max_tokens=40))
+    open_desk.run()
+    assert open_desk.tokens("running") == open_desk.tokens("alone") != open_desk.tokens("new")
+    assert (open_desk.finish("late").code, open_desk.finish("late").retryable) == ("adapter_missing", True)
+    open_desk.turn(2)
+    assert [*open_desk.engine._parts.adapters.slots] == [bytes.fromhex(str(again.figures["digest"]))]
+
+
+def test_unloaded_adapter_is_gone_when_its_last_request_has_ended(open_desk):
+    done = load_adapter(open_desk, "a", "one")
+    open_desk.engine.add(of_adapter("running", done, max_tokens=30))
+    open_desk.turn(3)
+    open_desk.operations.handle(UnloadAdapter(nonce=2, name="a"))
+    assert not open_desk.engine.served_adapters
+    table = open_desk.engine._parts.adapters
+    open_desk.turn(3)
+    assert table.slots
+    open_desk.run()
+    open_desk.turn(2)
+    assert open_desk.finish("running").reason is FinishReason.LENGTH
+    assert (table.slots, table.closed, [weights.sites for weights in table.weights]) == ({}, set(), [{}])
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "code", "message"),
+    [
+        ("b", "none", "checkpoint_error", "none"),
+        ("b", "../x", "config_error", "'../x' is outside --lora-dir"),
+        ("b:c", "one", "config_error", "a name has 1 to 128 bytes"),
+        ("a", "two", "config_error", "'a' is loaded already"),
+    ],
+)
+def test_adapter_that_cannot_be_loaded_changes_nothing(open_desk, name, path, code, message):
+    load_adapter(open_desk, "a", "one")
+    before = open_desk.engine.served_adapters
+    answer = load_adapter(open_desk, name, path)
+    assert isinstance(answer, OrderRefused)
+    assert (answer.code, message in answer.message) == (code, True), answer
+    assert open_desk.engine.served_adapters == before
+
+
+@pytest.mark.parametrize(
+    "order", [LoadAdapter(nonce=1, name="a", path="one", replaces=False), UnloadAdapter(nonce=1, name="a")]
+)
+def test_adapters_do_not_change_without_the_flag(desk, order):
+    desk.operations.handle(order)
+    [answer] = desk.answers
+    assert isinstance(answer, OrderRefused)
+    assert "--allow-runtime-lora-updating" in answer.message

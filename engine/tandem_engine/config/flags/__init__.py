@@ -1,7 +1,7 @@
 """The engine's command-line flags: one table for `tandem-engine serve`, `tandem worker` and `tandem up`.
 
     engine      the table: `add_engine_flags` ─▶ parsed ─▶ `engine_config`, or `engine_argv` for a child process
-    cache, scheduler
+    cache, scheduler, adapters
                 further groups of help: their flags, and the parts of `config` that they make
     other_engines
                 flags of vLLM and SGLang, and what stands for them here

@@ -17,6 +17,7 @@ from tandem_engine.config import (
     Quantization,
     SchedulerConfig,
 )
+from tandem_engine.config.flags.adapters import adapter_config, add_adapter_flags
 from tandem_engine.config.flags.cache import (
     add_cache_flags,
     add_host_flags,
@@ -269,6 +270,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_speculative_flags(parser)
     add_transfer_flags(parser)
     add_grammar_flags(parser)
+    add_adapter_flags(parser)
 
 
 @cache
@@ -303,6 +305,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         grammar=grammar_config(args),
         graphs=graph_config(args),
         operation=operation_config(args),
+        adapters=adapter_config(args),
     )
 
 

@@ -56,6 +56,9 @@ EQUIVALENT: dict[str, tuple[Equivalent, ...]] = {
     "--spec-tokens": (Equivalent("--speculative-num-draft-tokens"),),
     "--num-speculative-tokens": (Equivalent("--speculative-num-draft-tokens"),),  # older
     "--enable-priority-scheduling": (Equivalent("--schedule-policy", "--schedule-policy priority here"),),
+    "--lora-paths": (Equivalent("--lora-modules"),),
+    "--max-loras-per-batch": (Equivalent("--max-loras"),),
+    "--max-loaded-loras": (Equivalent("--max-cpu-loras"),),
     "--base-gpu-id": (Equivalent("--device", "--device cuda:N here"),),
     "--distributed-timeout-seconds": (Equivalent("--dist-timeout"),),
     "--master-addr": (Equivalent("--role", "--dist-init-addr HOST:PORT here"),),
@@ -136,19 +139,19 @@ NO_EQUIVALENT = frozenset(
     """
     --allowed-methods --attention-data-parallel-size --c128-page-size --config-format --cuda-graph-bs-prefill
     --cuda-graph-max-bs-prefill --dbo-prefill-token-threshold --dcp-size --debug-cuda-graph --device-ids
-    --disable-cuda-graph-padding --disable-prefill-cuda-graph --dwdp-size --enable-cudagraph-gc
+    --disable-cuda-graph-padding --disable-prefill-cuda-graph --dwdp-size --enable-cudagraph-gc --enable-dbo
     --hicache-storage-prefetch-policy --hicache-storage-prefetch-retry-max-attempts
     --long-prefill-token-threshold-adaptive --mamba-backend --mamba-block-size --mamba-cache-dtype --max-log-len
-    --max-num-active-seqs --max-num-queued-reqs --max-num-queued-tokens --max-num-scheduled-tokens
+    --max-logprobs --max-num-active-seqs --max-num-queued-reqs --max-num-queued-tokens --max-num-scheduled-tokens
     --quantization-config --reasoning-parser-plugin --soft-watchdog-timeout --speculative-attention-mode
     --speculative-draft-model-quantization --speculative-draft-model-revision --speculative-draft-sink-size
-    --speculative-draft-window-size --speculative-num-steps
+    --speculative-draft-window-size --speculative-num-steps --trace-modules
     """.split()
 )
 """Their flags that resemble flags here and mean something else: no hint is right for them."""
 
 _FAMILIES = (
-    (re.compile(r"\blora|-loras?\b"), "LoRA adapters"),
+    (re.compile(r"\blora|-loras?\b"), "this setting of LoRA adapters"),
     (re.compile(r"^--(mm-|limit-mm-|enable-mm-|enable-multimodal$|allowed-local-media-path$)"), "images and audio"),
     (re.compile(r"^--(ep|ep-.+|(enable-)?expert-parallel(-size)?|(enable-)?eplb(-.+)?)$"), "expert parallelism"),
     (re.compile(r"^--(ssl-.+|enable-ssl-refresh)$"), _TLS),

@@ -8,6 +8,7 @@ import torch
 
 from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.config import AdapterConfig, ModelConfig
+from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.requests import AdapterRef
 from tandem_engine.model.adapters.checkpoint import open_adapter
 from tandem_engine.model.adapters.weights import AdapterWeights, load_adapter
@@ -22,6 +23,8 @@ class LoadedAdapters:
     """What a name stands for. Adapters with the same content share a slot."""
     weights: tuple[AdapterWeights, ...] = ()
     """By slot."""
+    served: tuple[ServedAdapter, ...] = ()
+    """What a worker reports of them."""
 
     @classmethod
     def load(cls, config: AdapterConfig, base: ModelConfig, *, dtype: torch.dtype, device: str, group: TpGroup) -> Self:
@@ -36,16 +39,19 @@ class LoadedAdapters:
             raise ConfigError(f"adapters are computed on a CPU only, got --device {device}: leave out adapters")
         names: dict[str, AdapterRef] = {}
         by_digest: dict[bytes, AdapterWeights] = {}
+        served = []
         for source in config.sources:
             try:
-                checkpoint = open_adapter(source.path, base, max_rank=config.max_rank)
+                checkpoint = open_adapter(config.located(source.path), base, max_rank=config.max_rank)
                 weights = load_adapter(checkpoint, base, dtype=dtype, group=group)
             except CheckpointError as error:
                 raise CheckpointError(f"adapter {source.name!r}: {error}") from error
             names[source.name] = AdapterRef(name=source.name, digest=weights.digest)
+            root = checkpoint.path.name.encode("utf-8", "replace").decode()
+            served.append(ServedAdapter(name=source.name, digest=weights.digest.hex(), rank=weights.rank, root=root))
             by_digest.setdefault(weights.digest, weights)
         _require_agreement(names, group)
-        return cls(names=names, weights=tuple(by_digest.values()))
+        return cls(names=names, weights=tuple(by_digest.values()), served=tuple(served))
 
     @property
     def slots(self) -> Mapping[bytes, int]:

@@ -42,10 +42,12 @@ def about_flag(flag: str, flags: Sequence[str], *, serves: bool) -> str:
 
     `serves`: the command does what a server of vLLM or SGLang does, so that their flags may be meant.
     """
+    if flag in engine_flags():
+        return ""
     theirs = about_other_engine(flag, flags)
     if theirs is not None:
         return f" ({theirs})" if theirs and serves else ""
-    return "" if flag in engine_flags() else did_you_mean(flag, flags)
+    return did_you_mean(flag, flags)
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import base64
 from array import array
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from sys import byteorder
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from tandem_engine.base.logs import quoted
-from tandem_engine.messages.requests import Pooling, PoolingParams
+from tandem_engine.messages.requests import AdapterRef, Pooling, PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.tokenizer.text_tokenizer import TruncationSide
 from tandem_services.common.errors import bad_request, internal_error
@@ -108,6 +108,8 @@ class EmbeddingPlan:
     as_base64: bool
     cache_salt: str
     priority: int
+    adapter: AdapterRef | None = None
+    """As of a `GenerationPlan`."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -209,12 +211,12 @@ class EmbeddingEndpoint:
         request = await decode_body(self._planner.decode, body)
         del body  # as in `GenerationEndpoint`
         identify_request(scope, request.request_id or request.rid)
-        served = self._models.of_request(scope, request.model)
+        served, adapter = self._models.of_request(scope, request.model)
         request.model = request.model or served.model.name
         identity = identity_of(scope)
         deadline = self._shared.deadline(identity, request.timeout)
         async with self._shared.bounded(deadline):
-            plan = await self._planner.plan(request, served, identity.caller)
+            plan = replace(await self._planner.plan(request, served, identity.caller), adapter=adapter)
         identity.body.release()
         record = new_record(
             identity,
@@ -222,6 +224,7 @@ class EmbeddingEndpoint:
             requested_model=plan.model,
             prompt_tokens=plan.prompt_tokens,
             choices=len(plan.inputs),
+            adapter=adapter,
         )
         async with self._shared.accepted(record, identity, served.metrics, tokens=plan.prompt_tokens):
             job = EmbeddingJob(plan=plan, record=record, deadline=deadline, identity=identity)
@@ -266,6 +269,7 @@ def _choice(job: EmbeddingJob, model: str, index: int) -> ChoiceRequest:
         sampling=NO_TEXT,
         pooling=plan.pooling,
         cache_salt=plan.cache_salt,
+        adapter=plan.adapter,
         priority=plan.priority,
         deadline=job.deadline,
         caller=job.identity.caller,

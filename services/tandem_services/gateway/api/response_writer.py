@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.logs import about_request
+from tandem_engine.messages.requests import AdapterRef
 from tandem_services.common.errors import ApiError, timed_out
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.api.interface import (
@@ -167,6 +168,7 @@ def new_record(
     choices: int,
     n: int = 1,
     stream: bool = False,
+    adapter: AdapterRef | None = None,
 ) -> RequestRecord:
     """Of a request that has just been planned; `choices` of all its prompts, `n` of each."""
     return RequestRecord(
@@ -177,6 +179,7 @@ def new_record(
         endpoint=endpoint,
         model=identity.model,
         requested_model=requested_model,
+        adapter=None if adapter is None else adapter.digest.hex(),
         stream=stream,
         prompt_tokens=prompt_tokens,
         n=n,
@@ -261,13 +264,13 @@ class GenerationEndpoint(Generic[R]):
         request = await decode_body(self._planner.decode, body)
         del body  # a request may run for minutes
         identify_request(scope, request.request_id or request.rid)
-        served = self._models.of_request(scope, request.model)
+        served, adapter = self._models.of_request(scope, request.model)
         request.model = request.model or served.model.name
         identity = identity_of(scope)
         caller = identity.caller
         deadline = self._shared.deadline(identity, request.timeout)
         async with self._shared.bounded(deadline):
-            plan = (await self._planner.plan(request, served, caller)).owned_by(caller)
+            plan = (await self._planner.plan(request, served, caller)).owned_by(caller).computed_by(adapter)
         identity.body.release()
         record = new_record(
             identity,
@@ -277,6 +280,7 @@ class GenerationEndpoint(Generic[R]):
             choices=len(plan.choices),
             n=plan.n,
             stream=plan.stream,
+            adapter=adapter,
         )
         async with self._shared.accepted(record, identity, served.metrics, tokens=plan.expected_tokens):
             job = Job(

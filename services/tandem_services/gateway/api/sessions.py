@@ -101,7 +101,7 @@ class SessionRoutes:
     async def _open(self, request: Request) -> tuple[SessionName, float]:
         """The session, and for how long it is kept unused, in seconds."""
         asked = await decode_body(_OPEN.decode, await read_body(request))
-        served = self.models.of_request(request.scope, asked.model)
+        served = self.models.of_request(request.scope, asked.model).service
         check_cache_salt(asked.cache_salt)
         session_id = secrets.token_hex(16) if asked.session_id is None else asked.session_id
         name = session_name(session_id, _salt(request, asked.cache_salt), param="session_id")
@@ -109,7 +109,7 @@ class SessionRoutes:
         return name, served.desk.ttl_s
 
     async def _close(self, request: Request, session_id: str, model: str | None, cache_salt: str | None) -> None:
-        served = self.models.of_request(request.scope, model)
+        served = self.models.of_request(request.scope, model).service
         check_cache_salt(cache_salt)
         name = session_name(session_id, _salt(request, cache_salt), param="session_id")
         incarnation = await served.desk.close(name)

@@ -37,7 +37,7 @@ class Tokenization:
     async def tokenize(self, request: Request) -> Response:
         """Ids of a prompt, or of messages through the chat template, exactly as generation would see them."""
         asked = await decode_body(self._tokenize.decode, await read_body(request))
-        served = self._models.of_request(request.scope, asked.model)
+        served = self._models.of_request(request.scope, asked.model).service
         caller = identity_of(request.scope).caller
         answer = await self._shared.without_workers(request, lambda: _tokenized(asked, served, caller))
         return Response(encode_json(answer), media_type="application/json")
@@ -45,7 +45,7 @@ class Tokenization:
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids, control tokens included; U+FFFD for bytes that are not UTF-8."""
         asked = await decode_body(self._detokenize.decode, await read_body(request))
-        prompts = self._models.of_request(request.scope, asked.model).prompts
+        prompts = self._models.of_request(request.scope, asked.model).service.prompts
         check_token_ids(asked.tokens, prompts.tokenizer.vocab_size, "tokens")
         text = await self._shared.without_workers(
             request, lambda: prompts.decode(asked.tokens, skip_special_tokens=False)
@@ -54,7 +54,7 @@ class Tokenization:
 
     async def info(self, request: Request) -> Response:
         """What `GET /tokenizer_info` answers; the query may name a `model`."""
-        served = self._models.of_request(request.scope, request.query_params.get("model"))
+        served = self._models.of_request(request.scope, request.query_params.get("model")).service
         tokenizer = served.prompts.tokenizer
         template = tokenizer.chat_template
         answer = TokenizerInfo(

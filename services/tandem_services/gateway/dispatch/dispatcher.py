@@ -53,6 +53,7 @@ def request_alone(
         sampling=request.sampling.without_prompt_logprobs() if progress.scored else request.sampling,
         resume_ids=tuple(progress.received),
         cache_salt=request.cache_salt,
+        adapter=request.adapter,
         priority=request.priority,
         tenant=request.caller.tenant.name,
         group=request.group,

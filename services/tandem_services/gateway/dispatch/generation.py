@@ -174,6 +174,7 @@ def _choice_request(model: str, job: Job, choice: PlannedChoice, route: SharedRo
         input_ids=choice.input_ids,
         sampling=choice.sampling,
         cache_salt=job.plan.cache_salt,
+        adapter=job.plan.adapter,
         session_key=job.plan.session_key,
         priority=job.plan.priority,
         group="" if route is None else f"{job.record.request_id}-{choice.index // job.plan.n}",

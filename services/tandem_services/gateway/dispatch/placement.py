@@ -237,6 +237,7 @@ class Placing:
             model=request.model,
             token_ids=(*request.input_ids, *progress.received),
             cache_salt=request.cache_salt,
+            adapter=b"" if request.adapter is None else request.adapter.digest,
             max_tokens=request.sampling.max_tokens - len(progress.received),
             exclude=frozenset(progress.failed),
             compat_hash=self._kind_wanted(progress),

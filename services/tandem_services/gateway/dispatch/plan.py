@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem_engine.base.logs import about_request
-from tandem_engine.messages.requests import PoolingParams, attempt_id
+from tandem_engine.messages.requests import AdapterRef, PoolingParams, attempt_id
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.dispatch.progress import Progress
@@ -74,6 +74,8 @@ class GenerationPlan:
     """The request's `user`, for routing by the policy `session`."""
     turn: SessionTurn | None = None
     """The session that its one choice continues."""
+    adapter: AdapterRef | None = None
+    """What the model name stood for when the request came; None: the model alone."""
 
     @property
     def told_logprobs(self) -> int | None:
@@ -93,6 +95,10 @@ class GenerationPlan:
     def expected_tokens(self) -> int:
         """What it is expected to use of its tenant's tokens."""
         return self.prompt_tokens + sum(min(choice.sampling.max_tokens, EXPECTED_OUTPUT) for choice in self.choices)
+
+    def computed_by(self, adapter: AdapterRef | None) -> "GenerationPlan":
+        """The same with this adapter, in all attempts."""
+        return self if adapter is None else replace(self, adapter=adapter)
 
     def owned_by(self, caller: Caller) -> "GenerationPlan":
         """As it is carried out for `caller`: apart from what other tenants cache, no more important than it may be."""
@@ -126,6 +132,8 @@ class ChoiceRequest:
     sampling: SamplingParams
     cache_salt: str
     priority: int
+    adapter: AdapterRef | None = None
+    """That computes it, in all attempts; None: the model alone."""
     session_key: str = ""
     """Whose request it is, for routing by the policy `session`."""
     pooling: PoolingParams | None = None

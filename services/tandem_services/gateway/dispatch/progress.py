@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from tandem_engine.base.errors import DrainingError, PausedError, TransferError
+from tandem_engine.base.errors import AdapterMissingError, DrainingError, PausedError, TransferError
 from tandem_services.common.errors import ApiError, internal_error, unavailable
 from tandem_services.gateway.dispatch.attempt import AttemptFailedError, FailureCause
 from tandem_services.gateway.dispatch.quarantine import PROOF_TOKENS, Suspicion, Trial
@@ -127,13 +127,15 @@ def gave_up(failure: AttemptFailedError) -> ApiError:
     """`failure` was the last attempt's."""
     if failure.cause is FailureCause.OVERLOADED:
         return unavailable("All workers are at their limit. Try again later.", retry_after=1.0)
+    if failure.code == AdapterMissingError.code:
+        return unavailable("No worker has the adapter any more. Try again later.", retry_after=1.0)
     return internal_error("The model workers failed while generating. Try again.")
 
 
 def turn_failed(failure: AttemptFailedError) -> ApiError:
     """Of a turn that only this worker could compute."""
-    gone = failure.cause in (*LOST, FailureCause.SILENCE) or failure.code == DrainingError.code
-    if gone:
+    gone = failure.cause in (*LOST, FailureCause.SILENCE)
+    if gone or failure.code in (DrainingError.code, AdapterMissingError.code):
         return session_lost()
     if failure.code == PausedError.code:
         return unavailable("The worker that keeps the session is paused. Try again later.", retry_after=1.0)

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem_engine.base.clock import Clock
-from tandem_engine.messages.requests import PoolingParams
+from tandem_engine.messages.requests import AdapterRef, PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
 from tandem_services.common.redis_client import RedisUnavailableError
@@ -63,6 +63,9 @@ class Asked(Protocol):
 
     @property
     def pooling(self) -> PoolingParams | None: ...
+
+    @property
+    def adapter(self) -> AdapterRef | None: ...
 
 
 class Board(Protocol):
@@ -145,7 +148,10 @@ class Quarantine:
     def _digest(self, request: Asked) -> str:
         parameters = msgspec.structs.replace(request.sampling, seed=0)
         digest = blake2b(
-            msgspec.msgpack.encode((request.model, parameters, request.pooling)), key=self.salt, digest_size=16
+            msgspec.msgpack.encode((request.model, parameters, request.pooling)),
+            key=self.salt,
+            digest_size=16,
+            salt=b"" if request.adapter is None else request.adapter.digest,
         )
         digest.update(array("q", request.input_ids).tobytes())
         return digest.hexdigest()

@@ -1,6 +1,12 @@
 """The model services of one gateway, by the names that clients use, and their replacement when the models file changes.
 
-`ModelCatalog` resolves names. A client cannot distinguish an unknown model from one that its key may not use.
+`ModelCatalog` resolves names, those of models before those of adapters:
+
+    model           its own name, or an alias
+    adapter         the name that workers report for it, if it is of one model only
+    model:adapter   the same with the name of its model
+
+A client cannot distinguish an unknown name from one that its key may not use.
 
 `LiveModels` applies a changed models file:
 
@@ -14,24 +20,41 @@ else of the file's first entry may change.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from starlette.types import Scope
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.logs import quoted
+from tandem_engine.messages.control import ServedAdapter
+from tandem_engine.messages.requests import AdapterRef
 from tandem_services.common.errors import ApiError, bad_request, not_found
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.http.middleware import identify_model, identity_of
+from tandem_services.gateway.models.adapters import ref_of
 from tandem_services.gateway.models.model import ModelCard, ModelList
 from tandem_services.gateway.models.service import Fleet, ModelService
 
 MOST_NAMED = 8
 """Models listed in the error for an unknown model; /v1/models lists all."""
+
+
+class Named(NamedTuple):
+    """What a name stands for."""
+
+    service: ModelService
+    adapter: AdapterRef | None
+    """None: the model alone."""
+
+
+class _Found(NamedTuple):
+    service: ModelService
+    adapter: ServedAdapter | None
 
 
 class ModelCatalog:
@@ -52,24 +75,14 @@ class ModelCatalog:
     def __iter__(self) -> Iterator[ModelService]:
         return iter(self._services)
 
-    def find(self, name: str | None, caller: Caller) -> ModelService:
-        """The service of the model `name`; without a name, the only one. Raises `ApiError` 400 when there are several
-        and no name, and 404 for a name that is not there for `caller`."""
-        if not name:
-            if len(self._services) > 1:
-                raise bad_request("model is required: this gateway serves several", "model")
-            name = next(iter(self._services[0].model.names_for(caller)), self._services[0].model.name)
-        service = self._by_name.get(name)
-        if service is None or name not in service.model.names_for(caller):
-            raise self._no_such_model(name, caller)
-        return service
-
-    def of_request(self, scope: Scope, name: str | None) -> ModelService:
-        """As `find`, for the caller of the request in `scope`, which is known from now on to be answered by it."""
-        served = self.find(name, identity_of(scope).caller)
+    def of_request(self, scope: Scope, name: str | None) -> Named:
+        """What `name` stands for now; without a name, the only model. The request in `scope` is known from now on to be
+        answered by it. Raises `ApiError` 400 for a name of several, or none where there are several models, and 404 for
+        a name that is not there for the caller."""
+        served, adapter = self._find(name, identity_of(scope).caller)
         served.visits.begin()
         identify_model(scope, served.model.name, on_end=served.visits.end)
-        return served
+        return Named(served, None if adapter is None else ref_of(adapter))
 
     def policies_of(self, model: str) -> str:
         """By a model's own name; "" where there is none of it any more."""
@@ -78,14 +91,64 @@ class ModelCatalog:
 
     def listing(self, caller: Caller) -> ModelList:
         """What `caller` may use, each name as a card."""
-        return ModelList(data=[s.model.card(name) for s in self._services for name in s.model.names_for(caller)])
+        models = [s.model.card(name) for s in self._services for name in s.model.names_for(caller)]
+        adapters = [
+            service.model.adapter_card(adapter, name=name)
+            for name, (service, adapter) in self._adapters(caller).items()
+        ]
+        return ModelList(data=[*models, *adapters])
 
     def card(self, name: str, caller: Caller) -> ModelCard:
         """Raises `ApiError` 404."""
-        return self.find(name, caller).model.card(name)
+        service, adapter = self._find(name, caller)
+        return service.model.card(name) if adapter is None else service.model.adapter_card(adapter, name=name)
+
+    def _find(self, name: str | None, caller: Caller) -> _Found:
+        """Raises as `of_request`."""
+        if not name:
+            if len(self._services) > 1:
+                raise bad_request("model is required: this gateway serves several", "model")
+            name = next(iter(self._services[0].model.names_for(caller)), self._services[0].model.name)
+        service = self._by_name.get(name)
+        if service is not None and name in service.model.names_for(caller):
+            return _Found(service, None)
+        found = None if service is not None else self._adapter(name, caller)
+        if found is None:
+            raise self._no_such_model(name, caller)
+        return found
+
+    def _adapter(self, name: str, caller: Caller) -> _Found | None:
+        """None where there is none of this name for `caller`. Raises `ApiError` 400 for a name of several."""
+        model, colon, own = name.rpartition(":")
+        services: Sequence[ModelService] = self._services
+        if colon:
+            named = self._by_name.get(model)
+            services = () if named is None else (named,)
+        found = [
+            _Found(service, adapter)
+            for service in services
+            if service.model.may_use_adapter(caller, own) and (adapter := service.model.adapters.find(own)) is not None
+        ]
+        if len(found) > 1:
+            names = " or ".join(f"'{quoted(each.service.model.name)}:{quoted(own)}'" for each in found[:MOST_NAMED])
+            raise bad_request(f"Several models have an adapter '{quoted(own)}': send {names}.", "model")
+        return found[0] if found else None
+
+    def _adapters(self, caller: Caller) -> dict[str, tuple[ModelService, ServedAdapter]]:
+        """All that `caller` may use, by the name that is enough."""
+        each = [(s, name, adapter) for s in self._services for name, adapter in s.model.adapters_for(caller).items()]
+        times = Counter(name for _, name, _ in each)
+        return {
+            name if times[name] == 1 and name not in self._by_name else f"{service.model.name}:{name}": (
+                service,
+                adapter,
+            )
+            for service, name, adapter in each
+        }
 
     def _no_such_model(self, name: str, caller: Caller) -> ApiError:
         names = [known for service in self._services for known in service.model.names_for(caller)]
+        names += self._adapters(caller)
         shown = ", ".join(names[:MOST_NAMED])
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         there = f" Available: {shown}{more}." if names else ""

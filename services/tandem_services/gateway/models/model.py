@@ -9,8 +9,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from tandem_engine.base.errors import CheckpointError
+from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.models.adapters import AdapterNames
 from tandem_services.gateway.output.reader import OutputDialect
 from tandem_services.router.decision import WorkerView
 
@@ -22,7 +24,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     max_model_len: int | None
     owned_by: str = "tandem"
-    parent: None = None
+    parent: str | None = None
+    """Of an adapter, the model that it is of."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -77,6 +80,31 @@ class ServedModel:
     def names_for(self, caller: Caller) -> tuple[str, ...]:
         """Those of its names that `caller` may use."""
         return tuple(name for name in self.names if caller.may_use(name, model=self.name))
+
+    @property
+    def adapters(self) -> AdapterNames:
+        """What its workers have loaded, now."""
+        return AdapterNames(worker for worker in self.workers() if worker.model == self.name)
+
+    def adapters_for(self, caller: Caller) -> dict[str, ServedAdapter]:
+        """Those that `caller` may use, by name."""
+        return {
+            name: adapter for name, adapter in sorted(self.adapters.all().items()) if self.may_use_adapter(caller, name)
+        }
+
+    def may_use_adapter(self, caller: Caller, name: str) -> bool:
+        """A key for the model is none for its adapters: it has to list them, by either of their names."""
+        return caller.may_use(name, model=f"{self.name}:{name}")
+
+    def adapter_card(self, adapter: ServedAdapter, *, name: str) -> ModelCard:
+        """Of an adapter, which clients call `name`."""
+        return ModelCard(
+            id=name,
+            created=self.created,
+            root=adapter.root,
+            max_model_len=self.context_length,
+            parent=self.name,
+        )
 
     def card(self, name: str) -> ModelCard:
         """Of the model under one of its names."""

@@ -158,6 +158,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, gc=False):
     """The model's own name."""
     requested_model: str
     """What the client called it."""
+    adapter: str | None = None
+    """Digest of the adapter that the name stood for, in hexadecimal; None: the model alone."""
     stream: bool
     prompt_tokens: int
     n: int
@@ -218,6 +220,7 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
         "endpoint": record.endpoint,
         "model": record.model,
         "requested_model": record.requested_model,
+        "adapter": record.adapter,
         "stream": record.stream,
         "status": record.status,
         "error": record.error,

@@ -28,8 +28,8 @@ def make_grant(
     )
 
 
-def problem(grant: Grant, *, tokens: int = 10) -> str | None:
-    return grant.problem(tokens=tokens, page_size=4, peer=DECODE.incarnation)
+def problem(grant: Grant, *, tokens: int = 10, adapter: bytes = b"") -> str | None:
+    return grant.problem(tokens=tokens, page_size=4, peer=DECODE.incarnation, adapter=adapter)
 
 
 def received(*, at: float, granted_at: float, clocks: PeerClocks) -> Grant:
@@ -104,10 +104,16 @@ def test_a_grant_for_the_rest_of_the_prompt_serves():
         ({"pages": (4, 5, 6)}, "grant of 3 pages"),
         ({"pages": (4, 4)}, "names a page twice"),
         ({"receiver": make_peer("d", 2)}, "grant by d@2 in a room with d@1"),
+        ({"adapter": b"a" * 16}, f"grant for KV of adapter {'61' * 16}, here the base model computes it"),
     ],
 )
 def test_a_grant_that_does_not_fit_names_what_is_wrong(changed, complaint):
     assert complaint in problem(dataclasses.replace(make_grant(), **changed))
+
+
+def test_grant_for_the_base_does_not_fit_a_prompt_of_an_adapter():
+    assert "here adapter 6262" in problem(make_grant(), adapter=b"b" * 16)
+    assert problem(dataclasses.replace(make_grant(), adapter=b"b" * 16), adapter=b"b" * 16) is None
 
 
 @pytest.fixture

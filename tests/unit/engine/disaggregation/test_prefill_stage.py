@@ -17,7 +17,7 @@ from tandem_testing.disagg_pair import CONFIG, HOLD_TIMEOUT, PROMPT, Side, hando
 from tandem_testing.disagg_script import ScriptedPeer, make_scripted_peer
 from tandem_testing.fake_executor import next_token
 from tandem_testing.fake_transport import FakeFabric, FakeTransport, Fate
-from tandem_testing.scheduler_builders import VOCAB, expected_output, make_message
+from tandem_testing.scheduler_builders import ADAPTER, VOCAB, expected_output, make_message
 
 ROOM = "room-r"
 RECEIVER = make_peer("d")
@@ -635,3 +635,12 @@ def test_a_deadline_of_a_request_kept_for_its_transfer_is_named(sender):  # [abo
     assert (finish.reason, finish.code) == (FinishReason.ABORT, "deadline_exceeded")
     assert len(sender.aborts()) == 1
     sender.side.assert_clean()
+
+
+def test_grant_for_kv_of_another_adapter_gets_nothing(sender):  # [abort-both-ways]
+    sender.submit(adapter=ADAPTER)
+    sender.allow()
+    sender.turn(20)
+    assert [abort.room for abort in sender.aborts()] == [ROOM]
+    assert "grant for KV of the base model" in sender.aborts()[0].reason
+    assert not sender.records()

@@ -377,6 +377,38 @@ def test_prefixes_of_adapters_are_not_crossed():
     assert cached_tokens(pair, "again") > 0
 
 
+def test_record_that_names_no_adapter_ends_a_fetch_of_one():
+    """A writer of a release without adapters has written what the base model has computed."""
+    pair = make_warm_pair()
+    pair.decode.engine.add(make_message("warm-adapted", PREFIX, max_tokens=2, adapter=ADAPTER))
+    pair.decode.engine.run()
+    pair.fabric.fates = lambda _push: Fate(delay=5)
+    ask(pair, adapter=ADAPTER)
+    pair.turn(2)
+    (asked,) = pair.prefill.link.messages(PrefixAsk)
+    assert asked.adapter == asked.grant.adapter == ADAPTER.digest
+    record = PrefixRecord(
+        room=asked.grant.room, generation=asked.grant.generation, sender=pair.decode.peer, pages=4, digests=(1, 2, 3, 4)
+    )
+    pair.decode.link.send(pair.prefill.peer, record)
+    pair.turn()
+    assert counters(pair).failed == 1
+    finish(pair)
+    assert cached_tokens(pair) == 0
+
+
+def test_ask_whose_grant_is_for_another_adapter_is_refused():
+    pair = make_warm_pair()
+    ask(pair, adapter=ADAPTER)
+    (asked,) = pair.prefill.link.messages(PrefixAsk)
+    grant = msgspec.structs.replace(asked.grant, room="crossed", adapter=b"")
+    pair.prefill.link.send(pair.decode.peer, msgspec.structs.replace(asked, grant=grant))
+    pair.turn(3)
+    refused = [each for each in pair.decode.link.messages(TransferAborted) if each.room == "crossed"]
+    assert [f"here adapter {ADAPTER.digest.hex()}" in each.reason for each in refused] == [True]
+    finish(pair)
+
+
 def test_kv_of_another_shape_is_not_asked_for():
     pair = make_warm_pair()
     ask(pair, peer=make_peer("d", compat_hash="shape-2"))

@@ -18,7 +18,7 @@ from tandem_testing.service_clock import ServiceClock
 ROUTES = {
     "probe": {("GET", "/live"), ("GET", "/ready"), ("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")},
     "metrics": {("GET", "/metrics"), ("GET", "/version")},
-    "admin": {("GET", "/requests/{request_id}/explain"), ("POST", "/drain")},
+    "admin": {("GET", "/requests/{request_id}/explain"), ("GET", "/v1/adapters"), ("POST", "/drain")},
     "operator": {("POST", "/canary")},
 }
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tandem_engine.messages.requests import PoolingParams
+from tandem_engine.messages.requests import AdapterRef, PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
 from tandem_services.common.metrics import MetricFamilies, new_registry
@@ -20,6 +20,7 @@ class Ask:
     input_ids: tuple[int, ...] = (1, 2, 3)
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=9, seed=4))
     pooling: PoolingParams | None = None
+    adapter: AdapterRef | None = None
 
 
 @dataclass
@@ -89,6 +90,7 @@ def test_the_same_request_is_refused_whatever_its_seed_and_others_are_not(make):
         Ask(model="n"),
         Ask(sampling=SamplingParams(max_tokens=8)),
         Ask(pooling=PoolingParams()),
+        Ask(adapter=AdapterRef(name="sql", digest=b"a" * 16)),
     ):
         assert not refuses(quarantine, other)
 

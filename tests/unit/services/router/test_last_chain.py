@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.messages.kv_events import chain_hashes, chain_seed
+from tandem_engine.messages.kv_events import BASE_SPACE, CacheSpace, chain_hashes, chain_seed
 from tandem_services.router import selection as module
 from tandem_services.router.selection import LastChain
 
@@ -24,18 +24,26 @@ def hashed(monkeypatch) -> list[int]:
 
 async def test_a_prompt_that_is_asked_for_again_is_hashed_once(hashed):
     last = LastChain()
-    chains = [await last.of(PROMPT, 16, salt="", most_blocks=100) for _ in range(3)]
+    chains = [await last.of(PROMPT, 16, space=BASE_SPACE, most_blocks=100) for _ in range(3)]
     assert chains[0] == chains[1] == chains[2] == chain_hashes(PROMPT, 16, parent=chain_seed(""))
     assert hashed == [64]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "page_size", "salt", "most_blocks"),
-    [((*PROMPT[:-1], 99), 16, "", 100), (PROMPT, 8, "", 100), (PROMPT, 16, "other", 100), (PROMPT, 16, "", 2)],
+    ("prompt", "page_size", "space", "most_blocks"),
+    [
+        ((*PROMPT[:-1], 99), 16, BASE_SPACE, 100),
+        (PROMPT, 8, BASE_SPACE, 100),
+        (PROMPT, 16, CacheSpace("other"), 100),
+        (PROMPT, 16, CacheSpace(adapter=b"a" * 16), 100),
+        (PROMPT, 16, BASE_SPACE, 2),
+    ],
 )
-async def test_whatever_differs_is_hashed_anew(prompt, page_size, salt, most_blocks):
+async def test_whatever_differs_is_hashed_anew(prompt, page_size, space, most_blocks):
     last = LastChain()
-    await last.of(PROMPT, 16, salt="", most_blocks=100)
-    found = await last.of(prompt, page_size, salt=salt, most_blocks=most_blocks)
-    assert found == chain_hashes(prompt, page_size, parent=chain_seed(salt))[:most_blocks]
-    assert await last.of(PROMPT, 16, salt="", most_blocks=100) == chain_hashes(PROMPT, 16, parent=chain_seed(""))
+    await last.of(PROMPT, 16, space=BASE_SPACE, most_blocks=100)
+    found = await last.of(prompt, page_size, space=space, most_blocks=most_blocks)
+    assert found == chain_hashes(prompt, page_size, parent=space.seed)[:most_blocks]
+    assert await last.of(PROMPT, 16, space=BASE_SPACE, most_blocks=100) == chain_hashes(
+        PROMPT, 16, parent=chain_seed("")
+    )

@@ -1,7 +1,9 @@
+import msgspec
 import pytest
 
 from tandem_engine.base.names import LinkTransport
 from tandem_engine.config import Role
+from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.router.registry import (
     ROW,
@@ -34,6 +36,22 @@ def test_links_survive_the_hash():
     record = read_record(fields | {"incarnation": "w1@1"})
     assert record is not None
     assert record.links == links
+
+
+def test_adapters_survive_the_hash():
+    adapter = ServedAdapter(name="sql", digest="0a" * 16, rank=8, root="sql-v2")
+    record = make_record("w1", adapters={"sql": adapter})
+    fields = {name: str(value) for name, value in readable_fields(record).items()}
+    read = read_record(fields | {"incarnation": "w1@1"})
+    assert read is not None
+    assert read.view.adapters == {"sql": adapter}
+    assert "adapters" not in readable_fields(make_record("w1"))
+
+
+@pytest.mark.parametrize("digest", ["0" * 32, "0A" * 16, "0a" * 15, "", "0a" * 17])
+def test_row_with_a_digest_that_is_none_is_no_worker(digest):  # [redis-values-untrusted]
+    adapters = msgspec.json.encode([{"name": "sql", "digest": digest, "rank": 8, "root": ""}]).decode()
+    assert read_record(written(adapters=adapters)) is None
 
 
 def test_a_worker_of_a_release_without_links_has_none():

@@ -14,6 +14,7 @@ from tandem_engine.messages.control import (
     DecodeElsewhere,
     EngineReady,
     FlushCache,
+    LoadAdapter,
     OperatorOrder,
     OrderDone,
     OrderRefused,
@@ -23,6 +24,7 @@ from tandem_engine.messages.control import (
     ResumeGeneration,
     StartProfile,
     StopProfile,
+    UnloadAdapter,
 )
 from tandem_engine.messages.stats import EngineStats, LinkReport, PrefixFetchStats, SpeculationStats
 from tandem_services.common.allowed_hosts import AllowedHosts
@@ -108,6 +110,7 @@ class Probed:
             offer=self.offer,
             hold=self.hold,
             order_access=OrderAccess(token=TOKEN, hosts=AllowedHosts()),
+            model="mini",
         )
 
 
@@ -198,7 +201,7 @@ async def test_every_statistic_is_exported_and_usage_and_hit_rate_computed(clien
         "kernels_compiled_starting", "kernels_compiled_serving",
     }  # fmt: skip
     flat = [name for name in flat if name not in of_two_families]
-    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + 1 + len(flat) + 2 + 2
+    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + 2 + len(flat) + 2 + 2
     assert "spec_decode" not in text
 
 
@@ -282,6 +285,12 @@ async def test_drain_needs_a_post(probed, client):
         ("/pause", b'{"mode": "retract"}', PauseGeneration(nonce=7, mode=PauseMode.RETRACT)),
         ("/resume", b"{}", ResumeGeneration(nonce=7)),
         ("/reload", b'{"path": "/m"}', ReloadWeights(nonce=7, path="/m")),
+        (
+            "/load_lora_adapter",
+            b'{"lora_name": "a", "lora_path": "/a"}',
+            LoadAdapter(nonce=7, name="a", path="/a", replaces=False),
+        ),
+        ("/unload_lora_adapter", b'{"lora_name": "a"}', UnloadAdapter(nonce=7, name="a")),
         ("/profile", b'{"steps": 3, "seconds": 1}', StartProfile(nonce=7, steps=3, seconds=1.0)),
         ("/profile/stop", b"", StopProfile(nonce=7)),
     ],
@@ -305,6 +314,9 @@ async def test_an_order_reaches_the_engine_and_its_answer_the_operator(probed, c
         ("/pause", b'{"mode": "sideways"}'),
         ("/flush_cache", b'{"wait": 1}'),
         ("/reload", b"x" * 100_000),
+        ("/load_lora_adapter", b'{"lora_name": "mini", "lora_path": "/a"}'),
+        ("/load_lora_adapter", b'{"lora_name": "a"}'),
+        ("/unload_lora_adapter", b'{"lora_name": "a", "lora_int_id": 1}'),
         ("/profile", b'{"steps": "many"}'),
     ],
 )

@@ -308,6 +308,6 @@ class TokenCount:
 
     async def answer(self, request: Request) -> Response:
         asked = await decode_body(self._planner.decode, await read_body(request))
-        served = self._models.of_request(request.scope, asked.model)
+        served = self._models.of_request(request.scope, asked.model).service
         tokens = await self._shared.without_workers(request, lambda: self._planner.count(asked, served))
         return Response(encode_json(CountedTokens(input_tokens=tokens)), media_type="application/json")

@@ -1,0 +1,109 @@
+"""The adapters of one running engine, which may change between two steps.
+
+    1. open      new requests may have it
+    2. closed    its last name is gone, or stands for another adapter: requests that have it run on, others are refused
+    3. gone      no request has it, and no step that reads its weights is in flight: its slot is free
+
+Names are those of the worker's report; requests bring digests. Of a digest in several names there is one copy.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Self
+
+from tandem_engine.base.errors import BusyError, ConfigError
+from tandem_engine.messages.control import ServedAdapter
+from tandem_engine.model.adapters.loaded import LoadedAdapters
+from tandem_engine.model.adapters.weights import AdapterWeights
+
+FREE = AdapterWeights(digest=b"", rank=0, sites={})
+"""In a slot without an adapter, so that the forward thread finds weights in each."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AdapterTable:
+    """Scheduler thread only, but for `weights`, of which the forward thread reads slots of launched steps."""
+
+    limit: int
+    """Adapters that are kept at a time, closed ones included."""
+    weights: list[AdapterWeights] = field(default_factory=list)
+    """By slot."""
+    slots: dict[bytes, int] = field(default_factory=dict)
+    """By digest, of open and closed ones."""
+    closed: set[bytes] = field(default_factory=set)
+    """Digests that new requests cannot have."""
+    _names: dict[str, ServedAdapter] = field(default_factory=dict)
+    _fences: dict[bytes, int] = field(default_factory=dict)
+    """Of closed ones that no request has any more: the newest step that may read their weights."""
+
+    @classmethod
+    def of(cls, loaded: LoadedAdapters, *, limit: int) -> Self:
+        """With what was loaded together with the model."""
+        table = cls(limit=limit)
+        table.weights += loaded.weights
+        table.slots.update(loaded.slots)
+        table._names.update({adapter.name: adapter for adapter in loaded.served})
+        return table
+
+    @property
+    def served(self) -> tuple[ServedAdapter, ...]:
+        """Those that new requests may have."""
+        return tuple(self._names.values())
+
+    def require_room(self) -> None:
+        """Raise `BusyError` if no further adapter fits."""
+        if len(self.slots) >= self.limit:
+            raise BusyError(f"{len(self.slots)} adapters are loaded, --max-cpu-loras is {self.limit}: unload one")
+
+    def require_name(self, name: str, *, replaces: bool) -> None:
+        """Raise `ConfigError` if `name` is taken and not to be replaced."""
+        if name in self._names and not replaces:
+            raise ConfigError(f"lora_name: adapter {name!r} is loaded already: unload it, or replace it")
+
+    def add(self, loaded: LoadedAdapters, *, replaces: bool) -> ServedAdapter:
+        """Serve the one adapter of `loaded` from the next step on. Raises as `require_name` and `require_room`."""
+        [adapter], [weights] = loaded.served, loaded.weights
+        self.require_name(adapter.name, replaces=replaces)
+        if weights.digest not in self.slots:
+            self.require_room()
+            self._place(weights)
+        self.closed.discard(weights.digest)
+        self._fences.pop(weights.digest, None)
+        former = self._names.get(adapter.name)
+        self._names[adapter.name] = adapter
+        if former is not None:
+            self._close_unnamed(former)
+        return adapter
+
+    def remove(self, name: str) -> ServedAdapter:
+        """Give `name` to no further request. Raises `ConfigError` for an unknown one."""
+        if name not in self._names:
+            raise ConfigError(f"lora_name: no adapter {name[:80]!r} is loaded")
+        former = self._names.pop(name)
+        self._close_unnamed(former)
+        return former
+
+    def sweep(self, used: Iterable[bytes], *, launched: int, settled: int) -> None:
+        """Free the slots of closed adapters that neither a request has, by `used`, nor a step that may be in flight."""
+        if not self.closed:
+            return
+        busy = set(used)
+        for digest in [*self.closed]:
+            if digest in busy:
+                self._fences.pop(digest, None)
+            elif settled >= self._fences.setdefault(digest, launched):
+                self.weights[self.slots.pop(digest)] = FREE
+                self.closed.discard(digest)
+                del self._fences[digest]
+
+    def _place(self, weights: AdapterWeights) -> None:
+        free = next((slot for slot, held in enumerate(self.weights) if held is FREE), len(self.weights))
+        if free == len(self.weights):
+            self.weights.append(weights)
+        else:
+            self.weights[free] = weights
+        self.slots[weights.digest] = free
+
+    def _close_unnamed(self, former: ServedAdapter) -> None:
+        if all(adapter.digest != former.digest for adapter in self._names.values()):
+            self.closed.add(bytes.fromhex(former.digest))

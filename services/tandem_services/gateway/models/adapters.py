@@ -1,0 +1,97 @@
+"""Which adapter a name stands for, according to the workers of one model.
+
+Workers may have different adapters under one name, for example while a new version is rolled out. A name stands for the
+one that most workers have; of equal numbers, for the one of the newest worker. All gateways with the same view of the
+fleet resolve it alike, and a request keeps the adapter that its name stood for when it was planned.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from tandem_engine.messages.control import ServedAdapter
+from tandem_engine.messages.requests import AdapterRef
+from tandem_services.router.decision import WorkerView
+
+
+class HeldAdapter(msgspec.Struct, kw_only=True):
+    """One content of one name, for administrators."""
+
+    model: str
+    name: str
+    digest: str
+    rank: int
+    root: str
+    requested: bool
+    """The name stands for it."""
+    workers: list[str]
+    """Ids of those that have it."""
+
+
+class HeldAdapters(msgspec.Struct, kw_only=True):
+    data: list[HeldAdapter]
+    object: Literal["list"] = "list"
+
+
+class AdapterNames:
+    """Of one view of the fleet."""
+
+    def __init__(self, workers: Iterable[WorkerView]) -> None:
+        self._workers = [worker for worker in workers if worker.adapters]
+
+    def find(self, name: str) -> ServedAdapter | None:
+        """None where no worker has an adapter of this name."""
+        votes: dict[str, _Vote] = {}
+        for worker in self._workers:
+            adapter = worker.adapters.get(name)
+            if adapter is not None:
+                votes.setdefault(adapter.digest, _Vote(adapter)).count(worker)
+        return max(votes.values(), key=_Vote.weight).adapter if votes else None
+
+    def all(self) -> dict[str, ServedAdapter]:
+        """By name."""
+        names = {name for worker in self._workers for name in worker.adapters}
+        found = ((name, self.find(name)) for name in names)
+        return {name: adapter for name, adapter in found if adapter is not None}
+
+    def held(self, model: str) -> list[HeldAdapter]:
+        """What each worker has, by name and digest; `model` is theirs."""
+        current, held = self.all(), dict[tuple[str, str], HeldAdapter]()
+        for worker in self._workers:
+            for name, adapter in worker.adapters.items():
+                entry = HeldAdapter(
+                    model=model,
+                    name=name,
+                    digest=adapter.digest,
+                    rank=adapter.rank,
+                    root=adapter.root,
+                    requested=current[name].digest == adapter.digest,
+                    workers=[],
+                )
+                held.setdefault((name, adapter.digest), entry).workers.append(worker.worker_id)
+        for entry in held.values():
+            entry.workers.sort()
+        return [held[key] for key in sorted(held)]
+
+
+class _Vote:
+    """For one content of a name."""
+
+    def __init__(self, adapter: ServedAdapter) -> None:
+        self.adapter = adapter
+        self._workers = 0
+        self._newest = (0, "")
+
+    def count(self, worker: WorkerView) -> None:
+        number = worker.incarnation.rpartition("@")[2]
+        self._workers += 1
+        self._newest = max(self._newest, (len(number), number))
+
+    def weight(self) -> tuple[int, tuple[int, str], str]:
+        return self._workers, self._newest, self.adapter.digest
+
+
+def ref_of(adapter: ServedAdapter) -> AdapterRef:
+    """What requests carry of it."""
+    return AdapterRef(name=adapter.name, digest=bytes.fromhex(adapter.digest))

@@ -1,0 +1,141 @@
+"""Adapters on a fleet: streams equal those of the model with the adapter merged, also after the loss of a worker."""
+
+import asyncio
+import json
+import os
+import signal
+from random import Random
+from typing import Any
+
+import openai
+import pytest
+
+from tandem_lab.verify.reference import TransformersReference
+from tandem_services.cli.flags import bundled_model
+from tandem_testing.adapters import FLEET_ADAPTERS
+from tandem_testing.system_client import SystemClient
+from tandem_testing.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
+
+PROMPT = tuple(Random(22).choices(range(20, 900), k=200))
+"""More than a decode worker may compute itself."""
+TOKENS = 24
+LONG = 400
+
+
+@pytest.fixture(scope="module")
+def merged(systems) -> dict[str | None, tuple[int, ...]]:
+    """Outputs of transformers for the prompt: of the model alone (None) and with each adapter merged."""
+    reference = TransformersReference(str(bundled_model()))
+    said = {}
+    for name in (None, *FLEET_ADAPTERS):
+        folder = None if name is None else str(systems[0].run_dir.parent / name)
+        with reference.adapted(folder):
+            said[name] = reference.generate(PROMPT, TOKENS, frozenset(), ignore_eos=True).token_ids
+    assert len(set(said.values())) == 1 + len(FLEET_ADAPTERS)
+    return said
+
+
+async def complete(fleet: SystemClient, model: str, *, max_tokens: int = TOKENS) -> dict[str, Any]:
+    answer = await fleet.http.post("/v1/completions", json=body_of(model, max_tokens) | {"return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    said: dict[str, Any] = answer.json()
+    return said
+
+
+def body_of(model: str, max_tokens: int) -> dict[str, Any]:
+    return {"model": model, "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+
+
+async def test_names_of_adapters_answer_as_merged_weights(fleet, merged):
+    names = {"one": "one", f"{fleet.model}:one": "one", "two": "two", f"{fleet.model}:two": "two", fleet.model: None}
+    for _ in range(2):  # the second time from the prefix cache
+        answers = await asyncio.gather(*(complete(fleet, name) for name in names))
+        said = [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
+        assert said == [merged[adapter] for adapter in names.values()]
+    record = await fleet.get(f"/v1/requests/{answers[0]['id']}/explain")
+    assert (record["requested_model"], record["model"], len(record["adapter"])) == ("one", fleet.model, 32)
+    assert answers[0]["model"] == "one"
+
+
+async def test_stream_of_an_adapter_outlives_its_worker(fleet, merged):
+    expected = tuple((await complete(fleet, "one", max_tokens=LONG))["choices"][0]["token_ids"])
+    assert expected[:TOKENS] == merged["one"]
+    said: list[int] = []
+    engines = {name: fleet.system.engine_pid(name) for name in ("decode-0", "decode-1")}
+    fields = {"stream": True, "return_token_ids": True}
+    async with fleet.http.stream("POST", "/v1/completions", json=body_of("one", LONG) | fields) as response:
+        killed = None
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            said += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+            if killed is None:
+                killed = await kill_decode_worker(fleet, chunk["id"], engines)
+    assert killed is not None
+    assert tuple(said) == expected
+    assert len(await fleet.attempts(chunk["id"])) > 1, "the worker died too late"
+    await fleet.all_ready(instead_of=[killed])
+    await fleet.settled()
+
+
+async def kill_decode_worker(fleet: SystemClient, request_id: str, engines: dict[str, int]) -> int:
+    """SIGKILL the engine that generates `request_id`; none of `engines` generates anything before. Returns its pid."""
+    for pid in engines.values():
+        os.kill(pid, signal.SIGSTOP)
+    [attempt] = await fleet.attempts(request_id)
+    pid = engines[attempt["decode"].partition("@")[0]]
+    os.kill(pid, signal.SIGKILL)
+    for other in engines.values():
+        if other != pid:
+            os.kill(other, signal.SIGCONT)
+    return pid
+
+
+async def test_openai_client_lists_and_uses_adapters(fleet, merged):
+    async with openai.AsyncOpenAI(base_url=f"{fleet.system.url}/v1", api_key="none", max_retries=0) as client:
+        cards = {card.id: card async for card in await client.models.list()}
+        assert {name: (cards[name].root, cards[name].parent) for name in FLEET_ADAPTERS} == {
+            name: (name, fleet.model) for name in FLEET_ADAPTERS
+        }
+        assert (await client.models.retrieve("two")).parent == fleet.model
+        hi = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
+        base, one = [await client.chat.completions.create(model=name, **hi) for name in (fleet.model, "one")]
+        assert (base.model, one.model) == (fleet.model, "one")
+        assert base.choices[0].message.content != one.choices[0].message.content
+        with pytest.raises(openai.NotFoundError, match="'three' does not exist.*one, two"):
+            await client.chat.completions.create(model="three", **hi)
+
+
+async def test_adapter_is_loaded_and_unloaded_while_streams_run(fleet, merged):
+    expected = (await complete(fleet, "one", max_tokens=LONG))["choices"][0]["token_ids"]
+    running = asyncio.create_task(complete(fleet, "one", max_tokens=LONG))
+    folder = fleet.system.run_dir.parent / "two"
+    loaded = await order_all(fleet, "/load_lora_adapter", {"lora_name": "late", "lora_path": str(folder)})
+    assert len({answer["digest"] for answer in loaded}) == 1
+    await until(lambda: known(fleet, "late"), 30.0, "the adapter is listed")
+    answer = await complete(fleet, "late")
+    assert tuple(answer["choices"][0]["token_ids"]) == merged["two"]
+    await order_all(fleet, "/unload_lora_adapter", {"lora_name": "late"})
+    assert (await running)["choices"][0]["token_ids"] == expected
+
+    async def gone() -> bool:
+        return not await known(fleet, "late")
+
+    await until(gone, 30.0, "the adapter is listed no more")
+    refused = await fleet.http.post("/v1/completions", json=body_of("late", 4))
+    assert refused.status_code == 404
+    assert tuple((await complete(fleet, "two"))["choices"][0]["token_ids"]) == merged["two"]
+
+
+async def order_all(fleet: SystemClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each worker answers to an order."""
+    answers = await asyncio.gather(*(fleet.http.post(url + path, json=body) for url in fleet.system.workers.values()))
+    assert [answer.status_code for answer in answers] == [200] * len(answers), [answer.text for answer in answers]
+    return [answer.json() for answer in answers]
+
+
+async def known(fleet: SystemClient, name: str) -> bool:
+    return name in {card["id"] for card in (await fleet.get("/v1/models"))["data"]}

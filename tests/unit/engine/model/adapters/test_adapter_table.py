@@ -1,0 +1,86 @@
+"""Adapters of a running engine: names, slots, and when their memory is free."""
+
+import pytest
+
+from tandem_engine.base.errors import BusyError, ConfigError
+from tandem_engine.messages.control import ServedAdapter
+from tandem_engine.messages.requests import AdapterRef
+from tandem_engine.model.adapters.loaded import LoadedAdapters
+from tandem_engine.model.adapters.table import FREE, AdapterTable
+from tandem_engine.model.adapters.weights import AdapterWeights
+
+
+def digest(number: int) -> bytes:
+    return bytes([number] * 16)
+
+
+def loaded(name: str, number: int) -> LoadedAdapters:
+    """An adapter with the content `number`."""
+    return LoadedAdapters(
+        names={name: AdapterRef(name=name, digest=digest(number))},
+        weights=(AdapterWeights(digest=digest(number), rank=1, sites={}),),
+        served=(ServedAdapter(name=name, digest=digest(number).hex(), rank=1, root=name),),
+    )
+
+
+@pytest.fixture
+def table() -> AdapterTable:
+    """With the adapter `a` of content 1, and room for two more."""
+    return AdapterTable.of(loaded("a", 1), limit=3)
+
+
+def held(table: AdapterTable) -> list[bytes]:
+    return [weights.digest for weights in table.weights if weights is not FREE]
+
+
+def test_added_adapter_has_a_slot_of_its_own(table):
+    table.add(loaded("b", 2), replaces=False)
+    assert [adapter.name for adapter in table.served] == ["a", "b"]
+    assert table.slots == {digest(1): 0, digest(2): 1}
+    assert held(table) == [digest(1), digest(2)]
+
+
+def test_equal_content_is_held_once_until_its_last_name(table):
+    table.add(loaded("b", 1), replaces=False)
+    assert held(table) == [digest(1)]
+    table.remove("a")
+    assert not table.closed
+    table.remove("b")
+    assert table.closed == {digest(1)}
+
+
+def test_closed_adapter_stays_for_its_requests_and_steps(table):
+    table.remove("a")
+    table.sweep([digest(1)], launched=5, settled=4)
+    table.sweep([], launched=6, settled=5)
+    assert (held(table), table.closed) == ([digest(1)], {digest(1)})  # step 6 may read it
+    table.sweep([], launched=7, settled=6)
+    assert (held(table), table.closed, table.slots) == ([], set(), {})
+    table.add(loaded("c", 3), replaces=False)
+    assert table.slots == {digest(3): 0}
+
+
+def test_replaced_adapter_closes_and_returns_with_its_content(table):
+    table.add(loaded("a", 2), replaces=True)
+    assert ([adapter.digest for adapter in table.served], table.closed) == ([digest(2).hex()], {digest(1)})
+    table.sweep([], launched=1, settled=0)
+    table.add(loaded("b", 1), replaces=False)
+    table.sweep([], launched=1, settled=1)
+    assert (held(table), table.closed) == ([digest(1), digest(2)], set())
+
+
+def test_same_content_may_replace_itself(table):
+    table.add(loaded("a", 1), replaces=True)
+    assert (held(table), table.closed) == ([digest(1)], set())
+
+
+def test_refused_adapter_changes_nothing(table):
+    with pytest.raises(ConfigError, match="'a' is loaded already"):
+        table.add(loaded("a", 2), replaces=False)
+    with pytest.raises(ConfigError, match="no adapter 'b' is loaded"):
+        table.remove("b")
+    table.add(loaded("b", 2), replaces=False)
+    table.add(loaded("c", 3), replaces=False)
+    with pytest.raises(BusyError, match="3 adapters are loaded, --max-cpu-loras is 3"):
+        table.add(loaded("d", 4), replaces=False)
+    assert [adapter.name for adapter in table.served] == ["a", "b", "c"]

@@ -1,0 +1,153 @@
+"""Adapters behind a gateway: what a name stands for, for which key, and what its requests carry."""
+
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tandem_engine.messages.control import ServedAdapter
+from tandem_engine.messages.outputs import Finish, FinishReason
+from tandem_services.gateway.config import GatewayConfig, ModelConfig
+from tandem_services.gateway.models.adapters import AdapterNames
+from tandem_services.gateway.models.service import Fleet
+from tandem_services.router.decision import WorkerView
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf, serving_fleets
+from tandem_testing.key_files import bearer, write_keys
+from tandem_testing.mock_engine import MockBehaviour
+from tandem_testing.router_builders import make_view
+from tandem_testing.tokenizer_builders import EOS
+
+
+def adapter(name: str, digit: str = "1") -> ServedAdapter:
+    return ServedAdapter(name=name, digest=digit * 32, rank=4, root=f"folder-{name}")
+
+
+def worker(incarnation: str, *adapters: ServedAdapter) -> WorkerView:
+    name, _, number = incarnation.partition("@")
+    return make_view(name, number=int(number), adapters={each.name: each for each in adapters})
+
+
+@pytest.fixture
+def fleets(rack, tokenizer):
+    """llama, also called gpt, has the adapters sql, shared and qwen; qwen has shared. Yields clients, and engines."""
+
+    @asynccontextmanager
+    async def start(**config):
+        adapters = {
+            "llama": (adapter("sql"), adapter("shared", "2"), adapter("qwen", "3")),
+            "qwen": (adapter("shared", "4"),),
+        }
+        models = [
+            ModelConfig(path=Path(), names=names, cluster=names[0], recovery_s=0.5, max_attempts=2)
+            for names in (("llama", "gpt"), ("qwen",))
+        ]
+        engines, parts = {}, []
+        for model in models:
+            engine = engines[model.name] = rack.add(model.name, MockBehaviour(token=lambda *_: EOS, eos=EOS))
+            engine.model = model.name
+            view = replace(engine.view, adapters={each.name: each for each in adapters[model.name]})
+            chooser = FakeChooser([view])
+            parts.append(
+                Fleet(
+                    config=model,
+                    chooser=chooser,
+                    sessions=SessionShelf(),
+                    context=rack.context,
+                    tokenizer=tokenizer,
+                )
+            )
+        settings = GatewayConfig(models=tuple(models), ping_interval_s=5.0, **config)
+        async with serving_fleets(settings, parts) as http:
+            yield http, engines, {fleet.config.name: fleet.chooser for fleet in parts}
+
+    return start
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "digit"),
+    [
+        ("sql", "llama", "1"),
+        ("llama:sql", "llama", "1"),
+        ("gpt:sql", "llama", "1"),
+        ("llama:shared", "llama", "2"),
+        ("qwen:shared", "qwen", "4"),
+        ("llama:qwen", "llama", "3"),
+        ("qwen", "qwen", None),
+        ("gpt", "llama", None),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
+async def test_name_of_an_adapter_reaches_engine_and_router(fleets, path, name, model, digit):
+    body = {"input": "hi"} if path == "/v1/embeddings" else CHAT
+    async with fleets() as (http, engines, choosers):
+        answer = await http.post(path, json={"model": name, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == name
+    [received] = engines[model].received
+    digest = b"" if digit is None else bytes.fromhex(digit * 32)
+    assert (b"" if received.adapter is None else received.adapter.digest) == digest
+    assert [query.adapter for query in choosers[model].queries] == [digest]
+
+
+async def test_name_of_several_adapters_needs_its_model(fleets):
+    async with fleets() as (http, _, _):
+        answer = await http.post("/v1/chat/completions", json={"model": "shared", **CHAT})
+        cards = (await http.get("/v1/models")).json()["data"]
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith("send 'llama:shared' or 'qwen:shared'.")
+    facts = [(card["id"], card["root"], card["parent"]) for card in cards if card["parent"] is not None]
+    assert facts == [
+        ("llama:qwen", "folder-qwen", "llama"),
+        ("llama:shared", "folder-shared", "llama"),
+        ("sql", "folder-sql", "llama"),
+        ("qwen:shared", "folder-shared", "qwen"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["none", "llama:none", "none:sql", "sql:sql", "llama:", ":sql"])
+async def test_unknown_adapter_is_404_never_the_model(fleets, name):
+    async with fleets() as (http, engines, _):
+        answer = await http.post("/v1/chat/completions", json={"model": name, **CHAT})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert not any(engine.received for engine in engines.values())
+
+
+async def test_key_needs_adapters_in_its_models(fleets, tmp_path):
+    keys = write_keys(
+        tmp_path, all={}, base={"models": ["llama"]}, short={"models": ["sql"]}, long={"models": ["llama:sql"]}
+    )
+    adapter_names = {"sql", "llama:sql"}
+    allowed = {"all": {"llama", *adapter_names}, "base": {"llama"}, "short": adapter_names, "long": adapter_names}
+    async with fleets(api_keys=keys) as (http, _, _):
+        for key, names in allowed.items():
+            for name in ("llama", "sql", "llama:sql"):
+                answer = await http.post("/v1/chat/completions", json={"model": name, **CHAT}, headers=bearer(key))
+                assert answer.status_code == (200 if name in names else 404), (key, name)
+            cards = (await http.get("/v1/models", headers=bearer(key))).json()["data"]
+            assert ("sql" in {card["id"] for card in cards}) == ("sql" in names)
+
+
+async def test_missing_adapter_is_tried_elsewhere_then_503(fleets):
+    gone = Finish(reason=FinishReason.ERROR, error="not here", code="adapter_missing", retryable=True)
+    async with fleets() as (http, engines, _):
+        engines["llama"].behaviour.refuse = gone
+        answer = await http.post("/v1/chat/completions", json={"model": "sql", **CHAT})
+    assert answer.status_code == 503
+    assert "has the adapter" in answer.json()["error"]["message"]
+    assert len(engines["llama"].received) == 2
+
+
+def test_name_stands_for_the_adapter_that_most_workers_have():
+    old, new = adapter("sql", "1"), adapter("sql", "2")
+    workers = [worker("a@1", old), worker("b@2", old), worker("c@10", new)]
+    assert AdapterNames(workers).find("sql") == old
+    assert AdapterNames([*workers, worker("d@9", new)]).find("sql") == new
+    assert AdapterNames([*workers[1:], worker("e@1")]).find("sql") == new
+    assert AdapterNames(workers).find("other") is None
+    held = AdapterNames(workers).held("llama")
+    facts = [(each.model, each.name, each.digest[0], each.requested, each.workers) for each in held]
+    assert facts == [("llama", "sql", "1", True, ["a", "b"]), ("llama", "sql", "2", False, ["c"])]
