@@ -32,6 +32,13 @@ OTHER_COLONS = {
     "services/tandem_services/cli/doctor/processor.py": {"line.partition(':')"},
     "lab/tandem_lab/cli/simulate.py": {"part.partition(':')"},
     "services/tandem_services/common/redis_client.py": {"credentials.partition(':')"},
+    # An adapter and its base: base:adapter.
+    "services/tandem_services/gateway/models/model.py": {"f'{self.name}:{name}'"},
+    "services/tandem_services/gateway/models/catalog.py": {
+        "name.rpartition(':')",
+        "f'{service.model.name}:{name}'",
+        "f\"'{quoted(each.service.model.name)}:{quoted(own)}'\"",
+    },
     # The kubelet replaces the variable by a DNS name.
     "operator/tandem_operator/builders/worker.py": {"f'$(LWS_LEADER_ADDRESS):{MEETING_PORT}'"},
     "engine/tandem_engine/parallel/group.py": {"f'{named.type}:{(named.index or 0) + rank}'"},

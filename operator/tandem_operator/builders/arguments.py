@@ -100,6 +100,7 @@ WORKER = FlagTable(
     arguments=frozenset(
         {
             *("--load-format", "--cpu-affinity", "--dist-timeout", "--num-pages", "--mixed-prefill-tokens"),
+            "--shared-prefill-tokens",
             *("--cuda-graph-max-bs", "--cuda-graph-bs", "--disable-cuda-graph"),
             *("--disable-radix-cache", "--disable-mixed-chunk", "--disable-overlap-schedule"),
             *("--hicache-ratio", "--hicache-storage-dir", "--hicache-storage-size"),
@@ -110,6 +111,8 @@ WORKER = FlagTable(
             *("--speculative-disable-by-batch-size", "--speculative-disable-adaptive"),
             *("--transport", "--grant-timeout", "--hold-timeout", "--kv-push-layers", "--link-probe-mib"),
             *("--grammar-backend", "--grammar-compile-timeout", "--grammar-cache-size"),
+            *("--enable-lora", "--lora-modules", "--lora-dir", "--max-loras", "--max-cpu-loras", "--max-lora-rank"),
+            "--allow-runtime-lora-updating",
         }
     ),
     aliases={
