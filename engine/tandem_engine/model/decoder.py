@@ -12,7 +12,7 @@ operations of a few microseconds, to which the bookkeeping of `nn.Module` would 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,11 +24,26 @@ from tandem_engine.model.adapters.tensor_names import Site
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend, LayerInputs
 from tandem_engine.model.latent.attention import latent_attention
-from tandem_engine.model.layers.attention import RotaryTable, SelfAttention, rotary_order, rotary_table
+from tandem_engine.model.layers.attention import (
+    RotaryTable,
+    SelfAttention,
+    order_of_outputs,
+    rotary_order,
+    rotary_table,
+)
 from tandem_engine.model.layers.delta import GatedAttention, GatedDelta
 from tandem_engine.model.layers.latent import LatentAttention
 from tandem_engine.model.layers.linear import Projection, TokenEmbedding, projection
-from tandem_engine.model.layers.mlp import Expert, FeedForward, Router, SharedBlock, SparseFeedForward, gated
+from tandem_engine.model.layers.mlp import (
+    Expert,
+    FeedForward,
+    Router,
+    SharedBlock,
+    SparseFeedForward,
+    Tokenwise,
+    gate_first,
+    gated,
+)
 from tandem_engine.model.layers.norm import NoNorm, Norm, WholeHeadsNorm, rms_norm, scale_of
 from tandem_engine.model.quantization.levels import Levels
 from tandem_engine.model.recurrent.blocks import gated_attention, gated_delta
@@ -62,24 +77,6 @@ from tandem_engine.parallel.sharding import INPUTS, OUTPUTS, VOCABULARY, Split
 
 if TYPE_CHECKING:
     from tandem_engine.model.cpu.step import FusedStack
-
-
-def soft_cap_(values: Tensor, cap: float) -> Tensor:
-    """cap · tanh(values / cap), in place."""
-    return values.div_(cap).tanh_().mul_(cap)
-
-
-class Tokenwise(Protocol):
-    """A block in which tokens do not meet: `FeedForward`, or a mixture of experts."""
-
-    @property
-    def norm(self) -> Norm:
-        """To be applied before the block."""
-        ...
-
-    def __call__(self, normed: Tensor) -> Tensor:
-        """Normalised hidden states [T, hidden] to what is added to them."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +162,7 @@ class Decoder:
         if self.config.logit_scale != 1.0:
             logits = logits.mul_(self.config.logit_scale)
         cap = self.config.logit_soft_cap
-        return logits if cap is None else soft_cap_(logits, cap)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def attention_specs(config: ModelConfig, blocks: Sequence[Block] | None = None) -> tuple[AttentionSpec, ...]:
@@ -255,11 +252,6 @@ def _rotary(rope: RopeConfig, config: ModelConfig, weights: Weights, positions: 
     )
 
 
-def gate_first(outputs: int, device: torch.device) -> Tensor:
-    """Indices of outputs of gate and up that alternate: those of gate, then those of up."""
-    return torch.arange(outputs, device=device).view(-1, 2).t().flatten()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockBuilder:
     """Assembles the layers of a decoder from their tensors."""
@@ -320,15 +312,8 @@ class BlockBuilder:
         )
 
     def _order_of_outputs(self) -> Tensor | None:
-        """Of q, k and v stacked, where heads of the checkpoint rotate otherwise than ours, or q has gates too."""
-        order, size, gates = self._order_of_head(), self.config.head_dim, self.config.output_gate
-        if order is None and not gates:
-            return None
-        keys = self.heads.query * (2 * size if gates else size)
-        values = keys + self.heads.kv * size
-        heads = torch.cat((torch.arange(0, keys, 2 * size if gates else size), torch.arange(keys, values, size)))
-        turned = heads[:, None] + (torch.arange(size) if order is None else order)
-        return torch.cat((turned.view(-1), torch.arange(values, values + self.heads.kv * size)))
+        config, order = self.config, self._order_of_head()
+        return order_of_outputs(order, *self.heads, size=config.head_dim, gates=config.output_gate)
 
     def _order_of_head(self) -> Tensor | None:
         return rotary_order(self.config.rope, head_dim=self.config.head_dim)

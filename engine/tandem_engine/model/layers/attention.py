@@ -108,6 +108,22 @@ def rotary_order(rope: RopeConfig, *, head_dim: int) -> Tensor | None:
     return torch.cat((first, passed, second, rest))
 
 
+def order_of_outputs(order: Tensor | None, query: int, kv: int, *, size: int, gates: bool) -> Tensor | None:
+    """int64: which of the stacked outputs of q, k and v stands at each place; None as they are.
+
+    `order` of the dimensions of a head as of `rotary_order`. `gates`: those of q are a query and a gate for each head,
+    and the gates are left out.
+    """
+    if order is None and not gates:
+        return None
+    stride = 2 * size if gates else size
+    keys = query * stride
+    values = keys + kv * size
+    heads = torch.cat((torch.arange(0, keys, stride), torch.arange(keys, values, size)))
+    turned = heads[:, None] + (torch.arange(size) if order is None else order)
+    return torch.cat((turned.view(-1), torch.arange(values, values + kv * size)))
+
+
 def inverse_frequencies(rope: RopeConfig, *, head_dim: int, positions: int = 0) -> Tensor:
     """Radians per position of each pair of dimensions: float32 [D/2].
 

@@ -15,7 +15,7 @@ nor on the other tokens of its experts, except for the rounding that rows of one
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -92,6 +92,24 @@ class Choice(NamedTuple):
     """[T, k] int64"""
     weights: Tensor
     """[T, k]"""
+
+
+class Tokenwise(Protocol):
+    """A block in which tokens do not meet: `FeedForward`, or a mixture of experts."""
+
+    @property
+    def norm(self) -> Norm:
+        """To be applied before the block."""
+        ...
+
+    def __call__(self, normed: Tensor) -> Tensor:
+        """Normalised hidden states [T, hidden] to what is added to them."""
+        ...
+
+
+def gate_first(outputs: int, device: torch.device) -> Tensor:
+    """Indices of outputs of gate and up that alternate: those of gate, then those of up."""
+    return torch.arange(outputs, device=device).view(-1, 2).t().flatten()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

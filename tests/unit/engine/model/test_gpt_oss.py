@@ -11,7 +11,7 @@ from tandem_engine.config import Activation, GateClamp, MoeConfig, NormKind, Rop
 from tandem_engine.model.checkpoint import open_weights, parse_config, read_model_config
 from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.model.config_fields import read_fields
-from tandem_engine.model.decoder import gate_first
+from tandem_engine.model.layers.mlp import gate_first
 from tandem_engine.model.quantization.scheme import read_scheme
 from tandem_testing.checkpoint_files import write_config
 from tandem_testing.mxfp4_files import SCHEME, write_mxfp4
