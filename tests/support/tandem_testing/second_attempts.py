@@ -13,6 +13,10 @@ Only tests in FOLDERS have a second attempt; all others are deterministic. pytes
 test that has timed out runs again without a timeout.
 """
 
+import gc
+import sys
+import warnings
+
 import pytest
 from _pytest.runner import call_and_report
 
@@ -31,6 +35,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if not _attempt(item, nextitem, decides=False):
         item.config.stash[RERUNS] = item.config.stash.get(RERUNS, 0) + 1
         _forget_failed_fixtures(item)
+        _collect_garbage()
         _attempt(item, nextitem, decides=True)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
@@ -67,6 +72,15 @@ def _forget_failed_fixtures(item: pytest.Item) -> None:
         for definition in definitions:
             if definition.cached_result is not None and definition.cached_result[2] is not None:
                 definition.cached_result = None
+
+
+def _collect_garbage() -> None:
+    """What the failed attempt has left open would be an error of the test during which it is collected."""
+    for name in {"last_exc", "last_type", "last_value", "last_traceback"} & vars(sys).keys():
+        delattr(sys, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
