@@ -86,6 +86,7 @@ def test_the_page_of_scheduling_lists_the_defaults():
             found.chunked_prefill_size,
             found.max_prefill_tokens,
             found.mixed_prefill_tokens,
+            found.shared_prefill_tokens,
             found.max_running_requests,
             found.default_context,
         )
