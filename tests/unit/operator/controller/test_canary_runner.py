@@ -96,7 +96,7 @@ def answering(**answers: Canary):
 
 
 async def turn(canary_runner: CanaryRunner, *workers: PodSeen, wanted=None) -> dict[str, Canary]:
-    return await canary_runner.turn(subject(wanted, pods=(GATEWAY, *workers)), timeout_s=None)
+    return await canary_runner.run_due(subject(wanted, pods=(GATEWAY, *workers)), timeout_s=None)
 
 
 async def test_the_first_time_it_waits_for_its_canaries(make):
@@ -114,13 +114,13 @@ async def test_slow_canary_is_sent_once_without_waiting(make):
         return GOOD
 
     canary_runner, seen = make(send), subject(pods=(GATEWAY, *OLD))
-    assert await canary_runner.turn(seen, timeout_s=0.0) == {}
-    assert await canary_runner.turn(seen, timeout_s=0.0) == {}
+    assert await canary_runner.run_due(seen, timeout_s=0.0) == {}
+    assert await canary_runner.run_due(seen, timeout_s=0.0) == {}
     assert sorted(asked) == ["", "r1"]
     assert canary_runner.expecting
     answered.set()
     await asyncio.wait([task for _, task in canary_runner.asking.values()])
-    assert await canary_runner.turn(seen, timeout_s=0.0) == {"r1": GOOD, "": GOOD}
+    assert await canary_runner.run_due(seen, timeout_s=0.0) == {"r1": GOOD, "": GOOD}
     assert not canary_runner.expecting
     canary_runner.close()
 
