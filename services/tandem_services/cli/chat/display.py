@@ -6,13 +6,19 @@ from contextlib import AbstractContextManager, contextmanager
 from textwrap import wrap
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+# Loaded before a request is sent: later, it would count as time to the first token.
+from rich.console import Console
+from rich.live import Live
+from rich.segment import SegmentLines
+from rich.text import Text
+
+from tandem_services.cli.chat.markdown_blocks import Line, render, split_blocks, trim
 from tandem_services.cli.chat.plain_text import WordWrap, harmless
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from tandem_services.cli.chat.conversation import Piece
-    from tandem_services.cli.chat.markdown_blocks import Line
 
 DEFAULT_COLUMNS = 80
 """Of a terminal that has not reported its size."""
@@ -38,8 +44,6 @@ def display_for(stream: TextIO) -> Display:
     # rich itself would write colors into pipes if environment variables request them.
     if not stream.isatty():
         return Pipe(stream)
-    from rich.console import Console
-
     console = Console(file=stream, highlight=False)
     return Wrapped(stream) if console.is_dumb_terminal else Rendered(console)
 
@@ -109,7 +113,6 @@ class Rendered:
 
     @contextmanager
     def answer(self) -> Iterator[Show]:
-        from rich.live import Live
 
         growing = _Growing(self._console)
         with Live(
@@ -126,7 +129,6 @@ class Rendered:
                 growing.end()
 
     def note(self, text: str) -> None:
-        from rich.text import Text
 
         self._console.print(Text(harmless(text), style="dim"))
 
@@ -142,7 +144,6 @@ class _Growing:
         """A block, which is followed by a blank line."""
 
     def add(self, piece: "Piece") -> None:
-        from tandem_services.cli.chat.markdown_blocks import split_blocks
 
         if piece.reasoning:
             self._reasoning += harmless(piece.reasoning)
@@ -163,7 +164,6 @@ class _Growing:
 
     def tail(self) -> "RenderableType":
         """As many of the last lines of the block that grows as the terminal has."""
-        from rich.segment import SegmentLines
 
         lines = self._content_lines(self._content) if self._content else self._reasoning_lines(self._reasoning)
         lines = lines[-max(1, self._console.height - 2) :]
@@ -174,20 +174,15 @@ class _Growing:
         self._print(self._reasoning_lines(reasoning))
 
     def _print(self, lines: "list[Line]") -> None:
-        from rich.segment import SegmentLines
 
         if lines:
             self._console.print(SegmentLines([[], *lines] if self._printed else lines, new_lines=True), end="")
             self._printed = True
 
     def _content_lines(self, text: str) -> "list[Line]":
-        from tandem_services.cli.chat.markdown_blocks import render
 
         return render(self._console, text)
 
     def _reasoning_lines(self, text: str) -> "list[Line]":
-        from rich.text import Text
-
-        from tandem_services.cli.chat.markdown_blocks import trim
 
         return trim(self._console.render_lines(Text(text, style="dim"), pad=False))
