@@ -253,7 +253,7 @@ class Planner:
             if before is not None and not _goes_before(req, before):
                 return Admission.CHUNK_IN_PROGRESS
             answer = self._fit(adder.add, req)
-            if answer is Admission.OVERTAKES and self._in_turns and self.queues.give_up_turn(req):
+            if answer.lacks_memory and self._in_turns and self.queues.give_up_turn(req):
                 continue
             if not answer.ok:
                 return answer

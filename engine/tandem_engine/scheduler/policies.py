@@ -14,8 +14,9 @@ A greater `Request.priority` is more important, here and in the API: SGLang's de
 keeps no state between plans [admission-not-latched]: the same requests at the same times get the same order on every
 rank.
 
-No request starves. Under `fcfs` none is overtaken. Under `lpm`, `dfs-weight` and `srf` a request that has waited for
-`ageing.seconds` is *overdue*, and overdue requests go first, in the order of the queue. Under `priority` a waiting
+No request starves. Under `fcfs` none is overtaken by its own tenant's, and tenants have turns (`queues`). Under `lpm`,
+`dfs-weight` and `srf` a request that has waited for `ageing.seconds` is *overdue*, and overdue requests go first, in
+the order of the queue. Under `priority` a waiting
 request gains one level per `ageing.seconds`: one of priority p goes before every one of priority q > p that arrives
 more than (q − p) · seconds later. Age also protects it from preemption.
 

@@ -24,9 +24,10 @@ memory, both workers would block:
                                        ▲                                                                │
                                        └──────── memory for that prompt, once it is no longer delayed ◀─┘
 
-So a prompt for another worker overtakes only while the overtaken ones still fit next to it. Where its tenant's turn has
-come before theirs, it gives that up. Requests that finish on
-this worker release their memory in any case and are exempt.
+So a prompt for another worker overtakes only while the overtaken ones still fit next to it. Requests that finish on
+this worker release their memory in any case and are exempt. Where a tenant's turn is before that of an earlier prompt
+for another worker, and memory is short, it gives its turn up (`Queues.give_up_turn`): the earlier prompt, behind it in
+the queue, may be the one that memory waits for.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -120,7 +121,7 @@ class Admission(Enum):
     WATERMARK = "watermark"
     """It would fit, but into pages that are kept free."""
     OVERTAKES = "overtakes"
-    """It would fit, but into pages of an earlier prompt for another worker that is held up (`kept_back`)."""
+    """It would fit, but into pages of an earlier prompt for another worker, which it overtakes (`kept_back`)."""
     CHUNK_IN_PROGRESS = "chunk_in_progress"
     """It would need chunks, and another prompt is half computed."""
     SHARED_PREFIX = "shared_prefix"
@@ -142,6 +143,11 @@ class Admission(Enum):
     def lacks_pages(self) -> bool:
         """More free pages would help."""
         return self in (Admission.NO_PAGES, Admission.WATERMARK, Admission.OVERTAKES)
+
+    @property
+    def lacks_memory(self) -> bool:
+        """More free pages or rows would help."""
+        return self.lacks_pages or self is Admission.NO_ROW
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

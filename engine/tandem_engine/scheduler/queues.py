@@ -317,9 +317,12 @@ class Queues:
         return [other for other in self.waiting if other.tenant != req.tenant] if self.tenants.several else []
 
     def give_up_turn(self, req: Request) -> bool:
-        """`req` and the other requests of its tenant go after those that came earlier. False if they do already."""
-        earlier = [other for other in self.of_other_tenants(req) if other.arrived_at < req.arrived_at]
-        turn = max((other.turn for other in earlier), default=req.turn)
+        """`req` and the rest of its tenant go after others' prompts for other workers that came earlier.
+
+        False if they do already.
+        """
+        others = (other for other in self.of_other_tenants(req) if sends_kv(other))
+        turn = max((other.turn for other in others if other.arrived_at < req.arrived_at), default=req.turn)
         if turn <= req.turn or req.first_scheduled_at is not None:
             return False
         for mine in [mine for mine in self.waiting if mine.tenant == req.tenant and mine.first_scheduled_at is None]:

@@ -125,3 +125,17 @@ def test_a_tenant_overtakes_while_others_find_room(pages, order):
     for rid in prompts:
         assert pair.decode.tokens(rid) == pair.expected(rid)
     pair.assert_clean()
+
+
+def test_a_tenant_gives_up_its_turn_where_rows_are_few():
+    """Prompts that came earlier wait behind it in the queue, for more rows than there are."""
+    pair = make_pair(usable_pages=64, shared_prefill_tokens=8, prefill={"max_rows": 2})
+    prompts = {f"big{number}": tuple(range(1 + number, 33 + number)) for number in range(4)}
+    prompts["small"] = tuple(range(50, 60))
+    for rid, prompt in prompts.items():
+        pair.pass_time(0.001)
+        pair.submit(rid, prompt, tenant=rid.rstrip("0123"))
+    pair.run(max_turns=200, seconds_per_turn=0.01)
+    for rid in prompts:
+        assert pair.decode.tokens(rid) == pair.expected(rid)
+    pair.assert_clean()
