@@ -22,11 +22,13 @@ that is impossible, as during the response to a request whose body still arrives
 import asyncio
 import logging
 import math
+import sys
 import uuid
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem_services.common.errors import ApiError, bad_request, unavailable
@@ -107,10 +109,16 @@ class GatewayConnection(HttpToolsProtocol):
             self._give_up()
 
     def _give_up(self) -> None:
-        """After an exception: a request that an application has is answered by it, any other gets a 500."""
+        """After an exception: a request that an application has whole is answered by it, any other gets a 500. Then
+        the connection ends."""
         cycle: Any = self.cycle
-        if cycle is None or cycle.response_complete or self._in_head:
-            self.transport.write(_FAILED)
+        if self._belongs_to_the_next and self._in_head:
+            self._last_word = UNEXPECTED
+        elif self._belongs_to_the_next:
+            cycle.keep_alive = False
+        else:
+            if self._in_head or self._may_be_answered_here:
+                self.transport.write(_FAILED)
             self.transport.close()
 
     def _receive(self, data: bytes) -> None:
@@ -133,9 +141,9 @@ class GatewayConnection(HttpToolsProtocol):
         self._expect_head()
 
     def on_headers_complete(self) -> None:
+        super().on_headers_complete()
         self._in_head = False
         self._head_arrived()
-        super().on_headers_complete()
         if self._lingers is not None:
             super().shutdown()
 
@@ -158,7 +166,11 @@ class GatewayConnection(HttpToolsProtocol):
             self.end()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  # uvicorn's name for its own sentence
-        """What uvicorn answers to bytes that are no HTTP."""
+        """What uvicorn answers to bytes that are no HTTP. It takes exceptions of the methods above for the same."""
+        error = sys.exception()
+        cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else None
+        if cause is not None and not isinstance(cause, (UnicodeDecodeError, httptools.HttpParserError)):
+            raise cause
         self._end_with(bad_request("this is not a valid HTTP request"))
 
     @property

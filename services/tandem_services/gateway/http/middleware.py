@@ -110,9 +110,12 @@ async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -
     watcher = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((job, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not job.done() and watcher.exception() is None:
-            raise ClientGoneError
-        # A watch that has failed says nothing about the client.
+        if not job.done():
+            failure = watcher.exception()
+            if failure is None:
+                raise ClientGoneError
+            # A watch that has failed says nothing about the client.
+            logger.error("disconnect cannot be noticed", exc_info=failure)
         return await job
     finally:
         watcher.cancel()

@@ -1,6 +1,7 @@
 """Connections that send no request, half of one, or none that is HTTP."""
 
 import asyncio
+import itertools
 import json
 import signal
 import socket
@@ -286,6 +287,46 @@ async def test_a_refusal_is_never_written_into_anothers_answer(gateway, rack):  
     assert own.startswith(b"200 ")
     check_refusal(b"HTTP/1.1 " + refusal, 400)
     assert not rack.engines[0].aborted
+
+
+# Exceptions
+
+
+def fail_at(monkeypatch, name: str, *, call: int) -> None:
+    """This call of the method raises."""
+    calls, method = itertools.count(1), getattr(GatewayConnection, name)
+
+    def failing(self, *given):
+        if next(calls) == call:
+            raise RuntimeError("planted")
+        return method(self, *given)
+
+    monkeypatch.setattr(GatewayConnection, name, failing)
+
+
+@pytest.mark.parametrize("name", ["on_message_begin", "on_url", "on_headers_complete", "on_body"])
+async def test_an_exception_of_a_parser_callback_is_a_500(gateway, monkeypatch, caplog, name):
+    fail_at(monkeypatch, name, call=1)
+    answer = await said(gateway, POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+    assert "The gateway failed" in check_refusal(answer, 500)
+    assert "planted" in caplog.text
+    assert (await gateway.http.get("/live")).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["on_url", "on_headers_complete"])
+async def test_an_exception_is_not_written_into_anothers_answer(gateway, rack, monkeypatch, name):
+    rack.engines[0].behaviour.mute = True
+    fail_at(monkeypatch, name, call=2)
+    async with connection(gateway) as (reader, writer):
+        writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
+        writer.write(LIVE)
+        # It has been read by the time another connection is answered.
+        assert (await gateway.http.get("/live")).status_code == 200
+        rack.engines[0].behaviour.mute = False
+        own, refusal = (await reader.read()).split(b"HTTP/1.1 ")[1:]
+    assert own.startswith(b"200 ")
+    check_refusal(b"HTTP/1.1 " + refusal, 500)
 
 
 # Shutdown
