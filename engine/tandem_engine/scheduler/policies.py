@@ -16,9 +16,8 @@ rank.
 
 No request starves. Under `fcfs` none is overtaken by its own tenant's, and tenants have turns (`queues`). Under `lpm`,
 `dfs-weight` and `srf` a request that has waited for `ageing.seconds` is *overdue*, and overdue requests go first, in
-the order of the queue. Under `priority` a waiting
-request gains one level per `ageing.seconds`: one of priority p goes before every one of priority q > p that arrives
-more than (q − p) · seconds later. Age also protects it from preemption.
+the order of the queue. Under `priority` a waiting request gains one level per `ageing.seconds`: one of priority p goes
+before every one of priority q > p that arrives more than (q − p) · seconds later. Age also protects it from preemption.
 
 `SharedPrefixes`, for the first three: a request waits when at least `WORTH_WAITING` tokens after its cached prefix are
 being computed for another request, until the completed chunks of that one are in the cache. Under `fcfs` the requests

@@ -28,7 +28,8 @@ have their prompts computed in turns (start-time fair queueing, Goyal et al., SI
     now        the furthest point that any prompt has been computed to
 
 So a tenant without requests in the queue goes next, whatever others have queued, and two that have are computed token
-for token. Time plays no part but in `shared`: whether several tenants had something to do within `TENANT_WINDOW_S`.
+for token. Prompts that end before they are computed cost nothing once their tenant has no other left. Time plays no
+part but in `shared`: whether several tenants had something to do within `TENANT_WINDOW_S`.
 
 `Deadlines` orders requests by the time at which they must end. The entry of a finished request stays until `overdue`
 reaches it, and must not keep its prompt in memory.
@@ -167,6 +168,10 @@ class _Line:
 
     end: int = 0
     """Where its last request ends."""
+    done: int = 0
+    """The furthest point that a prompt of it has been computed to."""
+    pending: set[Request] = field(default_factory=set)
+    """Requests whose prompt is not computed."""
     seen: float = 0.0
     """When it last had something to do."""
 
@@ -196,6 +201,7 @@ class TenantOrder:
         req.is_behind = self.now - line.end >= tokens
         req.turn = max(self.now, line.end)
         req.turn_end = line.end = req.turn + tokens
+        line.pending.add(req)
 
     def postpone(self, req: Request, turn: int) -> None:
         """`req` has its place at `turn` at the earliest."""
@@ -206,8 +212,21 @@ class TenantOrder:
 
     def computed(self, req: Request, stop: int, now: float) -> None:
         """The first `stop` tokens of `req` are computed by this step, at the time `now`."""
-        self.now = max(self.now, min(req.turn + stop, req.turn_end))
+        reached = min(req.turn + stop, req.turn_end)
+        self.now = max(self.now, reached)
         self.see(req.tenant, now)
+        line = self._lines[req.tenant]
+        line.done = max(line.done, reached)
+        if reached == req.turn_end:
+            line.pending.discard(req)
+
+    def gone(self, req: Request) -> None:
+        """`req` ended or left. A tenant whose prompts have all gone is not charged for what was not computed."""
+        line = self._lines.get(req.tenant)
+        if line is not None:
+            line.pending.discard(req)
+            if not line.pending:
+                line.end = line.done
 
     def shared(self, now: float) -> bool:
         """Whether several tenants have something to do, or are expected back."""
@@ -414,6 +433,7 @@ class Queues:
     def forget(self, req: Request) -> None:
         """`req` finished or left for a stage. Running rows are filtered by the next plan [finished-rows-filtered]."""
         self.requests.pop(req.rid, None)
+        self.tenants.gone(req)
         self.compiling.pop(req.rid, None)
         self.reading.pop(req, None)
         if self.chunked is req:

@@ -106,6 +106,21 @@ def test_prompt_of_another_tenant_goes_before_a_queue():
     engine.assert_expected()
 
 
+def test_prompts_that_end_before_their_turn_are_not_charged():
+    engine = engine_of()
+    for number in range(8):
+        send(engine, f"big{number}", "big", 30)
+    for number in range(2):
+        send(engine, f"gone{number}", "small", 300)
+    engine.step()
+    for number in range(2):
+        engine.scheduler.abort(f"gone{number}")
+    engine.step()
+    send(engine, "small", "small", 10)
+    engine.run()
+    assert first_tokens(engine).index("small") <= 2
+
+
 def test_order_of_one_tenant_is_arrival():
     engine = engine_of()
     for number in range(5):
