@@ -28,6 +28,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -323,10 +324,12 @@ class EngineConnection:
         if self._closed:
             return
         self.close()
-        self._on_dead(self, reason)
-        listeners, self._listeners = self._listeners, {}
-        for listener in listeners.values():
-            listener.on_lost()
+        # None waits for nothing, whatever fails here.
+        with ExitStack() as lost:
+            for listener in reversed(self._listeners.values()):
+                lost.callback(listener.on_lost)
+            self._on_dead(self, reason)
+            self._listeners = {}
 
 
 @dataclass(kw_only=True, slots=True)

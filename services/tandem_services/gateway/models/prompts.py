@@ -138,6 +138,9 @@ class _Job:
             self.value = self.work()
         except Exception as error:  # noqa: BLE001  # raised where the result is awaited
             self.error = error
+        except BaseException as panic:  # noqa: BLE001  # of a tokenizer in Rust: the thread must go on
+            self.error = RuntimeError("text could not be converted")
+            self.error.__cause__ = panic
 
     def deliver(self) -> None:
         """On the loop."""

@@ -12,7 +12,7 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import HandoffSide
 from tandem_services.common.errors import StartupError
 from tandem_services.common.sockets import listen
-from tandem_testing.gateway_builders import EngineRack, events, live_gateway
+from tandem_testing.gateway_builders import EngineRack, FakeChooser, events, live_gateway
 from tandem_testing.healthy_engines import TOKEN, healthy
 from tandem_testing.loop_time import set_forward, set_forward_until
 from tandem_testing.tcp_proxy import TcpProxy
@@ -153,6 +153,22 @@ async def test_the_next_attempt_resumes_after_the_tokens_received(rack, faulty, 
     assert gateway.chooser.queries[-1].token_ids == resumed.input_ids + resumed.resume_ids
     # Nobody with other weights may go on [same-kind-paired].
     assert [query.compat_hash for query in gateway.chooser.queries] == [None, first.view.compat_hash]
+
+
+async def test_requests_of_a_dead_worker_go_on_after_an_exception(rack, faulty, monkeypatch):
+    rack.add("d1", healthy(die_after=4))
+    second = rack.add("d2", healthy())
+    mark_dead = FakeChooser.mark_dead
+
+    def failing(self, incarnation):
+        mark_dead(self, incarnation)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(FakeChooser, "mark_dead", failing)
+    async with faulty() as gateway:
+        answers = await asyncio.gather(*(gateway.complete(max_tokens=9, seed=seed) for seed in range(3)))
+    assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {9}
+    assert second.received
 
 
 async def test_explain_tells_when_each_attempt_began_and_ended(rack, faulty):

@@ -128,6 +128,24 @@ async def test_what_is_raised_in_a_thread_is_raised_where_it_was_asked_for(threa
     assert (threads.jobs, threads.characters) == (0, 0)
 
 
+async def test_a_panic_in_a_thread_ends_only_its_request(gateway, monkeypatch):
+    """A panic of the tokenizer's Rust code is no `Exception`."""
+
+    class PanicException(BaseException):  # pyo3's name
+        pass
+
+    def broken(*_, **__):
+        raise PanicException("/secret/path")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(text_tokenizer, "_encode", broken)
+        answer = await gateway.complete("hello")
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert answer.json()["error"]["type"] == "InternalServerError"
+    assert (await gateway.complete("hello")).status_code == 200
+
+
 async def test_a_fault_in_a_thread_is_an_error_of_openais_shape(gateway, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("/secret/path")
