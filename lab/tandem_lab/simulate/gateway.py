@@ -3,7 +3,7 @@
 arrive   each choice of a request, as in a gateway. One that fits no worker is rejected; the queue routes the others,
          or gives them a slot. The first rejected choice ends the waiting ones of its request
 turn     while requests wait: at once after each admission, when a request of this gateway has ended and when a new
-         request is the first in line, else each `poll_s`
+         request goes before all that wait, else each `poll_s`
 sync     of several gateways: the service of tenants is added up in Redis, as often as gateways do it
 refresh  the view of the fleet, once a heartbeat, each gateway at a different moment
 """
@@ -182,7 +182,7 @@ class Gateway:
         if choice is not None:
             visit.waiting.remove(visitor)
             await visit.client.admitted(number, choice)
-        elif self.binding.is_next(visitor):
+        elif self.binding.has_overtaken(visitor):
             self._events.after(NEXT_S, lambda: self._try_now(visitor))
 
     async def ended(self, request: SimulatedRequest, choice: Choice) -> None:

@@ -1,7 +1,7 @@
 """Runs `LateBinding` in real time: each new request waits here until it has workers or is rejected.
 
 While requests wait, one task iterates: at once after each admission, otherwise when a request has ended, when a new
-request is the first in line, or when a short interval has passed.
+request goes before all that wait, or when a short interval has passed.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Admission:
         await self.binding.settle()
 
     async def _wait(self, visitor: Visitor, choice: "asyncio.Future[Choice]") -> Choice:
-        if self.binding.is_next(visitor):
+        if self.binding.has_overtaken(visitor):
             asyncio.get_running_loop().call_later(NEXT_S, self._try_now, visitor)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run(), name="admission")

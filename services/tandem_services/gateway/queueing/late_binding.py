@@ -317,6 +317,10 @@ class LateBinding:
         """Whether the next turn tries this request: it is worth one now."""
         return self.queue.next(self.clock.now()) is visitor
 
+    def has_overtaken(self, visitor: Visitor) -> bool:
+        """Whether this new request goes before others. One that is alone has been tried when it arrived."""
+        return len(self.queue) > 1 and self.is_next(visitor)
+
     async def turn(self) -> bool:
         """Admit the head of line and reject late requests. True after an admission: the next one may be tried at once.
 

@@ -167,6 +167,25 @@ async def test_prompts_of_another_tenant_are_no_reason_to_wait():
     await desk.admission.close()
 
 
+async def test_a_request_alone_has_not_overtaken():
+    """Of one tenant none has, so that nothing is tried more often than the queue alone needs."""
+    desk = Desk(Fleet(places=0, queue_s=9.0), poll_s=60.0)
+    tasks = [desk.come("f0", "flood"), desk.come("f1", "flood")]
+    await desk.waiting(2)
+    assert not any(desk.binding.has_overtaken(visitor) for visitor in [*desk.binding.queue][1:])
+    tasks[1].cancel()
+    await desk.waiting(1)
+    [alone] = desk.binding.queue
+    assert not desk.binding.has_overtaken(alone)
+    calm = desk.come("c0", "calm", prompt=10)
+    await desk.waiting(2)
+    assert [v.tenant for v in desk.binding.queue if desk.binding.has_overtaken(v)] == ["calm"]
+    for task in (tasks[0], calm):
+        task.cancel()
+    await asyncio.gather(*tasks, calm, return_exceptions=True)
+    await desk.admission.close()
+
+
 async def test_short_prompts_pass_a_long_one_that_has_no_room():
     """Until they add up to as much."""
     desk = Desk(Fleet(places=9), worker_wait_s=1.0, poll_s=60.0)
