@@ -42,6 +42,8 @@ class ServedModel:
     tokenizer: TextTokenizer
     dialect: OutputDialect
     workers: Callable[[], tuple[WorkerView, ...]]
+    offered: Callable[[], tuple[WorkerView, ...]] = tuple
+    """Those of them that new requests may be sent to. Names of adapters are resolved by them."""
     checkpoint_length: int | None = None
     """The checkpoint's context length, for a fleet that may be scaled to zero: the limit for clients until a worker has
     reported its own. None: without a worker no request is served."""
@@ -84,7 +86,8 @@ class ServedModel:
     @property
     def adapters(self) -> AdapterNames:
         """What its workers have loaded, now."""
-        return AdapterNames(worker for worker in self.workers() if worker.model == self.name)
+        own = (worker for worker in self.workers() if worker.model == self.name)
+        return AdapterNames(own, offered={worker.incarnation for worker in self.offered()})
 
     def adapters_for(self, caller: Caller) -> dict[str, ServedAdapter]:
         """Those that `caller` may use, by name."""
