@@ -51,6 +51,7 @@ class ServedModel:
     """Repository and commit that it is from; empty where no hub is."""
     created: int = field(default_factory=lambda: int(time.time()))
     _last_length: int | None = None
+    _last_adapters: AdapterNames = field(default_factory=lambda: AdapterNames((), offered=()))
     longest_token: int = field(init=False)
     """Bytes of the longest token: no token covers more characters than this."""
 
@@ -85,9 +86,12 @@ class ServedModel:
 
     @property
     def adapters(self) -> AdapterNames:
-        """What its workers have loaded, now."""
-        own = (worker for worker in self.workers() if worker.model == self.name)
-        return AdapterNames(own, offered={worker.incarnation for worker in self.offered()})
+        """What its workers have loaded, now. While there are no workers, what the last ones had: requests wait for a
+        worker as those of the model do."""
+        own = [worker for worker in self.workers() if worker.model == self.name]
+        if own:
+            self._last_adapters = AdapterNames(own, offered={worker.incarnation for worker in self.offered()})
+        return self._last_adapters
 
     def adapters_for(self, caller: Caller) -> dict[str, ServedAdapter]:
         """Those that `caller` may use, by name."""

@@ -149,6 +149,19 @@ async def test_missing_adapter_is_tried_elsewhere_then_503(fleets):
     assert len(engines["llama"].received) == 2
 
 
+async def test_name_outlives_the_last_worker_and_its_requests_wait(fleets):
+    async with fleets() as (http, engines, choosers):
+        assert (await http.post("/v1/chat/completions", json={"model": "sql", **CHAT})).status_code == 200
+        last = engines["llama"].view.incarnation
+        choosers["llama"].dead.add(last)
+        waiting = await http.post("/v1/chat/completions", json={"model": "sql", **CHAT})
+        listed = {card["id"] for card in (await http.get("/v1/models")).json()["data"]}
+        choosers["llama"].dead.discard(last)
+        answer = await http.post("/v1/chat/completions", json={"model": "sql", **CHAT})
+    assert (waiting.status_code, "retry-after" in waiting.headers, answer.status_code) == (503, True, 200)
+    assert {"sql", "llama"} <= listed
+
+
 def test_name_stands_for_the_adapter_that_most_workers_have():
     old, new = adapter("sql", "1"), adapter("sql", "2")
     workers = [worker("a@1", old), worker("b@2", old), worker("c@10", new)]
