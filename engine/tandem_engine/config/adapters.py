@@ -28,6 +28,8 @@ class AdapterSource:
                 f"adapters: a name has 1 to {MAX_NAME_BYTES} bytes of printable characters without / and :, got "
                 f"{self.name[:80]!r}"
             )
+        if not self.path or "\0" in self.path:
+            raise ConfigError(f"adapters: the folder of {self.name!r} must be a path, got {self.path[:80]!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,10 +66,14 @@ class AdapterConfig:
 
     def located(self, path: str) -> Path:
         """The folder that `path` means. Raises `ConfigError` unless it lies in `folder`, links followed."""
-        if not self.folder:
-            return Path(path).expanduser()
-        root = Path(self.folder).expanduser().resolve()
-        whole = (root / path).resolve()
+        try:
+            if not self.folder:
+                return Path(path).expanduser()
+            root = Path(self.folder).expanduser().resolve()
+            whole = (root / path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:
+            # A home that no user has, links in a circle, bytes that no path has.
+            raise ConfigError(f"{path[:200]!r} is no usable path: {error}") from error
         if not whole.is_relative_to(root):
             raise ConfigError(f"{path!r} is outside --lora-dir: give a path in it, without .. and links that lead out")
         return whole

@@ -36,12 +36,12 @@ class AdapterLoads:
     def begin(self, name: str, path: str, *, replaces: bool) -> "Future[LoadedAdapters]":
         """Begin to load the adapter in `path`, which `AdapterTable.add` then takes.
 
-        The future raises `CheckpointError`, naming the field or tensor, for a folder that has no adapter for the model.
-        Raises `ConfigError` where adapters cannot be loaded, or not this one.
+        The future raises `CheckpointError`, naming the field or tensor, for a folder that has no adapter for the model,
+        and `ConfigError` for one that is outside of the folder of adapters. Raises `ConfigError` where adapters cannot
+        be loaded, or not under this name. Looks at no file: this thread computes.
         """
         self.require_allowed()
         source = AdapterSource(name=name, path=path)
-        self.config.located(path)
         self.table.require_name(name, replaces=replaces)
         return self._thread.submit(self._load, source)
 

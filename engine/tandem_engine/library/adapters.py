@@ -73,6 +73,9 @@ class NamedAdapters:
 NOT_NEEDED = ("enable_lora", "max_loras", "max_cpu_loras", "lora_modules", "lora_paths", "max_loras_per_batch")
 """Options of vLLM and SGLang. Here all adapters stay in memory, and a batch may have any number of them."""
 
+OF_WORKERS = ("lora_dir", "allow_runtime_lora_updating")
+"""Flags about paths and names that others than the program choose."""
+
 
 def adapter_config(adapters: Mapping[str, str | Path] | None, options: dict[str, object]) -> AdapterConfig:
     """Of the constructor's `adapters`, and `max_lora_rank` if it is among `options`, where it is taken out.
@@ -82,6 +85,9 @@ def adapter_config(adapters: Mapping[str, str | Path] | None, options: dict[str,
     theirs = next((name for name in NOT_NEEDED if name in options), None)
     if theirs is not None:
         raise ConfigError(f"{theirs} is not needed: leave it out; adapters={{name: folder}} loads adapters")
+    workers = next((name for name in OF_WORKERS if name in options), None)
+    if workers is not None:
+        raise ConfigError(f"{workers} is a setting of workers: leave it out; adapters={{name: folder}} loads adapters")
     rank = options.pop("max_lora_rank", None)
     if rank is None:
         return AdapterConfig.of(adapters or {})

@@ -161,23 +161,23 @@ class _Header:
     fields: dict[str, object]
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by name.
+def read_header(path: Path, *, max_bytes: int = MAX_HEADER) -> dict[str, StoredTensor]:
+    """The tensors of a file by name, whose header has at most `max_bytes`.
 
     Raises:
         CheckpointError: anything about the file is not as the format demands; names file and tensor.
     """
-    header = _open_header(path)
+    header = _open_header(path, max_bytes)
     tensors = [_parse_tensor(header, name, value) for name, value in header.fields.items() if name != "__metadata__"]
     _require_back_to_back(header, tensors)
     return {tensor.name: tensor for tensor in tensors}
 
 
-def _open_header(path: Path) -> _Header:
+def _open_header(path: Path, max_bytes: int) -> _Header:
     try:
         with path.open("rb") as file:
             file_size = os.fstat(file.fileno()).st_size
-            length = _header_length(path, file, file_size)
+            length = _header_length(path, file, file_size, max_bytes)
             fields = parse_json_object(file.read(length), where=f"the header of {path}")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -185,7 +185,7 @@ def _open_header(path: Path) -> _Header:
     return _Header(path=path, data_start=data_start, data_size=file_size - data_start, fields=fields)
 
 
-def _header_length(path: Path, file: BinaryIO, file_size: int) -> int:
+def _header_length(path: Path, file: BinaryIO, file_size: int, max_bytes: int) -> int:
     if file_size < LENGTH_FIELD:
         raise CheckpointError(f"{path} is empty or truncated ({file_size} bytes); download it again")
     length = int.from_bytes(file.read(LENGTH_FIELD), "little")
@@ -194,8 +194,8 @@ def _header_length(path: Path, file: BinaryIO, file_size: int) -> int:
             f"{path} is truncated or no safetensors file: its header claims {length} bytes, "
             f"the file has {file_size}; download it again"
         )
-    if length > MAX_HEADER:
-        raise CheckpointError(f"{path}: a header of {length} bytes exceeds the bound of {MAX_HEADER}")
+    if length > max_bytes:
+        raise CheckpointError(f"{path}: a header of {length} bytes exceeds the bound of {max_bytes}")
     return length
 
 

@@ -106,14 +106,17 @@ def open_directory(path: str | Path) -> ModelDirectory:
     """Check that `path` is a directory.
 
     Raises:
-        CheckpointError: it is absent or a file.
+        CheckpointError: it is absent, a file, or cannot be looked at.
     """
     directory = Path(path)
-    if not directory.exists():
-        raise CheckpointError(f"the model directory {directory} does not exist; pass a local directory")
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is a file; pass the directory that holds config.json")
-    return ModelDirectory(path=directory, roots=_roots_of(directory.resolve()))
+    try:
+        if not directory.exists():
+            raise CheckpointError(f"the model directory {directory} does not exist; pass a local directory")
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory} is a file; pass the directory that holds config.json")
+        return ModelDirectory(path=directory, roots=_roots_of(directory.resolve()))
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
 
 
 SHARED_BLOBS_MARK = ".huggingface-shared-blobs"

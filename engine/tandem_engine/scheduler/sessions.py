@@ -121,7 +121,6 @@ class Sessions:
             self._forget(key)
         session = self._sessions.setdefault(key, Session())
         turn = message.session.turn
-        session.space = req.space
         session.busy, session.turn = req, session.turns if turn is None else turn
         session.keeps_output = message.session.keeps_output
         self._touch(key, session)
@@ -141,6 +140,7 @@ class Sessions:
             if not session.turns:
                 self._forget(key)
             return
+        session.space = req.space
         session.token_ids = (*req.origin_input_ids, *(req.output_ids if session.keeps_output else ()))
         session.turns = session.turn + 1
         self._touch(key, session)

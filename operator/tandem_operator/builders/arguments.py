@@ -36,6 +36,8 @@ class FlagTable:
     """Other names of a flag."""
     weights: frozenset[str] = frozenset()
     """Of the arguments: those that decide what weights and KV are. They are part of a revision."""
+    repeatable: frozenset[str] = frozenset()
+    """Of the arguments: those that add to each other, so that a list may have one several times."""
 
     def flag_of(self, word: str) -> str:
         """The flag that a word of `args` sets, by its first name. `--no-x` sets `--x`."""
@@ -128,6 +130,7 @@ WORKER = FlagTable(
         "--speculative-draft-model": "--speculative-draft-model-path",
     },
     weights=frozenset({"--load-format"}),
+    repeatable=frozenset({"--lora-modules"}),
 )
 
 GATEWAY = FlagTable(
@@ -193,7 +196,7 @@ def argument_problems(service: Served) -> Iterator[str]:
                 yield f"{path}: the operator sets {flag} itself; remove it"
             elif flag in table.fields:
                 yield f"{path}: {flag} has a field; remove it and set spec.{table.fields[flag]}"
-            elif flag in given:
+            elif flag in given and flag not in table.repeatable:
                 yield f"{path}: {flag} is given twice; remove one"
             given.add(flag)
 

@@ -102,7 +102,11 @@ def require_adapters(adapters: AdapterConfig, names: Sequence[str]) -> None:
         if source.name in names:
             raise ConfigError(f"--lora-modules: {source.name!r} is a name of the model: give the adapter another name")
         folder = adapters.located(source.path)
-        if not folder.is_dir():
+        try:
+            exists = folder.is_dir()
+        except OSError as error:
+            raise ConfigError(f"--lora-modules: {source.name}: {folder} cannot be read: {error.strerror}") from error
+        if not exists:
             raise ConfigError(f"--lora-modules: {source.name}: {folder} is no folder")
 
 

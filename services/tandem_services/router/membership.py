@@ -186,6 +186,10 @@ class Membership:
         """All workers that something may be sent to, draining and stalled ones included."""
         return tuple(record.view for incarnation, record in self._records.items() if self._usable(incarnation))
 
+    def offered(self) -> tuple[WorkerView, ...]:
+        """Those of `workers` that a new request may be sent to: neither on standby, draining, stalled nor paused."""
+        return tuple(record.view for incarnation, record in self._records.items() if self._offers(incarnation))
+
     def members(self) -> tuple[FleetMember, ...]:
         """All workers in the view, dead ones included."""
         return tuple(
@@ -209,12 +213,10 @@ class Membership:
         return [
             record
             for incarnation, record in self._records.items()
-            if record.state is WorkerState.READY
-            and self._refusals.state(incarnation) is None
-            and record.view.model == model
+            if record.view.model == model
             and record.view.context_length > prompt_tokens
             and incarnation not in exclude
-            and self._usable(incarnation)
+            and self._offers(incarnation)
         ]
 
     def page_size(self, model: str) -> int | None:
@@ -225,6 +227,10 @@ class Membership:
     def _as_known(self, record: WorkerRecord) -> WorkerRecord:
         state = self._refusals.state(record.view.incarnation)
         return record if state is None else replace(record, state=state)
+
+    def _offers(self, incarnation: str) -> bool:
+        ready = self._records[incarnation].state is WorkerState.READY and self._refusals.state(incarnation) is None
+        return ready and self._usable(incarnation)
 
     def _usable(self, incarnation: str) -> bool:
         if incarnation not in self._records or incarnation in self._marked_dead:

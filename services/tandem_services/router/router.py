@@ -262,6 +262,10 @@ class Router:
         """The fleet as last seen, without those that `mark_dead` named."""
         return self._membership.workers()
 
+    def offered(self) -> tuple[WorkerView, ...]:
+        """See `Membership.offered`."""
+        return self._membership.offered()
+
     def fleet(self) -> FleetView:
         """The fleet as last seen, for people: those that `mark_dead` named included."""
         return FleetView(members=self._membership.members(), age_s=self._clock.now() - self._refreshed_at)

@@ -148,6 +148,9 @@ class FakeChooser:
     def workers(self) -> tuple[WorkerView, ...]:
         return tuple(worker for worker in self.fleet if worker.incarnation not in self.dead)
 
+    def offered(self) -> tuple[WorkerView, ...]:
+        return self.workers()
+
     def rely_on(self, proofs: MemberProofs) -> None:
         del proofs  # it answers for its fleet itself
 

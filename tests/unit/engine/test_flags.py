@@ -9,6 +9,7 @@ import pytest
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import (
     OPEN_SETTINGS,
+    AdapterConfig,
     CacheConfig,
     DisaggConfig,
     EngineConfig,
@@ -73,9 +74,16 @@ def test_adapters_survive_the_way_to_a_child_process(tmp_path) -> None:
     assert (config.max_rank, engine_config(parse(*engine_argv(args))).adapters) == (8, config)
 
 
-@pytest.mark.parametrize(
-    "value", ["a", "=a", "a=", "a/b=a", "a:b=a", "{", '{"name": "a"}', '{"name": "a", "path": 1}', '{"lora": 1}']
-)
+def test_adapters_of_a_repeated_flag_add_up() -> None:
+    args = parse("--lora-modules", "a=a", "b=b", "--lora-modules=c=c")
+    assert [source.name for source in engine_config(args).adapters.sources] == ["a", "b", "c"]
+    assert not engine_config(parse()).adapters.sources
+
+
+WRONG_ADAPTERS = ["a", "=a", "a=", "a/b=a", "a:b=a", "{", '{"name": "a"}', '{"name": "a", "path": 1}', '{"lora": 1}']
+
+
+@pytest.mark.parametrize("value", [*WRONG_ADAPTERS, '{"name": "a", "path": "b\\u0000"}'])
 def test_adapter_without_name_or_folder_is_refused(value, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse("--lora-modules", value)
@@ -107,6 +115,18 @@ def test_adapter_outside_of_its_folder_is_refused(tmp_path, path) -> None:
     assert config.located("a") == folder / "a"
     with pytest.raises(ConfigError, match=f"'{path}' is outside --lora-dir"):
         config.located(path)
+
+
+def test_adapter_in_no_usable_path_is_a_config_error(tmp_path) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for config, path in (
+        (AdapterConfig(), "~no-such-user-x/a"),
+        (AdapterConfig(folder="~no-such-user-x"), "a"),
+        (AdapterConfig(folder=str(tmp_path)), "circle"),
+        (AdapterConfig(folder=str(tmp_path)), "a\0b"),
+    ):
+        with pytest.raises(ConfigError, match="is no usable path"):
+            config.located(path)
 
 
 def test_defaults_are_not_passed_on() -> None:

@@ -266,6 +266,7 @@ def adapters(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
     write_adapter(root / "one", MODEL, seed=1, strength=0.2)
     write_adapter(root / "two", MODEL, seed=2, modules=["q_proj"], strength=0.2)
+    (root / "circle").symlink_to(root / "circle")
     return root
 
 
@@ -344,6 +345,10 @@ def test_unloaded_adapter_is_gone_when_its_last_request_has_ended(open_desk):
     [
         ("b", "none", "checkpoint_error", "none"),
         ("b", "../x", "config_error", "'../x' is outside --lora-dir"),
+        ("b", "", "config_error", "the folder of 'b' must be a path"),
+        ("b", "one\0", "config_error", "the folder of 'b' must be a path"),
+        ("b", "circle", "config_error", "'circle' is no usable path"),
+        ("b", "x" * 300, "checkpoint_error", "File name too long"),
         ("b:c", "one", "config_error", "a name has 1 to 128 bytes"),
         ("a", "two", "config_error", "'a' is loaded already"),
     ],

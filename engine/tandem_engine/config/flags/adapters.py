@@ -17,16 +17,17 @@ def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-lora",
         action="store_true",
-        help="serve adapters. Not needed with --lora-modules",
+        help="accepted for vLLM; adapters need no switch",
     )
     group.add_argument(
         "--lora-modules",
         type=lora_module,
+        action="extend",
         nargs="+",
         default=[],
         metavar="NAME=FOLDER",
         help="adapters, each a folder as PEFT saves it, also as JSON such as "
-        '\'{"name": "sql", "path": "adapters/sql"}\'. Requests name one as their model',
+        '\'{"name": "sql", "path": "adapters/sql"}\'. Requests name one as their model; repeatable',
     )
     group.add_argument(
         "--max-lora-rank",

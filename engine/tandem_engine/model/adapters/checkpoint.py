@@ -23,6 +23,9 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 INDEX = "adapter_model.safetensors.index.json"
 PICKLED = "adapter_model.bin"
+MAX_HEADER = 1 << 22
+"""Bytes of the header of `WEIGHTS`: far more than all projections of any model need. It is parsed while an engine
+serves."""
 
 NEVER_SUPPORTED = ("lm_head", "embed_tokens")
 """Modules that an adapter may be trained for and that have none here."""
@@ -84,7 +87,7 @@ def open_adapter(path: str | Path, base: ModelConfig, *, max_rank: int) -> Adapt
         )
     directory = open_directory(path)
     facts = PeftFacts.read(directory.file(CONFIG))
-    matrices = _matrices(read_header(_weights_file(directory)))
+    matrices = _matrices(read_header(_weights_file(directory), max_bytes=MAX_HEADER))
     if not matrices:
         raise CheckpointError(f"{directory.path / WEIGHTS} has no tensors: the adapter changes nothing")
     shapes = expected_shapes(base)

@@ -138,7 +138,12 @@ def ends_with(module: str, suffix: str) -> bool:
 
 
 def _first(pattern: dict[str, int] | dict[str, float], module: str) -> str | None:
-    return next((key for key in pattern if ends_with(module, key)), None)
+    """The first key that `module` ends with. A pattern may have far more keys than a name has ends."""
+    parts = module.split(".")
+    found = [end for start in range(len(parts)) if (end := ".".join(parts[start:])) in pattern]
+    if len(found) < 2:
+        return found[0] if found else None
+    return next(key for key in pattern if key in found)
 
 
 def _require_lora(fields: ConfigFields) -> None:

@@ -64,6 +64,10 @@ class PairChooser(Protocol):
         """All live workers, from memory."""
         ...
 
+    def offered(self) -> tuple[WorkerView, ...]:
+        """Those of them that new requests may be sent to."""
+        ...
+
     def rely_on(self, proofs: MemberProofs) -> None:
         """From now on choose only workers that prove to be members."""
         ...

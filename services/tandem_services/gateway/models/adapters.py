@@ -1,15 +1,18 @@
 """Which adapter a name stands for, according to the workers of one model.
 
 Workers may have different adapters under one name, for example while a new version is rolled out. A name stands for the
-one that most workers have; of equal numbers, for the one of the newest worker. All gateways with the same view of the
-fleet resolve it alike, and a request keeps the adapter that its name stood for when it was planned.
+one that most workers have; of equal numbers, for the one of the newest worker. Workers that take no new requests, such
+as those of a revision that is being tested, count only where no other worker has the name, and so do prefill workers
+where no worker that generates has the same adapter. All gateways with the same view of the fleet resolve it alike, and
+a request keeps the adapter that its name stood for when it was planned.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 import msgspec
 
+from tandem_engine.config import Role
 from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.requests import AdapterRef
 from tandem_services.router.decision import WorkerView
@@ -35,10 +38,11 @@ class HeldAdapters(msgspec.Struct, kw_only=True):
 
 
 class AdapterNames:
-    """Of one view of the fleet."""
+    """Of one view of the fleet. `offered`: incarnations that take new requests."""
 
-    def __init__(self, workers: Iterable[WorkerView]) -> None:
+    def __init__(self, workers: Iterable[WorkerView], *, offered: Collection[str]) -> None:
         self._workers = [worker for worker in workers if worker.adapters]
+        self._offered = offered
 
     def find(self, name: str) -> ServedAdapter | None:
         """None where no worker has an adapter of this name."""
@@ -46,7 +50,8 @@ class AdapterNames:
         for worker in self._workers:
             adapter = worker.adapters.get(name)
             if adapter is not None:
-                votes.setdefault(adapter.digest, _Vote(adapter)).count(worker)
+                vote = votes.setdefault(adapter.digest, _Vote(adapter))
+                vote.count(worker, offered=worker.incarnation in self._offered)
         return max(votes.values(), key=_Vote.weight).adapter if votes else None
 
     def all(self) -> dict[str, ServedAdapter]:
@@ -80,16 +85,20 @@ class _Vote:
 
     def __init__(self, adapter: ServedAdapter) -> None:
         self.adapter = adapter
+        self._generates = False
+        self._offered = 0
         self._workers = 0
         self._newest = (0, "")
 
-    def count(self, worker: WorkerView) -> None:
+    def count(self, worker: WorkerView, *, offered: bool) -> None:
         number = worker.incarnation.rpartition("@")[2]
+        self._generates = self._generates or (offered and worker.role is not Role.PREFILL)
+        self._offered += offered
         self._workers += 1
         self._newest = max(self._newest, (len(number), number))
 
-    def weight(self) -> tuple[int, tuple[int, str], str]:
-        return self._workers, self._newest, self.adapter.digest
+    def weight(self) -> tuple[bool, int, int, tuple[int, str], str]:
+        return self._generates, self._offered, self._workers, self._newest, self.adapter.digest
 
 
 def ref_of(adapter: ServedAdapter) -> AdapterRef:

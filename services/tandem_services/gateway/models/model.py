@@ -42,6 +42,8 @@ class ServedModel:
     tokenizer: TextTokenizer
     dialect: OutputDialect
     workers: Callable[[], tuple[WorkerView, ...]]
+    offered: Callable[[], tuple[WorkerView, ...]] = tuple
+    """Those of them that new requests may be sent to. Names of adapters are resolved by them."""
     checkpoint_length: int | None = None
     """The checkpoint's context length, for a fleet that may be scaled to zero: the limit for clients until a worker has
     reported its own. None: without a worker no request is served."""
@@ -49,6 +51,7 @@ class ServedModel:
     """Repository and commit that it is from; empty where no hub is."""
     created: int = field(default_factory=lambda: int(time.time()))
     _last_length: int | None = None
+    _last_adapters: AdapterNames = field(default_factory=lambda: AdapterNames((), offered=()))
     longest_token: int = field(init=False)
     """Bytes of the longest token: no token covers more characters than this."""
 
@@ -83,8 +86,12 @@ class ServedModel:
 
     @property
     def adapters(self) -> AdapterNames:
-        """What its workers have loaded, now."""
-        return AdapterNames(worker for worker in self.workers() if worker.model == self.name)
+        """What its workers have loaded, now. While there are no workers, what the last ones had: requests wait for a
+        worker as those of the model do."""
+        own = [worker for worker in self.workers() if worker.model == self.name]
+        if own:
+            self._last_adapters = AdapterNames(own, offered={worker.incarnation for worker in self.offered()})
+        return self._last_adapters
 
     def adapters_for(self, caller: Caller) -> dict[str, ServedAdapter]:
         """Those that `caller` may use, by name."""

@@ -132,6 +132,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
         tokenizer=tokenizer,
         dialect=dialect,
         workers=fleet.chooser.workers,
+        offered=fleet.chooser.offered,
         checkpoint_length=checkpoint_length(config.path) if config.from_zero else None,
     )
     engines = _engines(fleet, shared, metrics)

@@ -1,5 +1,6 @@
 """LoRA adapters of library callers."""
 
+import argparse
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 from tandem_engine import LLM, AsyncLLM, LoRARequest, SamplingParams
 from tandem_engine.base.errors import CheckpointError, ConfigError, InvalidRequestError
+from tandem_engine.config.flags.adapters import add_adapter_flags
+from tandem_engine.library.adapters import adapter_config
 from tandem_testing.adapters import read_files, write_adapter, write_files
 
 MODEL = Path(__file__).resolve().parents[4] / "models" / "tandem-mini"
@@ -139,6 +142,14 @@ def test_adapter_that_is_not_loaded_is_refused(llm: LLM, request_: object, messa
 def test_options_that_cannot_be_are_refused(folder: Path, options: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         LLM(MODEL, adapters={"one": folder / "one"}, **OPTIONS, **options)
+
+
+def test_every_flag_of_adapters_is_read_or_refused() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_adapter_flags(parser)
+    for flag in {action.dest for action in parser._actions} - {"max_lora_rank"}:
+        with pytest.raises(ConfigError, match=f"{flag} is .*: leave it out"):
+            adapter_config(None, {flag: "x"})
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "nul\0", "x" * 129])

@@ -257,6 +257,17 @@ def test_a_session_belongs_to_one_adapter():
     assert next(o.cached_tokens for o in engine.received[second].outputs if o.cached_tokens is not None) > 0
 
 
+def test_an_aborted_new_beginning_leaves_the_adapter_as_it_was():
+    engine = kept()
+    first = turn(engine, 0, FIRST)
+    engine.add(make_message("gone", SECOND, session=SessionRef(id="s", turn=0), adapter=ADAPTER, max_tokens=9))
+    engine.scheduler.abort(RequestId("gone"))
+    engine.run()
+    assert "another adapter" in refusal(engine, turn(engine, 1, SECOND, adapter=ADAPTER)).error
+    second = turn(engine, 1, SECOND)
+    assert engine.output(second) == expected_output(whole(engine, first, second))
+
+
 @pytest.mark.parametrize("steps", range(4))
 def test_an_aborted_turn_leaves_the_session_as_it_was(steps: int):
     engine = kept(enable_overlap=True)

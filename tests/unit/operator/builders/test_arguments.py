@@ -57,7 +57,7 @@ def test_every_flag_of_a_command_has_one_place(command: str, table: FlagTable) -
     placed = [*table.fields, *table.operator, *table.arguments]
     assert sorted(placed) == sorted(first for first, *_ in names)
     assert table.aliases == {other: first for first, *others in names for other in others}
-    assert table.weights <= table.arguments
+    assert table.weights | table.repeatable <= table.arguments
 
 
 @TABLES
@@ -95,6 +95,14 @@ def test_a_flag_with_another_place_is_refused_by_name(place: str, words: list[st
 def test_a_word_that_is_not_one_flag_is_refused_by_the_schema(word: str) -> None:
     with pytest.raises(msgspec.ValidationError, match="args"):
         service_of(spec_with("engine.args", word))
+
+
+def test_several_adapters_reach_the_worker() -> None:
+    spec = spec_with("engine.args", "--lora-modules=a=/model/a", "--lora-modules=b=/model/b")
+    assert [*argument_problems(service_of(spec))] == []
+    container = pods_of(spec)["decode"]["containers"][0]
+    parsed = build_parser().parse_args([*container["command"][1:], *container["args"]])
+    assert parsed.lora_modules == ["a=/model/a", "b=/model/b"]
 
 
 def test_flags_of_a_role_replace_the_common_ones() -> None:

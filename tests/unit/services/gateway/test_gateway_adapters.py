@@ -1,11 +1,14 @@
 """Adapters behind a gateway: what a name stands for, for which key, and what its requests carry."""
 
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tandem_engine.config import Role
 from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
@@ -23,9 +26,14 @@ def adapter(name: str, digit: str = "1") -> ServedAdapter:
     return ServedAdapter(name=name, digest=digit * 32, rank=4, root=f"folder-{name}")
 
 
-def worker(incarnation: str, *adapters: ServedAdapter) -> WorkerView:
+def worker(incarnation: str, *adapters: ServedAdapter, **facts: Any) -> WorkerView:
     name, _, number = incarnation.partition("@")
-    return make_view(name, number=int(number), adapters={each.name: each for each in adapters})
+    return make_view(name, number=int(number), adapters={each.name: each for each in adapters}, **facts)
+
+
+def names_of(workers: Sequence[WorkerView], *, without: str = "") -> AdapterNames:
+    """`without`: names of workers that take no new requests."""
+    return AdapterNames(workers, offered={each.incarnation for each in workers if each.worker_id not in without})
 
 
 @pytest.fixture
@@ -141,13 +149,43 @@ async def test_missing_adapter_is_tried_elsewhere_then_503(fleets):
     assert len(engines["llama"].received) == 2
 
 
+async def test_name_outlives_the_last_worker_and_its_requests_wait(fleets):
+    async with fleets() as (http, engines, choosers):
+        assert (await http.post("/v1/chat/completions", json={"model": "sql", **CHAT})).status_code == 200
+        last = engines["llama"].view.incarnation
+        choosers["llama"].dead.add(last)
+        waiting = await http.post("/v1/chat/completions", json={"model": "sql", **CHAT})
+        listed = {card["id"] for card in (await http.get("/v1/models")).json()["data"]}
+        choosers["llama"].dead.discard(last)
+        answer = await http.post("/v1/chat/completions", json={"model": "sql", **CHAT})
+    assert (waiting.status_code, "retry-after" in waiting.headers, answer.status_code) == (503, True, 200)
+    assert {"sql", "llama"} <= listed
+
+
 def test_name_stands_for_the_adapter_that_most_workers_have():
     old, new = adapter("sql", "1"), adapter("sql", "2")
     workers = [worker("a@1", old), worker("b@2", old), worker("c@10", new)]
-    assert AdapterNames(workers).find("sql") == old
-    assert AdapterNames([*workers, worker("d@9", new)]).find("sql") == new
-    assert AdapterNames([*workers[1:], worker("e@1")]).find("sql") == new
-    assert AdapterNames(workers).find("other") is None
-    held = AdapterNames(workers).held("llama")
+    assert names_of(workers).find("sql") == old
+    assert names_of([*workers, worker("d@9", new)]).find("sql") == new
+    assert names_of([*workers[1:], worker("e@1")]).find("sql") == new
+    assert names_of(workers).find("other") is None
+    held = names_of(workers).held("llama")
     facts = [(each.model, each.name, each.digest[0], each.requested, each.workers) for each in held]
     assert facts == [("llama", "sql", "1", True, ["a", "b"]), ("llama", "sql", "2", False, ["c"])]
+
+
+def test_workers_that_take_no_requests_decide_no_name():
+    old, new = adapter("sql", "1"), adapter("sql", "2")
+    workers = [worker("a@1", old), worker("b@2", new), worker("c@3", new)]
+    assert names_of(workers).find("sql") == new
+    assert names_of(workers, without="bc").find("sql") == old
+    assert names_of(workers, without="abc").find("sql") == new
+
+
+def test_prefill_workers_alone_decide_no_name():
+    old, new = adapter("sql", "1"), adapter("sql", "2")
+    decode = worker("a@1", old, role=Role.DECODE)
+    prefill = [worker(name, new, role=Role.PREFILL) for name in ("b@2", "c@3")]
+    assert names_of([decode, *prefill]).find("sql") == old
+    assert names_of([decode, *prefill, worker("d@4", new, role=Role.DECODE)]).find("sql") == new
+    assert names_of(prefill).find("sql") == new

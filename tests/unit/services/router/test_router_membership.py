@@ -30,6 +30,14 @@ def test_a_snapshot_replaces_the_view(members):
     assert names(members) == {"b@1"}
 
 
+def test_workers_that_take_no_new_requests_are_not_offered(members):
+    states = {str(state): make_record(str(state), state=state) for state in WorkerState}
+    members.update(snapshot(*states.values(), make_record("refused")))
+    members.note_refusal("refused@1", WorkerState.DRAINING)
+    assert len(names(members)) == len(states) + 1
+    assert [worker.worker_id for worker in members.offered()] == ["ready"]
+
+
 def test_after_a_wipe_the_old_view_stays_for_one_lease(members, clock):  # [redis-is-optional]
     members.update(snapshot(make_record("a"), make_record("b")))
     members.update(snapshot(make_record("b"), epoch="second"))

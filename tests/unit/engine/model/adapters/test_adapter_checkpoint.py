@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import ModelConfig
-from tandem_engine.model.adapters.checkpoint import AdapterCheckpoint, open_adapter
+from tandem_engine.model.adapters.checkpoint import MAX_HEADER, AdapterCheckpoint, open_adapter
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_testing.adapters import SEVEN, read_files, write_adapter, write_files
 
@@ -45,6 +45,14 @@ def test_pairs_and_bytes_are_known_before_tensors_are_read(tmp_path: Path, base:
     assert found.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert found.rank == 4
     assert {pair.rank for pair in found.pairs if pair.projection == "self_attn.k_proj"} == {2}
+
+
+def test_header_of_many_bytes_is_refused_before_it_is_read(tmp_path: Path, base: ModelConfig) -> None:
+    weights = write_adapter(tmp_path, MODEL) / "adapter_model.safetensors"
+    weights.write_bytes((MAX_HEADER + 1).to_bytes(8, "little"))
+    os.truncate(weights, 8 + MAX_HEADER + 1)
+    with pytest.raises(CheckpointError, match=f"header of {MAX_HEADER + 1} bytes exceeds the bound"):
+        opened(tmp_path, base)
 
 
 def test_names_of_a_vision_model_mean_the_same_layers(tmp_path: Path, base: ModelConfig) -> None:
