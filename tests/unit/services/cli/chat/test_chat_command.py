@@ -2,10 +2,12 @@
 
 import io
 import json
+import sys
 
 import httpx
 import pytest
 
+from tandem_engine.base.errors import ConfigError
 from tandem_services.cli.chat.command import converse
 from tandem_services.cli.chat.conversation import Conversation, Turn
 from tandem_services.cli.main import build_parser
@@ -136,6 +138,20 @@ def test_a_server_of_something_else_is_named(monkeypatch) -> None:
         pytest.raises(RemoteError, match="http://gateway does not serve /v1/models"),
     ):
         converse(client, build_parser().parse_args(["chat"]))
+
+
+def test_bytes_that_are_no_text_are_marked_in_the_request(monkeypatch) -> None:
+    asked = talk(monkeypatch, [delta(content="A")], said="caf\udce9", terminal=False)
+    assert asked[0][0]["content"] == "caf?"
+
+
+def test_input_in_another_encoding_ends_in_one_sentence(monkeypatch) -> None:
+    def refuse() -> str:
+        raise UnicodeDecodeError("utf-8", b"\xe9", 0, 1, "unexpected end of data")
+
+    monkeypatch.setattr(sys.modules[__name__], "next_line", lambda _: refuse())
+    with pytest.raises(ConfigError, match="standard input is not text in utf-8"):
+        talk(monkeypatch, said="Hi", terminal=False)
 
 
 def streamed(body: str) -> str:
