@@ -2,7 +2,7 @@
 
     .venv/bin/python tools/demo.py                    needs tmux and curl; takes a minute
 
-A tmux session of 80 columns runs the commands. What its screen shows is captured with its colors several times per
+A tmux session runs the commands. What its screen shows is captured with its colors several times per
 second, and each different screen becomes a frame of an animated SVG, without scripts and fonts from elsewhere. The
 commit is in the file's title.
 """

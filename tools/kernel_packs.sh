@@ -14,7 +14,7 @@
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/.."
 
-usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; }
+usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' tools/kernel_packs.sh; }
 die() { printf 'kernel_packs: %s\n' "$1" >&2; exit 1; }
 
 packs=engine/tandem_engine/kernels/store/packs

@@ -4,7 +4,7 @@
 #
 # usage: setup.sh [runtime|dev]
 #
-#   TANDEM_TORCH=cpu    (default) the CPU build of torch
+#   TANDEM_TORCH=cpu    the CPU build of torch; default: the one that an earlier set-up chose, else this one
 #   TANDEM_TORCH=cuda   the CUDA build, for a machine with an NVIDIA GPU
 #   TANDEM_VENV=DIR     where the virtual environment goes (default .venv)
 #   PYTHON=python3.11   the interpreter that makes it (3.11 or newer)
@@ -12,7 +12,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 kind=${1:-dev}
-flavour=${TANDEM_TORCH:-cpu}
 venv=${TANDEM_VENV:-.venv}
 python=${PYTHON:-python3}
 torch_version=2.13.0
@@ -21,13 +20,17 @@ cpu_index=https://download.pytorch.org/whl/cpu
 step() { printf '\n[%s/4] %s\n' "$1" "$2"; }
 fail() { printf 'setup: %s\n' "$1" >&2; exit 1; }
 
+stamp=$venv/.tandem-setup
+stamped=$(cat "$stamp" 2>/dev/null || true)
+# Without the choice of the first set-up, `make up` would replace the CUDA build of torch.
+read -r _ chosen _ <<<"$stamped"
+flavour=${TANDEM_TORCH:-${chosen:-cpu}}
+
 case $kind in runtime) extras=engine ;; dev) extras=dev ;; *) fail "runtime or dev, not '$kind'" ;; esac
 case $flavour in cpu | cuda) ;; *) fail "TANDEM_TORCH must be cpu or cuda, got '$flavour'" ;; esac
 
 # A stamp of everything the result depends on makes the second run a no-op. What tests need has all that runs.
-stamp=$venv/.tandem-setup
 want="$(sha256sum pyproject.toml tools/setup.sh | sha256sum | cut -d' ' -f1) $flavour"
-stamped=$(cat "$stamp" 2>/dev/null || true)
 if command -v redis-server >/dev/null; then
     case $stamped in "$want dev" | "$want $kind") exit 0 ;; esac
 fi

@@ -4,11 +4,14 @@
     field           a field of the spec                          refused, with the field's name
     operator        the operator: addresses, keys, names         refused
     argument        `args` alone                                 passed on
+    unusable        nothing in a pod: it ends the command,       refused
+                    names a file of settings, or is for tests
     unknown         nothing that this release knows              passed on; the image may be newer than the operator
 
 Each is one word, `--flag` or `--flag=value`, at the end of a command. So neither an order nor a merge of lists can
-separate a flag from its value. An init container of the same image checks the whole command before the main container
-starts (`check_container`), because only the image knows its own flags.
+separate a flag from its value. Words with `$(` or `$$` are refused, because kubelets replace them: a value from a
+Secret would be part of the command, and of the error that the status shows. An init container of the same image checks
+the whole command before the main container starts (`check_container`), because only the image knows its own flags.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +25,12 @@ from tandem_operator.builders.served import Served
 CHECK = "check-arguments"
 """The init container."""
 
+UNUSABLE = frozenset({"--help", "--help-all", "--config", "--print-config", "--check-args"})
+"""Of both commands."""
+
+REPLACED = ("$(", "$$")
+"""What kubelets replace in arguments."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlagTable:
@@ -34,6 +43,8 @@ class FlagTable:
     arguments: frozenset[str]
     aliases: Mapping[str, str]
     """Other names of a flag."""
+    unusable: frozenset[str]
+    """They end the command, name a file of settings, or are for tests."""
     weights: frozenset[str] = frozenset()
     """Of the arguments: those that decide what weights and KV are. They are part of a revision."""
     repeatable: frozenset[str] = frozenset()
@@ -129,6 +140,7 @@ WORKER = FlagTable(
         "--priority-scheduling-preemption-threshold": "--priority-preemption-threshold",
         "--speculative-draft-model": "--speculative-draft-model-path",
     },
+    unusable=UNUSABLE | {"--progress-file", "--force-retract-every", "--force-fault-every"},
     weights=frozenset({"--load-format"}),
     repeatable=frozenset({"--lora-modules"}),
 )
@@ -165,6 +177,7 @@ GATEWAY = FlagTable(
     ),
     arguments=frozenset({"--explain-candidates"}),
     aliases={},
+    unusable=UNUSABLE,
 )
 
 
@@ -196,6 +209,10 @@ def argument_problems(service: Served) -> Iterator[str]:
                 yield f"{path}: the operator sets {flag} itself; remove it"
             elif flag in table.fields:
                 yield f"{path}: {flag} has a field; remove it and set spec.{table.fields[flag]}"
+            elif flag in table.unusable:
+                yield f"{path}: {flag} is not for pods; remove it"
+            elif any(mark in word for mark in REPLACED):
+                yield f"{path}: Kubernetes replaces $(NAME) and $$ in arguments; write the value of {flag} itself"
             elif flag in given and flag not in table.repeatable:
                 yield f"{path}: {flag} is given twice; remove one"
             given.add(flag)

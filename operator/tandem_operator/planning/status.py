@@ -8,6 +8,7 @@
 `lastTransitionTime` changes only with the status of its condition, so that an unchanged service is not written again.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -36,6 +37,9 @@ DEGRADED = "Degraded"
 
 NEEDED = (VALID, MODEL_AVAILABLE, REDIS_READY, *WORKERS_READY.values(), ROUTER_READY)
 """What must be true for `Ready`, in the order in which people should look."""
+
+_REFUSED = re.compile(rf"{CHECK}: ended with status 2\b")
+"""A failure of the init container that is about arguments, unlike that of a pull of its image."""
 
 MAX_MESSAGE = 4096
 MAX_ERROR = 80
@@ -208,7 +212,7 @@ def _arguments(service: Served, observed: Observed) -> Iterator[Condition]:
     """What the images say of the flags in `args`; nothing where there are none."""
     if not any(words for _, words in lists_of(service).values()):
         return
-    refused = [one for one in observed.deployments if one.failure.startswith(f"{CHECK}: ")]
+    refused = [one for one in observed.deployments if _REFUSED.match(one.failure)]
     unknown = unknown_flags(service)
     if refused:
         first = refused[0]

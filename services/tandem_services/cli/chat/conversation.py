@@ -31,8 +31,8 @@ class Turn:
 
     def take(self, chunk: dict[str, Any]) -> Piece:
         """The new text of one chunk. Raises `RemoteError` when the chunk is an error event."""
-        if "error" in chunk:
-            raise RemoteError(str(chunk["error"].get("message", "the server reported an error")))
+        if chunk.get("error"):
+            raise RemoteError(_message(chunk["error"]))
         self.response_id = chunk.get("id", self.response_id)
         self.usage = chunk.get("usage") or self.usage
         piece = Piece(_joined(chunk, "reasoning_content"), _joined(chunk, "content"))
@@ -87,7 +87,9 @@ class Conversation:
     def explain(self, turn: Turn) -> dict[str, Any]:
         """The gateway's record of the request; empty for a server without one."""
         response = self.client.get(f"/v1/requests/{turn.response_id}/explain")
-        found: dict[str, Any] = response.json() if response.status_code == 200 else {}
+        if response.status_code != 200 or "json" not in response.headers.get("content-type", ""):
+            return {}
+        found: dict[str, Any] = response.json()
         return found
 
     def served_models(self) -> list[str]:
@@ -105,12 +107,24 @@ class Conversation:
 
 def _pieces(response: Any, turn: Turn) -> Iterator[Piece]:
     for line in response.iter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield turn.take(json.loads(line.removeprefix("data: ")))
+        name, _, data = (part.strip() for part in line.partition(":"))
+        if name != "data" or data == "[DONE]":
+            continue
+        try:
+            piece = turn.take(json.loads(data))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RemoteError(f"the server sent an event that is no chunk of a chat completion: {data[:80]}") from error
+        yield piece
 
 
 def _joined(chunk: dict[str, Any], name: str) -> str:
-    return "".join(choice["delta"].get(name) or "" for choice in chunk.get("choices", ()))
+    return "".join(choice["delta"].get(name) or "" for choice in chunk.get("choices") or ())
+
+
+def _message(error: Any) -> str:
+    """Of an error event; some servers send its text alone."""
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message or "the server reported an error")
 
 
 def error_message(body: bytes, status: int) -> str:

@@ -113,7 +113,6 @@ class Rendered:
 
     @contextmanager
     def answer(self) -> Iterator[Show]:
-
         growing = _Growing(self._console)
         with Live(
             get_renderable=growing.tail,
@@ -129,7 +128,6 @@ class Rendered:
                 growing.end()
 
     def note(self, text: str) -> None:
-
         self._console.print(Text(harmless(text), style="dim"))
 
 
@@ -144,7 +142,6 @@ class _Growing:
         """A block, which is followed by a blank line."""
 
     def add(self, piece: "Piece") -> None:
-
         if piece.reasoning:
             self._reasoning += harmless(piece.reasoning)
         if not piece.content:
@@ -164,7 +161,6 @@ class _Growing:
 
     def tail(self) -> "RenderableType":
         """As many of the last lines of the block that grows as the terminal has."""
-
         lines = self._content_lines(self._content) if self._content else self._reasoning_lines(self._reasoning)
         lines = lines[-max(1, self._console.height - 2) :]
         return SegmentLines([[], *lines] if lines and self._printed else lines, new_lines=True)
@@ -174,15 +170,12 @@ class _Growing:
         self._print(self._reasoning_lines(reasoning))
 
     def _print(self, lines: "list[Line]") -> None:
-
         if lines:
             self._console.print(SegmentLines([[], *lines] if self._printed else lines, new_lines=True), end="")
             self._printed = True
 
     def _content_lines(self, text: str) -> "list[Line]":
-
         return render(self._console, text)
 
     def _reasoning_lines(self, text: str) -> "list[Line]":
-
         return trim(self._console.render_lines(Text(text, style="dim"), pad=False))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import httpx
 
+from tandem_engine.base.errors import ConfigError
 from tandem_services.cli.chat.conversation import Conversation, Turn
 from tandem_services.cli.chat.display import Display
 from tandem_services.cli.chat.history import LineHistory
@@ -33,6 +34,11 @@ HELP = """\
 Ctrl-C          stop the answer that is being written; the text so far stays in the conversation
 Up, Down        earlier lines
 //TEXT          a message that begins with a slash"""
+
+
+def _encodable(line: str) -> str:
+    """Bytes that are no text in the terminal's encoding are halves of characters in Python, which no request has."""
+    return line.encode(errors="replace").decode()
 
 
 class _Command(NamedTuple):
@@ -80,9 +86,11 @@ class Loop:
         history = LineHistory.load() if self._interactive else None
         while True:
             try:
-                line = self._read().strip()
+                line = _encodable(self._read()).strip()
             except EOFError:
                 return
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"standard input is not text in {error.encoding}") from error
             except KeyboardInterrupt:
                 if not self._interactive:
                     raise

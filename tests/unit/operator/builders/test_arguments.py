@@ -61,6 +61,14 @@ def test_every_flag_of_a_command_has_one_place(command: str, table: FlagTable) -
 
 
 @TABLES
+def test_every_flag_that_is_no_setting_is_unusable_in_pods(command: str, table: FlagTable) -> None:
+    parser = command_parser(command)
+    settings = [setting.action for setting in settings_of(parser)]
+    others = {action.option_strings[-1] for action in parser._actions if action not in settings}
+    assert table.unusable == others
+
+
+@TABLES
 def test_every_field_of_a_table_is_one_of_the_spec(command: str, table: FlagTable) -> None:
     for path in table.fields.values():
         part: Any = ModelServiceSpec
@@ -82,6 +90,10 @@ def test_every_field_of_a_table_is_one_of_the_spec(command: str, table: FlagTabl
             ["--watermark=1", "--watermark=2"],
             "spec.decode.engine.args[1]: --watermark is given tw",
         ),
+        ("engine.args", ["--config=/models/settings.yaml"], "spec.engine.args[0]: --config is not for pods; remove it"),
+        ("gateway.args", ["--check-args"], "--check-args is not for pods"),
+        ("engine.args", ["--load-format=$(TOKEN)"], "spec.engine.args[0]: Kubernetes replaces $(NAME) and $$ in"),
+        ("gateway.args", ["--new-flag=$$"], "write the value of --new-flag itself"),
         ("gateway.args", ["--no-console"], "--console has a field; remove it and set spec.gateway.console"),
         ("gateway.args", ["--admin-host=::"], "spec.gateway.args[0]: the operator sets --admin-host itself"),
     ],
@@ -184,3 +196,9 @@ def test_the_condition_has_what_the_image_says() -> None:
         "ArgumentRefused",
         "chat-prefill-1: ended with status 2: argument --x: no",
     )
+
+
+@pytest.mark.parametrize("failure", ["ErrImagePull: not found", "OOMKilled", "ended with status 20", "ended with 2"])
+def test_other_failures_of_the_check_refuse_no_argument(failure: str) -> None:
+    seen = DeploymentSeen(name="chat-prefill-1", replicas=1, role="prefill", failure=f"{CHECK}: {failure}")
+    assert condition_of(spec_with("engine.args", "--watermark=0.1"), seen) == ("True", "Accepted", "")

@@ -2,12 +2,14 @@
 
 import io
 import json
+import sys
 
 import httpx
 import pytest
 
+from tandem_engine.base.errors import ConfigError
 from tandem_services.cli.chat.command import converse
-from tandem_services.cli.chat.conversation import Turn
+from tandem_services.cli.chat.conversation import Conversation, Turn
 from tandem_services.cli.main import build_parser
 from tandem_services.common.errors import RemoteError
 
@@ -136,3 +138,49 @@ def test_a_server_of_something_else_is_named(monkeypatch) -> None:
         pytest.raises(RemoteError, match="http://gateway does not serve /v1/models"),
     ):
         converse(client, build_parser().parse_args(["chat"]))
+
+
+def test_bytes_that_are_no_text_are_marked_in_the_request(monkeypatch) -> None:
+    asked = talk(monkeypatch, [delta(content="A")], said="caf\udce9", terminal=False)
+    assert asked[0][0]["content"] == "caf?"
+
+
+def test_input_in_another_encoding_ends_in_one_sentence(monkeypatch) -> None:
+    def refuse() -> str:
+        raise UnicodeDecodeError("utf-8", b"\xe9", 0, 1, "unexpected end of data")
+
+    monkeypatch.setattr(sys.modules[__name__], "next_line", lambda _: refuse())
+    with pytest.raises(ConfigError, match="standard input is not text in utf-8"):
+        talk(monkeypatch, said="Hi", terminal=False)
+
+
+def streamed(body: str) -> str:
+    """The content of one answer whose stream is `body`."""
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=body))
+    with httpx.Client(base_url="http://gateway", transport=transport) as client:
+        conversation = Conversation(client=client, model="m", options={}, system=None)
+        with conversation.ask("Hi") as (turn, pieces):
+            content = "".join(piece.content for piece in pieces)
+        assert conversation.explain(turn) == {}
+        return content
+
+
+def test_events_of_other_servers_are_read() -> None:
+    chunks = [{"choices": [{"delta": {"role": "assistant", "content": None}}]}, delta(content="A"), {"choices": None}]
+    lines = [": a comment", *(f"data:{json.dumps(chunk)}" for chunk in chunks), "data: [DONE]", ""]
+    assert streamed("\n\n".join(lines)) == "A"
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ('{"error": {"message": "no memory"}}', "no memory"),
+        ('{"error": "no memory"}', "no memory"),
+        ('{"error": {}, "choices": [{}]}', "no chunk of a chat completion"),
+        ("<html>", "no chunk of a chat completion: <html>"),
+        ("[]", "no chunk of a chat completion"),
+    ],
+)
+def test_events_that_are_no_chunks_end_as_errors(data: str, sentence: str) -> None:
+    with pytest.raises(RemoteError, match=sentence):
+        streamed(f"data: {data}\n\n")
