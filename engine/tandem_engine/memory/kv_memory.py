@@ -286,12 +286,16 @@ class KvMemory:
         No step is in flight, so its row is free.
         """
         space = kv.space
-        if self.anchors is not None:
-            self._drop_anchors(kv, self.anchors)
+        self.distrust(kv)
         self.release(kv, token_ids[: kv.committed_len], checkpoint=True, after_step=None)
         begun = self.begin(token_ids, space=space, max_match=max_match)
         assert begun is not None, "a row that was given back is gone"
         return begun
+
+    def distrust(self, kv: RequestKv) -> None:
+        """Steps with `kv` raised, maybe before they copied its state: no copy that is pending becomes an anchor."""
+        if self.anchors is not None:
+            self._drop_anchors(kv, self.anchors)
 
     def renew(self, kv: RequestKv) -> RequestKv:
         """All that `kv` holds, under a new identity: what was computed beyond the settled tokens is to be forgotten.

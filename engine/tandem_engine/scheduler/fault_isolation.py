@@ -128,6 +128,7 @@ class Isolation:
             if req.finished is not None:
                 continue
             if req.to_finish is not None:
+                self.memory.distrust(req.held_kv)
                 self.endings.finish(req, req.to_finish)
                 continue
             # The failed step may have changed the state of its rows on the device.
