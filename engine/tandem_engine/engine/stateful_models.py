@@ -75,16 +75,19 @@ def state_shares(plan: MemoryPlan, spec: StateSpec, demand: Demand, config: Engi
         free = plan.facts.available - plan.kv_bytes
         needed = (1 + each * wanted) * spec.slot_bytes
         if needed > free:
-            fitting = max(0, (free // spec.slot_bytes - 1) // each - SPARE_ROWS)
+            fitting = _running_with(max(0, free // spec.slot_bytes - 1) // each)
             raise ConfigError(
                 f"--max-running-requests {running} needs {_gib(needed)} for states next to --num-pages {plan.pages}, "
-                f"and {_gib(free)} is available: lower it to at most {fitting}, or lower --num-pages"
+                f"and {_gib(free)} is available: {f'lower it to at most {fitting}, or ' if fitting else ''}"
+                "lower --num-pages"
             )
         return StateShares(pages=plan.pages, rows=wanted, anchors=(each - 1) * wanted)
-    states = each * spec.slot_bytes
+    states, left = each * spec.slot_bytes, plan.kv_bytes - spec.slot_bytes
     usual = demand.blocks(min(demand.context_length, TYPICAL_TOKENS)) * plan.page_bytes + states
-    rows = min(wanted, max(1, (plan.kv_bytes - spec.slot_bytes) // usual))
-    pages = (plan.kv_bytes - spec.slot_bytes - rows * states) // plan.page_bytes
+    longest = (demand.blocks(demand.context_length) + 1) * plan.page_bytes
+    # As many of the usual length as have room, and pages for one of the context length.
+    rows = min(wanted, max(1, left // usual), max(1, (left - longest) // states))
+    pages = (left - rows * states) // plan.page_bytes
     if pages < SMALLEST_POOL:
         raise ConfigError(
             f"one request needs {_gib(SMALLEST_POOL * plan.page_bytes + spec.slot_bytes + states)} for KV pages and "
@@ -93,6 +96,11 @@ def state_shares(plan: MemoryPlan, spec: StateSpec, demand: Demand, config: Engi
     if rows < running:
         logger.warning("memory for states lets %d requests run at once, not %d", rows, running)
     return StateShares(pages=pages, rows=rows, anchors=(each - 1) * rows)
+
+
+def _running_with(rows: int) -> int:
+    """The most requests that may run where so many have a state."""
+    return max(rows - SPARE_ROWS, rows // 2)
 
 
 def log_states(states: StatePool, facts: ModelConfig, pages: int) -> None:

@@ -1,10 +1,12 @@
 """Engines of models whose layers keep states: what they refuse, and how memory is divided."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.config import (
@@ -12,13 +14,17 @@ from tandem_engine.config import (
     DisaggConfig,
     EngineConfig,
     HostConfig,
+    KvCacheDtype,
     SchedulerConfig,
     SpecAlgorithm,
     SpecConfig,
 )
 from tandem_engine.engine import Engine
 from tandem_engine.engine.loaded_model import LoadedModel, load
-from tandem_engine.engine.stateful_models import unsupported
+from tandem_engine.engine.stateful_models import StateShares, state_shares, unsupported
+from tandem_engine.memory.group_pools import Demand
+from tandem_engine.memory.sizing import MemoryFacts, MemoryPlan
+from tandem_engine.memory.state_pool import StatePool, StateSpec
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.speculative.assembly import read_draft
@@ -101,6 +107,48 @@ def test_memory_below_one_request_is_refused_with_its_need(hybrid):
         engine(hybrid, kv_cache_bytes=40_000)
 
 
+SLOT = StateSpec(layers=1, history=1, channels=64, heads=2, key_size=4, value_size=8, dtype=torch.float32)
+PAGE_BYTES, TOTAL = 1024, 1 << 20
+
+
+def shares(
+    *, pages: int, running: int, num_pages: int = 0, context_length: int = 128, spec: StateSpec = SLOT
+) -> StateShares:
+    """Of a machine with `TOTAL` bytes, in pages of 16 tokens."""
+    config = replace(
+        PLAIN,
+        scheduler=SchedulerConfig(context_length=context_length, max_running_requests=running),
+        cache=CacheConfig(num_pages=num_pages),
+    )
+    facts = MemoryFacts(total=TOTAL, available=TOTAL, used=0, weights=0, activations=None)
+    plan = MemoryPlan(facts=facts, pages=pages, page_bytes=PAGE_BYTES, page_size=16)
+    return state_shares(plan, spec, Demand(page_size=16, context_length=context_length, chunk=64), config)
+
+
+@pytest.mark.parametrize("pages", [1000, 1010, 1019])
+def test_the_number_of_requests_that_an_error_names_fits(pages):
+    """Of the smallest ones too, where every request has a spare row."""
+    with pytest.raises(ConfigError, match=r"lower it to at most [1-9]") as caught:
+        shares(pages=pages, running=64, num_pages=pages)
+    fitting = int(re.findall(r"at most (\d+)", str(caught.value))[0])
+    assert shares(pages=pages, running=fitting, num_pages=pages).pages == pages
+    with pytest.raises(ConfigError):
+        shares(pages=pages, running=fitting + 1, num_pages=pages)
+
+
+def test_where_no_state_fits_the_error_names_the_pages_alone():
+    with pytest.raises(ConfigError, match="is available: lower --num-pages$"):
+        shares(pages=1024, running=64, num_pages=1024)
+
+
+def test_states_leave_pages_for_one_request_of_the_context_length():
+    """Four requests of a usual length have room, but one of 2,100 pages would not fit next to four states."""
+    heavy = replace(SLOT, channels=0, heads=100, key_size=16, value_size=16)
+    assert heavy.slot_bytes == 100 * PAGE_BYTES
+    assert shares(pages=2950, running=64, context_length=16 * 2100, spec=heavy) == (2250, 3, 3)
+    assert shares(pages=2950, running=64, context_length=16 * 2000, spec=heavy) == (2050, 4, 4)
+
+
 def test_a_prompt_seen_before_continues_at_its_anchor(hybrid):
     with engine(hybrid, num_pages=40) as built:
         [first], [again] = (built.generate([request(rid, range(100))]) for rid in ("a", "b"))
@@ -139,6 +187,57 @@ def test_steps_that_raise_change_no_token(hybrid):
     with Engine.build(hybrid, config) as faulty:
         assert [each.token_ids for each in faulty.generate(requests)] == expected
         assert faulty.scheduler.stats().engine_errors_total > 0
+
+
+def test_an_aborted_request_of_a_failed_step_leaves_no_anchor(hybrid, monkeypatch):
+    """The step copies the state after 64 tokens before it computes. It raises first, and the slot has other bytes."""
+    prompt, copy, lost = [*range(100)], StatePool.copy, []
+
+    def raising(pool: StatePool, copies: Sequence[tuple[int, int]]) -> None:
+        if copies and not lost:
+            lost.extend(copies)
+            raise RuntimeError("no copy is made")
+        copy(pool, copies)
+
+    monkeypatch.setattr(StatePool, "copy", raising)
+    scheduler = replace(SCHEDULER, chunked_prefill_size=64, enable_overlap=True)
+    with Engine.build(hybrid, replace(hybrid.config, scheduler=scheduler, cache=CacheConfig(num_pages=40))) as built:
+        built.add(request("a", prompt))
+        while built.scheduler.launched < 2:
+            built.step()
+        built.abort("a")
+        while built.step():
+            pass
+        assert lost
+        [again] = built.generate([request("b", prompt)])
+        assert again.cached_tokens == 0
+
+
+def test_float8_pages_next_to_states_give_the_same_tokens(hybrid):
+    prompt = [*range(100)]
+    with engine(hybrid, num_pages=40, dtype=KvCacheDtype.FP8) as built:
+        assert built._parts.pool.data.dtype is torch.float8_e4m3fn
+        first, again, longer = (
+            built.generate([request(rid, tokens, max_tokens=20)])[0]
+            for rid, tokens in (("a", prompt), ("b", prompt), ("c", prompt[:80]))
+        )
+    assert (again.cached_tokens, longer.cached_tokens) == (64, 64)
+    assert again.token_ids == first.token_ids
+    with engine(hybrid, num_pages=40, dtype=KvCacheDtype.FP8, enable_prefix_cache=False) as plain:
+        [alone] = plain.generate([request("c", prompt[:80], max_tokens=20)])
+    assert alone.token_ids == longer.token_ids
+
+
+def test_reloaded_weights_continue_from_no_former_state(hybrid):
+    prompt = [*range(100)]
+    with engine(hybrid, num_pages=40) as built:
+        [first] = built.generate([request("a", prompt)])
+        reloading = built.reload(hybrid.config.model_path)
+        while not reloading.done():
+            built.step()
+        reloading.result()
+        [again] = built.generate([request("b", prompt)])
+    assert (again.cached_tokens, again.token_ids) == (0, first.token_ids)
 
 
 def request(rid: str, tokens: Sequence[int], *, max_tokens: int = 2) -> GenerateRequest:
