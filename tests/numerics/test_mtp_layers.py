@@ -1,5 +1,9 @@
 """Layers that predict ahead, as draft heads: drafts are those of transformers, and outputs those without drafts."""
 
+import json
+import shutil
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,7 +13,9 @@ from tandem_engine.config import EngineConfig, SpecAlgorithm, SpecConfig
 from tandem_engine.engine.loaded_model import load
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.speculative.assembly import read_draft
+from tandem_engine.speculative.mtp import load_mtp
 from tandem_testing.draft_heads import add_mtp_layer, proposals, tokens_with
+from tandem_testing.quantized_files import KINDS
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
 FAMILIES = ["deepseek-v3", "glm4-moe"]
@@ -115,3 +121,47 @@ def test_a_layer_ahead_of_another_model_is_refused(checkpoint, tmp_path):
     spec = SpecConfig(algorithm=SpecAlgorithm.EAGLE, draft_model_path=str(checkpoint))
     with pytest.raises(CheckpointError, match="a model of 3 layers"):
         read_draft(spec, target=target, target_path=str(tmp_path))
+
+
+def rewritten(checkpoint, path, tensors, **config):
+    """A copy of `checkpoint` at `path` with other `tensors`, and with more fields in its config.json."""
+    shutil.copytree(checkpoint, path)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | config))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["fp8", "awq"])
+def test_a_quantized_layer_ahead_is_what_its_matrices_are_worth(kind, checkpoint, tmp_path):
+    """The projections of all layers are quantized. `eh_proj` is one of those names, and may be plain or not."""
+    write, scheme = KINDS[kind]
+    held, worths = {}, {}
+    for number, (name, tensor) in enumerate(load_file(checkpoint / "model.safetensors").items()):
+        if name.endswith("_proj.weight"):
+            quantized = write(tensor, number)
+            worths[name] = quantized.worth
+            held |= {name.removesuffix("weight") + suffix: part for suffix, part in quantized.parts.items()}
+        else:
+            held[name] = worths[name] = tensor
+    paths = [
+        rewritten(checkpoint, tmp_path / "quantized", held, quantization_config=scheme),
+        rewritten(checkpoint, tmp_path / "worth", worths),
+    ]
+    size = read_model_config(checkpoint).hidden_size
+    dice = torch.Generator().manual_seed(3)
+    embedded, before = (torch.randn(4, size, generator=dice) for _ in range(2))
+    states = []
+    for path in paths:
+        draft = draft_of(path)
+        assert draft is not None
+        facts, target = draft.config, read_model_config(path)
+        width = facts.head_dim if facts.latent is None else facts.latent.rank
+        head = load_mtp(str(path), target, facts, dtype=torch.float32, device="cpu", positions=8)
+        attend = partial(_queries, width=width)
+        states.append(head.forward(embedded, before, torch.arange(4), attend, torch.arange(4)))
+    assert torch.equal(*states)
+
+
+def _queries(layer, q, k, v, *, width):
+    return q[..., :width].flatten(1)
