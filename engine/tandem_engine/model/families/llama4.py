@@ -29,9 +29,11 @@ from tandem_engine.model.rotary_fields import NO_ROTATION, layers_without_rotati
 CHUNKED = "chunked_attention"
 DEFAULTS = Defaults(head_dim=128, null_head_dim=True, num_kv_heads=8, rms_eps=1e-5, rope_theta=5e5)
 DEFAULT_CHUNK = 8192
+OLDER_TRUE = 4
 
 
 def _read_llama4(fields: ConfigFields) -> ModelConfig:
+    fields = _as_now(fields)
     base = read_decoder(fields, family=LLAMA4.name, defaults=DEFAULTS)
     still = layers_without_rotation(fields, base.num_layers)
     return replace(
@@ -45,6 +47,13 @@ def _read_llama4(fields: ConfigFields) -> ModelConfig:
         query_scale=_query_scale(fields),
         moe=_experts(fields, base.num_layers),
     )
+
+
+def _as_now(fields: ConfigFields) -> ConfigFields:
+    """Without what published files have for defaults of today: a list without layers, and 4 for true."""
+    older = {"no_rope_layers": [], "attn_temperature_tuning": OLDER_TRUE}
+    absent = {name: None for name, value in older.items() if fields.values.get(name) == value}
+    return replace(fields, values=fields.values | absent)
 
 
 def _chunks(fields: ConfigFields, base: ModelConfig, still: tuple[int, ...]) -> tuple[int | None, ...]:
@@ -74,15 +83,10 @@ def _query_scale(fields: ConfigFields) -> QueryScale | None:
 
 def _experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
     """None where no layer has experts."""
-    step = fields.integer("interleave_moe_layer_step", least=1, most=MAX_LAYERS, default=1)
-    sparse: list[object] = [*range(step - 1, num_layers, step)]
-    if fields.has("moe_layers"):
-        sparse = fields.items("moe_layers")
-        if not all(type(layer) is int and 0 <= layer < num_layers for layer in sparse):
-            fields.refuse("moe_layers", f"must name layers from 0 to {num_layers - 1}")
-    experts = read_experts(fields, count="num_local_experts", size="intermediate_size")
+    sparse = _sparse_layers(fields, num_layers)
     if not sparse:
         return None
+    experts = read_experts(fields, count="num_local_experts", size="intermediate_size")
     return replace(
         experts,
         normalise=False,
@@ -91,6 +95,17 @@ def _experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
         shared=SharedExpert(intermediate_size=experts.intermediate_size),
         weighted_inputs=True,
     )
+
+
+def _sparse_layers(fields: ConfigFields, num_layers: int) -> list[object]:
+    """By `moe_layers`, or else every `interleave_moe_layer_step`-th one. Dense models may have 0 for the step."""
+    if not fields.has("moe_layers"):
+        step = fields.integer("interleave_moe_layer_step", least=1, most=MAX_LAYERS, default=1)
+        return [*range(step - 1, num_layers, step)]
+    sparse = fields.items("moe_layers")
+    if not all(type(layer) is int and 0 <= layer < num_layers for layer in sparse):
+        fields.refuse("moe_layers", f"must name layers from 0 to {num_layers - 1}")
+    return sparse
 
 
 LLAMA4 = Family(

@@ -42,6 +42,13 @@ OLMO3 = {"architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 4}
 GLM4 = {"architectures": ["Glm4ForCausalLM"], "head_dim": 8}
 GRANITE = {"architectures": ["GraniteForCausalLM"]}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4}
+LLAMA4 = {
+    "architectures": ["Llama4ForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 16,
+}
 COHERE2 = {"architectures": ["Cohere2ForCausalLM"], "num_hidden_layers": 4, "sliding_window": 16}
 EXAONE4 = {"architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 4}
 PHI3 = {"architectures": ["Phi3ForCausalLM"]}
@@ -128,6 +135,26 @@ def test_smollm3_does_not_rotate_in_some_layers(parse):
     assert (config.second_rope, config.second_layers) == (NO_ROTATION, (3,))
     assert parse(**SMOLLM3, no_rope_layers=[0, 1, 1, 0]).second_layers == (0, 3)
     assert parse(**SMOLLM3, no_rope_layers=[1, 1, 1, 1]).second_rope is None
+
+
+def test_llama4_takes_what_published_files_have_for_defaults(parse):
+    config = parse(**LLAMA4)
+    assert (config.second_layers, config.chunks) == ((3,), (16, 16, 16, None))
+    assert config.query_scale is not None
+    assert parse(**LLAMA4, no_rope_layers=[], attn_temperature_tuning=4) == config
+    assert parse(**LLAMA4, attn_temperature_tuning=False).query_scale is None
+    with pytest.raises(CheckpointError, match="attn_temperature_tuning"):
+        parse(**LLAMA4, attn_temperature_tuning=3)
+
+
+def test_llama4_without_experts_names_none(parse):
+    """As Llama Guard 4 has it."""
+    config = parse(**LLAMA4 | {"num_local_experts": 0, "moe_layers": [], "interleave_moe_layer_step": 0})
+    assert (config.moe, config.intermediate_size) == (None, 16384)
+    with pytest.raises(CheckpointError, match="num_local_experts"):
+        parse(**LLAMA4 | {"num_local_experts": 0, "moe_layers": [1]})
+    with pytest.raises(CheckpointError, match="interleave_moe_layer_step"):
+        parse(**LLAMA4, interleave_moe_layer_step=0)
 
 
 def test_cohere2_does_not_rotate_in_full_layers(parse):
