@@ -101,6 +101,11 @@ class KvMemory:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
+    def least_match(self, tokens: int) -> int:
+        """`tokens` rounded up to a length by which a match in the cache can grow."""
+        unit = self.page_size if self.anchors is None else self.anchors.grain
+        return -(-tokens // unit) * unit
+
     def cached_len(self, token_ids: Sequence[int], *, space: CacheSpace, max_match: int) -> int:
         """Tokens that `begin` would find. Changes nothing."""
         return self.cache.peek(token_ids, space=space, max_tokens=max_match) * self.page_size

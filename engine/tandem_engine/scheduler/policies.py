@@ -109,11 +109,12 @@ WORTH_WAITING = 32
 
 
 class SharedPrefixes:
-    """What is being computed now, as prefixes that end `WORTH_WAITING` tokens after what is cached."""
+    """What is being computed now, as prefixes that end `WORTH_WAITING` tokens after what is cached, or where a request
+    can continue next."""
 
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory
-        self._worth = memory.pages_for(WORTH_WAITING) * memory.page_size
+        self._worth = memory.least_match(WORTH_WAITING)
         self._prefixes: set[tuple[CacheSpace, bytes]] = set()
 
     def cached(self, req: Request) -> int:

@@ -168,6 +168,18 @@ def test_the_next_turn_computes_at_most_two_grains(hybrid):
         assert (alone.cached_tokens, alone.token_ids) == (0, second.token_ids)
 
 
+def test_prompts_behind_an_anchor_do_not_wait_for_each_other(hybrid):
+    """They share 36 tokens more, and none of them makes an anchor there."""
+    shared = [*range(100)]
+    with engine(hybrid, num_pages=60) as built:
+        for rid in range(2):
+            built.generate([request(f"before {rid}", [*shared, 100 + rid])])
+        before = built.scheduler.launched
+        found = built.generate([request(f"r{n}", [*shared, 110 + n], max_tokens=1) for n in range(4)])
+        assert [each.cached_tokens for each in found] == [64] * 4
+        assert built.scheduler.launched - before == 1
+
+
 def test_without_a_prefix_cache_there_are_no_anchors(hybrid):
     with engine(hybrid, num_pages=40, enable_prefix_cache=False) as built:
         pools = built._parts.pools
