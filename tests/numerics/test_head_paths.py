@@ -11,7 +11,7 @@ from tandem_testing.draft_heads import add_mtp_layer
 from tandem_testing.exactness import run_paths_of
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_eagle3
 
-PATHS = ["EAGLE drafts, handed over", "EAGLE drafts, prefix-cached"]
+PATHS = ["EAGLE drafts, prefix-cached", "EAGLE drafts, handed over", "EAGLE drafts, 2 ranks"]
 
 
 def with_eagle3(directory: Path) -> Path:

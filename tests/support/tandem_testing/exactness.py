@@ -199,7 +199,7 @@ def run_paths_of(
             drafts=DraftPaths(itself=checkpoint, head=str(head) if head.is_dir() else None),
             graphs=True,
         )
-    by_name = {path.name: path for path in [*paths, *on_ranks(paths, 2, quick=True)]}
+    by_name = {path.name: path for path in [*paths, *on_ranks(paths, 2, quick=False)]}
     edited = [
         reference.generate(each.prompt, prompts.max_tokens, eos, ignore_eos=True, edits=edits_against(each.token_ids))
         for each in references
