@@ -51,8 +51,8 @@ def _read_llama4(fields: ConfigFields) -> ModelConfig:
 
 def _as_now(fields: ConfigFields) -> ConfigFields:
     """Without what published files have for defaults of today: a list without layers, and 4 for true."""
-    older = {"no_rope_layers": [], "attn_temperature_tuning": OLDER_TRUE}
-    absent = {name: None for name, value in older.items() if fields.values.get(name) == value}
+    older: dict[str, object] = {"no_rope_layers": [], "attn_temperature_tuning": OLDER_TRUE}
+    absent: dict[str, object] = {name: None for name, value in older.items() if fields.values.get(name) == value}
     return replace(fields, values=fields.values | absent)
 
 
