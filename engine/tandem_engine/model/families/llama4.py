@@ -15,6 +15,7 @@ from dataclasses import replace
 from tandem_engine.config import ModelConfig, MoeConfig, QkNorm, QueryScale, Scoring, SharedExpert
 from tandem_engine.model.config_fields import (
     FULL,
+    MAX_EXPERTS,
     MAX_INTERMEDIATE,
     MAX_LAYERS,
     MAX_POSITION,
@@ -85,6 +86,7 @@ def _experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
     """None where no layer has experts."""
     sparse = _sparse_layers(fields, num_layers)
     if not sparse:
+        fields.integer("num_local_experts", least=0, most=MAX_EXPERTS, default=0)
         return None
     experts = read_experts(fields, count="num_local_experts", size="intermediate_size")
     return replace(
@@ -99,8 +101,9 @@ def _experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
 
 def _sparse_layers(fields: ConfigFields, num_layers: int) -> list[object]:
     """By `moe_layers`, or else every `interleave_moe_layer_step`-th one. Dense models may have 0 for the step."""
-    if not fields.has("moe_layers"):
-        step = fields.integer("interleave_moe_layer_step", least=1, most=MAX_LAYERS, default=1)
+    named = fields.has("moe_layers")
+    step = fields.integer("interleave_moe_layer_step", least=0 if named else 1, most=MAX_LAYERS, default=1)
+    if not named:
         return [*range(step - 1, num_layers, step)]
     sparse = fields.items("moe_layers")
     if not all(type(layer) is int and 0 <= layer < num_layers for layer in sparse):
