@@ -104,7 +104,6 @@ def test_the_examination_allows_for_rounding(arcee, dtype):
         ("mamba", "calls transformers' attention interface 0 times"),
         ("jamba", "calls transformers' attention interface 0 times"),
         ("bloom", "calls transformers' attention interface 0 times"),
-        ("qwen3-next", "layer_types may name only"),
         ("minimax", "layer_types may name only"),
         ("nemotron", "its attention cannot be replaced"),
         ("bart", "calls transformers' attention interface 12 times"),

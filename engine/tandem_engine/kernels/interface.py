@@ -48,18 +48,6 @@ GatedActivation = Callable[[Tensor], Tensor]
 """[T, 2 * I], gate first, to activation(gate) * up, [T, I]."""
 
 
-class Span(NamedTuple):
-    """Which tokens a token sees, up to itself: the newest ones, or those of its chunk."""
-
-    tokens: int
-    """Of the window, or of each chunk of a sequence."""
-    chunked: bool = False
-
-    def first_seen(self, position: int) -> int:
-        """The oldest position that the token at `position` sees."""
-        return position - position % self.tokens if self.chunked else max(position + 1 - self.tokens, 0)
-
-
 FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 

@@ -27,7 +27,7 @@ from numba.extending import overload, register_jitable
 from tandem_engine.kernels.cpu.jit import compiled, piece
 from tandem_engine.kernels.cpu.numbers import bits_of_codes
 from tandem_engine.kernels.cpu.pieces import Array, compiled_kernel, inlined, kernel_piece_options
-from tandem_engine.kernels.interface import Span
+from tandem_engine.kernels.span import Span
 
 CHUNK = 512
 """Tokens of one task: long enough to hide the merge, short enough that one long context feeds all threads."""

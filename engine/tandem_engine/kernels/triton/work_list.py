@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_engine.kernels.interface import Span
+from tandem_engine.kernels.span import Span
 
 LEAST_WIDTH = 1024
 """So many rows take one kernel, however few they are."""

@@ -28,7 +28,8 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem_engine.forward.batch import ForwardBatch
-from tandem_engine.kernels.interface import HeadTurn, Span
+from tandem_engine.kernels.interface import HeadTurn
+from tandem_engine.kernels.span import Span
 
 
 class AttentionPlan(Protocol):

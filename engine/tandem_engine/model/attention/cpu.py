@@ -49,7 +49,8 @@ from tandem_engine.kernels.cpu.pieces import Array
 from tandem_engine.kernels.cpu.tensors import as_array
 from tandem_engine.kernels.cpu.threads import PHASE_BYTES, team
 from tandem_engine.kernels.cpu.vectors import PANEL
-from tandem_engine.kernels.interface import FLOAT8, Span
+from tandem_engine.kernels.interface import FLOAT8
+from tandem_engine.kernels.span import Span
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionPlan, AttentionSpec, distinct
 

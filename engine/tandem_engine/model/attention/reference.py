@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.forward.batch import ForwardBatch
-from tandem_engine.kernels.interface import Span
+from tandem_engine.kernels.span import Span
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec
 

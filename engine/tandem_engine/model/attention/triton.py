@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tandem_engine.forward.batch import ForwardBatch
-from tandem_engine.kernels.interface import HeadTurn, Span
+from tandem_engine.kernels.interface import HeadTurn
+from tandem_engine.kernels.span import Span
 from tandem_engine.kernels.triton.common import facts_of
 from tandem_engine.kernels.triton.decode_attention import (
     DecodeTiling,

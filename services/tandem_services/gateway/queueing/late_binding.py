@@ -10,17 +10,16 @@
                   without any worker: 429 or 503 with Retry-After
 
 A worker has capacity when the sequence need not wait for others to end, and the prompt waits at most `worker_wait_s`
-for other prompts. That keeps the worker busy until the next prompt, without a queue of its own. A tenant that is behind
-(`RecentTenants`) may find `BEHIND_WAIT` times as many prompts there: the worker computes prompts of several tenants in
-turns, so that its prompt is next. Up to `MOST_EARLY` of its choices also go to a worker where each place is taken: the
-prompt is computed until one is free. The next places that are freed are theirs.
+for other prompts: the worker stays busy, without a queue of its own. A tenant that is behind (`RecentTenants`) may find
+`BEHIND_WAIT` times as many prompts there: workers compute prompts of tenants in turns. Up to `MOST_EARLY` of its
+choices also go to a worker without a free place, and get the next ones.
 
 `Turnover` counts slots that were freed but are not in a worker's report yet, which may be a second old. A slot that a
-request of this gateway freed, or that another gateway offered, counts at once: so many requests may go to workers that
-report no capacity. It expires after `UNREPORTED_S`: by then a report contains it, or another gateway has used it.
+request of this gateway freed, or that another gateway offered, counts at once. It expires after `UNREPORTED_S`: by then
+a report contains it, or another gateway has used it.
 
-`LateBinding` also applies fairness between gateways (`GivingWay`). Its admission never waits: the caller calls `arrive`
-and `turn` and provides the clock. That is `Admission` in a gateway, and the event loop of `tandem simulate`.
+`LateBinding` also applies fairness between gateways (`GivingWay`). It never waits: its caller, `Admission` in a gateway
+or the event loop of `tandem simulate`, calls `arrive` and `turn` and provides the clock.
 """
 
 import logging

@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem_engine.kernels.interface import Span
+from tandem_engine.kernels.span import Span
 from tandem_engine.kernels.triton.work_list import (
     WHOLE,
     WINDOW,
