@@ -18,8 +18,7 @@ choices also go to a worker without a free place, and get the next ones.
 request of this gateway freed, or that another gateway offered, counts at once. It expires after `UNREPORTED_S`: by then
 a report contains it, or another gateway has used it.
 
-`LateBinding` also applies fairness between gateways (`GivingWay`). It never waits: its caller, `Admission` in a gateway
-or the event loop of `tandem simulate`, calls `arrive` and `turn` and provides the clock.
+`LateBinding` also applies fairness between gateways (`GivingWay`). It never waits: `Admission` or a simulator calls it.
 """
 
 import logging
