@@ -32,6 +32,8 @@ OTHER_COLONS = {
     "services/tandem_services/cli/doctor/processor.py": {"line.partition(':')"},
     "lab/tandem_lab/cli/simulate.py": {"part.partition(':')"},
     "services/tandem_services/common/redis_client.py": {"credentials.partition(':')"},
+    # Names of fields of server-sent events.
+    "services/tandem_services/cli/chat/conversation.py": {"line.partition(':')"},
     # An adapter and its base: base:adapter.
     "services/tandem_services/gateway/models/model.py": {"f'{self.name}:{name}'"},
     "services/tandem_services/gateway/models/catalog.py": {

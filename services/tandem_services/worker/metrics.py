@@ -185,10 +185,10 @@ def _sizes(ready: EngineReady, stats: EngineStats | None) -> Iterator[Metric]:
     adapters = GaugeMetricFamily(
         PREFIX + "lora_adapter_loaded",
         "1 for each LoRA adapter that new requests may have.",
-        labels=["adapter_name", "digest", "rank"],
+        labels=["adapter_name", "rank"],
     )
     for adapter in ready.adapters:
-        adapters.add_metric([adapter.name, adapter.digest, str(adapter.rank)], 1.0)
+        adapters.add_metric([adapter.name, str(adapter.rank)], 1.0)
     yield adapters
 
 

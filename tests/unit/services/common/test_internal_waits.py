@@ -69,6 +69,8 @@ LONGER = {
     "router.usage_counters.WINDOW_S": "the minute of a limit",
     "router.keys.LEASE_OF_REQUEST_MS": "a running request of a gateway that died counts against its tenant",
     "gateway.dispatch.quarantine.QUARANTINE_S": "a quarantined request is remembered",
+    "router.shared_state.MAX_QUARANTINE_S": "the same, whatever Redis says",
+    "gateway.console.fleet_history.KEPT_S": "curves of the console",
     "router.keys.FENCED_MEMORY_MS": "a fenced incarnation is recognised",
     "router.keys.INDEX_TTL_MS": "an index outlives a short loss of Redis",
     "router.keys.FLEET_TTL_MS": "keys of a cluster that is gone",
