@@ -65,7 +65,7 @@ class AdapterLoads:
         except EngineError:
             raise
         except Exception as error:
-            # Whatever it is, most likely too little memory: what serves goes on.
+            # Any exception, most likely of too little memory: the engine continues with what it has.
             raise CheckpointError(
                 f"adapter {source.name!r} cannot be loaded: {type(error).__name__}: {error}"
             ) from error

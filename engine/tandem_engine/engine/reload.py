@@ -126,7 +126,7 @@ class WeightsReload:
         except EngineError:
             raise
         except Exception as error:
-            # Whatever it is, most likely too little memory for both: what serves goes on.
+            # Any exception, most likely of too little memory for both: the engine keeps its weights.
             raise CheckpointError(f"{self._path} cannot be loaded: {type(error).__name__}: {error}") from error
 
     def _swap(self, loading: "Future[LoadedModel]", failed: int) -> Reloaded:

@@ -13,51 +13,10 @@ hidden], `.bias`, or `.blocks` and `.scales`, which `dequantized` puts together.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-import torch
-
-from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
+from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor, TransposedColumns
 from tandem_engine.model.config_fields import MAX_EXPERTS
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransposedTensor:
-    """Implements `ReadableTensor`: a stored matrix [inputs, outputs] as one [outputs, inputs]."""
-
-    name: str
-    stored: StoredTensor
-
-    @property
-    def path(self) -> Path:
-        """Of the file."""
-        return self.stored.path
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """As stored."""
-        return self.stored.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Outputs first."""
-        return self.stored.shape[::-1]
-
-    @property
-    def size(self) -> int:
-        """Bytes in the file."""
-        return self.stored.size
-
-    @property
-    def sources(self) -> tuple[StoredTensor, ...]:
-        """The stored matrix."""
-        return (self.stored,)
-
-    def read_part(self, dim: int, start: int, stop: int) -> torch.Tensor:
-        """See `ReadableTensor.read_part`."""
-        return self.stored.read_part(1 - dim, start, stop).t()
-
 
 _EXPERTS = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<name>gate_up_proj|down_proj)(?:_(?P<part>[a-z]+))?")
 _RANKS = {None: 3, "blocks": 4, "scales": 3, "bias": 2}
@@ -86,7 +45,7 @@ def _unstack(experts: str, name: str, tensor: StoredTensor) -> Iterator[tuple[st
 def outputs_first(tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
     """`tensors` with the plain matrices of `unstacked` experts as other families have them."""
     return {
-        name: TransposedTensor(name=name, stored=tensor)
+        name: TransposedColumns(name=name, stored=tensor, start=0, stop=tensor.shape[1])
         if isinstance(tensor, StoredTensor) and ".mlp.experts." in name and len(tensor.shape) == 2
         else tensor
         for name, tensor in tensors.items()

@@ -9,56 +9,12 @@ names that quantized checkpoints have.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-import torch
-
-from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
+from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor, TransposedColumns
 from tandem_engine.model.config_fields import MAX_EXPERTS
 
 _STACKED = re.compile(r"(?P<experts>.+\.feed_forward\.experts)\.(?P<name>gate_up_proj|down_proj)")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransposedColumns:
-    """Implements `ReadableTensor`: columns [start, stop) of a stored matrix [inputs, outputs], outputs first."""
-
-    name: str
-    stored: StoredTensor
-    start: int
-    stop: int
-
-    @property
-    def path(self) -> Path:
-        """Of the file."""
-        return self.stored.path
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """As stored."""
-        return self.stored.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Outputs first."""
-        return (self.stop - self.start, self.stored.shape[0])
-
-    @property
-    def size(self) -> int:
-        """Bytes in the file."""
-        return self.shape[0] * self.shape[1] * self.dtype.itemsize
-
-    @property
-    def sources(self) -> tuple[StoredTensor, ...]:
-        """The stored matrix."""
-        return (self.stored,)
-
-    def read_part(self, dim: int, start: int, stop: int) -> torch.Tensor:
-        """See `ReadableTensor.read_part`."""
-        if dim == 0:
-            return self.stored.read_part(1, self.start + start, self.start + stop).t()
-        return self.stored.read_part(0, start, stop)[:, self.start : self.stop].t()
 
 
 def unstacked_experts(tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:

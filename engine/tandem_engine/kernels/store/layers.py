@@ -7,10 +7,10 @@
 To call a kernel is to execute its file. So folders and files must belong to this user or to root, and no other user may
 be able to write to them; others are skipped with a warning. The check uses the descriptor that files are then opened
 from, so that nothing can take their place in between. Packs are trusted as this file is, which is executed as well:
-they may also belong to its owner, and whoever may write to it may write to them.
+they may also belong to its owner, and users that may write to it may write to them.
 
 Files are written under another name and renamed, so a reader finds a whole kernel or none. `KernelStore.compiling` is
-an exclusive lock on a key, which ends with its process: who waited for it looks again.
+an exclusive lock on a key, which ends with its process; a process that waited for it looks again.
 """
 
 import contextlib

@@ -172,7 +172,7 @@ def _require_partners(matrices: Mapping[Matrix, StoredTensor]) -> None:
 
 
 def _require_targets(facts: PeftFacts, matrices: Iterable[Matrix]) -> None:
-    """A module that the config lists and that a model may have is not trained in vain: its tensors are here."""
+    """Raise for a module that the config lists and the model has, but that has no tensors here."""
     modules = [matrix.module for matrix in matrices]
     known = (*SITES, *NEVER_SUPPORTED)
     for target in facts.target_modules:

@@ -152,7 +152,7 @@ class GatedDelta:
         return self.output(gathered)
 
     def _run(self, states: StepStates, run: Run, mixed: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Tokens of one sequence, [L, H, value_size]; its state goes on to the last of them."""
+        """Outputs for the tokens of one sequence, [L, H, value_size]; updates its state to the last of them."""
         tokens = slice(run.start, run.stop)
         history, state = states.of_run(self.place, run)
         inputs = mixed[tokens]

@@ -37,10 +37,10 @@ def _choice(choice: Record) -> Iterator[str]:
         "prefill": choice["prefill_s"],
         "first token after": choice["ttft_s"],
     }
-    told = ", ".join(f"{name} {seconds(value)}" for name, value in phases.items() if value is not None)
+    shown = ", ".join(f"{name} {seconds(value)}" for name, value in phases.items() if value is not None)
     cached = f"{count(choice['cached_tokens'] or 0)} of the prompt cached{_places(choice.get('cache_hits'))}"
     tokens = f"{count(choice['output_tokens'])} tokens, {cached}"
-    yield f"choice {choice['index']}: {tokens}; {told or 'nothing yet'}"
+    yield f"choice {choice['index']}: {tokens}; {shown or 'nothing yet'}"
     moved = choice["transfer"]
     if moved:
         yield (
@@ -90,8 +90,8 @@ def _cached(option: Record) -> str:
 def _places(hits: Record | None) -> str:
     """Where cached tokens were, other than on the device."""
     names = {"host": "in host memory", "disk": "in files", "fetched": "fetched"}
-    told = [f"{count(hits[place])} {name}" for place, name in names.items() if hits[place]] if hits else []
-    return f" ({', '.join(told)})" if told else ""
+    shown = [f"{count(hits[place])} {name}" for place, name in names.items() if hits[place]] if hits else []
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def _term(option: Record, name: str) -> float:
