@@ -8,6 +8,7 @@
     /console                                   the console page, with its scripts and styles, without a key
     /console/data/…                            the console's data
     /v1/models and the generation routes       same as on the API port, for the console's playground
+    /openapi.json                              description of the API port, for the console's view of it
 
 With a key file, every route except probes, the page and /canary needs a key whose entry has `"admin": true`. /canary,
 and /drain without a key file, need the order token (`common.tokens`), also from the same machine.
@@ -46,7 +47,7 @@ from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest, HandoffSide, attempt_id
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError, bad_request, not_found
-from tandem_services.gateway.app import Gateway, boundary_of, generation_routes
+from tandem_services.gateway.app import Gateway, boundary_of, description_route, generation_routes
 from tandem_services.gateway.console.routes import Console
 from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError
 from tandem_services.gateway.dispatch.dispatcher import with_handoff
@@ -279,8 +280,9 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
     ]
     if console is not None:
         access = console.admit(access)
-        # What the playground requires, for the administrator who uses it.
+        # What the playground and the description of the API require, for the administrator who uses them.
         routes += [*console.routes(), Route("/v1/models", list_models), *generation_routes(gateway)]
+        routes.append(description_route(gateway, metrics=False))
     return Starlette(
         routes=routes,
         middleware=[boundary_of(gateway), Middleware(Authentication, access=access)],

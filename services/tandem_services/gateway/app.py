@@ -271,9 +271,14 @@ def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) 
     app.router.routes.extend(operations_routes(gateway.health, gateway.registry, metrics=metrics))
     if console is not None:
         app.router.routes.extend(console.routes())
-    traits = Traits(strict_fields=gateway.strict_fields, keys=gateway.access is not None, metrics=metrics)
-    app.router.routes.append(document_route(traits))
+    app.router.routes.append(description_route(gateway, metrics=metrics))
     return app
+
+
+def description_route(gateway: Gateway, *, metrics: bool) -> Route:
+    """`GET /openapi.json` of the application of users."""
+    traits = Traits(strict_fields=gateway.strict_fields, keys=gateway.access is not None, metrics=metrics)
+    return document_route(traits)
 
 
 def boundary_of(gateway: Gateway) -> Middleware:

@@ -1,6 +1,7 @@
 """The console: a page of static files, and the JSON that it polls. Served on the port that serves /metrics.
 
-    /                              to the page, for browsers; for programs a name and links, without a key
+    /                              to the page, for browsers; for programs a name, version and links, without a key
+    /docs                          to the page's description of the API, without a key
     /console                       the page                        without a key: contains no data of the deployment
     /console/assets/{name}         its scripts and styles          without a key
     /console/data/fleet            workers, links, this gateway    administrators
@@ -29,6 +30,7 @@ from tandem_engine.base.logs import quoted
 from tandem_services.common.errors import not_found
 from tandem_services.gateway.console.fleet_history import FleetHistory
 from tandem_services.gateway.http.authentication import Access
+from tandem_services.gateway.http.monitoring_routes import VERSION
 from tandem_services.gateway.http.sse import encode_json
 from tandem_services.gateway.observe.explain import RequestJournal
 
@@ -121,6 +123,7 @@ class SharedDocument:
 
 ROOT = "/"
 PAGE = "/console"
+DOCS = "/docs"
 INDEX = "index.html"
 ASSETS = f"{PAGE}/assets/"
 DATA = f"{PAGE}/data/"
@@ -143,12 +146,13 @@ class Console:
         """`access`, which lets the page in and keeps its data for administrators."""
         if access is None:
             return None
-        page = {ROOT, PAGE, f"{PAGE}/", *(f"{ASSETS}{name}" for name in self.assets)}
+        page = {ROOT, DOCS, PAGE, f"{PAGE}/", *(f"{ASSETS}{name}" for name in self.assets)}
         return replace(access, open_paths=access.open_paths | page, admin_folders=(DATA,))
 
     def routes(self) -> list[Route]:
         answers = {
             ROOT: self._root,
+            DOCS: self._docs,
             PAGE: self._page,
             f"{PAGE}/": self._redirect,
             ASSETS + "{name}": self._asset,
@@ -164,8 +168,14 @@ class Console:
         """Links are relative, as in `_redirect`."""
         if "text/html" in request.headers.get("accept", ""):
             return RedirectResponse(PAGE.removeprefix("/"), 307, headers=SAME_ORIGIN | {"vary": "accept"})
-        body = encode_json({"name": "Tandem", "links": {"console": PAGE.removeprefix("/"), "models": "v1/models"}})
+        links = {"console": PAGE, "docs": DOCS, "openapi": "/openapi.json", "models": "/v1/models"}
+        relative = {name: path.removeprefix("/") for name, path in links.items()}
+        body = encode_json({"name": "Tandem", "version": VERSION, "links": relative})
         return Response(body, headers=DATA_HEADERS | {"vary": "accept"}, media_type="application/json")
+
+    async def _docs(self, _: Request) -> Response:
+        """Relative, as in `_redirect`."""
+        return RedirectResponse(f"{PAGE.removeprefix('/')}#api", 307, headers=SAME_ORIGIN)
 
     async def _page(self, request: Request) -> Response:
         return _send(self.assets[INDEX], request)

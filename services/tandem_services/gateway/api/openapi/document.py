@@ -1,7 +1,7 @@
 """The OpenAPI document of a gateway, `GET /openapi.json`: built once, from the structs that it decodes and encodes.
 
-The document describes this gateway: with or without API keys, /metrics and strict checks of unknown fields. There is no
-/docs page, because such pages load scripts from other hosts.
+The document describes this gateway: with or without API keys, /metrics and strict checks of unknown fields. The console
+shows it as a page at /docs (`console/static/api_reference.js`); FastAPI's page loads scripts from other hosts.
 """
 
 from collections.abc import Iterator, Mapping

@@ -28,21 +28,35 @@ export class ApiError extends Error {
 /**
  * @param {string} path relative, so that a prefix before the gateway's paths does no harm
  * @param {RequestInit} [options]
- * @returns {Promise<Response>}
+ * @returns {Promise<Response>} of any status
  */
-async function ask(path, options = {}) {
+async function reach(path, options = {}) {
   const headers = new Headers(options.headers);
   const key = apiKey();
   if (key) headers.set("authorization", `Bearer ${key}`);
-  let response;
   try {
-    response = await fetch(new URL(path, document.baseURI), { ...options, headers, credentials: "omit", redirect: "error" });
+    return await fetch(new URL(path, document.baseURI), { ...options, headers, credentials: "omit", redirect: "error" });
   } catch (error) {
     if (options.signal?.aborted && options.signal.reason?.name !== "TimeoutError") throw error;
     throw new ApiError(0, "The gateway does not answer.");
   }
+}
+
+/** As `reach`, with an error for each status that is one. @param {string} path @param {RequestInit} [options] */
+async function ask(path, options = {}) {
+  const response = await reach(path, options);
   if (!response.ok) throw new ApiError(response.status, await refusal(response));
   return response;
+}
+
+/**
+ * One request as its user wrote it. Errors of the gateway are answers too.
+ * @param {string} method @param {string} path @param {string} body "" for none @param {AbortSignal} signal
+ * @returns {Promise<Response>}
+ */
+export function send(method, path, body, signal) {
+  const content = body ? { body, headers: { "content-type": "application/json" } } : {};
+  return reach(path, { method, signal, ...content });
 }
 
 /** @param {Response} response */

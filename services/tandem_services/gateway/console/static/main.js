@@ -1,6 +1,7 @@
 // @ts-check
 /** The page: which view is shown, how the gateway is doing, and the key of this tab. */
 import { apiKey, setApiKey } from "./api.js";
+import { showApi } from "./api_reference.js";
 import { fill, h, setAttribute, setText } from "./dom.js";
 import { showErrors } from "./errors.js";
 import { showFleet } from "./fleet.js";
@@ -16,7 +17,7 @@ import { showTimeline } from "./timeline.js";
  * @property {(error: import("./api.js").ApiError, retryMs?: number) => void} failed
  */
 
-const TITLES = { fleet: "Fleet", requests: "Requests", errors: "Errors", request: "Request", playground: "Playground" };
+const TITLES = { fleet: "Fleet", requests: "Requests", errors: "Errors", request: "Request", playground: "Playground", api: "API" };
 
 /** @param {string} id @returns {any} */
 const byId = (id) => document.getElementById(id);
@@ -98,6 +99,7 @@ function route() {
   if (view === "fleet") leave = showFleet(main, page);
   else if (view === "requests") leave = showRequests(main, page);
   else if (view === "errors") leave = showErrors(main, page);
+  else if (view === "api") leave = showApi(main, page);
   else if (view === "request") leave = showTimeline(main, page, identifier(rest.join("/")));
   else leave = showPlayground(main, page);
 }

@@ -4,7 +4,8 @@
  *
  * Everything becomes elements of these kinds and text nodes, never markup. Whatever is not understood stays text.
  */
-import { h, setText } from "./dom.js";
+import { copyButton } from "./copy.js";
+import { h } from "./dom.js";
 
 /** A longer paragraph is plain text: patterns with unmatched marks take time with the square of its length. */
 const MAX_INLINE = 8000;
@@ -172,20 +173,7 @@ function code(lines) {
   const [, fence, language] = /** @type {RegExpExecArray} */ (FENCE.exec(lines[0]));
   const closed = lines.length > 1 && closes(lines[lines.length - 1], fence);
   const text = h("code", {}, lines.slice(1, closed ? -1 : undefined).join("\n"));
-  const copy = h("button", { type: "button", class: "quiet", click: () => void copyText(text, copy) }, "Copy");
-  return h("div", { class: "code" }, h("p", {}, h("span", {}, language), copy), h("pre", { tabindex: 0 }, text));
-}
-
-/** @param {Element} from @param {Element} button */
-async function copyText(from, button) {
-  try {
-    await navigator.clipboard.writeText(from.textContent ?? "");
-    setText(button, "Copied");
-  } catch {
-    // Without https, or without the permission: the user copies what is selected.
-    getSelection()?.selectAllChildren(from);
-    setText(button, "Selected");
-  }
+  return h("div", { class: "code" }, h("p", {}, h("span", {}, language), copyButton(text)), h("pre", { tabindex: 0 }, text));
 }
 
 /** @param {string} text @param {number} [depth] @returns {(Node | string)[]} */

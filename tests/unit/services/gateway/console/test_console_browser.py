@@ -234,6 +234,49 @@ async def test_growing_markdown_rebuilds_the_last_block_alone(see):
         await sight.is_sound()
 
 
+async def test_api_view_sends_requests_and_shows_answers_as_text(see, tokenizer):
+    tokens = script(tokenizer, ATTACK, eos=EOS)
+    answering = MockBehaviour(token=scripted_tokens(tokens), eos=EOS)
+    async with see(member("w1"), behaviour=answering, viewport={"width": 390, "height": 780}) as sight:
+        page = sight.watched.page
+        await page.goto("/docs")
+        await page.fill("#api-filter", "post chat/completions")
+        await page.click("summary:has-text('/v1/chat/completions'):visible")
+        form = page.locator(".try").first
+        await sight.says("curl", '"model": "mock"', "application/json", selector=".try pre")
+        await form.locator("button:has-text('Send')").click()
+        await page.wait_for_selector(".answer .state[data-state=good]")
+        await sight.says("chat.completion", "onerror", selector=".answer pre")
+        body = '{"messages": [{"role": "user", "content": "x"}], "stream": true}'
+        await form.locator("textarea").fill(body)
+        await form.locator("button:has-text('Send')").click()
+        await sight.says("chat.completion.chunk", "data: [DONE]", selector=".answer pre")
+        await form.locator("textarea").fill("{")
+        await form.locator("button:has-text('Send')").click()
+        await page.wait_for_selector(".answer .state[data-state=trouble]")
+        await sight.says("400", selector=".answer")
+        await page.click("summary:text-is('Body')")
+        await page.click("summary:text-is('ChatMessage')")
+        await sight.says("messages required", "temperature", "number, 0 to 2", "role required")
+        assert await page.evaluate("document.documentElement.scrollWidth") == 390
+        await sight.is_sound()
+
+
+async def test_every_operation_of_the_api_view_opens(see):
+    async with see(member("w1")) as sight:
+        page = sight.watched.page
+        await sight.open("api")
+        await page.wait_for_selector(".operation")
+        document = (await sight.live.http.get("/openapi.json")).json()
+        assert await page.locator(".operation").count() == sum(map(len, document["paths"].values()))
+        # Schemas open level by level, and refer to each other: five levels are all that these have.
+        for _ in range(5):
+            await page.evaluate("for (const each of document.querySelectorAll('details:not([open])')) each.open = true")
+        await page.wait_for_selector("details[open] .inside .inside td")
+        assert await page.locator("details[open] > .inside:empty").count() == 0
+        await sight.is_sound()
+
+
 async def test_refused_requests_are_listed_with_code_and_field(see):
     async with see(member("w1")) as sight:
         await sight.open("errors")
@@ -375,7 +418,7 @@ async def test_the_policy_stops_what_escaping_would_have_missed(see):
 
 
 @pytest.mark.parametrize("width", [360, 390, 768])
-@pytest.mark.parametrize("view", ["fleet", "requests", "errors", "playground", "request/none"])
+@pytest.mark.parametrize("view", ["fleet", "requests", "errors", "playground", "request/none", "api"])
 async def test_narrow_screens_show_every_view_without_scrolling(see, view, width):
     workers = [
         member(f"a-worker-with-a-long-name-{i}", links=(link("w2", problem="a long story " * 9),)) for i in range(3)

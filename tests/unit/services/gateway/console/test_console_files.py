@@ -59,6 +59,41 @@ history.add(fleet(401, { ...worker("b", 0), incarnation: "b@2" }));
 assert.deepEqual([...history.tracks.keys()], ["b@2"]);
 """
 
+DESCRIBE = r"""
+import assert from "node:assert/strict";
+import { curlOf, exampleOf, fieldsOf, typeOf } from "./schemas.js";
+
+const document = { components: { schemas: {
+  Request: { type: "object", required: ["text", "count"], properties: {
+    best: { anyOf: [{ type: "integer", minimum: 1, maximum: 128 }, { type: "null" }], default: null },
+    text: { anyOf: [
+      { type: "string", maxLength: 9 }, { type: "array", items: { $ref: "#/components/schemas/Part" } },
+    ] },
+    count: { type: "integer", minimum: 2, maximum: 2147483647, default: 7 },
+    model: { type: "string" },
+  } },
+  Part: { type: "object", required: ["kind"], properties: { kind: { enum: ["a", "b"] } } },
+} } };
+const request = { $ref: "#/components/schemas/Request" };
+const row = (one) => [one.name, one.type, one.required, one.fallback, one.parts];
+assert.deepEqual(fieldsOf(document, request).map(row), [
+  ["count", "integer, at least 2", true, "7", []],
+  ["text", "string, at most 9 characters or list of Part", true, "", ["Part"]],
+  ["best", "integer, 1 to 128", false, "", []],
+  ["model", "string", false, "", []],
+]);
+assert.equal(typeOf({ type: "number", exclusiveMinimum: 0, maximum: 1 }), "number, above 0, at most 1");
+assert.equal(typeOf({}), "any JSON");
+assert.equal(typeOf({ type: "null" }), "null");
+assert.deepEqual(exampleOf(document, "/other", request, "m"), { model: "m", text: "", count: 2 });
+assert.deepEqual(exampleOf(document, "/other", { $ref: "#/components/schemas/Part" }, "m"), { kind: "a" });
+const quote = String.raw`'\''`;
+assert.equal(curlOf("http://h/v1/x", "post", JSON.stringify({ a: "it's" }), true),
+  `curl 'http://h/v1/x' -H "Authorization: Bearer $TANDEM_API_KEY" ` +
+  `-H 'Content-Type: application/json' -d '{"a":"it${quote}s"}'`);
+assert.equal(curlOf("http://h/s", "delete", "", false), "curl -X DELETE 'http://h/s'");
+"""
+
 
 def run_node(program: str, folder: Path, *arguments: str) -> None:
     """Among the console's scripts, as modules. Fails with what node says."""
@@ -86,6 +121,11 @@ def test_every_script_parses(tmp_path):
 @needs_node
 def test_rates_shares_and_numbers_are_right(tmp_path):
     run_node(CALCULATE, tmp_path)
+
+
+@needs_node
+def test_schemas_become_types_examples_and_commands(tmp_path):
+    run_node(DESCRIBE, tmp_path)
 
 
 def colours(sheet: str, scheme: int) -> dict[str, str]:

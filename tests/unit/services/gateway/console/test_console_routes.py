@@ -13,6 +13,7 @@ from tandem_services.gateway.admin import create_admin_app
 from tandem_services.gateway.app import api_app, build_gateway
 from tandem_services.gateway.console.fleet_document import REFUSED_ROWS, ViewedFleet
 from tandem_services.gateway.console.routes import read_assets
+from tandem_services.gateway.http.monitoring_routes import VERSION
 from tandem_services.gateway.observe.explain import REFUSED_RECORDS, RequestRecord
 from tandem_services.gateway.serve import console_of
 from tandem_testing.console_builders import ScriptedFleet, member
@@ -22,6 +23,7 @@ from tandem_testing.service_clock import ServiceClock
 
 OPEN = [
     "/",
+    "/docs",
     "/console",
     "/console/",
     "/console/assets/main.js",
@@ -93,20 +95,20 @@ def keys(tmp_path):
 async def test_every_route_is_one_of_those_whose_readers_are_tested_here(tokenizer):
     async with consoles(tokenizer) as both:
         paths = {route.path.replace("{request_id}", "r1") for route in both.console.routes()}
-        assert paths == {"/", "/console", "/console/", "/console/assets/{name}", *DATA}
+        assert paths == {"/", "/docs", "/console", "/console/", "/console/assets/{name}", *DATA}
 
 
 async def test_without_keys_the_page_and_its_data_are_open(tokenizer):
     async with consoles(tokenizer) as both:
         for path in OPEN + DATA:
-            assert (await both.api.get(path)).status_code in (200, 308), path
-            assert (await both.api.head(path)).status_code in (200, 308), path
+            assert (await both.api.get(path)).status_code in (200, 307, 308), path
+            assert (await both.api.head(path)).status_code in (200, 307, 308), path
 
 
 async def test_the_page_needs_no_key_and_its_data_an_administrators(tokenizer, keys):
     async with consoles(tokenizer, keys) as both:
         for path in OPEN:
-            assert (await both.api.get(path)).status_code in (200, 308), path
+            assert (await both.api.get(path)).status_code in (200, 307, 308), path
         for path in [*DATA, "/console/data/", "/console/data/nope", "/console/data/requests/"]:
             assert (await both.api.get(path)).status_code == 401, path
             assert (await both.api.get(path, headers=bearer("ann"))).status_code == 403, path
@@ -125,7 +127,7 @@ async def test_with_an_administrators_port_everything_of_it_is_there(tokenizer, 
     async with consoles(tokenizer, keys, admin_port=True) as both:
         for path in OPEN + DATA:
             assert (await both.api.get(path, headers=bearer("root"))).status_code == 404, path
-            assert (await both.admin.get(path, headers=bearer("root"))).status_code in (200, 308), path
+            assert (await both.admin.get(path, headers=bearer("root"))).status_code in (200, 307, 308), path
         for path in DATA:
             assert (await both.admin.get(path)).status_code == 401, path
             assert (await both.admin.get(path, headers=bearer("ann"))).status_code == 403, path
@@ -138,6 +140,14 @@ async def test_the_playground_at_the_administrators_port_is_for_administrators(t
             assert (await both.admin.request(method, path, headers=bearer("ann"))).status_code == 403
         models = await both.admin.get("/v1/models", headers=bearer("root"))
         assert [each["id"] for each in models.json()["data"]] == ["mock"]
+
+
+async def test_docs_lead_to_the_description_of_the_api(tokenizer, keys):
+    async with consoles(tokenizer, keys, admin_port=True) as both:
+        assert (await both.admin.get("/docs")).headers["location"] == "console#api"
+        assert (await both.admin.get("/openapi.json")).status_code == 401
+        of_users = (await both.api.get("/openapi.json", headers=bearer("ann"))).json()
+        assert (await both.admin.get("/openapi.json", headers=bearer("root"))).json() == of_users
 
 
 async def test_a_gateway_without_the_console_has_nothing_of_it(tokenizer):
@@ -200,9 +210,10 @@ async def test_root_leads_browsers_to_the_page_and_programs_to_links(tokenizer, 
         browser = await both.api.get("/", headers={"accept": "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8"})
         assert (browser.status_code, browser.headers["location"]) == (307, "console")
         program = await both.api.get("/")
-        assert program.json() == {"name": "Tandem", "links": {"console": "console", "models": "v1/models"}}
+        links = {"console": "console", "docs": "docs", "openapi": "openapi.json", "models": "v1/models"}
+        assert program.json() == {"name": "Tandem", "version": VERSION, "links": links}
         for link in program.json()["links"].values():
-            assert (await both.api.get(f"/{link}", headers=bearer("root"))).status_code == 200, link
+            assert (await both.api.get(f"/{link}", headers=bearer("root"))).status_code in (200, 307), link
 
 
 async def test_the_redirect_holds_behind_a_prefix(tokenizer):
