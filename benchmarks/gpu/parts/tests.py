@@ -17,7 +17,12 @@ from gpu.control.lines import Check
 from gpu.kit.pins import ROOT
 
 FILES = {
-    "exact": (("test_gpu_engine.py", False), ("test_gpu_attention.py", False), ("test_gpu_engine.py", True)),
+    "exact": (
+        ("test_gpu_families.py", False),
+        ("test_gpu_engine.py", False),
+        ("test_gpu_attention.py", False),
+        ("test_gpu_engine.py", True),
+    ),
     "rest": (("test_gpu_kernels.py", False), ("test_gpu_digests.py", False)),
 }
 """And whether of a file those that have the device alone, or the others."""

@@ -1,0 +1,38 @@
+"""Families beyond the plain decoder by the queued steps and graphs of a device, as tests of a GPU run them.
+
+The device is a CPU that checks no rule: experts and attention of torch wait for values, where a device has kernels.
+"""
+
+import pytest
+import torch
+
+from tandem_engine.executor.platform import OnStreams
+from tandem_testing.device_families import DEVICE_FAMILIES, differences_of
+from tandem_testing.plain_device import AgainCapturer, PlainDevice, PlainStreams
+from tandem_testing.turning_reference import TurningReference
+from tandem_testing.twin_platform import load_for_twin
+
+
+class WithoutKernels(PlainDevice):
+    """Attention by torch."""
+
+    def __init__(self) -> None:
+        OnStreams.__init__(
+            self,
+            streams=PlainStreams(),
+            capturer=AgainCapturer(),
+            attention=lambda pool, _heads, specs, _dtype: TurningReference(pool, specs=specs),
+        )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEVICE_FAMILIES)
+def test_queued_paths_of_a_family_equal_transformers(name, tmp_path):
+    paths = DEVICE_FAMILIES[name].paths[-1:]
+    model = load_for_twin(DEVICE_FAMILIES[name].write(tmp_path))
+    assert differences_of(model, paths, platform=WithoutKernels) == dict.fromkeys(paths)
