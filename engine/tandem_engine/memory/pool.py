@@ -170,10 +170,13 @@ class KvPool:
                        beginning of k
         out_cache_loc  [T] int64 slots, `page * page_size + offset`; distinct, but for padding in page 0
         """
-        if by_triton(self.data.device) and self.value_width is None:
-            from tandem_engine.kernels.triton.store_kv import store_kv
+        if by_triton(self.data.device):
+            from tandem_engine.kernels.triton.store_kv import store_kv, store_latents
 
-            store_kv(k, v, *self.key_value(layer), out_cache_loc, scales=self.scales_of(layer))
+            if self.value_width is None:
+                store_kv(k, v, *self.key_value(layer), out_cache_loc, scales=self.scales_of(layer))
+            else:
+                store_latents(k, self.key_value(layer)[0], out_cache_loc)
             return
         pages = out_cache_loc // self.page_size
         slots = out_cache_loc % self.page_size

@@ -111,6 +111,19 @@ def store_kv(
     )  # fmt: skip
 
 
+def store_latents(latents: Tensor, pages: Tensor, slots: Tensor) -> None:
+    """Write latents [T, 1, D] to `pages` [pages, 1, P, D], which have one part: that of K is all there is."""
+    if not len(latents):
+        return
+    require_heads(latents)
+    constants = store_constants(pages.shape, scaled=False)
+    stride = latents.stride(0)
+    store_kernel[(len(latents), 1)](
+        latents, latents, pages, pages, slots, latents, latents, stride, stride, page_stride_of(pages, pages),
+        **constants, num_warps=warps_of(constants["TILE"], constants["WIDTH"]),
+    )  # fmt: skip
+
+
 def store_constants(pool: Size, *, scaled: bool) -> dict[str, int | bool]:
     """What `store_kernel` is compiled for."""
     _, kv_heads, page, size = pool

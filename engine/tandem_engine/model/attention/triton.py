@@ -3,6 +3,7 @@
     rows of a step                   kernel                                        why
     at most `max_queries` tokens     `kernels.triton.decode_attention`, split-KV   bound by memory
     any other                        `kernels.triton.extend_attention`             bound by arithmetic
+    over latents, either             `kernels.triton.latent_attention`
 
 The kernel of a row depends on that row alone, and so does its result. The host needs no lengths: the device lists which
 program computes what (`kernels.triton.work_list`), once per step for each distinct span, and all sizes are upper
@@ -20,71 +21,18 @@ from torch import Tensor
 from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.kernels.interface import HeadTurn
 from tandem_engine.kernels.span import Span
-from tandem_engine.kernels.triton.common import facts_of
-from tandem_engine.kernels.triton.decode_attention import (
-    DecodeTiling,
-    Partials,
-    decode_attention,
-    decode_block_m,
-    decode_tiling,
-)
-from tandem_engine.kernels.triton.extend_attention import ExtendTiling, extend_attention, extend_tiling
-from tandem_engine.kernels.triton.work_list import Bounds, Rows, Splitting, WorkList, splitting_of
+from tandem_engine.kernels.triton.decode_attention import Partials
+from tandem_engine.kernels.triton.work_list import Bounds, Rows, WorkList
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec, TurningPlan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PagedAttention:
-    """The kernels as they are launched over one pool."""
-
-    pool: KvPool
-    specs: Sequence[AttentionSpec]
-    """One for each layer."""
-    splitting: Splitting
-    decode: DecodeTiling
-    extend: ExtendTiling
-    multiprocessors: int
-
-    @property
-    def device(self) -> torch.device:
-        return self.pool.data.device
-
-    def attend(self, layer: int, q: Tensor, out: Tensor, rows: Rows, work: WorkList, partials: Partials) -> None:
-        """Write the results of all rows to `out`, [T, heads, head_dim]."""
-        keys, values = self.pool.key_value(layer)
-        spec, scales = self.specs[layer], self.pool.scales_of(layer)
-        k_scale, v_scale = scales or (None, None)
-        decode_attention(
-            q, keys, values, out, rows, work, partials, scale=spec.scale, soft_cap=spec.soft_cap, sinks=spec.sinks,
-            k_scale=k_scale, v_scale=v_scale, tiling=self.decode, multiprocessors=self.multiprocessors,
-        )  # fmt: skip
-        if work.has_tiles:
-            extend_attention(
-                q, keys, values, out, rows, work, scale=spec.scale, soft_cap=spec.soft_cap, sinks=spec.sinks,
-                k_scale=k_scale, v_scale=v_scale, tiling=self.extend,
-            )  # fmt: skip
-
-    def plan(self, rows: Rows, slots: Tensor, bounds: Bounds, partials: Partials | None = None) -> "TritonPlan":
-        """The plan of `rows`, which are within `bounds`. `partials`: memory that no concurrent step uses."""
-        spans = dict.fromkeys(spec.span for spec in self.specs)
-        lists = {span: WorkList.empty(self.splitting, bounds, span=span, device=self.device) for span in spans}
-        partials = partials or self.partials(bounds)
-        plan = TritonPlan(attention=self, rows=rows, slots=slots, lists=lists, partials=partials)
-        plan.fill()
-        return plan
-
-    def partials(self, bounds: Bounds) -> Partials:
-        """Memory for partial results of any batch within `bounds`."""
-        kv_heads, _, head_dim = self.pool.data.shape[3:]
-        return Partials.empty(self.splitting, bounds, kv_heads=kv_heads, head_dim=head_dim, device=self.device)
+from tandem_engine.model.attention.paged_kernels import PagedAttention, PagedKernels, PagedLatents
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TritonPlan(TurningPlan):
     """Implements `AttentionPlan`."""
 
-    attention: PagedAttention
+    attention: PagedKernels
     rows: Rows
     slots: Tensor
     """[T] int64"""
@@ -100,8 +48,8 @@ class TritonPlan(TurningPlan):
         return self.attend(layer, self.attention.pool.turn_and_store(layer, q, k, v, self.slots, turn)).flatten(1)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        """Attention of `layer` over what the pool holds: [T, heads, head_dim]."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        """Attention of `layer` over what the pool holds: [T, heads, head_dim], or of a latent's values."""
+        out = torch.empty((*q.shape[:2], self.attention.value_width), dtype=q.dtype, device=q.device)
         work = self.lists[self.attention.specs[layer].span]
         self.attention.attend(layer, _dense_heads(q), out, self.rows, work, self.partials)
         return out
@@ -170,28 +118,12 @@ class TritonBackend:
             dtype: of queries, which the pool's numbers are converted to; None is the pool's.
             max_queries: longest row that decodes: 1 + the drafts that a step may verify.
         """
-        _, layers, _, kv_heads, _, head_dim = pool.data.shape
+        layers = pool.data.shape[1]
         assert len(specs) == layers, f"{len(specs)} specs for a pool of {layers} layers"
-        facts = facts_of(pool.data.device)
         dtype = dtype or pool.data.dtype
-        itemsize = max(dtype.itemsize, pool.data.dtype.itemsize)
-        extend = extend_tiling(head_dim, itemsize, facts.shared_bytes)
-        splitting = splitting_of(
-            num_heads=num_heads, kv_heads=kv_heads, max_queries=max_queries, block_m=extend.block_m
-        )
-        self._attention = PagedAttention(
-            pool=pool,
-            specs=tuple(specs),
-            splitting=splitting,
-            decode=decode_tiling(
-                head_dim,
-                dtype.itemsize,
-                facts.shared_bytes,
-                pool_itemsize=pool.data.dtype.itemsize,
-                block_m=decode_block_m(splitting),
-            ),
-            extend=extend,
-            multiprocessors=facts.multiprocessors,
+        paged = PagedAttention if pool.value_width is None else PagedLatents
+        self._attention: PagedKernels = paged.of_pool(
+            pool, num_heads=num_heads, specs=tuple(specs), dtype=dtype, max_queries=max_queries
         )
         self._num_heads, self._dtype = num_heads, dtype
         self._graph_partials: Partials | None = None
@@ -202,7 +134,7 @@ class TritonBackend:
         rows = Rows(*(self._int32(part) for part in (batch.page_table, batch.extend_lens, batch.seq_lens)))
         bounds = self._bounds(rows.page_table, extend_tokens=batch.num_tokens if batch.num_extend else 0)
         slots = batch.out_cache_loc.to(self._attention.device, non_blocking=True)
-        return self._attention.plan(rows, slots, bounds)
+        return self._plan(rows, slots, bounds)
 
     def graph_plan(self, max_rows: int, max_pages: int) -> TritonGraphPlan:
         """The plan of a step of up to `max_rows` decodes with up to `max_pages` pages each. Empty until loaded."""
@@ -212,7 +144,7 @@ class TritonBackend:
         slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
         rows = Rows(page_table, torch.ones_like(seq_lens), seq_lens)
         bounds = self._bounds(page_table, extend_tokens=0)
-        plan = self._attention.plan(rows, slots, bounds, self._shared_partials(bounds))
+        plan = self._plan(rows, slots, bounds, self._shared_partials(bounds))
         return TritonGraphPlan(plan=plan, page_table=page_table, seq_lens=seq_lens, slots=slots)
 
     def warm_up(self) -> None:
@@ -222,9 +154,22 @@ class TritonBackend:
         rows = Rows(none[:, None], none, none)
         q = torch.zeros((1, self._num_heads, pool.shape[-1]), dtype=self._dtype, device=pool.device)
         for extend_tokens in (0, 1):
-            plan = self._attention.plan(rows, none, self._bounds(rows.page_table, extend_tokens=extend_tokens))
+            plan = self._plan(rows, none, self._bounds(rows.page_table, extend_tokens=extend_tokens))
             for layer in {(spec, spec.sinks is None): layer for layer, spec in enumerate(specs)}.values():
                 plan.attend(layer, q)
+
+    def _plan(self, rows: Rows, slots: Tensor, bounds: Bounds, partials: Partials | None = None) -> TritonPlan:
+        """Of `rows`, which are within `bounds`. `partials`: memory that no concurrent step uses."""
+        kernels = self._attention
+        plan = TritonPlan(
+            attention=kernels,
+            rows=rows,
+            slots=slots,
+            lists=kernels.lists(bounds),
+            partials=partials or kernels.partials(bounds),
+        )
+        plan.fill()
+        return plan
 
     def _shared_partials(self, bounds: Bounds) -> Partials:
         """One memory for all graphs, of which only one runs at a time: that of the largest so far."""
