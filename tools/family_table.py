@@ -235,9 +235,7 @@ def row(family: Family, tiny: dict[str, ModelConfig]) -> tuple[str, ...]:
 
 def by_torch(config: ModelConfig) -> str:
     """What has no Triton kernel of its own."""
-    parts = ["attention"] if config.latent is not None else []
-    if config.delta is not None:
-        parts.append("states")
+    parts = [] if config.delta is None else ["states"]
     if config.norm is NormKind.CENTERED:
         parts.append("norms")
     if config.qk_norm is QkNorm.WHOLE:

@@ -1,6 +1,7 @@
 """What each kernel is measured at: tensors of a real model's shapes, the work it cannot avoid, and how others do it.
 
     attention_cases.py   decodes and prompts
+    latent_cases.py      the same over latents
     expert_cases.py      experts of a real model
     layer_cases.py       what a layer computes besides
     table_cases.py       logits, rows and pages

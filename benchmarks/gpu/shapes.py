@@ -172,6 +172,8 @@ QWEN3_30B_A3B = Shape(
         "tie_word_embeddings": False,
     },
 )
+DEEPSEEK_V3 = Shape(name="DeepSeek-V3", config={"num_attention_heads": 128})
+"""As much of it as kernels are measured with."""
 TINY = Shape(
     name="tiny",
     config=QWEN3_0_6B.config
@@ -198,4 +200,11 @@ TINY_MOE = Shape(
         "tie_word_embeddings": False,
     },
 )
-SHAPES = {"0.6B": QWEN3_0_6B, "8B": LLAMA_3_1_8B, "30B-A3B": QWEN3_30B_A3B, "tiny": TINY, "tiny MoE": TINY_MOE}
+SHAPES = {
+    "0.6B": QWEN3_0_6B,
+    "8B": LLAMA_3_1_8B,
+    "30B-A3B": QWEN3_30B_A3B,
+    "V3": DEEPSEEK_V3,
+    "tiny": TINY,
+    "tiny MoE": TINY_MOE,
+}

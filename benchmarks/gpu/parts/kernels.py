@@ -14,6 +14,7 @@ from gpu.cases import Case, CaseMaker
 from gpu.control.bench import Bench
 from gpu.control.lines import Figure
 from gpu.expert_cases import ExpertCases
+from gpu.latent_cases import LatentCases
 from gpu.layer_cases import LayerCases
 from gpu.quantized_cases import QuantizedCases
 from gpu.shapes import SHAPES
@@ -21,6 +22,7 @@ from gpu.table_cases import TableCases
 
 KINDS: tuple[tuple[type[CaseMaker], str], ...] = (
     (AttentionCases, "8B"),
+    (LatentCases, "V3"),
     (ExpertCases, "30B-A3B"),
     (LayerCases, "8B"),
     (TableCases, "8B"),

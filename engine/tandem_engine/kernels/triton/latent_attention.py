@@ -15,9 +15,9 @@ m = query · HEADS + head of a row of the batch.
               row of one split is finished here; `decode_attention.combine_kernel` combines the others.
     extend    prompts: one program for each tile of columns, which goes over all keys that they see
 
-    q         [T, HEADS, RANK + TURNED], queries of a row adjacent, heads dense
+    q         [T, HEADS, RANK + TURNED], queries of a row adjacent, dense
     latents   [pages, 1, PAGE_SIZE, RANK + TURNED] of one layer, dense but for the first dimension
-    out       [T, HEADS, RANK]
+    out       [T, HEADS, RANK], dense
 
 Pages, masks and what is not read are as in `attention_block`; lists, splits and promises as in `decode_attention`.
 
@@ -40,18 +40,17 @@ LARGEST_RANK = 512
 COLUMNS = 64
 """Of a tile of prompts, and the most of one of decodes."""
 
+MOST_SHARED = 32
+"""Heads of a rank whose decodes have tiles of 16 columns: two of them read the same keys."""
+
 _ALL = tl.constexpr(ALL)
 
 
 @triton.jit
-def load_queries(
-    q, token_stride, token, query_head, live, WIDTH: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Numbers [FIRST, FIRST + SIZE) of queries as columns: [BLOCK, M]."""
+def load_queries(q, live, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Numbers [FIRST, FIRST + SIZE) of the queries that `q` [M] points to, as columns: [BLOCK, M]."""
     number = tl.arange(0, BLOCK)[:, None]
-    at = q + token[None, :] * token_stride + query_head[None, :] * WIDTH + FIRST + number
-    return tl.load(at, mask=live[None, :] & (number < SIZE), other=0.0)
+    return tl.load(q[None, :] + FIRST + number, mask=live[None, :] & (number < SIZE), other=0.0)
 
 
 @triton.jit
@@ -81,7 +80,7 @@ def attend_latents(
     Returns highest [M], total [M], acc [BLOCK_R, M].
 
     page     of `page_ids`
-    end      [M] column m sees tokens before end[m]
+    end      [M] column m sees tokens before end[m]; it counts with MASKED alone
     high     no column sees a token from here on
     MASKED   false if all columns see all tokens of the block
     """
@@ -127,7 +126,6 @@ def latent_split_kernel(
     partial,
     partial_stats,
     scale,
-    token_stride,
     page_stride,
     table_stride,
     HEADS: tl.constexpr,
@@ -156,9 +154,10 @@ def latent_split_kernel(
         high = tl.minimum(low + length, seq_len)
 
         live = m < q_len * HEADS
-        token = (tl.load(starts + row) + m // HEADS).to(tl.int64)
-        query = load_queries(q, token_stride, token, m % HEADS, live, RANK + TURNED, 0, RANK, BLOCK_R)
-        q_turned = load_queries(q, token_stride, token, m % HEADS, live, RANK + TURNED, RANK, TURNED, BLOCK_T)
+        first = tl.load(starts + row).to(tl.int64) * HEADS
+        q_at = q + (first + m) * (RANK + TURNED)
+        query = load_queries(q_at, live, 0, RANK, BLOCK_R)
+        q_turned = load_queries(q_at, live, RANK, TURNED, BLOCK_T)
         end = tl.where(live, seq_len - q_len + m // HEADS + 1, 0)
 
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -176,7 +175,7 @@ def latent_split_kernel(
         number = tl.arange(0, BLOCK_R)[:, None]
         stored = live[None, :] & (number < RANK)
         if splits == 1:
-            place = out + (token * HEADS + m % HEADS)[None, :] * RANK + number
+            place = out + (first + m)[None, :] * RANK + number
             tl.store(place, (acc / total[None, :]).to(out.dtype.element_ty), mask=stored)
         else:
             part = item.to(tl.int64) * (MAX_QUERIES * HEADS) + m
@@ -201,7 +200,6 @@ def latent_extend_kernel(
     tile_numbers,
     totals,
     scale,
-    token_stride,
     page_stride,
     table_stride,
     HEADS: tl.constexpr,
@@ -222,11 +220,10 @@ def latent_extend_kernel(
 
         m = first_m + tl.arange(0, BLOCK_M)
         live = m < q_len * HEADS
-        token = (tl.load(starts + row) + m // HEADS).to(tl.int64)
-        query = load_queries(q, token_stride, token, m % HEADS, live, RANK + TURNED, 0, RANK, BLOCK_R)
-        q_turned = load_queries(q, token_stride, token, m % HEADS, live, RANK + TURNED, RANK, TURNED, BLOCK_T)
-        # Columns behind the last query see as much as any, so that they are masked nowhere; they are not stored.
-        end = prefix + m // HEADS + 1
+        first = tl.load(starts + row).to(tl.int64) * HEADS
+        q_at = q + (first + m) * (RANK + TURNED)
+        query = load_queries(q_at, live, 0, RANK, BLOCK_R)
+        q_turned = load_queries(q_at, live, RANK, TURNED, BLOCK_T)
         high = prefix + tl.minimum((first_m + BLOCK_M - 1) // HEADS + 1, q_len)
         masked = (prefix + first_m // HEADS + 1) // BLOCK_N * BLOCK_N
 
@@ -238,10 +235,12 @@ def latent_extend_kernel(
         page = page_ids(table, prefix * 0, last, PAGE_SIZE, BLOCK_N)
         for block in range(0, masked, BLOCK_N):
             highest, total, acc = attend_latents(
-                query, q_turned, highest, total, acc, block, page, end, high, latents, page_stride, scale,
+                query, q_turned, highest, total, acc, block, page, m, high, latents, page_stride, scale,
                 False, PAGE_SIZE, RANK, TURNED, BLOCK_N, BLOCK_R, BLOCK_T,
             )  # fmt: skip
             page = page_ids(table, block + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
+        # Columns behind the last query see as much as any, so that they are masked nowhere; they are not stored.
+        end = prefix + m // HEADS + 1
         for block in range(masked, high, BLOCK_N):
             highest, total, acc = attend_latents(
                 query, q_turned, highest, total, acc, block, page, end, high, latents, page_stride, scale,
@@ -249,7 +248,7 @@ def latent_extend_kernel(
             )  # fmt: skip
             page = page_ids(table, block + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         number = tl.arange(0, BLOCK_R)[:, None]
-        place = out + (token * HEADS + m % HEADS)[None, :] * RANK + number
+        place = out + (first + m)[None, :] * RANK + number
         tl.store(place, (acc / total[None, :]).to(out.dtype.element_ty), mask=live[None, :] & (number < RANK))
 
 
@@ -261,7 +260,7 @@ class LatentTiling:
     block_n: int
     num_warps: int
     num_stages: int
-    """One more than the blocks of latents that shared memory holds."""
+    """One more than the blocks of latents that shared memory holds on Hopper."""
     resident: int
     """Programs of decodes that a multiprocessor runs at once."""
 
@@ -270,23 +269,20 @@ def latent_tilings(heads: int, itemsize: int, shared_bytes: int, *, width: int) 
     """Of decodes and of prompts, of `heads` query heads of `itemsize` bytes over latents of `width` numbers.
 
     Two blocks of 32 keys and the queries leave room for a second program of 16 columns. The results of 64 columns fill
-    the registers of 8 warps. A block of 64 keys would leave either with fewer.
+    the registers of 8 warps. A block of 64 keys would leave either with fewer, and tiles of 32 columns spill. Before
+    Hopper products are multiplied from registers, which leaves none for more than 16 columns.
     """
     if itemsize > 2:
         # Multiplied without tensor cores, by threads that hold what they multiply.
-        small = LatentTiling(block_m=FEWEST, block_n=FEWEST, num_warps=4, num_stages=2, resident=1)
+        small = LatentTiling(block_m=FEWEST, block_n=FEWEST, num_warps=8, num_stages=2, resident=1)
         return small, small
-    columns = min(COLUMNS, max(FEWEST, triton.next_power_of_2(heads)))
-    few = columns == FEWEST
-    taken = (2 * 32 + columns) * width * itemsize
-    decode = LatentTiling(
-        block_m=columns,
-        block_n=32,
-        num_warps=4 if few else 8,
-        num_stages=3,
-        resident=max(1, min(2 if few else 1, shared_bytes // taken)),
-    )
-    return decode, LatentTiling(block_m=COLUMNS, block_n=32, num_warps=8, num_stages=3, resident=1)
+    taken = (2 * 32 + FEWEST) * width * itemsize
+    resident = max(1, min(2, shared_bytes // taken))
+    few = LatentTiling(block_m=FEWEST, block_n=32, num_warps=4, num_stages=3, resident=resident)
+    if shared_bytes < 200 << 10:
+        return few, few
+    many = LatentTiling(block_m=COLUMNS, block_n=32, num_warps=8, num_stages=3, resident=1)
+    return few if heads <= MOST_SHARED else many, many
 
 
 def latent_splitting(*, heads: int, max_queries: int, block_m: int) -> Splitting:
@@ -297,7 +293,7 @@ def latent_splitting(*, heads: int, max_queries: int, block_m: int) -> Splitting
     return Splitting(
         group=heads,
         max_queries=max(1, min(max_queries, COLUMNS // heads)),
-        min_split=256 if heads < COLUMNS else 512,
+        min_split=256 if heads <= MOST_SHARED else 512,
         max_splits=64,
         block_m=block_m,
     )
@@ -319,7 +315,7 @@ def latent_attention(
     """Write the results of all rows to `out`.
 
     Args:
-        q: [T, heads, width], tokens any distance apart.
+        q: [T, heads, width], dense.
         latents: [pages, 1, page_size, width] of one layer, dense but for the first dimension.
         out: [T, heads, rank], dense: values are the first `rank` numbers of a latent.
         multiprocessors: of the device: as many programs are launched as they run at once.
@@ -327,7 +323,7 @@ def latent_attention(
     _check_layout(q, latents, out)
     splitting, heads = work.splitting, q.shape[1]
     scale, _ = factors(scale, None)
-    strides = q.stride(0), latents.stride(0), rows.page_table.stride(0)
+    strides = latents.stride(0), rows.page_table.stride(0)
     lens = rows.page_table, rows.extend_lens, rows.seq_lens
     rank = out.shape[2]
     tiles = triton.cdiv(splitting.max_queries * heads, decode.block_m)
@@ -380,6 +376,6 @@ def _check_layout(q: Tensor, latents: Tensor, out: Tensor) -> None:
     assert one == 1, f"latents of {one} heads"
     assert latents.stride()[1:] == (page_size * width, width, 1), f"pages of strides {latents.stride()}"
     assert q.shape[2] == width, f"q has heads of {q.shape[2]}, latents {width} numbers"
-    assert q.stride()[1:] == (width, 1), f"q of strides {q.stride()}"
+    assert q.is_contiguous(), f"q of strides {q.stride()}"
     assert out.shape[:2] == q.shape[:2], f"out of shape {tuple(out.shape)}, q of {tuple(q.shape)}"
     assert out.is_contiguous(), f"out of strides {out.stride()}"

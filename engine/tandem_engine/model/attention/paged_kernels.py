@@ -152,6 +152,6 @@ class PagedLatents(PagedKernels):
     def attend(self, layer: int, q: Tensor, out: Tensor, rows: Rows, work: WorkList, partials: Partials) -> None:
         """See `PagedKernels.attend`."""
         latent_attention(
-            q, self.pool.key_value(layer)[0], out, rows, work, partials, scale=self.specs[layer].scale,
+            q.contiguous(), self.pool.key_value(layer)[0], out, rows, work, partials, scale=self.specs[layer].scale,
             decode=self.decode, extend=self.extend, multiprocessors=self.multiprocessors,
         )  # fmt: skip

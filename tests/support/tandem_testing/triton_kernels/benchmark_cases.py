@@ -8,6 +8,7 @@ with benchmarks_importable():
     from gpu.attention_cases import AttentionCases
     from gpu.cases import TINY, CaseMaker
     from gpu.expert_cases import ExpertCases
+    from gpu.latent_cases import LatentCases
     from gpu.layer_cases import LayerCases
     from gpu.quantized_cases import QuantizedCases
     from gpu.shapes import SHAPES
@@ -29,7 +30,8 @@ def maker_of(kind: type[CaseMaker], device: str) -> CaseMaker:
 @torch.inference_mode()
 def check_every_case_and_its_peers_run(device: str) -> None:
     names = []
-    for kind, most in ((ExpertCases, None), (LayerCases, None), (TableCases, None), (QuantizedCases, QUANTIZED)):
+    all_of = (ExpertCases, LayerCases, TableCases, LatentCases)
+    for kind, most in (*((kind, None) for kind in all_of), (QuantizedCases, QUANTIZED)):
         for make in [*maker_of(kind, device).cases()][:most]:
             case = make()
             case.run()

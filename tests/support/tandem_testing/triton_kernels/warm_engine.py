@@ -139,6 +139,10 @@ def compile_nothing_for_experts_over_float8_pages() -> None:
     is_warm("mixtral", cache=CacheConfig(num_pages=120, dtype=KvCacheDtype.FP8_E4M3))
 
 
+def compile_nothing_for_latents() -> None:
+    is_warm("deepseek-v3")
+
+
 def compile_nothing_for_packed_weights() -> None:
     with TemporaryDirectory(prefix="tandem-warm-") as folder:
         write_quantized(Path(folder), "gptq, in another order", kinds=KERNEL_KINDS, head=True, **QWEN3_MOE)
