@@ -235,7 +235,7 @@ def row(family: Family, tiny: dict[str, ModelConfig]) -> tuple[str, ...]:
 
 def by_torch(config: ModelConfig) -> str:
     """What has no Triton kernel of its own."""
-    parts = [] if config.delta is None else ["states"]
+    parts = [] if config.delta is None else ["states of prompts"]
     if config.norm is NormKind.CENTERED:
         parts.append("norms")
     if config.qk_norm is QkNorm.WHOLE:

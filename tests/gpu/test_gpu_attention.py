@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODULES = ("latent_attention", "work_list", "decode_attention", "extend_attention", "triton_backend")
+MODULES = ("latent_attention", "delta_step", "work_list", "decode_attention", "extend_attention", "triton_backend")
 CHECKS = [
     (KernelChecks(f"tandem_testing.triton_kernels.{name}"), check)
     for name in MODULES

@@ -48,6 +48,24 @@ GatedActivation = Callable[[Tensor], Tensor]
 """[T, 2 * I], gate first, to activation(gate) * up, [T, I]."""
 
 
+class DeltaWeights(NamedTuple):
+    """What a layer of the gated delta rule has besides its projections, float32."""
+
+    conv: Tensor
+    """[taps, channels of q, k and v]"""
+    decay: Tensor
+    """[value heads], -exp(A_log)"""
+    bias: Tensor
+    """[value heads], of a"""
+    norm: Tensor
+    """[value_size], of outputs"""
+    eps: float
+
+
+DeltaStep = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, DeltaWeights], Tensor]
+"""One token of each of several sequences, as `kernels.triton.delta_step` has it."""
+
+
 FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 

@@ -15,7 +15,7 @@ order of steps, so a row that is given to another request needs no clearing and 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.forward.batch import ForwardBatch, Snapshot
+from tandem_engine.kernels.interface import DeltaStep, DeltaWeights
 from tandem_engine.memory.pool import zeroed
 
 ALIGNMENT = 256
@@ -153,6 +154,17 @@ class StepStates:
             inputs.masked_fill_(self.fresh[:, None, None], 0.0)
             matrices.masked_fill_(self.fresh[:, None, None, None], 0.0)
         return inputs, matrices
+
+    def stepped(self, layer: int, step: DeltaStep, projected: Tensor, rates: Tensor, weights: DeltaWeights) -> Tensor:
+        """Outputs of the decodes by `step`, which changes their states in place."""
+        assert self.decodes is not None, "a step without decodes"
+        fresh = torch.zeros_like(self.decodes, dtype=torch.bool) if self.fresh is None else self.fresh
+        inputs, matrices = self.pool.inputs[:, layer], self.pool.matrices[:, layer]
+        return step(projected, rates, inputs, matrices, self.decodes, fresh, weights)
+
+    def without_decodes(self) -> "StepStates":
+        """The runs alone."""
+        return replace(self, decodes=None, fresh=None)
 
     def keep_decodes(self, layer: int, rows: Tensor, inputs: Tensor, matrices: Tensor) -> None:
         """What the decodes in `rows` leave behind. The dummy slot may be written more than once."""

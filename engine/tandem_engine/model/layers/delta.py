@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from tandem_engine.kernels.interface import DeltaStep, DeltaWeights
 from tandem_engine.memory.state_pool import Run, StepStates
 from tandem_engine.model.base import Attend
 from tandem_engine.model.layers.attention import Rotation, SelfAttention
@@ -104,15 +105,9 @@ class GatedDelta:
     """[T, hidden] to [q | k | v | z], each head after head."""
     rates: Projection
     """[T, hidden] to [b | a], [T, 2 H]"""
-    conv: Tensor
-    """float32 [taps, channels of q, k and v]"""
-    decay: Tensor
-    """float32 [H], -exp(A_log)"""
-    bias: Tensor
-    """float32 [H], of a"""
-    output_norm: Tensor
-    """float32 [value_size]"""
-    eps: float
+    weights: DeltaWeights
+    step: DeltaStep | None
+    """Of decodes, on a device; None is torch."""
     output: Projection
 
     @property
@@ -131,20 +126,29 @@ class GatedDelta:
         """Normalised hidden states [T, hidden] to what each token reads, [T, value_width]; `project` is yet to come."""
         assert delta is None, "open_adapter refuses adapters of models with states"
         assert isinstance(attend, StatefulAttend), "a model with states runs where there are states"
-        heads, states = self.heads, attend.states
-        mixed, z = self.inputs(normed).split_with_sizes(
-            (2 * heads.key_width + heads.value_width, heads.value_width), dim=-1
-        )
-        b, a = self.rates(normed).float().chunk(2, dim=-1)
-        decay, beta = self.decay * F.softplus(a + self.bias), b.sigmoid()
+        states = attend.states
+        projected, rates = self.inputs(normed), self.rates(normed)
+        if self.step is None or states.decodes is None:
+            return self._by_torch(states, projected, rates)
+        first = states.first_decode
+        stepped = states.stepped(self.place, self.step, projected[first:], rates[first:], self.weights)
+        if not states.runs:
+            return stepped
+        return torch.cat((self._by_torch(states.without_decodes(), projected[:first], rates[:first]), stepped))
+
+    def _by_torch(self, states: StepStates, projected: Tensor, rates: Tensor) -> Tensor:
+        heads, weights = self.heads, self.weights
+        mixed, z = projected.split_with_sizes((2 * heads.key_width + heads.value_width, heads.value_width), dim=-1)
+        b, a = rates.float().chunk(2, dim=-1)
+        decay, beta = weights.decay * F.softplus(a + weights.bias), b.sigmoid()
         parts = [self._run(states, run, mixed, decay, beta) for run in states.runs]
         if states.decodes is not None:
             first = states.first_decode
             parts.append(self._decodes(states, states.decodes, mixed[first:], decay[first:], beta[first:]))
         read = torch.cat(parts) if len(parts) > 1 else parts[0]
-        scale = torch.rsqrt(read.square().mean(-1, keepdim=True) + self.eps)
-        gated = (read * scale).mul_(self.output_norm).flatten(1).mul_(F.silu(z.float()))
-        return gated.to(normed.dtype)
+        scale = torch.rsqrt(read.square().mean(-1, keepdim=True) + weights.eps)
+        gated = (read * scale).mul_(weights.norm).flatten(1).mul_(F.silu(z.float()))
+        return gated.to(projected.dtype)
 
     def project(self, gathered: Tensor, delta: Delta | None = None) -> Tensor:
         """What `attend` returned to what is added to the hidden states."""
@@ -156,7 +160,7 @@ class GatedDelta:
         tokens = slice(run.start, run.stop)
         history, state = states.of_run(self.place, run)
         inputs = mixed[tokens]
-        query, key, value = self._heads(causal_conv(history[None], inputs[None], self.conv)[0], mixed.dtype)
+        query, key, value = self._heads(causal_conv(history[None], inputs[None], self.weights.conv)[0], mixed.dtype)
         read, state = prompt(query, key, value, decay[tokens], beta[tokens], state)
         states.keep_run(self.place, run, torch.cat((history, inputs))[-len(history) :], state)
         return read
@@ -165,7 +169,7 @@ class GatedDelta:
         """One token of each of the last sequences, [N, H, value_size]."""
         history, state = states.of_decodes(self.place)
         inputs = mixed[:, None]
-        query, key, value = self._heads(causal_conv(history, inputs, self.conv)[:, 0], mixed.dtype)
+        query, key, value = self._heads(causal_conv(history, inputs, self.weights.conv)[:, 0], mixed.dtype)
         read = next_token(query, key, value, decay, beta, state)
         states.keep_decodes(self.place, rows, torch.cat((history[:, 1:], inputs), dim=1), state)
         return read

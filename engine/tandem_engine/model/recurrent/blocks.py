@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.config import DeltaConfig, ModelConfig
+from tandem_engine.kernels.interface import DeltaStep, DeltaWeights, by_triton
 from tandem_engine.memory.state_pool import StateSpec
 from tandem_engine.model.layers.attention import SelfAttention
 from tandem_engine.model.layers.delta import DeltaHeads, GatedAttention, GatedDelta
@@ -74,17 +75,28 @@ def gated_delta(config: ModelConfig, delta: DeltaConfig, weights: Weights, *, la
         place=delta.layers.index(layer),
         inputs=inputs,
         rates=rates,
-        conv=weights.stacked(*(f"{own}conv1d_{name}.weight" for name in "qkv"), split=OUTPUTS)
-        .squeeze(1)
-        .t()
-        .float()
-        .contiguous(),
-        decay=-_of_rank(weights, f"{own}A_log", heads).exp(),
-        bias=_of_rank(weights, f"{own}dt_bias", heads),
-        output_norm=weights.exact(f"{own}norm.weight"),
-        eps=config.rms_eps,
+        weights=DeltaWeights(
+            conv=weights.stacked(*(f"{own}conv1d_{name}.weight" for name in "qkv"), split=OUTPUTS)
+            .squeeze(1)
+            .t()
+            .float()
+            .contiguous(),
+            decay=-_of_rank(weights, f"{own}A_log", heads).exp(),
+            bias=_of_rank(weights, f"{own}dt_bias", heads),
+            norm=weights.exact(f"{own}norm.weight"),
+            eps=config.rms_eps,
+        ),
+        step=_step_on(weights.device),
         output=row_parallel(weights, f"{own}out_proj", bias=False, split=Split(dim=1, unit=delta.value_size)),
     )
+
+
+def _step_on(device: torch.device) -> DeltaStep | None:
+    if not by_triton(device):
+        return None
+    from tandem_engine.kernels.triton.delta_step import delta_step
+
+    return delta_step
 
 
 def _joined(own: str, heads: DeltaHeads, weights: Weights) -> tuple[Projection, Projection]:

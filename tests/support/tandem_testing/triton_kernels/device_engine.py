@@ -51,6 +51,10 @@ def check_latents_and_a_shared_expert(device: str) -> None:
     device_equals_transformers("deepseek-v3", "mixed, staggered", launches=experts, attention=latents)
 
 
+def check_states_of_sequences_and_gated_attention(device: str) -> None:
+    device_equals_transformers("qwen3.5", "mixed, staggered", launches={"delta_step_kernel"})
+
+
 def check_short_runs_of_pages_are_one_launch_and_long_ones_are_commands(device: str) -> None:
     """To the host and back elsewhere, of pages that lie apart."""
     token_bytes = make_pool(page_size=1, num_pages=1).page_bytes

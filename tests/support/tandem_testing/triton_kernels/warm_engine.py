@@ -143,6 +143,10 @@ def compile_nothing_for_latents() -> None:
     is_warm("deepseek-v3")
 
 
+def compile_nothing_for_states() -> None:
+    is_warm("qwen3.5")
+
+
 def compile_nothing_for_packed_weights() -> None:
     with TemporaryDirectory(prefix="tandem-warm-") as folder:
         write_quantized(Path(folder), "gptq, in another order", kinds=KERNEL_KINDS, head=True, **QWEN3_MOE)
