@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from tandem_engine.base.linux import REST_S
+from tandem_engine.base.freed_memory import REST_S
 from tandem_engine.config import ModelConfig
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.tensor_names import expected_shapes

@@ -1,4 +1,4 @@
-"""Limits of this process's control groups: how many CPUs its quota gives, and how often it was throttled.
+"""Limits of this process's control groups: CPUs and memory, how often it was throttled, and what ended for memory.
 
 A container with `limits.cpu: 4` on a node of 64 cores may run on all 64, but computes for 4 seconds per second. With
 more threads than that, Linux stops all of them for the rest of each period (100 ms), and a step that waits for each of
@@ -30,6 +30,21 @@ class Throttling:
     """For which its threads were stopped, added over the CPUs that they ran on."""
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """One control group with a limit, in bytes."""
+
+    limit: int
+    used: int
+    """Without cached files that could be dropped."""
+
+
+_PAGE_COUNTERS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+"""Limit and use of a control group, as version 2 and version 1 name them."""
+
+NO_LIMIT = 1 << 60
+
+
 def own_groups(controller: str, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Path]:
     """Folders of the control groups of this process that `controller` may limit, from its own up to the root."""
     for line in read_text(proc / "self" / "cgroup").splitlines():
@@ -45,6 +60,32 @@ def own_groups(controller: str, *, proc: Path = PROC, cgroups: Path = CGROUPS) -
             yield folder
             if folder == root:
                 break
+
+
+def memory_groups(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[MemoryGroup]:
+    """Every control group that limits this process's memory, from its own up to the root that it can see."""
+    for folder in own_groups("memory", proc=proc, cgroups=cgroups):
+        for limit_file, used_file in _PAGE_COUNTERS.items():
+            limit, used = read_text(folder / limit_file).strip(), read_text(folder / used_file).strip()
+            # Without a limit version 2 has "max", and version 1 a number near 2^63.
+            if limit.isdecimal() and int(limit) < NO_LIMIT:
+                taken = int(used) - _droppable(folder / "memory.stat") if used.isdecimal() else 0
+                yield MemoryGroup(limit=int(limit), used=max(0, taken))
+
+
+def memory_limit(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
+    """Bytes that the control groups of this process may use; None without a limit."""
+    return min((group.limit for group in memory_groups(proc=proc, cgroups=cgroups)), default=None)
+
+
+def memory_kills(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Processes of this process's own control group that the kernel has killed because memory was short."""
+    for folder in own_groups("memory", proc=proc, cgroups=cgroups):
+        for name in ("memory.events", "memory.oom_control"):
+            counts = _numbers(folder / name)
+            if "oom_kill" in counts:
+                return counts["oom_kill"]
+    return 0
 
 
 def cpu_quota(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
@@ -95,6 +136,12 @@ def _quota(folder: Path) -> float | None:
     if not (quota.isdigit() and period.isdigit() and int(period)):
         return None
     return int(quota) / int(period)
+
+
+def _droppable(stat: Path) -> int:
+    """Bytes of cached files that no process has used for a while."""
+    counts = _numbers(stat)
+    return counts.get("total_inactive_file", counts.get("inactive_file", 0))
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -1,12 +1,8 @@
-"""What the engine uses of Linux: CPU lists, freed memory, huge pages, death with the parent, private files, limits.
+"""What the engine uses of Linux: CPU lists, huge pages, death with the parent, private files, limits.
 
 `parse_cpus`, `format_cpus` and `bind_thread` use lists such as `0-3,8`. Without binding, a thread is moved between
 cores while it computes, at times to one where another worker's thread computes: both then take twice as long for some
 milliseconds. Threads that a bound thread starts, such as its OpenMP team, stay on the same cores.
-
-`give_back` and `AtRest` return freed memory to the system. Loading takes more than stays, for seconds, and the step of
-a long prompt more than that of a decode. glibc returns only the end of a heap. A step soon after another one reuses the
-rest; an idle engine does not need it.
 
 `to_huge_pages` moves memory to pages of 2 MiB. Weights are read from end to end for every token. With pages of 4 KiB
 the processor translates a quarter of a million addresses per gigabyte, twice each on a virtual machine, and restarts
@@ -71,39 +67,6 @@ def bind_thread(cpus: Collection[int]) -> None:
     """Keep the calling thread, and those that it will start, on these cores; none leaves it where it may be."""
     if cpus:
         os.sched_setaffinity(0, cpus)
-
-
-REST_S = 2.0
-
-
-def give_back() -> None:
-    """Return to the system what this process has freed, where the C library can. Takes milliseconds."""
-    trim = _trim()
-    if trim is not None:
-        trim(0)
-
-
-@cache
-def _trim() -> Any:
-    """glibc's `malloc_trim`."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
-
-
-class AtRest:
-    """Gives back once whenever nothing has been done for `REST_S`."""
-
-    def __init__(self, give: Callable[[], None] = give_back) -> None:
-        self._give = give
-        self._since: float | None = None
-        """When the rest began that nothing was given back in yet."""
-
-    def turn(self, *, worked: bool, now: float) -> None:
-        """Told of every turn of a loop; `now` in seconds."""
-        if worked:
-            self._since = now
-        elif self._since is not None and now - self._since >= REST_S:
-            self._since = None
-            self._give()
 
 
 logger = logging.getLogger(__name__)

@@ -149,9 +149,14 @@ class CacheConfig:
 
     def for_device(self, device: str) -> "CacheConfig":
         """With a share of an accelerator's memory, which is there to be used, when nothing else is asked for."""
-        if device == "cpu" or any(self._sizes().values()):
+        if device == "cpu" or not self.is_default_size:
             return self
         return replace(self, mem_fraction_static=DEFAULT_ACCELERATOR_SHARE)
+
+    @property
+    def is_default_size(self) -> bool:
+        """Whether nothing sizes the pool."""
+        return not any(self._sizes().values())
 
     @property
     def kv_bytes(self) -> int:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from tandem_engine.base.cgroups import describe_cpus, usable_cpus
 from tandem_engine.base.errors import ConfigError
-from tandem_engine.base.linux import give_back, movable, to_huge_pages
+from tandem_engine.base.freed_memory import give_back
+from tandem_engine.base.linux import movable, to_huge_pages
+from tandem_engine.base.onednn import limit_products
 from tandem_engine.base.progress import Phase
 from tandem_engine.config import EngineConfig, ModelConfig
 from tandem_engine.engine.stateful_models import require_supported
@@ -113,6 +115,7 @@ def load(
     logger.info("computing with %d threads a rank (%s)", threads, describe_cpus())
     # This thread only schedules; see `ForwardThread` for what a second compute team would cost.
     torch.set_num_threads(1)
+    limit_products()
     dtype = resolve_dtype(config.dtype, facts, device=config.device)
     meter = meter_for(config.device)
     before = meter.used()

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import FrameType
 
 from tandem_engine.base.errors import EngineError
-from tandem_engine.base.linux import die_with_parent, give_back
+from tandem_engine.base.freed_memory import give_back
+from tandem_engine.base.linux import die_with_parent
 from tandem_engine.base.progress import START, Phase
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import Engine, EnginePort

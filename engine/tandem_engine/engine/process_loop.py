@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem_engine.base.errors import RankLostError
-from tandem_engine.base.linux import AtRest
+from tandem_engine.base.freed_memory import AtRest
 from tandem_engine.base.names import RequestId
 from tandem_engine.engine import Engine
 from tandem_engine.engine.control import Operations
@@ -217,7 +217,7 @@ class EngineLoop:
         self._abort_unreachable()
         self.operations.poll()
         self.reports.publish()
-        self._at_rest.turn(worked=received or worked, now=time.monotonic())
+        self._at_rest.turn(worked=worked, now=time.monotonic())
         if not (received or worked):
             self.poller.wait(RANKS_SLEEP if self.engine.awaits_ranks else LONGEST_SLEEP)
 

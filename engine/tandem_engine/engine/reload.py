@@ -27,7 +27,7 @@ from typing import Self
 import torch
 
 from tandem_engine.base.errors import BusyError, CheckpointError, ConfigError, EngineError, EngineStoppedError
-from tandem_engine.base.linux import give_back
+from tandem_engine.base.freed_memory import give_back
 from tandem_engine.engine.assembly import EngineParts
 from tandem_engine.engine.loaded_model import LoadedModel, scales_of_rank
 from tandem_engine.memory.kv_memory import KvMemory

@@ -16,7 +16,7 @@ limit of the process is that of its control groups, so `HostMeter` reads those.
 import gc
 import logging
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -24,8 +24,9 @@ from typing import Protocol
 
 import torch
 
-from tandem_engine.base.cgroups import CGROUPS, PROC, own_groups, read_text
+from tandem_engine.base.cgroups import CGROUPS, PROC, memory_groups, read_text
 from tandem_engine.base.names import PADDING_ROW
+from tandem_engine.base.onednn import KEPT_BYTES
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.executor.forward_thread import Forward, ForwardThread
 from tandem_engine.forward.batch import ForwardBatch, ForwardMode, ForwardResult, SamplingBatch
@@ -33,8 +34,8 @@ from tandem_engine.memory.sizing import HostShare, MemoryFacts, MemoryPlan, plan
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import Parallel
 
-PAGE_COUNTERS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-"""Limit and use of a control group, as version 2 and version 1 name them."""
+ROOM = 1 << 30
+"""Bytes beside pool and weights with which a machine is not short of memory."""
 
 RESET_PEAK = "5"
 """Written to clear_refs: the peak of the resident set is reset (proc(5))."""
@@ -74,10 +75,11 @@ class HostMeter:
     cgroups: Path = CGROUPS
 
     def total(self) -> int:
-        return min((_kib(self.proc / "meminfo", "MemTotal"), *(group.limit for group in self._groups())))
+        limits = (group.limit for group in memory_groups(proc=self.proc, cgroups=self.cgroups))
+        return min((_kib(self.proc / "meminfo", "MemTotal"), *limits))
 
     def available(self) -> int:
-        free = (group.limit - group.used for group in self._groups())
+        free = (group.limit - group.used for group in memory_groups(proc=self.proc, cgroups=self.cgroups))
         return max(0, min((_kib(self.proc / "meminfo", "MemAvailable"), *free)))
 
     def used(self) -> int:
@@ -101,20 +103,6 @@ class HostMeter:
         except OSError:
             return False
         return True
-
-    def _groups(self) -> "Iterator[Group]":
-        """Every control group that limits this process, from its own up to the root that it can see."""
-        for folder in own_groups("memory", proc=self.proc, cgroups=self.cgroups):
-            yield from _group(folder)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One control group with a limit."""
-
-    limit: int
-    used: int
-    """Without cached files that could be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +134,6 @@ class CudaMeter:
         run()
         torch.cuda.synchronize(self.device)
         return int(torch.cuda.max_memory_reserved(self.device)) - before
-
-
-def _group(folder: Path) -> Iterator[Group]:
-    """The limit in `folder`, if there is one."""
-    for limit_file, used_file in PAGE_COUNTERS.items():
-        limit, used = read_text(folder / limit_file).strip(), read_text(folder / used_file).strip()
-        # Version 2 has "max" and version 1 a number beyond all memory for no limit.
-        if limit.isdigit() and used.isdigit():
-            yield Group(limit=int(limit), used=int(used) - _droppable(folder / "memory.stat"))
-
-
-def _droppable(stat: Path) -> int:
-    """Bytes of cached files that no process has used for a while."""
-    fields = dict(line.split(" ", 1) for line in read_text(stat).splitlines() if " " in line)
-    return int(fields.get("total_inactive_file", fields.get("inactive_file", "0")))
 
 
 def _kib(path: Path, name: str) -> int:
@@ -270,10 +243,12 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
     Raises `ConfigError` when pages, or one request of the context length, do not fit.
     """
     meter, cache = meter_for(config.device), _share_of_rank(config)
-    measured = cache.mem_fraction_static > 0
-    activations = _measure(config, footprint, meter) if measured else None
-    graphs = footprint.graph_bytes() if measured else 0
     agreement = Agreement(parallel.schedule)
+    by_share = cache.mem_fraction_static > 0
+    # The largest step has collectives: all ranks run it, or none.
+    [roomy] = agreement.least([int(not by_share and _roomy(cache, footprint, meter.available()))])
+    activations = None if roomy else _measure(config, footprint, meter)
+    graphs = footprint.graph_bytes() if by_share else 0
     # A rank that loads first still sees memory that other ranks will take: the smallest figure is available.
     [available] = agreement.least([meter.available()])
     plan = plan_memory(
@@ -286,6 +261,7 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
             activations=activations,
             graphs=graphs,
             draft=footprint.draft_bytes,
+            kept=KEPT_BYTES if torch.device(config.device).type == "cpu" else 0,
         ),
         page_bytes=footprint.page_bytes,
         context_length=config.scheduler.context_length,
@@ -300,6 +276,12 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
     if parallel.rank == 0:
         logger.info("%s%s", f"each of {parallel.size} ranks, " if parallel.size > 1 else "", plan)
     return plan
+
+
+def _roomy(cache: CacheConfig, footprint: Footprint, available: int) -> bool:
+    """Whether a pool of this size leaves more than any step takes, so that nothing has to be measured."""
+    pool = cache.pages_for(footprint.page_bytes) * footprint.page_bytes
+    return available >= pool + footprint.weight_bytes // 2 + ROOM
 
 
 def _share_of_rank(config: EngineConfig) -> CacheConfig:

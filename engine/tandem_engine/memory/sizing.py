@@ -3,7 +3,7 @@
     --num-pages            this number
     --kv-cache-gib         as many as fit in this size
     --mem-fraction-static  what is left of this share of the device's memory after weights and the largest step
-    none of them           `DEFAULT_KV_BYTES`, which any machine has
+    none of them           `DEFAULT_KV_BYTES`; less where a container's limit leaves less after the largest step
 
 On a CPU, host memory for KV (the host tier of the prefix cache, and swap space) is in the same memory as the pool, and
 is subtracted too. With `--hicache-ratio` it grows with the pool, so a page of the pool costs more than its own bytes.
@@ -43,6 +43,13 @@ class MemoryFacts:
     """Of captured steps, which stay allocated next to the weights; 0 without any, or when it was not measured."""
     draft: int = 0
     """Of a draft model's weights, which are loaded when the pool is there."""
+    kept: int = 0
+    """What steps leave allocated beyond `used`."""
+
+    @property
+    def beside_pool(self) -> int:
+        """What serving takes beyond `used` and pages."""
+        return (self.activations or 0) + self.graphs + self.draft + self.kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +116,8 @@ class MemoryPlan:
     """Host memory for swapped requests."""
     beside_pool: bool = True
     """Whether host memory is the memory that the pool lies in."""
+    default_pages: int = 0
+    """Pages of the default size, where the memory is too small for it; else 0."""
 
     @property
     def kv_bytes(self) -> int:
@@ -126,10 +135,15 @@ class MemoryPlan:
             f"activations {activations}, {graphs}{draft}KV {_gib(self.kv_bytes)} ({self.pages} pages, "
             f"{(self.pages - 1) * self.page_size} tokens)"
         )
-        free = facts.available - self.kv_bytes - (facts.activations or 0) - facts.graphs - facts.draft
+        free = facts.available - self.kv_bytes - facts.beside_pool
         if self.beside_pool:
-            return f"{ours}, {below}, free {_gib(free - self.host_cache - self.swap)}"
-        return f"{ours}, free {_gib(free)}; of host memory: {below}"
+            ours = f"{ours}, {below}, free {_gib(free - self.host_cache - self.swap)}"
+        else:
+            ours = f"{ours}, free {_gib(free)}; of host memory: {below}"
+        if not self.default_pages:
+            return ours
+        default = _gib(self.default_pages * self.page_bytes)
+        return f"{ours}. The pool is smaller than the default of {default}, because no more memory is available"
 
 
 def plan_memory(
@@ -142,10 +156,14 @@ def plan_memory(
             of `context_length` does; the message says what would.
     """
     if cache.mem_fraction_static:
-        pages = _from_fraction(cache, facts, page_bytes, context_length, host)
+        pages = default = _from_fraction(cache, facts, page_bytes, context_length, host)
     else:
         pages = cache.pages_for(page_bytes)
-        _require_available(cache, facts, pages, page_bytes, host)
+        if cache.is_default_size and facts.activations is not None:
+            default, pages = pages, min(pages, _fitting(cache, facts, page_bytes, context_length, host))
+        else:
+            default = pages
+            _require_available(cache, facts, pages, page_bytes, host)
     return MemoryPlan(
         facts=facts,
         pages=pages,
@@ -154,7 +172,29 @@ def plan_memory(
         host_cache=host.cache_bytes(pages),
         swap=host.swap_bytes,
         beside_pool=host.beside_pool,
+        default_pages=default if pages < default else 0,
     )
+
+
+def _fitting(cache: CacheConfig, facts: MemoryFacts, page_bytes: int, context_length: int, host: HostShare) -> int:
+    """Pages that the available memory can hold next to the largest step."""
+    cost, least = page_bytes + host.per_page, _least_pages(cache, context_length)
+    left = facts.available - facts.beside_pool - host.fixed
+    if left >= least * cost:
+        return int(left // cost)
+    fitting = max(0, int(left // cost) - 1) * cache.page_size
+    fixes = [f"lower --context-length to {fitting}"] if fitting else []
+    fixes += _less_host_memory(host, left + host.fixed - least * page_bytes, least)
+    raise ConfigError(
+        f"one request of --context-length {context_length} needs {_gib(ceil(least * cost))} of KV pages, and "
+        f"{_gib(facts.available)} of {_gib(facts.total)} is available, of which steps take {_gib(facts.beside_pool)}: "
+        f"{' or '.join([*fixes, 'raise the memory limit'])}"
+    )
+
+
+def _least_pages(cache: CacheConfig, context_length: int) -> int:
+    """Of one request, and the dummy page."""
+    return ceil(context_length / cache.page_size) + 1
 
 
 def _require_available(cache: CacheConfig, facts: MemoryFacts, pages: int, page_bytes: int, host: HostShare) -> None:
@@ -180,11 +220,11 @@ def _from_fraction(
 ) -> int:
     assert facts.activations is not None, "a fraction is divided by measurement"
     fraction, cost = cache.mem_fraction_static, page_bytes + host.per_page
-    beside = facts.activations + facts.graphs + facts.draft + host.fixed
+    beside = facts.beside_pool + host.fixed
     fixed = facts.used + beside
     # Others may have taken what this share promises.
     left = min(int(facts.total * fraction) - fixed, facts.available - beside)
-    least = ceil(context_length / cache.page_size) + 1
+    least = _least_pages(cache, context_length)
     needed = ceil(least * cost)
     if left >= needed:
         return int(left // cost)
@@ -200,7 +240,7 @@ def _from_fraction(
     raise ConfigError(
         f"one request of --context-length {context_length} needs {_gib(needed)} of KV pages{with_host}; "
         f"--mem-fraction-static {fraction:g} of {_gib(facts.total)} leaves {_gib(max(0, left))} after weights and "
-        f"process ({_gib(facts.used)}){graphs}{draft} and the largest step ({_gib(facts.activations)})"
+        f"process ({_gib(facts.used)}){graphs}{draft} and steps ({_gib(facts.activations + facts.kept)})"
         f"{f' and fixed host memory ({_gib(host.fixed)})' if host.fixed else ''}, with {_gib(facts.available)} "
         f"available: {' or '.join(fixes or ['free memory of this machine, or serve a smaller model'])}"
     )

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem_engine.base.cgroups import memory_kills
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import die_with_parent
 from tandem_services.cli.logs.pump import LogPump, Output
@@ -128,6 +129,8 @@ class Supervisor:
 
     children: list[Child] = field(default_factory=list)
     pump: LogPump = field(default_factory=LogPump)
+    memory_kills: int = field(default_factory=memory_kills)
+    """`cgroups.memory_kills` when the last of them was noticed."""
 
     def start(self, child: Child) -> None:
         child.pump = self.pump
@@ -143,7 +146,7 @@ class Supervisor:
             if child.status is not None:
                 problem = StartupError if child.status != USAGE else ConfigError
                 phase = (doing or {}).get(child.name)
-                what = f"{_describe(child.status)} while starting{f' ({phase})' if phase else ''}"
+                what = f"{self._describe(child.status)} while starting{f' ({phase})' if phase else ''}"
                 raise problem(f"{child.name} {what}{child.last_words()}")
 
     def restart_dead(self) -> list[str]:
@@ -158,12 +161,20 @@ class Supervisor:
                 if now - child.started_at > STABLE_AFTER:
                     child.pause = FIRST_PAUSE
                 child.restart_at, place = now + child.pause, child.log_place
-                events.append(f"{child.name} {_describe(status)}; restarting in {child.pause:g} s (log: {place})")
+                events.append(f"{child.name} {self._describe(status)}; restarting in {child.pause:g} s (log: {place})")
                 child.pause = min(child.pause * 2, LONGEST_PAUSE)
             elif now >= child.restart_at:
                 child.start()
                 events.append(f"{child.name} restarted")
         return events
+
+    def _describe(self, status: int) -> str:
+        if status >= 0:
+            return f"exited with status {status}"
+        if status == -signal.SIGKILL and (kills := memory_kills()) > self.memory_kills:
+            self.memory_kills = kills
+            return "was killed by the kernel because the memory limit was reached"
+        return f"was killed by {signal.Signals(-status).name}"
 
     def stop(self, grace: float, *, hurried: Callable[[], bool] = lambda: False) -> None:
         """End every child; returns when all are gone.
@@ -192,10 +203,6 @@ def _gone_within(children: Sequence[Child], patience: float | None, hurried: Cal
             return False
         time.sleep(POLL_SECONDS)
     return True
-
-
-def _describe(status: int) -> str:
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
 
 def python_command(*args: str) -> list[str]:

@@ -29,6 +29,7 @@ from tandem_engine.config.flags import (
     host_address,
     non_negative_int,
 )
+from tandem_engine.config.memory_share import share_of_worker
 from tandem_services.cli.cores import Cores, claim
 from tandem_services.cli.ending import Ending
 from tandem_services.cli.entry import teach
@@ -75,6 +76,7 @@ from tandem_services.common.tracing import require_opentelemetry
 if TYPE_CHECKING:
     from tandem_engine.checkpoint_source.resolve import ResolvedModel
     from tandem_engine.checkpoint_source.source import ModelSource
+    from tandem_engine.config import EngineConfig
 
 
 Counts = tuple[int | None, int | None, int | None]
@@ -284,6 +286,8 @@ def decide(args: argparse.Namespace, model: "ResolvedModel") -> Plan:
     """As `plan`, of settings that are checked, and write nothing."""
     engine = engine_config(args)
     share = engine.cache.for_device(args.device).mem_fraction_static
+    count = args.prefill + args.decode + args.both
+    of_worker = share_of_worker(model.folder, count) if _pools_by_default(args, engine) else None
     model_names = tuple(args.served_model_name or (model.name,))
     require_adapters(engine.adapters, model_names)
     port = args.port or free_port(args.host)
@@ -303,8 +307,13 @@ def decide(args: argparse.Namespace, model: "ResolvedModel") -> Plan:
         threads=args.threads or max(1, usable_cpus() // len(workers)),
         devices=devices,
         # They share one memory, a GPU's too; each measures for itself and knows nothing of the others.
-        mem_fraction_static=round(share / devices.count(devices[0]), 4) if share else None,
+        mem_fraction_static=round(share / devices.count(devices[0]), 4) if share else of_worker,
     )
+
+
+def _pools_by_default(args: argparse.Namespace, engine: "EngineConfig") -> bool:
+    """Whether each worker's pool is in main memory and has the default size."""
+    return engine.cache.is_default_size and (args.devices or [args.device])[0] == "cpu"
 
 
 def _progress_files(workers: Iterable[tuple[str, str, int]]) -> list[str]:

@@ -14,11 +14,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import signal
 from asyncio.subprocess import Process
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem_engine.base.cgroups import memory_kills, memory_limit
 from tandem_engine.base.errors import WireError
 from tandem_engine.base.linux import die_with_parent
 from tandem_engine.ipc.async_channels import AsyncPairServer
@@ -43,6 +45,8 @@ from tandem_services.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
+SIZES = "--kv-cache-gib or --max-running-requests"
+
 TERMINATE_GRACE_S = 5.0
 """From SIGTERM to SIGKILL: time to abort requests and to close sockets."""
 
@@ -52,20 +56,31 @@ class EngineChild:
     """A running engine process."""
 
     process: Process
+    memory_kills: int = 0
+    """`cgroups.memory_kills` when it was started."""
 
     @classmethod
     async def start(cls, argv: Sequence[str]) -> "EngineChild":
         """Raises `StartupError` when the command cannot be started at all."""
+        kills = memory_kills()
         try:
             # The child sets it again, after exec; this covers its imports, which take seconds.
             process = await asyncio.create_subprocess_exec(*argv, preexec_fn=die_with_parent)
         except OSError as error:
             raise StartupError(f"cannot start the engine with {argv[0]}: {error}") from error
-        return cls(process)
+        return cls(process, kills)
 
     async def wait(self) -> int:
         """The exit status; negative is the signal that ended it."""
         return await self.process.wait()
+
+    def how_ended(self, status: int) -> str:
+        """A sentence about an exit that nothing has requested."""
+        if status == -signal.SIGKILL and memory_kills() > self.memory_kills:
+            limit = memory_limit()
+            of = "" if limit is None else f" of {limit / (1 << 30):.2f} GiB"
+            return f"the kernel killed the engine because the memory limit{of} was reached: raise it, or lower {SIZES}"
+        return f"the engine process exited with status {status}"
 
     async def stop(self, *, grace_s: float) -> int:
         """Wait `grace_s` for an exit that was requested by message, then force it. Returns the exit status."""

@@ -413,7 +413,7 @@ class WorkerService:
         # A refusal with its reason may still be in the socket.
         await asyncio.sleep(IDLE_POLL_S)
         if not self._stopping:
-            self._ending.say(EXIT_FAILED, f"the engine process exited with status {status}")
+            self._ending.say(EXIT_FAILED, child.how_ended(status))
 
     async def _limit_start(self) -> None:
         await asyncio.sleep(self._config.start_timeout_s)

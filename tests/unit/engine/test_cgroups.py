@@ -3,7 +3,15 @@ import os
 import pytest
 
 from tandem_engine.base import cgroups
-from tandem_engine.base.cgroups import Throttling, cpu_quota, throttling, usable_cpus
+from tandem_engine.base.cgroups import (
+    Throttling,
+    cpu_quota,
+    memory_groups,
+    memory_kills,
+    memory_limit,
+    throttling,
+    usable_cpus,
+)
 
 
 @pytest.fixture
@@ -72,3 +80,22 @@ def test_usable_cpus_fit_the_quota(monkeypatch, quota, allowed, usable):
     monkeypatch.setattr(cgroups, "cpu_quota", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(allowed))
     assert usable_cpus() == usable
+
+
+@pytest.mark.parametrize(
+    ("groups", "file"),
+    [("0::/pod\n", "pod__memory_dot_events"), ("4:memory:/pod\n", "memory__pod__memory_dot_oom_control")],
+)
+def test_processes_killed_for_memory_are_counted(machine, groups, file):
+    assert memory_kills(**machine) == 0
+    write(machine, groups, **{file: "low 0\noom 7\noom_kill 3\n"})
+    assert memory_kills(**machine) == 3
+
+
+def test_memory_limit_is_the_smallest_of_all_groups(machine):
+    assert memory_limit(**machine) is None
+    write(
+        machine, "0::/pods/one\n", pods__one__memory_dot_max="max", pods__memory_dot_max="4096", memory_dot_max="8192"
+    )
+    assert memory_limit(**machine) == 4096
+    assert [group.used for group in memory_groups(**machine)] == [0, 0]

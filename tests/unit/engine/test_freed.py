@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 
-from tandem_engine.base.linux import REST_S, AtRest, give_back
+from tandem_engine.base.freed_memory import BUSY_S, REST_S, AtRest, give_back
 from tandem_engine.executor.memory_profile import HostMeter
 
 BLOCKS, BLOCK_BYTES = 600, 100_000
@@ -34,7 +34,7 @@ def test_memory_below_a_block_that_stays_is_given_back():
 def test_each_rest_gives_back_once_and_not_before_it_is_one():
     given: list[float] = []
     now = 100.0
-    rest = AtRest(lambda: given.append(now))
+    rest = AtRest(lambda: given.append(now), short=lambda: False)
     for now, worked in (
         (100.0, False),  # nothing was done yet
         (110.0, True),
@@ -48,3 +48,13 @@ def test_each_rest_gives_back_once_and_not_before_it_is_one():
     ):
         rest.turn(worked=worked, now=now)
     assert given == [111.0 + REST_S, 150.0 + REST_S]
+
+
+def test_work_gives_back_while_the_container_is_short_of_memory():
+    given: list[float] = []
+    short = {100.0: False, 100.0 + BUSY_S: True, 100.0 + 2 * BUSY_S: True, 100.0 + 3 * BUSY_S: False}
+    now = 0.0
+    rest = AtRest(lambda: given.append(now), short=lambda: short[now])
+    for now in sorted([*short, 101.0 + BUSY_S]):  # the additional one is too soon to look again
+        rest.turn(worked=True, now=now)
+    assert given == [100.0 + BUSY_S, 100.0 + 2 * BUSY_S]

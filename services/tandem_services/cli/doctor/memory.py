@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from tandem_engine.base.cgroups import own_groups, read_text
+from tandem_engine.base.cgroups import memory_limit
 from tandem_services.cli.doctor.finding import Check, Finding, Machine, fail, ok, warn
 
 GIB = 1 << 30
@@ -26,24 +26,13 @@ def checks(machine: Machine, folders: tuple[tuple[str, Path, str], ...]) -> Iter
 def memory(machine: Machine) -> Finding:
     lines = (machine.proc / "meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    limit = memory_limit(machine)
+    limit = memory_limit(proc=machine.proc, cgroups=machine.cgroup)
     fact = f"{available / GIB:.1f} GiB available"
     if limit is not None:
         fact += f", {limit / GIB:.1f} GiB allowed by the cgroup"
     if min(available, available if limit is None else limit) < MIN_MEMORY:
         return warn(fact, "--prefill 0 --decode 0 --both 1, and --kv-cache-gib with less than it takes by default")
     return ok(fact)
-
-
-def memory_limit(machine: Machine) -> int | None:
-    """Bytes that the cgroups of this process may use; None without a limit."""
-    limits = []
-    for folder in own_groups("memory", proc=machine.proc, cgroups=machine.cgroup):
-        text = (read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")).strip()
-        # Without a limit version 2 has "max", and version 1 a number near 2^63.
-        if text.isdecimal() and int(text) < 1 << 60:
-            limits.append(int(text))
-    return min(limits, default=None)
 
 
 def shared_memory(folder: Path, minimum: int = MIN_SHARED) -> Finding:

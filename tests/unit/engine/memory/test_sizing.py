@@ -173,5 +173,30 @@ def test_graphs_are_counted_beside_the_largest_step():
     graphs = replace(facts(), graphs=GIB)
     assert without.pages - plan(cache, graphs).pages == GIB // without.page_bytes
     assert "graphs 1.00 GiB" in str(plan(cache, graphs))
-    with pytest.raises(ConfigError, match=r"graphs \(6.00 GiB\) and the largest step"):
+    with pytest.raises(ConfigError, match=r"graphs \(6.00 GiB\) and steps \(1.00 GiB\)"):
         plan(cache, replace(facts(), graphs=6 * GIB))
+
+
+def test_default_pool_shrinks_to_what_is_available():
+    made = plan(CacheConfig(), replace(facts(available=600 * MIB, activations=100 * MIB), kept=160 * MIB))
+    assert made.pages == 340
+    assert str(made).endswith(
+        "free 0.00 GiB. The pool is smaller than the default of 0.50 GiB, because no more memory is available"
+    )
+
+
+def test_default_pool_with_room_keeps_its_size():
+    made = plan(CacheConfig(), facts(activations=None))
+    assert (made.pages, made.default_pages) == (512, 0)
+    assert plan(CacheConfig(), replace(facts(), kept=160 * MIB)).pages == 512
+
+
+def test_default_pool_without_room_for_a_request_names_the_context():
+    short = replace(facts(available=400 * MIB, total=GIB, activations=100 * MIB), kept=160 * MIB)
+    with pytest.raises(ConfigError) as raised:
+        plan(CacheConfig(), short)
+    assert str(raised.value) == (
+        "one request of --context-length 4096 needs 0.25 GiB of KV pages, and 0.39 GiB of 1.00 GiB is available, of "
+        "which steps take 0.25 GiB: lower --context-length to 2224 or raise the memory limit"
+    )
+    assert plan(CacheConfig(), short, context_length=2224).pages == 140

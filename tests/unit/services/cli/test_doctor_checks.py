@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem_engine.base.cgroups import memory_limit
 from tandem_services.cli.doctor import limits, memory, processor, services, software
 from tandem_services.cli.doctor.finding import Check, Finding, Machine, Status, ok, run_all
 from tandem_services.common.errors import StartupError
@@ -159,9 +160,9 @@ def test_memory_limit_of_the_older_cgroups_is_read(machine):
     limit = machine.cgroup / "memory/pod/memory.limit_in_bytes"
     limit.parent.mkdir(parents=True)
     limit.write_text("9223372036854771712\n")
-    assert memory.memory_limit(machine) is None
+    assert memory_limit(proc=machine.proc, cgroups=machine.cgroup) is None
     limit.write_text(f"{1 << 30}\n")
-    assert memory.memory_limit(machine) == 1 << 30
+    assert memory_limit(proc=machine.proc, cgroups=machine.cgroup) == 1 << 30
 
 
 def test_shared_memory_that_is_small_or_missing_is_named(machine):
