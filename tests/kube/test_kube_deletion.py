@@ -1,5 +1,7 @@
 """Services, namespaces and operators deleted in any order: nothing stays, and nothing waits for an operator."""
 
+from collections.abc import Callable
+
 import pytest
 
 from tandem_operator.planning.deletion import FORMER_FINALIZER
@@ -16,34 +18,68 @@ SLOW_GATEWAY = {"gateway": {"pod": {"annotations": {HOLD: "true"}}}}
 
 
 def end(services: Services) -> None:
-    """The gateway pods have drained."""
+    """The gateway pods that are there have drained."""
     for pod in services.pods("gateway"):
         path = f"/api/v1/namespaces/{services.namespace}/pods/{pod['metadata']['name']}"
         answer = services.cluster.merge(path, {"metadata": {"annotations": {HOLD: None}}})
         assert answer.status_code in (200, 404), answer.text
 
 
-def leaving(services: Services, component: str) -> list[bool]:
-    """Of each pod of a component, whether it is being deleted."""
-    return ["deletionTimestamp" in one["metadata"] for one in services.pods(component)]
+def pods_of(services: Services) -> dict[str, dict[str, bool]]:
+    """By component and pod, whether the pod is being deleted."""
+    return {
+        part: {one["metadata"]["name"]: "deletionTimestamp" in one["metadata"] for one in services.pods(part)}
+        for part in ("gateway", "worker", "redis")
+    }
 
 
-def held(services: Services) -> bool:
-    """Whether gateways drain, and workers and Redis are as they were."""
-    return (leaving(services, "gateway"), leaving(services, "worker"), leaving(services, "redis")) == (
-        [True],
-        [False, False],
-        [False],
-    )
+def seen(services: Services) -> str:
+    """What the conditions of these tests read."""
+    owners = {
+        f"{plural} {name}": [f"{ref['kind']} {ref['name']}" for ref in one["metadata"].get("ownerReferences", ())]
+        for (plural, name), one in services.owned().items()
+    }
+    return f"pods, whether deleted: {pods_of(services)}; objects, with their owners: {owners}"
+
+
+def draining(services: Services) -> bool:
+    """Whether gateways drain. A ReplicaSet whose pods go before itself makes another pod, which goes soon after."""
+    gateways = pods_of(services)["gateway"]
+    return bool(gateways) and all(gateways.values())
+
+
+def collected(services: Services) -> bool:
+    """Whether garbage collection is done with what the service alone has owned: what is left has other owners."""
+    owners = [ref for one in services.owned().values() for ref in one["metadata"].get("ownerReferences", ())]
+    return "ModelService" not in {ref["kind"] for ref in owners}
+
+
+def wait_held(services: Services, before: dict[str, dict[str, bool]]) -> None:
+    """Until gateways drain and garbage collection goes no further; workers and Redis are as `before`."""
+    wait_for(lambda: draining(services) and collected(services), PATIENCE_S, lambda: seen(services))
+    kept(services, before)
+
+
+def kept(services: Services, before: dict[str, dict[str, bool]]) -> None:
+    """Gateways may drain, workers and Redis stay."""
+    now = pods_of(services)
+    assert now["gateway"], "no gateway pod is held"
+    assert (now["worker"], now["redis"]) == (before["worker"], before["redis"])
+
+
+def wait_ended(services: Services, condition: Callable[[], bool]) -> None:
+    """Until `condition` is true, while all gateway pods drain, also those that come late."""
+
+    def met() -> bool:
+        end(services)
+        return condition()
+
+    wait_for(met, PATIENCE_S, lambda: seen(services))
 
 
 def wait_gone(services: Services) -> None:
-    """Until nothing of the service is left."""
-
-    def left() -> list[object]:
-        return [*services.owned(), *(services.pods(part) for part in ("gateway", "worker", "redis"))]
-
-    wait_for(lambda: services.gone() and not any(left()), PATIENCE_S, lambda: str(left()))
+    """Until nothing of the service is left; its gateways drain."""
+    wait_ended(services, lambda: services.gone() and not services.owned() and not any(pods_of(services).values()))
 
 
 @pytest.mark.parametrize("operators", [1, 0], ids=["served", "no operator"])
@@ -51,15 +87,12 @@ def test_workers_outlive_the_drain_of_gateways(services, running, operators):
     """With and without an operator."""
     services.apply(**SLOW_GATEWAY)
     services.wait_ready()
+    before = pods_of(services)
     if not operators:
         assert running.stop() == 0
     services.cluster.api.request("DELETE", services.path(), json={"propagationPolicy": "Background"}).raise_for_status()
-    wait_for(lambda: held(services), PATIENCE_S, lambda: str(services.owned().keys()))
-    # Garbage collection is done with what the service alone has owned, and goes no further.
-    front = f"/api/v1/namespaces/{services.namespace}/services/chat-gateway"
-    wait_for(lambda: services.cluster.api.get(front).status_code == 404, PATIENCE_S)
-    assert held(services)
-    end(services)
+    wait_held(services, before)
+    assert ("services", "chat-gateway") not in services.owned()
     wait_gone(services)
 
 
@@ -71,8 +104,7 @@ def test_foreground_deletion_leaves_nothing(services, running, operators):
     if not operators:
         assert running.stop() == 0
     services.cluster.api.request("DELETE", services.path(), json={"propagationPolicy": "Foreground"}).raise_for_status()
-    wait_for(lambda: leaving(services, "gateway") == [True], PATIENCE_S, lambda: str(services.owned().keys()))
-    end(services)
+    wait_for(lambda: draining(services), PATIENCE_S, lambda: seen(services))
     wait_gone(services)
 
 
@@ -80,40 +112,48 @@ def test_gateways_that_never_end_hold_workers_for_a_bound(services, running):
     services.apply(**SLOW_GATEWAY, drainSeconds=1)
     services.wait_ready()
     services.delete()
-    wait_for(lambda: not services.pods("worker") and not services.pods("redis"), PATIENCE_S, running.log)
-    assert leaving(services, "gateway") == [True]
+    wait_for(
+        lambda: not services.pods("worker") and not services.pods("redis"),
+        PATIENCE_S,
+        lambda: f"{seen(services)}\n{running.log()}",
+    )
+    assert draining(services), seen(services)
     services.wait_event("Warning", "DrainTimedOut", "chat-decode")
-    end(services)
     wait_gone(services)
 
 
 def test_a_service_made_again_meanwhile_comes_up_after(services, running):
     services.apply(**SLOW_GATEWAY)
     services.wait_ready()
+    before = pods_of(services)
     services.delete()
-    wait_for(lambda: held(services), PATIENCE_S, lambda: str(services.owned().keys()))
+    wait_held(services, before)
     services.apply()
     services.wait_condition("Ready", "False", "NameTaken")
-    assert held(services), "the former one is left alone"
-    end(services)
-    services.wait_ready()
+    kept(services, before)
+    wait_ended(services, services.is_settled)
 
 
 def test_gateways_that_are_exchanged_hold_the_pools(services, running):
     """Pools name the gateway pods that are there now: else the first deletion after a rollout would hold nothing."""
     services.apply()
     services.wait_ready()
+    (former,) = pods_of(services)["gateway"]
     services.apply(**SLOW_GATEWAY)
-    services.wait_ready()
 
     def owners() -> set[str]:
         pool = services.cluster.get(services.pool_path("prefill"))
         return {one["name"] for one in pool["metadata"]["ownerReferences"] if one["kind"] == "Pod"}
 
-    wait_for(lambda: owners() == {one["metadata"]["name"] for one in services.pods("gateway")}, PATIENCE_S, running.log)
+    # The service is ready all the time, with the former pod and with the new one.
+    wait_for(
+        lambda: former not in owners() and owners() == set(pods_of(services)["gateway"]),
+        PATIENCE_S,
+        lambda: f"pools are of {owners()}: {seen(services)}\n{running.log()}",
+    )
+    before = pods_of(services)
     services.delete()
-    wait_for(lambda: held(services), PATIENCE_S, lambda: str(services.owned().keys()))
-    end(services)
+    wait_held(services, before)
     wait_gone(services)
 
 
@@ -129,7 +169,7 @@ def test_a_deleted_namespace_goes_with_its_services(services, running, operators
     if not operators:
         assert running.stop() == 0
     control_plane.api.delete(f"/api/v1/namespaces/{services.namespace}").raise_for_status()
-    wait_for(services.gone, PATIENCE_S, running.log)
+    wait_for(services.gone, PATIENCE_S, lambda: f"{seen(services)}\n{running.log()}")
     wait_for(lambda: namespace_gone(services), PATIENCE_S, running.log)
 
 
@@ -151,7 +191,7 @@ def test_a_former_finalizer_is_taken_off(services, running):
     wait_for(lambda: services.get()["metadata"]["finalizers"] == ["example.com/theirs"], PATIENCE_S, running.log)
     services.cluster.merge(services.path(), {"metadata": {"finalizers": [FORMER_FINALIZER]}}).raise_for_status()
     services.delete()
-    wait_for(services.gone, PATIENCE_S, running.log)
+    wait_for(services.gone, PATIENCE_S, lambda: f"{seen(services)}\n{running.log()}")
 
 
 def test_a_lost_namespace_leaves_the_others_served(services, running, operator_account, control_plane, tmp_path):

@@ -56,17 +56,22 @@ class Services:
         return next(((one["status"], one["reason"]) for one in conditions if one["type"] == kind), ("", ""))
 
     def wait_ready(self, name: str = "chat") -> None:
-        """Until it is ready, has the spec's generation and rolls nothing out."""
+        """Until `is_settled`."""
+        wait_for(lambda: self.is_settled(name), PATIENCE_S, lambda: str(self.get(name).get("status")))
 
-        def settled() -> bool:
-            body = self.get(name)
-            return (
-                body.get("status", {}).get("observedGeneration") == body["metadata"]["generation"]
-                and self.condition("Ready", name)[0] == "True"
-                and self.condition("Progressing", name) == ("False", "Complete")
-            )
+    def is_settled(self, name: str = "chat") -> bool:
+        """Whether the status is of the spec's generation, which is ready and has all workers of its revision.
 
-        wait_for(settled, PATIENCE_S, lambda: str(self.get(name).get("status")))
+        Deployments may still exchange pods within the revision: gateways, and workers of another template.
+        """
+        body = self.get(name)
+        observed, generation = body.get("status", {}), body["metadata"]["generation"]
+        conditions = {one["type"]: (one["status"], one["reason"]) for one in observed.get("conditions", ())}
+        return (
+            observed.get("observedGeneration") == generation
+            and conditions.get("Ready", ("", ""))[0] == "True"
+            and conditions.get("Progressing") == ("False", "Complete")
+        )
 
     def wait_condition(self, kind: str, status: str, reason: str, name: str = "chat") -> None:
         wait_for(
