@@ -3,6 +3,7 @@
 import asyncio
 import json
 import uuid
+from typing import Any
 
 import pytest
 
@@ -69,18 +70,23 @@ async def test_a_handed_over_request_is_one_tree_over_three_processes(fleet, col
 
 
 async def interrupted(fleet: SystemClient, trace: Traced) -> bool:
-    """Whether an operator has ended an attempt in its middle: the gateway goes on elsewhere after what was said."""
+    """Whether an operator has ended an attempt while it decodes: the gateway goes on elsewhere after what was said."""
     body = trace.body(max_tokens=400, stream=True)
     async with fleet.http.stream("POST", "/v1/completions", json=body, headers=trace.headers) as answer:
         request_id = answer.headers["x-request-id"]
-        lines = answer.aiter_lines()
-        await anext(lines)
-        (choice,) = (await fleet.get(f"/v1/requests/{request_id}/explain"))["choices"]
-        decode_worker = choice["attempts"][0]["decode"].partition("@")[0]
+        record: dict[str, Any] = {}
+
+        async def decodes() -> bool:
+            record.update(await fleet.get(f"/v1/requests/{request_id}/explain"))
+            return record["choices"][0]["transfer"] is not None
+
+        # The first token is of the prefill worker. An attempt that ends before its KV has come has no decode span.
+        await until(decodes, 60.0, "the decode worker has the KV", lambda: record)
+        decode_worker = record["choices"][0]["attempts"][0]["decode"].partition("@")[0]
         order = {"rid": f"{request_id}-0-0"}
         told = await fleet.http.post(f"{fleet.system.workers[decode_worker]}/abort", json=order)
         assert told.status_code == 200
-        assert "data: [DONE]" in [line async for line in lines]
+        assert "data: [DONE]" in [line async for line in answer.aiter_lines()]
     return bool(told.json()["requests"])
 
 

@@ -20,7 +20,7 @@ import warnings
 import pytest
 from _pytest.runner import call_and_report
 
-FOLDERS = ("tests/chaos/", "tests/front_door/", "tests/integration/")
+FOLDERS = ("tests/chaos/", "tests/front_door/", "tests/integration/", "tests/kube/")
 MOST = 3
 
 RERUN = "rerun"
