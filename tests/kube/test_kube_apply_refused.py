@@ -11,7 +11,7 @@ import pytest
 from tandem_testing.control_plane import KUBE, PATIENCE_S
 from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import operator
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal, wait_for
 
 pytestmark = KUBE
 
@@ -63,7 +63,7 @@ def test_a_bad_pod_of_any_part_is_told_and_changes_nothing(services, running):
                 continue
             # Every Deployment would change with it.
             services.apply(observability={"logLevel": "debug"}, drainSeconds=33, **spec(pod))
-            wait_for(lambda: trouble(services).get("reason") == "ApplyRefused", PATIENCE_S, running.log)
+            wait_equal(lambda: trouble(services).get("reason"), "ApplyRefused", PATIENCE_S, running.log)
             assert f"-{part}" in trouble(services)["message"], (part, name)
             assert generations(services) == before, (part, name)
             assert services.condition("Ready")[0] == "True", "what runs goes on"
@@ -101,6 +101,9 @@ def test_a_missing_right_is_told_as_a_condition(services, running, operator_acco
     rules = operator_account.rules()
     kept = [rule for rule in rules if "services" not in rule["resources"]]
     operator_account.admit(services.namespace, kept)
+    listed = f"/api/v1/namespaces/{services.namespace}/services"
+    with operator_account.client() as client:
+        wait_equal(lambda: client.get(listed).status_code, 403, PATIENCE_S)
     services.apply(gateway={"service": {"port": 81}})
     services.wait_condition("Degraded", "True", "ApplyRefused")
     assert 'cannot patch resource "services"' in trouble(services)["message"]

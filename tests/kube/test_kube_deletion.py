@@ -8,7 +8,7 @@ from tandem_operator.planning.deletion import FORMER_FINALIZER
 from tandem_testing.control_plane import KUBE, PATIENCE_S
 from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import operator
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal, wait_for
 
 pytestmark = KUBE
 
@@ -27,24 +27,12 @@ def end(services: Services) -> None:
 
 def pods_of(services: Services) -> dict[str, dict[str, bool]]:
     """By component and pod, whether the pod is being deleted."""
-    return {
-        part: {one["metadata"]["name"]: "deletionTimestamp" in one["metadata"] for one in services.pods(part)}
-        for part in ("gateway", "worker", "redis")
-    }
-
-
-def seen(services: Services) -> str:
-    """What the conditions of these tests read."""
-    owners = {
-        f"{plural} {name}": [f"{ref['kind']} {ref['name']}" for ref in one["metadata"].get("ownerReferences", ())]
-        for (plural, name), one in services.owned().items()
-    }
-    return f"pods, whether deleted: {pods_of(services)}; objects, with their owners: {owners}"
+    return {part: services.leaving(part) for part in ("gateway", "worker", "redis")}
 
 
 def draining(services: Services) -> bool:
     """Whether gateways drain. A ReplicaSet whose pods go before itself makes another pod, which goes soon after."""
-    gateways = pods_of(services)["gateway"]
+    gateways = services.leaving("gateway")
     return bool(gateways) and all(gateways.values())
 
 
@@ -56,7 +44,7 @@ def collected(services: Services) -> bool:
 
 def wait_held(services: Services, before: dict[str, dict[str, bool]]) -> None:
     """Until gateways drain and garbage collection goes no further; workers and Redis are as `before`."""
-    wait_for(lambda: draining(services) and collected(services), PATIENCE_S, lambda: seen(services))
+    wait_for(lambda: draining(services) and collected(services), PATIENCE_S, services.described)
     kept(services, before)
 
 
@@ -74,7 +62,7 @@ def wait_ended(services: Services, condition: Callable[[], bool]) -> None:
         end(services)
         return condition()
 
-    wait_for(met, PATIENCE_S, lambda: seen(services))
+    wait_for(met, PATIENCE_S, services.described)
 
 
 def wait_gone(services: Services) -> None:
@@ -104,7 +92,7 @@ def test_foreground_deletion_leaves_nothing(services, running, operators):
     if not operators:
         assert running.stop() == 0
     services.cluster.api.request("DELETE", services.path(), json={"propagationPolicy": "Foreground"}).raise_for_status()
-    wait_for(lambda: draining(services), PATIENCE_S, lambda: seen(services))
+    wait_for(lambda: draining(services), PATIENCE_S, services.described)
     wait_gone(services)
 
 
@@ -115,9 +103,9 @@ def test_gateways_that_never_end_hold_workers_for_a_bound(services, running):
     wait_for(
         lambda: not services.pods("worker") and not services.pods("redis"),
         PATIENCE_S,
-        lambda: f"{seen(services)}\n{running.log()}",
+        lambda: services.described() + running.log(),
     )
-    assert draining(services), seen(services)
+    assert draining(services), services.described()
     services.wait_event("Warning", "DrainTimedOut", "chat-decode")
     wait_gone(services)
 
@@ -138,19 +126,19 @@ def test_gateways_that_are_exchanged_hold_the_pools(services, running):
     """Pools name the gateway pods that are there now: else the first deletion after a rollout would hold nothing."""
     services.apply()
     services.wait_ready()
-    (former,) = pods_of(services)["gateway"]
+    (former,) = services.leaving("gateway")
     services.apply(**SLOW_GATEWAY)
 
-    def owners() -> set[str]:
-        pool = services.cluster.get(services.pool_path("prefill"))
-        return {one["name"] for one in pool["metadata"]["ownerReferences"] if one["kind"] == "Pod"}
+    def exchanged() -> bool:
+        pools = [services.cluster.get(services.pool_path(role)) for role in ("prefill", "decode")]
+        owners = [
+            {one["name"] for one in pool["metadata"]["ownerReferences"] if one["kind"] == "Pod"} for pool in pools
+        ]
+        gateways = set(services.leaving("gateway"))
+        return former not in gateways and owners == [gateways, gateways]
 
     # The service is ready all the time, with the former pod and with the new one.
-    wait_for(
-        lambda: former not in owners() and owners() == set(pods_of(services)["gateway"]),
-        PATIENCE_S,
-        lambda: f"pools are of {owners()}: {seen(services)}\n{running.log()}",
-    )
+    wait_for(exchanged, PATIENCE_S, lambda: services.described() + running.log())
     before = pods_of(services)
     services.delete()
     wait_held(services, before)
@@ -169,7 +157,7 @@ def test_a_deleted_namespace_goes_with_its_services(services, running, operators
     if not operators:
         assert running.stop() == 0
     control_plane.api.delete(f"/api/v1/namespaces/{services.namespace}").raise_for_status()
-    wait_for(services.gone, PATIENCE_S, lambda: f"{seen(services)}\n{running.log()}")
+    wait_for(services.gone, PATIENCE_S, lambda: services.described() + running.log())
     wait_for(lambda: namespace_gone(services), PATIENCE_S, running.log)
 
 
@@ -188,10 +176,10 @@ def test_a_former_finalizer_is_taken_off(services, running):
     services.wait_ready()
     merge = {"metadata": {"finalizers": [FORMER_FINALIZER, "example.com/theirs"]}}
     services.cluster.merge(services.path(), merge).raise_for_status()
-    wait_for(lambda: services.get()["metadata"]["finalizers"] == ["example.com/theirs"], PATIENCE_S, running.log)
+    wait_equal(lambda: services.get()["metadata"]["finalizers"], ["example.com/theirs"], PATIENCE_S, running.log)
     services.cluster.merge(services.path(), {"metadata": {"finalizers": [FORMER_FINALIZER]}}).raise_for_status()
     services.delete()
-    wait_for(services.gone, PATIENCE_S, lambda: f"{seen(services)}\n{running.log()}")
+    wait_for(services.gone, PATIENCE_S, lambda: services.described() + running.log())
 
 
 def test_a_lost_namespace_leaves_the_others_served(services, running, operator_account, control_plane, tmp_path):

@@ -8,7 +8,7 @@ import subprocess
 
 from tandem_testing.control_plane import HOME, KUBE, PATIENCE_S
 from tandem_testing.kube_availability import is_ready, watched
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal, wait_for
 
 pytestmark = KUBE
 
@@ -39,7 +39,7 @@ def test_a_node_drain_waits_until_the_replacement_is_ready(services, running, tm
     """By kubectl itself [rolling-loses-nothing]."""
     mine = {DRAINED_IN: services.namespace}
     services.apply(decode={**TWO, "pod": {"annotations": {NOT_READY: "false"}, "labels": mine}})
-    wait_for(lambda: len(decode_pods(services)) == 2, PATIENCE_S, running.log)
+    wait_equal(lambda: len(decode_pods(services)), 2, PATIENCE_S, running.log)
     make_ready(services)
     services.wait_ready()
     cluster = services.cluster
@@ -54,9 +54,9 @@ def test_a_node_drain_waits_until_the_replacement_is_ready(services, running, tm
         body = {"kind": "Eviction", "metadata": {"name": first["metadata"]["name"], "namespace": services.namespace}}
         version = cluster.newest("policy/v1", "policy/v1beta1")
         path = f"/api/v1/namespaces/{services.namespace}/pods/{first['metadata']['name']}"
-        wait_for(lambda: cluster.get(budget)["status"]["disruptionsAllowed"] == 1, PATIENCE_S)
+        wait_equal(lambda: cluster.get(budget)["status"]["disruptionsAllowed"], 1, PATIENCE_S)
         cluster.api.post(f"{path}/eviction", json={"apiVersion": version, **body}).raise_for_status()
-        wait_for(lambda: cluster.get(budget)["status"]["disruptionsAllowed"] == 0, PATIENCE_S)
+        wait_equal(lambda: cluster.get(budget)["status"]["disruptionsAllowed"], 0, PATIENCE_S)
         complaints = tmp_path / "drain.log"
         chosen = f"--pod-selector={DRAINED_IN}={services.namespace}"
         command = [str(HOME / "bin/kubectl"), "--kubeconfig", str(cluster.kubeconfig), *DRAIN, chosen, nodes[1]]
@@ -84,7 +84,7 @@ def test_a_node_drain_waits_until_the_replacement_is_ready(services, running, tm
         make_ready(services)
         return len([one for one in decode_pods(services) if is_ready(one)]) == 2
 
-    wait_for(back, PATIENCE_S, running.log)
+    wait_for(back, PATIENCE_S, lambda: services.described() + running.log())
     assert second["metadata"]["uid"] not in {one["metadata"]["uid"] for one in decode_pods(services)}
     services.wait_ready()
 
@@ -96,8 +96,10 @@ def test_a_stuck_rollout_does_not_block_a_drain(services, running):
     (old,) = services.workers("decode")
     broken = {**TWO, "pod": {"annotations": {NOT_READY: "false"}}}
     services.apply(prefill=broken, decode=broken, model={"path": "/opt/tandem/models/tandem-mini-eagle"})
-    wait_for(lambda: len(decode_pods(services)) == 3, PATIENCE_S, running.log)
-    wait_for(lambda: services.get()["status"]["revision"] != old, PATIENCE_S, running.log)
+    wait_equal(lambda: len(decode_pods(services)), 3, PATIENCE_S, running.log)
+    wait_for(
+        lambda: services.get()["status"]["revision"] != old, PATIENCE_S, lambda: services.described() + running.log()
+    )
     status = services.get()["status"]
     assert (status["ready"], status["serving"]) == ("2/2P 2/2D", old)
     version = services.cluster.newest("policy/v1", "policy/v1beta1")
@@ -107,7 +109,7 @@ def test_a_stuck_rollout_does_not_block_a_drain(services, running):
         return services.cluster.get(f"{budgets}/chat-{role}-{old}").get("status", {}).get("disruptionsAllowed", 0)
 
     for role in ("prefill", "decode"):
-        wait_for(lambda role=role: allowed(role) == 1, PATIENCE_S, running.log)
+        wait_equal(lambda role=role: allowed(role), 1, PATIENCE_S, running.log)
         serving = [
             one["metadata"]["name"]
             for one in services.pods("worker")
@@ -122,8 +124,9 @@ def test_a_stuck_rollout_does_not_block_a_drain(services, running):
     services.apply(prefill=TWO, decode=TWO, model={"path": "/opt/tandem/models/tandem-mini-eagle"})
     services.wait_ready()
     names = {f"chat-{role}-{services.get()['status']['revision']}" for role in ("prefill", "decode")}
-    wait_for(
-        lambda: {one["metadata"]["name"] for one in services.cluster.get(budgets)["items"]} == names,
+    wait_equal(
+        lambda: {one["metadata"]["name"] for one in services.cluster.get(budgets)["items"]},
+        names,
         PATIENCE_S,
         running.log,
     )
@@ -146,4 +149,4 @@ def test_a_rolling_restart_of_everything_in_turn_never_leaves_a_part_short(servi
         there = {one["metadata"]["uid"] for part in ("worker", "gateway", "redis") for one in services.pods(part)}
         return len(there) == len(before) and not there & before
 
-    wait_for(exchanged, PATIENCE_S, running.log)
+    wait_for(exchanged, PATIENCE_S, lambda: services.described() + running.log())

@@ -14,7 +14,7 @@ from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
 from tandem_operator.settings import PRIVILEGES, ClusterApis, OperatorSettings
 from tandem_testing.control_plane import KUBE, PATIENCE_S, ControlPlane
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal, wait_for
 
 pytestmark = KUBE
 
@@ -119,7 +119,7 @@ def provided(control_plane: ControlPlane, namespace: str) -> None:
     control_plane.merge("/api/v1/nodes/fake-0", {"metadata": {"labels": {"gpu": "h200"}}}).raise_for_status()
     claimed = control_plane.path(made[-1])
     # A pod that comes before its volume is bound is scheduled again, but later.
-    wait_for(lambda: control_plane.get(claimed).get("status", {}).get("phase") == "Bound", PATIENCE_S)
+    wait_equal(lambda: control_plane.get(claimed).get("status", {}).get("phase"), "Bound", PATIENCE_S)
 
 
 @pytest.mark.usefixtures("provided")
@@ -130,19 +130,25 @@ def test_deployments_get_available_and_services_find_their_pods(control_plane, n
         control_plane.apply(manifest, manager="tandem-operator").raise_for_status()
     for deployment in named(manifests, "Deployment").values():
         path, wanted = control_plane.path(deployment), deployment["spec"]["replicas"]
-        wait_for(
-            lambda path=path, wanted=wanted: control_plane.get(path)["status"].get("readyReplicas") == wanted,
+        wait_equal(
+            lambda path=path: control_plane.get(path)["status"].get("readyReplicas"),
+            wanted,
             PATIENCE_S,
             lambda path=path: str(control_plane.get(path)["status"]),
         )
     for service in named(manifests, "Service").values():
         path = control_plane.path({**service, "kind": "Endpoints"})
-        wait_for(lambda path=path: bool(control_plane.get(path).get("subsets")), PATIENCE_S, lambda path=path: path)
+        wait_for(
+            lambda path=path: bool(control_plane.get(path).get("subsets")),
+            PATIENCE_S,
+            lambda path=path: str(control_plane.get(path)),
+        )
     for budget in named(manifests, "PodDisruptionBudget").values():
         path = control_plane.path(budget)
         pods = len(matching(control_plane, namespace, budget["spec"]["selector"]["matchLabels"]))
-        wait_for(
-            lambda path=path, pods=pods: control_plane.get(path).get("status", {}).get("expectedPods") == pods,
+        wait_equal(
+            lambda path=path: control_plane.get(path).get("status", {}).get("expectedPods"),
+            pods,
             PATIENCE_S,
             lambda path=path: str(control_plane.get(path)),
         )
@@ -160,13 +166,13 @@ def test_an_eviction_waits_while_a_role_has_lost_a_worker(control_plane, namespa
         status = control_plane.get(control_plane.path(budget)).get("status", {})
         return status.get("disruptionsAllowed", 0) if status.get("expectedPods") == 2 else -1
 
-    wait_for(lambda: allowed() == 1, PATIENCE_S)
+    wait_equal(allowed, 1, PATIENCE_S)
     staying, leaving = matching(control_plane, namespace, budget["spec"]["selector"]["matchLabels"])
     set_ready(control_plane, staying, ready=False)
-    wait_for(lambda: allowed() == 0, PATIENCE_S)
+    wait_equal(allowed, 0, PATIENCE_S)
     assert evict(control_plane, budget, leaving).status_code == 429
     set_ready(control_plane, staying, ready=True)
-    wait_for(lambda: allowed() == 1, PATIENCE_S)
+    wait_equal(allowed, 1, PATIENCE_S)
     assert evict(control_plane, budget, leaving).status_code == 201
 
 

@@ -11,11 +11,11 @@ from tandem_testing.control_plane import KUBE, PATIENCE_S
 from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import operator
 from tandem_testing.tcp_proxy import CALM, TcpProxy, Weather
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal, wait_for
 
 pytestmark = KUBE
 
-LEASE = ("--lease-duration", "3", "--renew-deadline", "2", "--retry-period", "0.5")
+LEASE = ("--lease-duration", "8", "--renew-deadline", "6", "--retry-period", "0.5")
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ async def test_what_happens_meanwhile_is_found_and_put_right(control_plane, name
 
     def repaired():
         wait_for(lambda: running.leading, PATIENCE_S, running.log)
-        wait_for(lambda: control_plane.api.get(front).status_code == 200, PATIENCE_S, running.log)
-        wait_for(lambda: control_plane.get(gateway)["spec"]["replicas"] == 1, PATIENCE_S, running.log)
+        wait_equal(lambda: control_plane.api.get(front).status_code, 200, PATIENCE_S, running.log)
+        wait_equal(lambda: control_plane.get(gateway)["spec"]["replicas"], 1, PATIENCE_S, running.log)
         services.apply(decode={"replicas": 2})
         services.wait_ready()
         assert running.stop() == 0

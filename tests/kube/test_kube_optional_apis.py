@@ -11,7 +11,7 @@ import pytest
 from tandem_testing.control_plane import CRDS, KUBE, PATIENCE_S, ControlPlane
 from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import operator
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal
 
 pytestmark = KUBE
 
@@ -53,12 +53,12 @@ def apis(control_plane: ControlPlane) -> Iterator[None]:
     for kind in KINDS:
         control_plane.apply(definition(kind)).raise_for_status()
     for kind in KINDS:
-        wait_for(lambda kind=kind: served(control_plane, kind) == 200, PATIENCE_S)
+        wait_equal(lambda kind=kind: served(control_plane, kind), 200, PATIENCE_S)
     yield
     for kind in KINDS:
         control_plane.api.delete(f"{CRDS}/{definition(kind)['metadata']['name']}").raise_for_status()
     for kind in KINDS:
-        wait_for(lambda kind=kind: served(control_plane, kind) == 404, PATIENCE_S)
+        wait_equal(lambda kind=kind: served(control_plane, kind), 404, PATIENCE_S)
 
 
 def objects(services: Services) -> dict[str, set[str]]:
@@ -87,5 +87,5 @@ def test_routes_pools_and_monitors_come_and_go(control_plane, namespace, operato
             "PodMonitor": {"chat-gateway", "chat-worker"},
         }
         services.apply()
-        wait_for(lambda: not any(objects(services).values()), PATIENCE_S, running.log)
+        wait_equal(lambda: objects(services), {kind: set() for kind in KINDS}, PATIENCE_S, running.log)
         services.wait_ready()

@@ -8,7 +8,7 @@ import pytest
 from tandem_services.cli.k8s import command
 from tandem_testing.control_plane import KUBE, ControlPlane
 from tandem_testing.kubernetes_objects import condition, pod
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal, wait_for
 
 pytestmark = KUBE
 
@@ -146,7 +146,7 @@ def test_a_disruption_budget_holds_a_drain_back(control_plane, namespace, servic
     }
     control_plane.apply(budget).raise_for_status()
     seen = control_plane.path(budget)
-    wait_for(lambda: control_plane.get(seen).get("status", {}).get("expectedPods") == 1, PATIENCE_S)
+    wait_equal(lambda: control_plane.get(seen).get("status", {}).get("expectedPods"), 1, PATIENCE_S)
     code, _, err = kubectl("drain", "llama-decode-5d8f-a")
     assert code == 1
     assert "disruption budget" in err

@@ -4,7 +4,7 @@ import pytest
 
 from tandem_testing.control_plane import KUBE, PATIENCE_S
 from tandem_testing.custom_resources import worker_pool
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal
 
 pytestmark = KUBE
 
@@ -54,4 +54,4 @@ def test_an_hpa_finds_the_workers_of_a_pool(control_plane, namespace):
     }
     control_plane.apply(hpa).raise_for_status()
     path = control_plane.path(manifest)
-    wait_for(lambda: control_plane.get(path)["spec"]["replicas"] == 2, PATIENCE_S, lambda: str(control_plane.get(path)))
+    wait_equal(lambda: control_plane.get(path)["spec"]["replicas"], 2, PATIENCE_S)

@@ -12,7 +12,7 @@ from tandem_testing.control_plane import KUBE, PATIENCE_S
 from tandem_testing.kube_services import Services
 from tandem_testing.leader_worker_sets import LeaderWorkerSets
 from tandem_testing.operator_process import OperatorProcess, operator
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal, wait_for
 
 pytestmark = KUBE
 
@@ -26,11 +26,11 @@ def sets(control_plane, namespace) -> Iterator[LeaderWorkerSets]:
     crd = yaml.safe_load(CRD.read_text())
     control_plane.apply(crd).raise_for_status()
     served = "/apis/leaderworkerset.x-k8s.io/v1/leaderworkersets"
-    wait_for(lambda: control_plane.api.get(served).status_code == 200, PATIENCE_S)
+    wait_equal(lambda: control_plane.api.get(served).status_code, 200, PATIENCE_S)
     yield LeaderWorkerSets(control_plane, namespace)
     path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}"
     control_plane.api.delete(path).raise_for_status()
-    wait_for(lambda: control_plane.api.get(served).status_code == 404, PATIENCE_S)
+    wait_equal(lambda: control_plane.api.get(served).status_code, 404, PATIENCE_S)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import yaml
 from tandem_testing.control_plane import KUBE, PATIENCE_S, ControlPlane
 from tandem_testing.helm_library import CHARTS, NEEDS_HELM, HelmError
 from tandem_testing.helm_releases import Release
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal
 
 pytestmark = [*KUBE, NEEDS_HELM]
 
@@ -32,13 +32,13 @@ def test_the_operators_pods_become_available_and_go_again(helm, control_plane, n
     release = Release(helm, control_plane, namespace, namespace, "tandem")
     release.install()
     deployment = deployment_of(namespace, namespace)
-    wait_for(lambda: control_plane.get(deployment)["status"].get("availableReplicas") == 2, PATIENCE_S)
+    wait_equal(lambda: control_plane.get(deployment)["status"].get("availableReplicas"), 2, PATIENCE_S)
     budgets = control_plane.newest("policy/v1", "policy/v1beta1")
     assert found(
         control_plane, f"/apis/{budgets}/namespaces/{namespace}/poddisruptionbudgets/{namespace}-tandem-operator"
     )
     release.uninstall()
-    wait_for(lambda: not found(control_plane, deployment), PATIENCE_S)
+    wait_equal(lambda: control_plane.api.get(deployment).status_code, 404, PATIENCE_S)
     for path in (
         role_of(namespace, namespace),
         f"/apis/rbac.authorization.k8s.io/v1/clusterroles/{namespace}-tandem-edit",
@@ -53,8 +53,9 @@ def test_an_upgrade_moves_the_roles_with_the_namespaces(control_plane, operator,
     operator.upgrade({"namespaces": [second], "replicas": 3})
     assert not found(control_plane, role_of(namespace, namespace))
     assert found(control_plane, role_of(namespace, second))
-    wait_for(
-        lambda: control_plane.get(deployment_of(namespace, namespace))["status"].get("availableReplicas") == 3,
+    wait_equal(
+        lambda: control_plane.get(deployment_of(namespace, namespace))["status"].get("availableReplicas"),
+        3,
         PATIENCE_S,
     )
     assert operator.revisions() == 2

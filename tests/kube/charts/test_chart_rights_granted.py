@@ -6,7 +6,7 @@ import pytest
 from tandem_testing.account_access import account_client
 from tandem_testing.control_plane import KUBE, PATIENCE_S
 from tandem_testing.helm_library import CHARTS, NEEDS_HELM
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal
 
 pytestmark = [*KUBE, NEEDS_HELM]
 
@@ -67,7 +67,7 @@ def test_rights_in_listed_namespaces_are_those_of_the_list_and_none_elsewhere(
     models, lease = listed(namespace)
     with account_client(control_plane, namespace, f"{namespace}-tandem") as client:
         # Authorisers follow changes of roles with a moment's delay.
-        wait_for(lambda: rights_in(client, second) == models, PATIENCE_S, lambda: rights_in(client, second))
+        wait_equal(lambda: rights_in(client, second), models, PATIENCE_S)
         assert rights_in(client, namespace) == lease
         assert rights_in(client, "default") == ""
         assert rights_in(client, "kube-system") == ""
@@ -77,7 +77,7 @@ def test_rights_in_the_cluster_are_those_of_the_list_and_the_lease_at_home(contr
     operator.upgrade({"scope": "Cluster"})
     models, lease = listed(namespace)
     with account_client(control_plane, namespace, f"{namespace}-tandem") as client:
-        wait_for(lambda: rights_in(client, "default") == models, PATIENCE_S, lambda: rights_in(client, "default"))
+        wait_equal(lambda: rights_in(client, "default"), models, PATIENCE_S)
         assert sorted(rights_in(client, namespace).splitlines()) == sorted((models + lease).splitlines())
 
 
@@ -85,7 +85,7 @@ def test_rights_in_the_cluster_are_those_of_the_list_and_the_lease_at_home(contr
 def test_what_would_be_a_way_to_more_is_denied(control_plane, operator, namespace, scope):
     operator.upgrade({"scope": scope})
     with account_client(control_plane, namespace, f"{namespace}-tandem") as client:
-        wait_for(lambda: may(client, "create", "deployments", namespace, "apps"), PATIENCE_S)
+        wait_equal(lambda: may(client, "create", "deployments", namespace, "apps"), True, PATIENCE_S)
         assert may(client, "get", "secrets", namespace, name="chat-redis")
         denied = [
             ("list", "secrets", ""),
@@ -124,4 +124,4 @@ def test_people_with_edit_may_write_models_and_with_view_read_them(control_plane
             ours = [one for one in given if "tandem.dev" in one["apiGroups"] and "modelservices" in one["resources"]]
             return any(verb in one["verbs"] for one in ours)
 
-        wait_for(lambda expected=expected, allows=allows: allows() == expected, PATIENCE_S)
+        wait_equal(allows, expected, PATIENCE_S, lambda role=role, verb=verb: f"{role} with {verb}")

@@ -16,7 +16,7 @@ from tandem_testing.helm_library import CHARTS, NEEDS_HELM
 from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import OperatorProcess
 from tandem_testing.operator_process import operator as operator_process
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal, wait_for
 
 pytestmark = [*KUBE, NEEDS_HELM]
 
@@ -84,7 +84,7 @@ def live(services: Services) -> None:
     # As an operator of a former release has left it.
     services.cluster.merge(services.path(), {"metadata": {"finalizers": [FORMER_FINALIZER]}}).raise_for_status()
     services.wait_ready()
-    wait_for(lambda: "finalizers" not in services.get()["metadata"], PATIENCE_S)
+    wait_equal(lambda: services.get()["metadata"].get("finalizers"), None, PATIENCE_S)
     services.apply(gateway={"replicas": 1}, engine={"dtype": "float32"}, prefill={"replicas": 2})
     services.wait_ready()
     services.apply(gateway={"replicas": 1}, engine={"dtype": "float32"}, prefill={"replicas": 1})
@@ -92,7 +92,7 @@ def live(services: Services) -> None:
     services.apply(redis={"external": {"url": "redis://elsewhere:6379/0"}}, security={"networkPolicies": False})
     services.wait_ready()
     services.delete()
-    wait_for(services.gone, PATIENCE_S)
+    wait_for(services.gone, PATIENCE_S, services.described)
 
 
 def test_the_operator_is_granted_what_it_asks_for_and_asks_for_what_it_is_granted(control_plane, namespace, running):

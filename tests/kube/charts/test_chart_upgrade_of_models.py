@@ -13,7 +13,7 @@ from tandem_testing.helm_library import NEEDS_HELM
 from tandem_testing.helm_releases import Release
 from tandem_testing.kube_availability import watched
 from tandem_testing.operator_process import operator
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal, wait_for
 
 pytestmark = [*KUBE, NEEDS_HELM]
 
@@ -48,7 +48,7 @@ def served(release, services, start):
         services.wait_ready()
         yield release
         release.uninstall()
-        wait_for(services.gone, PATIENCE_S)
+        wait_for(services.gone, PATIENCE_S, services.described)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_another_model_or_image_comes_pair_by_pair_and_goes_back(served, service
         for values in ({**VALUES, **change}, VALUES):
             served.upgrade(values)
             services.wait_ready()
-            wait_for(lambda: len(services.workers("decode")) == 1, PATIENCE_S, lambda: str(services.workers("decode")))
+            services.wait_one_revision()
     assert services.workers("decode") == services.workers("prefill") == {old: 2}
     assert len(services.get()["status"]["history"]) == 1, "there was another revision in between"
     assert fewest == {"prefill": 2, "decode": 2, "gateway": 2}
@@ -77,7 +77,11 @@ def test_a_setting_is_carried_out_within_the_revision_one_pod_at_a_time(served, 
     with watched(services) as fewest:
         served.upgrade({**VALUES, "drainSeconds": 33})
         services.wait_ready()
-        wait_for(lambda: not before & {one["metadata"]["uid"] for one in services.pods("worker")}, PATIENCE_S)
+        wait_for(
+            lambda: not before & {one["metadata"]["uid"] for one in services.pods("worker")},
+            PATIENCE_S,
+            services.described,
+        )
     assert services.workers("decode").keys() == revisions
     assert fewest == {"prefill": 2, "decode": 2, "gateway": 2}
 
@@ -98,14 +102,14 @@ def test_definitions_with_another_field_leave_what_serves_alone(release, service
         services.cluster.apply(changed, force=True).raise_for_status()
     try:
         with start("after"):
-            wait_for(lambda: color(services, "green") == "green", PATIENCE_S)
+            wait_equal(lambda: color(services, "green"), "green", PATIENCE_S)
             # To this operator the field is unknown: it says so, and what runs goes on.
             services.wait_condition("Valid", "False", "InvalidSpec")
             color(services, None)
             services.wait_ready()
             assert {one["metadata"]["uid"] for one in services.pods("worker") + services.pods("gateway")} == before
             release.uninstall()
-            wait_for(services.gone, PATIENCE_S)
+            wait_for(services.gone, PATIENCE_S, services.described)
     finally:
         for one in definitions:
             services.cluster.apply(one, force=True).raise_for_status()

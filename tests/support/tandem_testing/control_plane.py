@@ -21,7 +21,7 @@ import httpx
 import pytest
 import yaml
 
-from tandem_testing.waiting import wait_for
+from tandem_testing.waiting import wait_equal
 
 Manifest = dict[str, Any]
 
@@ -138,7 +138,7 @@ def namespace(control_plane: ControlPlane) -> Iterator[str]:
     name: str = made.raise_for_status().json()["metadata"]["name"]
     # Without the default service account no pod is admitted.
     account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
-    wait_for(lambda: control_plane.api.get(account).status_code == 200, PATIENCE_S)
+    wait_equal(lambda: control_plane.api.get(account).status_code, 200, PATIENCE_S, lambda: account)
     yield name
     gone = control_plane.api.delete(f"/api/v1/namespaces/{name}")
     # A test may have deleted it itself.
@@ -151,7 +151,7 @@ def install_crds(cluster: ControlPlane) -> None:
         cluster.apply(crd).raise_for_status()
         spec = crd["spec"]
         path = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
-        wait_for(lambda path=path: cluster.api.get(path).status_code == 200, PATIENCE_S, lambda path=path: path)
+        wait_equal(lambda path=path: cluster.api.get(path).status_code, 200, PATIENCE_S, lambda path=path: path)
 
 
 def _about(cluster: ControlPlane, seconds: float) -> str:

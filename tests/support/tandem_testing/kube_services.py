@@ -73,6 +73,17 @@ class Services:
             and conditions.get("Progressing") == ("False", "Complete")
         )
 
+    def described(self, name: str = "chat") -> str:
+        """What tests wait for: its status, pods by component, objects with their owners."""
+        found = self.cluster.api.get(self.path(name))
+        status = found.json().get("status") if found.status_code == 200 else found.status_code
+        pods = {part: self.leaving(part, name) for part in ("gateway", "worker", "redis")}
+        objects = {
+            f"{plural} {key}": [f"{ref['kind']} {ref['name']}" for ref in one["metadata"].get("ownerReferences", ())]
+            for (plural, key), one in self.owned(name).items()
+        }
+        return f"status: {status}\npods, whether deleted: {pods}\nobjects, with their owners: {objects}\n"
+
     def wait_condition(self, kind: str, status: str, reason: str, name: str = "chat") -> None:
         wait_for(
             lambda: self.condition(kind, name) == (status, reason),
@@ -93,10 +104,28 @@ class Services:
             if deployment.startswith(mine)
         }
 
+    def wait_one_revision(self, name: str = "chat") -> str:
+        """Until both roles have one revision, and the same; its name. Objects go before the status says so."""
+
+        def revisions() -> list[set[str]]:
+            return [set(self.workers(role, name)) for role in ("prefill", "decode")]
+
+        wait_for(
+            lambda: revisions()[0] == revisions()[1] and len(revisions()[0]) == 1,
+            PATIENCE_S,
+            lambda: self.described(name),
+        )
+        (revision,) = revisions()[0]
+        return revision
+
     def pods(self, component: str, name: str | None = "chat") -> list[dict[str, Any]]:
         """Those of gateway, worker or redis; None: of all services."""
         found = self._list("/api/v1", "pods", name)
         return [one for one in found if one["metadata"]["labels"]["app.kubernetes.io/component"] == component]
+
+    def leaving(self, component: str, name: str = "chat") -> dict[str, bool]:
+        """Of each pod of a component, whether it is being deleted."""
+        return {one["metadata"]["name"]: "deletionTimestamp" in one["metadata"] for one in self.pods(component, name)}
 
     def owned(self, name: str = "chat") -> dict[tuple[str, str], dict[str, Any]]:
         """All objects with the service's label, by kind and name, but pods and ReplicaSets."""

@@ -3,8 +3,10 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 POLL_S = 0.02
+T = TypeVar("T")
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, explain: Callable[[], str] = str) -> None:
@@ -12,6 +14,14 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, explain: Callable[
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {explain()}"
+        time.sleep(POLL_S)
+
+
+def wait_equal(read: Callable[[], T], expected: T, timeout_s: float, explain: Callable[[], str] = str) -> None:
+    """Poll `read` until it returns `expected`. Raises `AssertionError` with the last value and `explain()`."""
+    deadline = time.monotonic() + timeout_s
+    while (value := read()) != expected:
+        assert time.monotonic() < deadline, f"{value!r}, not {expected!r} within {timeout_s:g} s: {explain()}"
         time.sleep(POLL_S)
 
 
