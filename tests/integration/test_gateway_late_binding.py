@@ -40,7 +40,8 @@ async def report(fleet: Fleet, engine: MockEngine, most: list[int]) -> None:
 @asynccontextmanager
 async def serving(server: RedisServer, rack: EngineRack, folder: Path):
     """An HTTP client of a gateway with two tenants."""
-    router = Router(RouterConfig(redis=RedisAddress(url=server.url), routing_timeout_s=PATIENT_S))
+    address = RedisAddress(url=server.url)
+    router = Router(RouterConfig(redis=address, routing_timeout_s=PATIENT_S, background_timeout_s=PATIENT_S))
     await router.start()
     keys = write_keys(folder, flood={}, calm={"requests_per_minute": 2})
     config = config_of(names=("m",), api_keys=keys)

@@ -76,7 +76,12 @@ async def beating(fleet: Fleet, *engines: MockEngine):
 async def gateway_of(server, context: IpcContext, folder, **config):
     """A gateway of the deployment that `context` has the keys of: its client and its router."""
     deployment = Deployment.of(context.keys)
-    settings = RouterConfig(redis=RedisAddress(url=server.url), deployment=deployment, routing_timeout_s=PATIENT_S)
+    settings = RouterConfig(
+        redis=RedisAddress(url=server.url),
+        deployment=deployment,
+        routing_timeout_s=PATIENT_S,
+        background_timeout_s=PATIENT_S,
+    )
     router = Router(settings)
     tokenizer = TextTokenizer.load(write_tokenizer(folder))
     settings = config_of(**{"names": ("m",), "ping_interval_s": 0.1, "unanswered_pings": 400, **config})

@@ -54,7 +54,7 @@ def test_it_serves_both_ports_and_a_signal_ends_it_cleanly(server, model):
         assert answer.status_code == 503
         with grpc.insecure_channel(f"127.0.0.1:{rpc}") as channel:
             ask = health_pb2.HealthCheckRequest(service="liveness")
-            assert health_pb2_grpc.HealthStub(channel).Check(ask, timeout=20).status == 1
+            assert health_pb2_grpc.HealthStub(channel).Check(ask, timeout=60).status == 1
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors

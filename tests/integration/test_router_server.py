@@ -43,7 +43,7 @@ def rpc(live: LiveRouter, method: str, ask, answer_type):
         request_serializer=lambda message: message.SerializeToString(),
         response_deserializer=answer_type.FromString,
     )
-    return call(ask, timeout=20)
+    return call(ask, timeout=60)
 
 
 async def test_a_choice_names_workers_addresses_and_the_terms_of_its_price(live, fleet):
@@ -215,7 +215,7 @@ async def test_health_is_told_by_service_and_reflection_names_them_all(live):
 
     async def statuses() -> list[int]:
         asks = [health_pb2.HealthCheckRequest(service=name) for name in names]
-        return [(await stub.Check(ask, timeout=20)).status for ask in asks]
+        return [(await stub.Check(ask, timeout=60)).status for ask in asks]
 
     assert await statuses() == [serving] * 5
     live.server.health.drain()

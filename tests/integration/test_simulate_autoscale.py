@@ -18,6 +18,7 @@ from tandem_operator.scaling.policy import RoleBounds, ScalingConfig
 from tandem_services.cli.main import main
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.policies import PolicyNames
+from tandem_services.router.router import Router
 
 
 def a_busy_time() -> list[TraceRow]:
@@ -81,10 +82,20 @@ async def test_a_load_that_grows_is_followed_up_and_down_and_equal_inputs_give_e
     assert (await report_of(server, scaling())).scalers == report.scalers
 
 
-async def test_from_zero_requests_wait_for_the_first_pair(server):
+async def test_from_zero_requests_wait_for_the_first_pair(server, monkeypatch):
+    """Also where Redis answers late, as on a machine with much to do: that ends no run."""
+    refresh, paused = Router.refresh, []
+
+    async def late(router: Router) -> None:
+        if not paused:
+            paused.append(server.command("CLIENT", "PAUSE", "1500"))
+        await refresh(router)
+
+    monkeypatch.setattr(Router, "refresh", late)
     simulation = scaling(least=0, idle_s_to_zero=30.0)
     report = (await report_of(server, simulation)).scalers["internal"]
     assert (report.requests, report.refused) == (len(REQUESTS), 0)
+    assert paused == ["+OK\r\n"]
 
 
 @pytest.mark.parametrize(

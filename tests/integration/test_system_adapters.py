@@ -115,7 +115,7 @@ async def test_adapter_is_loaded_and_unloaded_while_streams_run(fleet, merged):
     folder = fleet.system.run_dir.parent / "two"
     loaded = await order_all(fleet, "/load_lora_adapter", {"lora_name": "late", "lora_path": str(folder)})
     assert len({answer["digest"] for answer in loaded}) == 1
-    await until(lambda: known(fleet, "late"), 30.0, "the adapter is listed")
+    await until(lambda: known(fleet, "late"), 60.0, "the adapter is listed")
     answer = await complete(fleet, "late")
     assert tuple(answer["choices"][0]["token_ids"]) == merged["two"]
     await order_all(fleet, "/unload_lora_adapter", {"lora_name": "late"})
@@ -124,7 +124,7 @@ async def test_adapter_is_loaded_and_unloaded_while_streams_run(fleet, merged):
     async def gone() -> bool:
         return not await known(fleet, "late")
 
-    await until(gone, 30.0, "the adapter is listed no more")
+    await until(gone, 60.0, "the adapter is listed no more")
     refused = await fleet.http.post("/v1/completions", json=body_of("late", 4))
     assert refused.status_code == 404
     assert tuple((await complete(fleet, "two"))["choices"][0]["token_ids"]) == merged["two"]

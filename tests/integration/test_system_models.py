@@ -48,7 +48,7 @@ class Processes:
             process.terminate()
         for process in self.running:
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

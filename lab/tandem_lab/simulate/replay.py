@@ -125,6 +125,7 @@ async def replay(
         policies=policies,
         local_prefill_tokens=local_prefill_tokens,
         routing_timeout_s=PATIENCE_S,
+        background_timeout_s=PATIENCE_S,
     )
     routers = [
         Router(config, clock=events, random=Random(seed + number), source=simulated.source)

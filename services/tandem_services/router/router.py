@@ -84,6 +84,8 @@ class RouterConfig:
     explained_per_second: int = 0
     """Decisions per second that record the options they chose from (`Choice.priced`), at most."""
     routing_timeout_s: float = ROUTING_TIMEOUT_S
+    background_timeout_s: float = BACKGROUND_TIMEOUT_S
+    """Deadline of a command that no request waits for."""
     start_timeout_s: float = 30.0
     """How long `start` waits for Redis."""
 
@@ -181,7 +183,7 @@ class Router:
         self._random = random or Random()
         keys = Keys(config.cluster, config.deployment.namespace)
         self._routing = RedisClient(config.redis, timeout_s=config.routing_timeout_s)
-        self._background = RedisClient(config.redis, timeout_s=BACKGROUND_TIMEOUT_S)
+        self._background = RedisClient(config.redis, timeout_s=config.background_timeout_s)
         self.sessions = SessionBindings(client=self._background, keys=keys)
         """Which worker keeps which conversation."""
         self.quarantine = QuarantineBoard(client=self._background, keys=keys)

@@ -21,4 +21,4 @@ def account_client(control_plane: ControlPlane, namespace: str, account: str) ->
     cluster = json.loads(control_plane.kubeconfig.read_text())["clusters"][0]["cluster"]
     headers = {"Authorization": f"Bearer {account_token(control_plane, namespace, account)}"}
     tls = ssl.create_default_context(cafile=cluster["certificate-authority"])
-    return httpx.Client(base_url=cluster["server"], verify=tls, headers=headers, timeout=30.0)
+    return httpx.Client(base_url=cluster["server"], verify=tls, headers=headers, timeout=60.0)

@@ -167,7 +167,7 @@ def client_of(kubeconfig: Path) -> httpx.Client:
     tls = ssl.create_default_context(cafile=cluster["certificate-authority"])
     headers = {"Authorization": f"Bearer {user['token']}"}
     hooks = {"response": [_log_refusal]}
-    return httpx.Client(base_url=cluster["server"], verify=tls, headers=headers, timeout=30.0, event_hooks=hooks)
+    return httpx.Client(base_url=cluster["server"], verify=tls, headers=headers, timeout=PATIENCE_S, event_hooks=hooks)
 
 
 def _log_refusal(response: httpx.Response) -> None:

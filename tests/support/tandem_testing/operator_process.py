@@ -14,7 +14,7 @@ from tandem_testing.metric_text import metric_sum
 from tandem_testing.waiting import wait_for
 
 START_S = 60.0
-END_S = 30.0
+END_S = 60.0
 
 
 class OperatorProcess:
@@ -28,7 +28,7 @@ class OperatorProcess:
     def wait_until_up(self) -> None:
         """Until it has listed everything, leader or not."""
         wait_for(lambda: self._port() is not None, START_S, self.log)
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{self._port()}", timeout=10.0)
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{self._port()}", timeout=END_S)
         wait_for(lambda: self.get("/readyz").status_code == 200, START_S, self.log)
 
     def get(self, path: str) -> httpx.Response:

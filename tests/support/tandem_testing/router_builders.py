@@ -23,7 +23,7 @@ from tandem_testing.service_clock import ServiceClock
 
 MODEL = "mini"
 PAGE = 16
-PATIENT_S = 30.0
+PATIENT_S = 60.0
 """Deadline of commands in tests that are not about deadlines."""
 HOUR_MS = 3_600_000
 LASTING = {"LEASE_MS": HOUR_MS, "FENCE_AFTER_MS": 2 * HOUR_MS, "RESERVATION_MS": HOUR_MS}
@@ -110,11 +110,10 @@ def make_link(record: WorkerRecord, bytes_per_s: float, **changes: Any) -> LinkR
 
 def patient_router(server: RedisServer, *, seed: int = 1, clock: Clock | None = None, **config: Any) -> Router:
     """A router for a fleet whose reports are `LASTING`; what it reserves lasts as long, also by its own clock."""
-    settings = RouterConfig(**{"redis": RedisAddress(url=server.url), "routing_timeout_s": PATIENT_S, **config})
+    patience = {"routing_timeout_s": PATIENT_S, "background_timeout_s": PATIENT_S}
+    settings = RouterConfig(**{"redis": RedisAddress(url=server.url), **patience, **config})
     source = library_source({**CONSTANTS, **LASTING})
-    router = Router(settings, random=Random(seed), clock=clock or ServiceClock(), source=source)
-    router._background.timeout_s = PATIENT_S  # A constant, as nobody waits for it but tests.
-    return router
+    return Router(settings, random=Random(seed), clock=clock or ServiceClock(), source=source)
 
 
 class Fleet:
