@@ -106,6 +106,17 @@ def test_a_paused_rollout_exchanges_no_pod_and_scales(services, running):
     wait_equal(graces, {45 + beyond}, PATIENCE_S, running.log)
 
 
+def test_arguments_are_accepted_when_a_pod_has_checked_them(services, running):
+    """Before that nothing is known of them, whatever the operator knows of the flag."""
+    engine = {"engine": {"args": ["--watermark=0.02"]}}
+    services.apply(**engine, decode={"pod": {"annotations": {"fake-kubelet/ready": "false"}}})
+    services.wait_condition("ArgumentsAccepted", "Unknown", "NotChecked")
+    wait_equal(lambda: len(services.pods("worker")), 2, PATIENCE_S, services.described)
+    services.apply(**engine)
+    services.wait_ready()
+    services.wait_condition("ArgumentsAccepted", "True", "Accepted")
+
+
 def test_a_spec_that_cannot_be_served_is_told_and_touches_nothing(services, running):
     services.apply()
     services.wait_ready()

@@ -25,7 +25,10 @@ from tandem_operator.builders.served import Served
 CHECK = "check-arguments"
 """The init container."""
 
-UNUSABLE = frozenset({"--help", "--help-all", "--config", "--print-config", "--check-args"})
+CHECK_ONLY = "--check-args"
+"""The last argument of that container."""
+
+UNUSABLE = frozenset({"--help", "--help-all", "--config", "--print-config", CHECK_ONLY})
 """Of both commands."""
 
 REPLACED = ("$(", "$$")
@@ -229,6 +232,11 @@ def decisive(words: Iterable[str]) -> list[str]:
     return sorted(word for word in words if (flag := WORKER.flag_of(word)) in WORKER.weights or not WORKER.knows(flag))
 
 
+def accepts(accepted: Sequence[str], words: Sequence[str]) -> bool:
+    """Whether the arguments of a check that has passed end with these words of a user."""
+    return tuple(accepted[-len(words) - 1 :]) == (*words, CHECK_ONLY)
+
+
 def check_container(container: Manifest) -> Manifest:
     """An init container that checks the command of `container`, in its image, and ends within seconds.
 
@@ -240,7 +248,7 @@ def check_container(container: Manifest) -> Manifest:
     return {
         **{key: container[key] for key in kept if key in container},
         "name": CHECK,
-        "args": [*container["args"], "--check-args"],
+        "args": [*container["args"], CHECK_ONLY],
         "resources": resources_of(Resources()),
         "volumeMounts": mounts,
     }

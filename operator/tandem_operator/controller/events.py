@@ -16,7 +16,7 @@ from tandem_operator.api.types import Condition
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.controller.cluster import ApiError, Cluster
 from tandem_operator.controller.store import EVENT, Seen
-from tandem_operator.planning.status import DEGRADED, READY, TRANSPORT_READY, VALID
+from tandem_operator.planning.status import ARGUMENTS_ACCEPTED, DEGRADED, READY, TRANSPORT_READY, VALID
 
 logger = logging.getLogger(__name__)
 CONTROLLER = "tandem.dev/operator"
@@ -24,7 +24,13 @@ CONTROLLER = "tandem.dev/operator"
 MAX_NOTE = 1000
 """Max. characters of the note; the API server accepts 1024 bytes."""
 
-EVENT_CONDITIONS = {VALID: "True", READY: "True", DEGRADED: "False", TRANSPORT_READY: "True"}
+EVENT_CONDITIONS = {
+    VALID: "True",
+    READY: "True",
+    DEGRADED: "False",
+    TRANSPORT_READY: "True",
+    ARGUMENTS_ACCEPTED: "True",
+}
 """Conditions whose changes become events, and their good status."""
 
 
@@ -53,6 +59,9 @@ def _is_new(before: Condition | None, after: Condition) -> bool:
     if before is None:
         # The initial state becomes an event only when it is bad.
         return after.type in (VALID, DEGRADED) and after.status != good
+    if "Unknown" in (before.status, after.status):
+        # What becomes known is an event when it is bad.
+        return before.status != after.status and after.status not in ("Unknown", good)
     if before.status != after.status:
         return True
     changed = (before.reason, before.observed_generation) != (after.reason, after.observed_generation)

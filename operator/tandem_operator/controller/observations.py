@@ -14,6 +14,7 @@ from typing import Any
 
 from tandem_operator.api.model_service import Decision, ModelServiceStatus
 from tandem_operator.api.types import ROLES, RoleName
+from tandem_operator.builders.arguments import CHECK
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL, selector_of
 from tandem_operator.builders.served import Served
 from tandem_operator.builders.worker import FOLLOWER
@@ -109,6 +110,7 @@ def _deployment(seen: Seen, pods: list[Seen], failing: Mapping[str, str]) -> Dep
         created=body["metadata"].get("creationTimestamp", ""),
         exchanging=_exchanging(body),
         paused=body["spec"].get("paused", False),
+        accepted=_accepted(body, living),
         failure=_failure(body, living, failing),
     )
 
@@ -118,6 +120,28 @@ def _exchanging(body: dict[str, Any]) -> bool:
     status = body.get("status", {})
     updated = status.get("updatedReplicas", 0)
     return bool(updated < body["spec"].get("replicas", 1) or status.get("replicas", 0) > updated)
+
+
+def _accepted(body: dict[str, Any], pods: list[Seen]) -> tuple[str, ...]:
+    """Words that the check of the newest template has accepted in one of `pods`."""
+    spec = body["spec"]
+    template = spec.get("template") or spec.get("leaderWorkerTemplate", {}).get("leaderTemplate", {})
+    check = _check(template.get("spec", {}))
+    if not check or not any(_check(pod.body["spec"]) == check and _checked(pod) for pod in pods):
+        return ()
+    return tuple(check["args"])
+
+
+def _check(spec: dict[str, Any]) -> dict[str, Any]:
+    """What the init container of a pod checks, and where; empty without one."""
+    found = (one for one in spec.get("initContainers", ()) if one["name"] == CHECK)
+    return {key: one.get(key) for one in found for key in ("image", "command", "args")}
+
+
+def _checked(pod: Seen) -> bool:
+    """Whether that container has ended well. A pod is ready only after its init containers."""
+    ended = (one for one in pod.body["status"].get("initContainerStatuses", ()) if one["name"] == CHECK)
+    return _ready(pod) or any(one.get("state", {}).get("terminated", {}).get("exitCode") == 0 for one in ended)
 
 
 def _partition(group: Seen) -> int:

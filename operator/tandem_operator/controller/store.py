@@ -25,6 +25,7 @@ import msgspec
 
 from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceSpec, ModelServiceStatus
 from tandem_operator.api.worker_pool import WorkerPoolStatus
+from tandem_operator.builders.arguments import CHECK
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.naming import SERVICE_LABEL
 from tandem_operator.builders.worker import LEADER_WORKER_SETS
@@ -114,6 +115,7 @@ def kind_of(api_version: str, name: str) -> Kind:
 
 
 _POD_SPEC = ("nodeName", "terminationGracePeriodSeconds")
+_CHECK = ("name", "image", "command", "args")
 _POD_STATUS = ("phase", "podIP", "conditions", "containerStatuses", "initContainerStatuses", "message", "reason")
 
 _METADATA = (
@@ -189,8 +191,10 @@ def digest(part: object) -> bytes:
 def _pod(body: Mapping[str, Any]) -> Manifest:
     spec, status = body.get("spec", {}), body.get("status", {})
     containers = [{key: one[key] for key in ("name", "ports") if key in one} for one in spec.get("containers", ())]
+    checks = [one for one in spec.get("initContainers", ()) if one["name"] == CHECK]
+    kept = {"initContainers": [{key: one[key] for key in _CHECK if key in one} for one in checks]} if checks else {}
     return {
-        "spec": {"containers": containers, **{name: spec[name] for name in _POD_SPEC if name in spec}},
+        "spec": {"containers": containers, **kept, **{name: spec[name] for name in _POD_SPEC if name in spec}},
         "status": {name: status[name] for name in _POD_STATUS if name in status},
     }
 

@@ -37,6 +37,8 @@ class DeploymentSeen:
     """Its pods are being exchanged for those of its newest template."""
     paused: bool = False
     """Its pods are not replaced, whatever its template is."""
+    accepted: tuple[str, ...] = ()
+    """Arguments of its newest template that were checked in a pod of it; empty before that, and where none are."""
     failure: str = ""
     """Why pods do not come up, in the words of the scheduler or the kubelet."""
 

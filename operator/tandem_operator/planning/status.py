@@ -16,7 +16,7 @@ import msgspec
 
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.types import ROLES, Condition, RoleName
-from tandem_operator.builders.arguments import CHECK, lists_of, unknown_flags
+from tandem_operator.builders.arguments import CHECK, accepts, lists_of, unknown_flags, worker_arguments
 from tandem_operator.builders.naming import gateway_name, redis_name
 from tandem_operator.builders.served import Served
 from tandem_operator.planning.observed import DeploymentSeen, Observed, Ref
@@ -142,7 +142,7 @@ def health_of(service: Served, observed: Observed, target: str, wanted: Counts) 
         _redis(service, observed),
         *(_workers(observed, role, wanted[role]) for role in ROLES),
         _router(service, observed, wanted),
-        *_arguments(service, observed),
+        *_arguments(service, observed, target),
         _transport(service, observed),
         _progress(service, observed, target, wanted),
         _autoscaling(service, observed),
@@ -208,21 +208,36 @@ def _router(service: Served, observed: Observed, wanted: Counts) -> Condition:
     return condition(ROUTER_READY, True, "CanaryPassed")
 
 
-def _arguments(service: Served, observed: Observed) -> Iterator[Condition]:
+def _arguments(service: Served, observed: Observed, target: str) -> Iterator[Condition]:
     """What the images say of the flags in `args`; nothing where there are none."""
     if not any(words for _, words in lists_of(service).values()):
         return
     refused = [one for one in observed.deployments if _REFUSED.match(one.failure)]
-    unknown = unknown_flags(service)
+    unchecked, unknown = list(_unchecked(service, observed, target)), unknown_flags(service)
     if refused:
         first = refused[0]
         message = f"{first.name}: {first.failure.removeprefix(f'{CHECK}: ')}"
         yield condition(ARGUMENTS_ACCEPTED, False, "ArgumentRefused", message)
-    elif unknown:
+    elif unchecked and unknown:
         message = f"this operator does not know {', '.join(unknown)}; the images decide"
         yield condition(ARGUMENTS_ACCEPTED, None, "UnknownFlag", message)
+    elif unchecked:
+        message = f"no pod has checked the arguments of {', '.join(unchecked)} yet"
+        yield condition(ARGUMENTS_ACCEPTED, None, "NotChecked", message)
     else:
         yield condition(ARGUMENTS_ACCEPTED, True, "Accepted")
+
+
+def _unchecked(service: Served, observed: Observed, target: str) -> Iterator[str]:
+    """Components with arguments that no pod has accepted."""
+    for role in ROLES:
+        words = worker_arguments(service, role)
+        seen = [one.accepted for one in observed.workers() if (one.role, one.revision) == (role, target)]
+        if words and not any(accepts(accepted, words) for accepted in seen):
+            yield role
+    words, gateway = service.spec.gateway.args, observed.deployment(gateway_name(service.name))
+    if words and (gateway is None or not accepts(gateway.accepted, words)):
+        yield "gateway"
 
 
 def _transport(service: Served, observed: Observed) -> Condition:

@@ -181,13 +181,30 @@ def condition_of(spec: dict[str, Any], *deployments: DeploymentSeen) -> tuple[st
     return (found[0].status, found[0].reason, found[0].message) if found else None
 
 
+def checked(spec: dict[str, Any], *parts: str) -> list[DeploymentSeen]:
+    """Deployments of the spec, of which those of `parts` have a pod that has accepted its arguments."""
+    service = service_of(spec)
+    found = []
+    for part, pod in pods_of(spec).items():
+        role, name = (None, "chat-gateway") if part == "gateway" else (part, f"chat-{part}-1")
+        revision = revision_of(service) if role else None
+        args = pod.get("initContainers", [{}])[0].get("args", [])
+        accepted = tuple(args) if part in parts else ()
+        found.append(DeploymentSeen(name=name, replicas=1, role=role, revision=revision, accepted=accepted))
+    return found
+
+
 def test_the_condition_has_what_the_image_says() -> None:
     spec = spec_with("engine.args", "--watermark=0.1")
     assert condition_of(MINIMAL) is None
-    assert condition_of(spec) == ("True", "Accepted", "")
-    status, reason, message = condition_of(spec_with("engine.args", "--new-flag")) or ("", "", "")
+    unchecked = ("Unknown", "NotChecked", "no pod has checked the arguments of prefill, decode yet")
+    assert condition_of(spec) == condition_of(spec, *checked(spec)) == unchecked
+    assert condition_of(spec, *checked(spec, "prefill", "decode")) == ("True", "Accepted", "")
+    new = spec_with("engine.args", "--new-flag")
+    status, reason, message = condition_of(new) or ("", "", "")
     assert (status, reason) == ("Unknown", "UnknownFlag")
     assert "--new-flag" in message
+    assert condition_of(new, *checked(new, "prefill", "decode")) == ("True", "Accepted", "")
     refused = DeploymentSeen(
         name="chat-prefill-1", replicas=1, role="prefill", failure=f"{CHECK}: ended with status 2: argument --x: no"
     )
@@ -201,4 +218,15 @@ def test_the_condition_has_what_the_image_says() -> None:
 @pytest.mark.parametrize("failure", ["ErrImagePull: not found", "OOMKilled", "ended with status 20", "ended with 2"])
 def test_other_failures_of_the_check_refuse_no_argument(failure: str) -> None:
     seen = DeploymentSeen(name="chat-prefill-1", replicas=1, role="prefill", failure=f"{CHECK}: {failure}")
-    assert condition_of(spec_with("engine.args", "--watermark=0.1"), seen) == ("True", "Accepted", "")
+    status, reason, _ = condition_of(spec_with("engine.args", "--watermark=0.1"), seen) or ("", "", "")
+    assert (status, reason) == ("Unknown", "NotChecked")
+
+
+@pytest.mark.parametrize("place", ["engine.args", "decode.engine.args", "gateway.args"])
+def test_arguments_of_another_spec_say_nothing_of_these(place: str) -> None:
+    """Within a revision: pods of the former template are ready, and have checked other words."""
+    name = "--explain-candidates" if place == "gateway.args" else "--watermark"
+    former, now = spec_with(place, f"{name}=0.1"), spec_with(place, f"{name}=0.2")
+    everything = checked(former, "prefill", "decode", "gateway")
+    assert (condition_of(former, *everything) or ("",))[0] == "True"
+    assert (condition_of(now, *everything) or ("",))[0] == "Unknown"

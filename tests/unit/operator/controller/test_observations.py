@@ -4,7 +4,7 @@ import pytest
 
 from tandem_operator.builders.naming import labels_of
 from tandem_operator.controller.observations import Parts, canaries_by_readiness
-from tandem_operator.controller.store import DEPLOYMENT, LEADER_WORKER_SET, POD, SERVICE, WORKER_POOL
+from tandem_operator.controller.store import DEPLOYMENT, LEADER_WORKER_SET, POD, SERVICE, WORKER_POOL, Seen
 from tandem_operator.planning.observed import Canary
 from tandem_testing.kube_objects import a_deployment, a_pod, an_object
 
@@ -130,3 +130,35 @@ def test_group_counts_its_leader_and_reports_failed_followers():
     assert (seen.failure, seen.paused) == ("0/3 nodes are available", False)
     assert (seen.ref.kind, seen.ref.api_version) == ("LeaderWorkerSet", "leaderworkerset.x-k8s.io/v1")
     assert parts_of(a_group(partition=2)).deployments()[0].paused
+
+
+CHECKS = {"name": "check-arguments", "image": "i:1", "command": ["tandem"], "args": ["--x", "--check-args"]}
+
+
+@pytest.mark.parametrize(
+    ("check", "ended", "ready", "accepted"),
+    [
+        (CHECKS, {"terminated": {"exitCode": 0}}, False, True),
+        (CHECKS, {"terminated": {"exitCode": 2}}, False, False),
+        (CHECKS, {"running": {}}, False, False),
+        (CHECKS, None, True, True),
+        ({**CHECKS, "image": "i:0"}, {"terminated": {"exitCode": 0}}, True, False),
+        ({**CHECKS, "args": ["--check-args"]}, {"terminated": {"exitCode": 0}}, True, False),
+        (None, None, True, False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["Deployment", "LeaderWorkerSet"])
+def test_arguments_are_accepted_by_a_pod_of_the_template(check, ended, ready, accepted, kind):
+    pod = {"spec": {"initContainers": [CHECKS, {"name": "download"}]}}
+    statuses = {} if ended is None else {"initContainerStatuses": [{"name": CHECKS["name"], "state": ended}]}
+    there = a_pod("a", ready=ready, status=statuses)
+    body = {**there.body, "spec": {"containers": [], "initContainers": [check] if check else []}}
+    if kind == "Deployment":
+        made = a_deployment("chat-prefill-r1", owner=OWNER)
+        made.body["spec"]["template"] = pod
+    else:
+        labels = labels_of("chat", "worker", role="prefill", revision="r1")
+        spec = {"replicas": 1, "leaderWorkerTemplate": {"leaderTemplate": pod}}
+        made = an_object(LEADER_WORKER_SET, "chat-prefill-r1", owner=OWNER, metadata={"labels": labels}, spec=spec)
+    (seen,) = parts_of(made, Seen.of(body)).deployments()
+    assert seen.accepted == (("--x", "--check-args") if accepted else ())

@@ -55,3 +55,18 @@ def test_new_revision_becomes_an_event_but_not_the_first():
     assert events_for_transition(status(revision="a1"), status(revision="b2")) == [
         ServiceEvent("Normal", "RollingOut", "revision a1 is replaced by b2")
     ]
+
+
+def test_arguments_become_an_event_when_they_are_refused():
+    """That they are checked is none: a rollout with them would have two."""
+    unknown = condition("ArgumentsAccepted", None, "NotChecked")
+    good, bad = (
+        condition("ArgumentsAccepted", True, "Accepted"),
+        condition("ArgumentsAccepted", False, "ArgumentRefused"),
+    )
+    assert events_for_transition(status(unknown), status(good)) == []
+    assert events_for_transition(status(good), status(unknown)) == []
+    for before in (unknown, good):
+        (told,) = events_for_transition(status(before), status(bad))
+        assert (told.kind, told.reason) == ("Warning", "ArgumentRefused")
+    assert events_for_transition(status(bad), status(unknown)) == []
