@@ -122,6 +122,11 @@ class PodOverrides(Api, frozen=True, kw_only=True):
     4Gi for a gateway or router, 256Mi for Redis."""
     env: Annotated[list[EnvVar], msgspec.Meta(max_length=64)] = []
     """Additional environment variables of the main container."""
+    patch: Opaque = {}
+    """Partial pod template with `spec` alone: side-cars, init containers and volumes to add, variables and mounts for
+    the containers of the operator, hostAliases, dnsConfig, dnsPolicy, resourceClaims. Added containers are restricted
+    like those of the operator.
+    """
     service_account_name: DnsName | None = None
     """ServiceAccount of the pods, such as a cloud's workload identity; no token is mounted. Denied unless the operator
     runs with `--allow service-accounts`.

@@ -83,7 +83,7 @@ def _name(number: int) -> str:
 TMP = "/tmp"  # noqa: S108 - a volume of the pod, mounted there
 _CONTAINERS = ("initContainers", "containers")
 
-_LAST_WORDS = {"terminationMessagePolicy": "FallbackToLogsOnError"}
+LAST_WORDS = {"terminationMessagePolicy": "FallbackToLogsOnError"}
 """The end of the log of a container that failed stands in its pod's status: conditions quote it."""
 
 
@@ -200,7 +200,7 @@ def pod_template(
     notes = {**overrides.annotations, **(annotations or {})}
     if notes:
         metadata["annotations"] = notes
-    told = {kind: [{**_LAST_WORDS, **one} for one in spec[kind]] for kind in _CONTAINERS if kind in spec}
+    told = {kind: [{**LAST_WORDS, **one} for one in spec[kind]] for kind in _CONTAINERS if kind in spec}
     pod = {**_common(), **spec, **told, **_placement(overrides, labels)}
     return {"metadata": metadata, "spec": with_privileges(pod, overrides)}
 

@@ -24,6 +24,7 @@ LeaderWorkerSet has no such field, but replaces no group below its partition, wh
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -43,6 +44,7 @@ from tandem_operator.builders.naming import (
     redis_secret_name,
     selector_of,
 )
+from tandem_operator.builders.pod_patch import patch_of, patch_problems, with_patch, with_templates
 from tandem_operator.builders.policies import WorkerSet, disruption_budgets, network_policies, pod_monitors
 from tandem_operator.builders.redis import redis_deployment, redis_service
 from tandem_operator.builders.served import Served, worker_pool
@@ -147,7 +149,11 @@ def make_plan(
     target = revision_of(service)
     wanted = wanted_workers(service, observed)
     step = next_step(target, wanted, _revisions(observed), service.spec.rollout)
-    manifests = held(_manifests(service, observed, target, step, settings), service, observed)
+    built = _manifests(service, observed, target, step, settings)
+    patched, unfit = _patched(service, built, settings)
+    if unfit:
+        return refused(unfit, observed, before, generation)
+    manifests = held(patched, service, observed)
     conditions = health_of(service, observed, target, wanted)
     status = _status(before, conditions, observed, generation)
     return Plan(
@@ -210,6 +216,23 @@ def _manifests(
     manifests += disruption_budgets(service, settings, _worker_sets(service, observed, target))
     manifests += network_policies(service, settings)
     return tuple(manifests)
+
+
+def _patched(
+    service: Served, manifests: Iterable[Manifest], settings: OperatorSettings
+) -> tuple[list[Manifest], list[str]]:
+    """`manifests` with the patches of the spec, and what is wrong with these."""
+    results, problems = [], []
+    for manifest in manifests:
+        place, patch = patch_of(service, manifest["metadata"].get("labels", {}))
+
+        def change(template: Manifest, place: str = place, patch: Mapping[str, Any] = patch) -> Manifest:
+            found = list(patch_problems(place, patch, template, settings.allow))
+            problems.extend(found)
+            return template if found else with_patch(template, patch)
+
+        results.append(with_templates(manifest, change) if patch else manifest)
+    return results, list(dict.fromkeys(problems))
 
 
 def _worker_sets(service: Served, observed: Observed, target: str) -> list[WorkerSet]:
