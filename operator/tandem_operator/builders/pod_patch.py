@@ -195,7 +195,7 @@ def patch_problems(place: str, patch: Mapping[str, Any], template: Manifest, all
         yield f"{place}: {error}; write it as in a pod template"
         return
     given = patch.get("spec", {})
-    for name in patch.keys() - {"spec"}:
+    for name in sorted(patch.keys() - {"spec"}):
         yield f"{place}.{name}: a patch has spec alone; remove it (pod.labels and pod.annotations are fields)"
     yield from _fields(place, given)
     pod = template["spec"]
@@ -233,7 +233,7 @@ def _volumes(place: str, wanted: _Pod, given: Mapping[str, Any], pod: Manifest, 
         if one.name in taken:
             yield f"{path}.name: {one.name!r} is another volume's; give each its own"
         taken.add(one.name)
-        for source in given["volumes"][number].keys() - {"name"}:
+        for source in sorted(given["volumes"][number].keys() - {"name"}):
             if source not in VOLUMES:
                 yield f"{path}.{source}: not a source that a patch may have; use one of {', '.join(sorted(VOLUMES))}"
         if "hostPath" in given["volumes"][number]:
@@ -251,7 +251,7 @@ def _denied(path: str, privilege: Privilege, allow: Set[Privilege]) -> Iterator[
 
 
 def _additions(path: str, one: _Container, given: Mapping[str, Any], ours: Manifest) -> Iterator[str]:
-    for name in given.keys() - {"name", *EXTENDED}:
+    for name in sorted(given.keys() - {"name", *EXTENDED}):
         yield f"{path}.{name}: container {one.name!r} is the operator's, a patch adds env and volumeMounts to it alone"
     taken = {variable["name"] for variable in ours.get("env", ())}
     for number, variable in enumerate(one.env):

@@ -1,8 +1,9 @@
 """Kubernetes events of a ModelService, as `kubectl describe` and `kubectl get events` show them.
 
 Each transition creates one event; an unchanged state creates none. A transition is a new status, and for `Valid` and
-`Degraded` also a new reason, or the same error with a new generation of the spec. Events are informational: an event
-that cannot be posted is logged and dropped.
+`Degraded` also a new reason, or the same error with a new generation of the spec. A status that is not known yet, or
+becomes known and is good, is no transition. Events are informational: an event that cannot be posted is logged and
+dropped.
 """
 
 import logging
