@@ -57,7 +57,7 @@ def unit(x):
     return x * tl.rsqrt(tl.sum(x * x, axis=0) + NORM_EPS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "fresh"])
+@triton.jit(do_not_specialize_on_alignment=["rates", "rows", "fresh"])
 def delta_step_kernel(
     projected,
     rates,

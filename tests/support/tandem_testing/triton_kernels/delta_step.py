@@ -155,7 +155,8 @@ def compile_for_qwen3_next_and_qwen35() -> None:
             compile_kernel(
                 delta_step_kernel,
                 {
-                    **dict.fromkeys(("projected", "rates", "inputs", "out"), "*bf16:16"),
+                    **dict.fromkeys(("projected", "inputs", "out"), "*bf16:16"),
+                    "rates": "*bf16",
                     **dict.fromkeys(("matrices", "conv", "decay", "bias", "weight"), "*fp32:16"),
                     "rows": "*i64",
                     "fresh": "*u8",
