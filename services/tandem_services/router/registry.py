@@ -4,8 +4,8 @@
        registers it again after Redis lost its data. A worker keeps no state about earlier heartbeats.
     2. The reply contains whether the lease holds or this incarnation is fenced, which incarnations exist (if that
        changed), and the revision of this worker's index.
-    3. Gateways read a snapshot once per heartbeat. An epoch number distinguishes an empty registry (all workers left)
-       from a wiped one (all workers are about to return).
+    3. Gateways and workers read what has changed (`fleet_reader`). An epoch number distinguishes an empty registry (all
+       workers left) from a wiped one (all workers are about to return).
 
 `Figures` are statistics for display only; routing does not use them. A worker writes them into its readable hash with
 every heartbeat, the view keeps the text, and they are parsed only when they are displayed.
@@ -17,7 +17,7 @@ counted and dropped. Malformed statistics are dropped without their worker.
 import re
 import secrets
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -97,6 +97,9 @@ ROW = struct.Struct("<BBII8s16s7d")
 
 ADAPTERS_FIELD = "adapters"
 """Of the readable hash. A worker of a release without it serves no adapter."""
+
+DESCRIBED_FIELD = "described"
+"""Of the readable hash: `description_digest`. When it changes, readers read the worker again."""
 
 _INCARNATION = re.compile(r"[A-Za-z0-9._-]{1,128}@[0-9]{1,40}")
 
@@ -186,19 +189,29 @@ class HeartbeatReply:
 _ROW = msgspec.msgpack.Decoder(tuple[str, ...])
 
 
-class _SnapshotReply(msgspec.Struct, frozen=True, kw_only=True):
+class _ChangesReply(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str
     generation: int
     dropped: int
+    changed: tuple[str, ...] | None = None
+    listed: tuple[str, ...] | None = None
     workers: tuple[msgspec.Raw, ...]
     """Each decoded by itself: bytes that are no text spoil one row."""
     fenced: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FleetSnapshot:
+class FleetChanges:
+    """What a reader has missed. Unsigned names are hints; records are signed."""
+
     epoch: str
+    generation: int
+    changed: frozenset[str] | None
+    """Incarnations that joined, changed, lapsed or left; None: any may have."""
+    listed: frozenset[str] | None
+    """All live incarnations, if they were requested or `changed` is None."""
     workers: tuple[WorkerRecord, ...]
+    """Those of the requested descriptions that are live."""
     malformed: int
     """Number of malformed values, in Redis or in its reply."""
     fenced: frozenset[str] = frozenset()
@@ -220,7 +233,9 @@ class Registry:
         reply."""
         incarnation = record.view.incarnation
         texts = {name: _text(value) for name, value in readable_fields(record).items()}
-        texts[PROOF_FIELD] = self.deployment.row_proof({**texts, "incarnation": incarnation})
+        described = description_digest(record)
+        written = {**texts, "incarnation": incarnation, DESCRIBED_FIELD: described}
+        texts[PROOF_FIELD] = self.deployment.row_proof(written)
         reply = await self.library.ask(
             "heartbeat",
             self.keys.shared,
@@ -233,6 +248,7 @@ class Registry:
             int(report_age_s * 1000),
             pack_links(record),
             forged,
+            described,
             *(part for field in texts.items() for part in field),
             shape=_HeartbeatReply,
         )
@@ -247,19 +263,34 @@ class Registry:
         """Leave at once. The incarnation cannot come back."""
         await self.fence(incarnation, by=incarnation)
 
-    async def snapshot(self, missing: Iterable[str] = ()) -> FleetSnapshot:
-        """All live workers, draining and stalled ones included.
+    async def changes(
+        self, since: int, *, listed: bool = False, described: Collection[str] = (), missing: Iterable[str] = ()
+    ) -> FleetChanges:
+        """What has changed since generation `since` (0: not known).
 
-        `missing`: incarnations of the caller that recent snapshots lacked, to learn whether they have ended.
+        `listed`: list all live incarnations. `described`: at most `MAX_DESCRIBED` incarnations to describe. `missing`:
+        incarnations of the caller that no list contains, to learn whether they have ended.
         """
         reply = await self.library.ask(
-            "snapshot", self.keys.shared, self.keys.prefix, secrets.token_hex(8), *missing, shape=_SnapshotReply
+            "changes",
+            self.keys.shared,
+            self.keys.prefix,
+            secrets.token_hex(8),
+            since,
+            int(listed),
+            len(described),
+            *described,
+            *missing,
+            shape=_ChangesReply,
         )
         records = [self._signed_record(row) for row in reply.workers]
         sound = tuple(record for record in records if record is not None)
         fenced = [who for who, verdict in reply.fenced if self.deployment.condemner(verdict, who) is not None]
-        return FleetSnapshot(
+        return FleetChanges(
             epoch=reply.epoch,
+            generation=reply.generation,
+            changed=None if reply.changed is None else frozenset(reply.changed),
+            listed=None if reply.listed is None else frozenset(reply.listed),
             workers=sound,
             malformed=reply.dropped + len(records) - len(sound),
             fenced=frozenset(fenced),
@@ -313,6 +344,12 @@ def pack_row(record: WorkerRecord) -> bytes:
         load.max_sequences,
         load.token_bytes / load.transfer_rate,
     )
+
+
+def description_digest(record: WorkerRecord) -> str:
+    """16 hex digits of what readers have to know at once: everything but load, links and statistics."""
+    description = msgspec.json.encode((record.view, record.state), order="deterministic")
+    return blake2b(description, digest_size=8).hexdigest()
 
 
 def pack_links(record: WorkerRecord) -> str:

@@ -27,7 +27,7 @@ local function open(keys, args)
     dropped = dropped + drop_unless(key, 'hash')
   end
   dropped = dropped + trim_registry(keys, now_ms())
-  if dropped > 0 then lost_entries(keys[3]) end
+  if dropped > 0 then lost_entries(keys[3], args[1]) end
   return opened(keys, args, redis.call('HLEN', keys[1]), dropped)
 end
 
