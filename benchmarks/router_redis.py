@@ -1,7 +1,7 @@
 """What one routing decision costs Redis: microseconds per call by fleet size, prompt length and cache state.
 
     python benchmarks/router_redis.py [--workers 8,64] [--tokens 1024,32768] [--calls 200] [--rounds 5] [--explained]
-                                      [--out r.json]
+                                      [--views] [--out r.json]
 
 Starts its own redis-server on a free loopback port. For each case: CPU time of Redis per decision, network and protocol
 included, with one caller and with 16 at once, and so the decisions per second of one core of Redis; the round trip that
@@ -12,6 +12,9 @@ one caller sees. Medians over rounds. Cases of cache state:
     ragged    every worker has a different share: the worst case for the search
 
 `--explained`: every decision tells what it chose from, as explain shows it for some of them.
+
+`--views`: instead of decisions, what heartbeats cost and what a gateway's view of the fleet costs each second, beside a
+view that is read as a whole (`fleet_views.py`).
 
 Then what a million blocks in the index take of Redis's memory, and a decision without Redis by the last view.
 """
@@ -29,7 +32,9 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
+
+from fleet_views import JOINS, measure_views  # noqa: E402
 
 from tandem_engine.base.clock import MonotonicClock  # noqa: E402
 from tandem_engine.config import Role  # noqa: E402
@@ -240,6 +245,11 @@ def local_us(workers: int, calls: int) -> dict[str, float]:
     }
 
 
+async def views(server: RedisServer, workers: int, *, rounds: int) -> dict[str, object]:
+    records = [record(number, workers) for number in range(workers + JOINS)]
+    return await measure_views(server, records[:workers], records[workers:], rounds=rounds)
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="8,64")
@@ -248,30 +258,40 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--explained", action="store_true")
+    parser.add_argument("--views", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     random.seed(1)
+    fleets = [int(workers) for workers in arguments.workers.split(",")]
+    machine = {"machine": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
     server = RedisServer.start()
     try:
+        if arguments.views:
+            found = [await views(server, workers, rounds=arguments.rounds) for workers in fleets]
+            report({**machine, "views": found}, arguments.out)
+            return
         cases = [
             await measure(
                 server,
-                Case(workers=int(workers), tokens=int(tokens), state=state, explained=arguments.explained),
+                Case(workers=workers, tokens=int(tokens), state=state, explained=arguments.explained),
                 calls=arguments.calls,
                 rounds=arguments.rounds,
             )
-            for workers in arguments.workers.split(",")
+            for workers in fleets
             for tokens in arguments.tokens.split(",")
             for state in ("cold", "shared", "ragged")
         ]
         index = await index_bytes(server, arguments.blocks)
     finally:
         server.stop()
-    local = [local_us(int(workers), 1000) for workers in arguments.workers.split(",")]
-    machine = {"machine": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
-    text = json.dumps({**machine, "cases": cases, "index": index, "local": local}, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
+    local = [local_us(workers, 1000) for workers in fleets]
+    report({**machine, "cases": cases, "index": index, "local": local}, arguments.out)
+
+
+def report(found: dict[str, object], out: Path | None) -> None:
+    text = json.dumps(found, indent=1)
+    if out:
+        out.write_text(text + "\n")
     print(text)
 
 

@@ -20,17 +20,14 @@ from math import inf
 from typing import Protocol
 
 from tandem_engine.base.clock import Clock
-from tandem_services.router.keys import MAX_DESCRIBED
+from tandem_services.router.keys import MAX_DESCRIBED, SMALL_FLEET
 from tandem_services.router.registry import FleetChanges, Registry, WorkerRecord
 
-SMALL_FLEET = 32
-"""Workers of a fleet that is described as a whole by every read, at 25 µs of Redis each."""
-
-REREAD = 2
+REREAD = 1
 """Records of a larger fleet that every read describes again."""
 
-LISTED_PER_S = 32
-"""A fleet of 1,024 is listed every 32 s."""
+LISTED_PER_S = 16
+"""A fleet of 1,024 is listed every 64 s."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -155,7 +155,7 @@ async def test_a_join_costs_each_reader_one_description(server):
         assert len(counted.described) == count + 100 + 10 * fleet_reader.REREAD
 
 
-async def test_a_large_fleet_at_rest_costs_a_read_two_descriptions(server):
+async def test_a_large_fleet_at_rest_costs_a_read_few_descriptions(server):
     async with Fleet.of(server, **LASTING) as fleet:
         count = fleet_reader.SMALL_FLEET + 8
         for number in range(count):

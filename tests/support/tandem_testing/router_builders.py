@@ -140,9 +140,11 @@ class Fleet:
         self.index = BlockIndex(library=library, keys=self.keys)
         self.generation = 0
 
-    async def beat(self, record: WorkerRecord, *, report_age_s: float = 0.0, forged: str = "") -> HeartbeatReply:
+    async def beat(
+        self, record: WorkerRecord, *, report_age_s: float = 0.0, forged: str = "", describe: bool = True
+    ) -> HeartbeatReply:
         return await self.registry.heartbeat(
-            record, known_generation=self.generation, report_age_s=report_age_s, forged=forged
+            record, known_generation=self.generation, report_age_s=report_age_s, forged=forged, describe=describe
         )
 
     async def snapshot(self, missing: Sequence[str] = ()) -> FleetSnapshot:

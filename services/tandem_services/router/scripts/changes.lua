@@ -13,7 +13,7 @@ local function known_since(state)
   state.dropped = state.dropped + drop_unless(key, 'zset')
   local last = tonumber(redis.call('ZRANGE', key, -1, -1, 'WITHSCORES')[2] or '')
   local since = tonumber(redis.call('ZSCORE', key, EVER) or '')
-  if last == generation and since and since <= generation then return since end
+  if last == generation and since and since >= 1 and since <= generation then return since end
   redis.call('UNLINK', key)
   redis.call('ZADD', key, string.format('%.0f', generation), EVER)
   redis.call('PEXPIRE', key, FLEET_TTL_MS)
@@ -36,9 +36,9 @@ local function note_change(state, incarnation)
   end
 end
 
--- Incarnations that changed after generation `since`; nil if that is not known.
+-- Incarnations that changed after generation `since`; nil if that is not known. Generations begin at 1.
 local function changed_since(state, since)
-  if since < known_since(state) or since > generation_of(state) then return nil end
+  if since < 1 or since < known_since(state) or since > generation_of(state) then return nil end
   local names, found = redis.call('ZRANGE', state.changes, string.format('(%.0f', since), '+inf', 'BYSCORE'), {}
   for _, name in ipairs(names) do
     if worker_of(name) then found[#found + 1] = name end

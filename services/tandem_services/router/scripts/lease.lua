@@ -45,9 +45,9 @@ end
 -- could renew: a grace period keeps their indexes from being dropped. The same holds after a wipe, which the missing
 -- epoch shows.
 local function touch(state, epoch_seed)
-  local last = meta_time(state, 'last_call', 0)
-  doubt_fleet(state.prefix)
+  local last, current = meta_time(state, 'last_call', 0), fleet_is_current(state)
   redis.call('HSET', state.meta, 'last_call', string.format('%.0f', state.now))
+  if current then stamp_fleet(state) end
   if not epoch_of(state.meta) then
     redis.call('HSET', state.meta, 'epoch', epoch_seed)
     drop_notes_of(state.prefix)
@@ -55,8 +55,11 @@ local function touch(state, epoch_seed)
   if generation_of(state) == 0 then next_generation(state) end
   if state.now - last > LEASE_MS then
     redis.call('HSET', state.meta, 'grace_until', string.format('%.0f', state.now + FENCE_AFTER_MS))
-  elseif meta_time(state, 'grace_until', FENCE_AFTER_MS) <= state.now then
-    redis.call('HDEL', state.meta, 'grace_until')
+  else
+    local grace = redis.call('HGET', state.meta, 'grace_until')
+    if grace and (whole(grace, state.now + FENCE_AFTER_MS) or 0) <= state.now then
+      redis.call('HDEL', state.meta, 'grace_until')
+    end
   end
 end
 
@@ -130,23 +133,27 @@ end
 
 local FIELDS = 11 -- first of the readable fields among the arguments of a heartbeat
 
--- Whether a reader of `row` and of the hash `described` would not know what the heartbeat `args` reports.
-local function is_news(state, args, worker_id, row, described)
-  return not row or lease_state(row, state.now) ~= 'live' or redis.call('HGET', state.owner, worker_id) ~= args[3]
-    or redis.call('HGET', described, 'described') ~= args[10]
+-- Writes the row of `incarnation`. Returns whether readers know the description of the heartbeat `args`.
+local function write_row(state, args, incarnation, worker_id)
+  local before = redis.call('HGET', state.fleet, incarnation)
+  local owns = redis.call('HGET', state.owner, worker_id) == args[3]
+  local known = redis.call('HGET', state.prefix .. 'worker:' .. worker_id, 'described') == args[10]
+  if not (before and owns and known) or lease_state(before, state.now) ~= 'live' then note_change(state, incarnation) end
+  if not owns then redis.call('HSET', state.owner, worker_id, args[3]) end
+  local report_ms = state.now - tonumber(args[7])
+  local standing = standing_reservations(before, state.now, report_ms)
+  local row = struct.pack('<dd', state.now + LEASE_MS, report_ms) .. args[6] .. standing
+  redis.call('HSET', state.fleet, incarnation, row)
+  keep_row(state.prefix, incarnation, before, row, state.now)
+  return known
 end
 
-local function write_lease(state, args, incarnation, worker_id, number)
-  local row, described = redis.call('HGET', state.fleet, incarnation), state.prefix .. 'worker:' .. worker_id
-  if is_news(state, args, worker_id, row, described) then note_change(state, incarnation) end
-  redis.call('HSET', state.owner, worker_id, args[3])
-  local report_ms = state.now - tonumber(args[7])
-  local standing = standing_reservations(row, state.now, report_ms)
-  redis.call('HSET', state.fleet, incarnation,
-    struct.pack('<dd', state.now + LEASE_MS, report_ms) .. args[6] .. standing)
+-- Writes what most heartbeats do not repeat: the readable hash, links, and times to live.
+local function write_description(state, args, incarnation, worker_id, number)
+  local described = state.prefix .. 'worker:' .. worker_id
   redis.call('UNLINK', described)
   redis.call('HSET', described, 'described', args[10], 'incarnation', incarnation, 'number', number, unpack(args, FIELDS))
-  redis.call('PEXPIRE', described, LEASE_MS)
+  redis.call('PEXPIRE', described, DESCRIBED_TTL_MS)
   redis.call('PEXPIRE', state.prefix .. 'blocks:' .. incarnation, INDEX_TTL_MS)
   redis.call('PEXPIRE', state.prefix .. 'cursor:' .. incarnation, INDEX_TTL_MS)
   redis.call('PEXPIRE', state.prefix .. 'host:' .. incarnation, INDEX_TTL_MS)
@@ -172,14 +179,36 @@ local function claims(state)
   return found
 end
 
+-- Adds to `reply` what the caller has missed of the registered workers since generation `since`: those that joined or
+-- changed, as claims, and those that left; or the claims of all.
+local function add_members(state, reply, since)
+  local changed = changed_since(state, since)
+  if not changed then
+    reply.members = claims(state)
+    return
+  end
+  reply.joined, reply.left = {}, {}
+  for _, incarnation in ipairs(changed) do
+    local claim = redis.call('HGET', state.owner, (worker_of(incarnation)))
+    if read_verdict(claim) == incarnation then
+      reply.joined[#reply.joined + 1] = claim
+    else
+      reply.left[#reply.left + 1] = incarnation
+    end
+  end
+end
+
 -- heartbeat: register or renew, atomically. The newest number of a worker_id wins.
 -- ARGV: 1 prefix, 2 incarnation, 3 claim to the name (a verdict, see state.lua), 4 epoch seed, 5 generation known to the
 --       caller, 6 row payload, 7 age of the load report in ms, 8 links from here (as text, see keys.py), 9 a verdict that
 --       the caller has found forged, or '', 10 digest of what readers have to know at once, 11… field, value, … of the
---       readable hash
--- Returns msgpack {status = renewed | fenced | full, verdict, epoch, generation, cursor, members, dropped}.
+--       readable hash; without them the description of an earlier heartbeat stays
+-- Returns msgpack {status = renewed | fenced | full, verdict, epoch, generation, cursor, workers, undescribed, joined,
+--                  left, members, dropped}.
 --   verdict: why it is fenced, for the caller to check; cursor: revision of the index of this incarnation, -1 if there is
---   none; members: the claims of registered workers, only if the generation differs from that of the caller.
+--   none; workers: number of rows; undescribed: the next heartbeat has to bring the description.
+--   If the generation differs from that of the caller: joined, the claims of workers that joined or changed, and left,
+--   the incarnations that left; or, if that is not known, members, the claims of all.
 local function heartbeat(keys, args)
   local state = open(keys, args)
   local incarnation = args[2]
@@ -196,14 +225,16 @@ local function heartbeat(keys, args)
     return cmsgpack.pack({status = 'full'})
   end
   drop_unless(state.prefix .. 'worker:' .. worker_id, 'hash')
-  write_lease(state, args, incarnation, worker_id, number)
+  local known = write_row(state, args, incarnation, worker_id)
+  if args[FIELDS] then write_description(state, args, incarnation, worker_id, number) end
   local generation = generation_of(state)
   local reply = {
-    status = 'renewed', epoch = epoch_of(state.meta), generation = generation,
+    status = 'renewed', epoch = epoch_of(state.meta), generation = generation, workers = state.count,
+    undescribed = not known and not args[FIELDS],
     cursor = cursor_of(state.prefix .. 'blocks:' .. incarnation, state.prefix .. 'cursor:' .. incarnation),
     dropped = state.dropped,
   }
-  if generation ~= tonumber(args[5]) then reply.members = claims(state) end
+  if generation ~= tonumber(args[5]) then add_members(state, reply, tonumber(args[5])) end
   return cmsgpack.pack(reply)
 end
 

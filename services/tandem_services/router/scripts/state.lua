@@ -90,9 +90,9 @@ local function trim(key, keeps)
   return dropped
 end
 
-local function opened(keys, args, count, dropped)
+local function opened(keys, args, count, now, dropped)
   return {
     fleet = keys[1], owner = keys[2], meta = keys[3], changes = args[1] .. 'changes',
-    prefix = args[1], now = now_ms(), dropped = dropped, count = count,
+    prefix = args[1], now = now, dropped = dropped, count = count,
   }
 end
