@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.fleet_reader import LISTED_PER_S, FleetReader
-from tandem_services.router.keys import HEARTBEAT_S, MAX_DESCRIBED, Keys
+from tandem_services.router.keys import HEARTBEAT_S, MAX_DESCRIBED, MAX_WORKERS, Keys
 from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, library_source
 from tandem_services.router.registry import Registry, WorkerRecord
 from tandem_testing.redis_server import RedisServer
@@ -38,6 +38,15 @@ class Spent(NamedTuple):
         return {"us": round(self.us / parts, 1), "cpu_us": round(self.cpu_us / parts, 1)}
 
 
+class FleetCosts(NamedTuple):
+    """Of one size of the fleet."""
+
+    workers: int
+    costs: dict[str, dict[str, float]]
+    """`us` and `cpu_us` by what was done."""
+    first_view_calls: int
+
+
 class Views:
     """A fleet on an empty Redis, whose leases outlast the measurement."""
 
@@ -50,9 +59,11 @@ class Views:
         source = library_source({**CONSTANTS, **LASTING, "SWEEP_EVERY_MS": sweep_every_ms})
         return Registry(library=FunctionLibrary(self.client, source), keys=Keys("bench"))
 
-    async def beats(self, *, describe: bool, known: bool, registry: Registry | None = None) -> None:
-        """One of each worker. `known`: they know all others."""
-        for first in range(0, len(self.records), AT_ONCE):
+    async def beats(
+        self, *, describe: bool, known: bool, registry: Registry | None = None, most: int = MAX_WORKERS
+    ) -> None:
+        """One of each worker, of `most` at most. `known`: they know all others."""
+        for first in range(0, min(len(self.records), most), AT_ONCE):
             some = self.records[first : first + AT_ONCE]
             generation = self.generation if known else 0
             beats = (
@@ -91,15 +102,14 @@ class Views:
 
 async def measure_views(
     server: RedisServer, records: list[WorkerRecord], joining: list[WorkerRecord], *, rounds: int
-) -> dict[str, object]:
+) -> FleetCosts:
     """Per heartbeat, and per gateway and second."""
     await asyncio.to_thread(server.command, "FLUSHALL")
     fleet = Views(server, records)
-    await fleet.beats(describe=True, known=False)
-    await fleet.beats(describe=True, known=True, registry=fleet.sweeping)
+    await fleet.beats(describe=True, known=True)
     clock = ServiceClock()
     reader = FleetReader(registry=fleet.registry, clock=clock)
-    count, seconds = len(records), max(16, int(2 * len(records) / LISTED_PER_S))
+    seconds = max(16, int(2 * len(records) / LISTED_PER_S))
 
     async def one_second_each() -> None:
         for _ in range(seconds):
@@ -116,22 +126,19 @@ async def measure_views(
         spent = min([await fleet.spent(work) for _ in range(rounds)])
         return spent.over(parts or spent.calls)
 
-    first, whole = await fleet.spent(reader.snapshot), await fleet.spent(fleet.whole_view)
+    first = await fleet.spent(reader.snapshot)
     beat = await least(lambda: fleet.beats(describe=False, known=True))
-    swept = await least(lambda: fleet.beats(describe=False, known=True, registry=fleet.sweeping))
-    result = {
-        "workers": count,
+    swept = await least(lambda: fleet.beats(describe=False, known=True, registry=fleet.sweeping, most=AT_ONCE))
+    costs = {
         "empty_call": await least(fleet.nothing),
         "heartbeat": beat,
         "heartbeat_with_description": await least(lambda: fleet.beats(describe=True, known=True)),
-        "heartbeat_with_all_members": await least(lambda: fleet.beats(describe=True, known=False)),
+        "heartbeat_with_all_members": await least(lambda: fleet.beats(describe=True, known=False, most=AT_ONCE)),
         "sweep": {name: round(swept[name] - beat[name], 1) for name in beat},
         "view_per_gateway_second": await least(one_second_each, seconds),
         "whole_view": await least(fleet.whole_view, 1),
-        "whole_view_calls": whole.calls,
         "first_view": first.over(1),
-        "first_view_calls": first.calls,
         "join_and_view": (await fleet.spent(joins)).over(len(joining)),
     }
     await fleet.client.close()
-    return result
+    return FleetCosts(workers=len(records), costs=costs, first_view_calls=first.calls)

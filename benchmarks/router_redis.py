@@ -34,7 +34,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
 
-from fleet_views import JOINS, measure_views  # noqa: E402
+from fleet_views import JOINS, FleetCosts, measure_views  # noqa: E402
 
 from tandem_engine.base.clock import MonotonicClock  # noqa: E402
 from tandem_engine.config import Role  # noqa: E402
@@ -44,7 +44,7 @@ from tandem_services.common.redis_client import RedisAddress, RedisClient  # noq
 from tandem_services.router.cost import Demand, Load  # noqa: E402
 from tandem_services.router.decision import WorkerView  # noqa: E402
 from tandem_services.router.index import BlockIndex, IndexUpdate, UpdateKind  # noqa: E402
-from tandem_services.router.keys import Keys  # noqa: E402
+from tandem_services.router.keys import SMALL_FLEET, Keys  # noqa: E402
 from tandem_services.router.redis_functions import FunctionLibrary  # noqa: E402
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState  # noqa: E402
 from tandem_services.router.selection import LocalRouting, OwnLoad  # noqa: E402
@@ -99,14 +99,19 @@ class Bench:
         self.index = BlockIndex(library=library, keys=Keys("bench"))
         self.registry = Registry(library=library, keys=Keys("bench"))
         self.records = [record(n, workers) for n in range(workers)]
+        self.generation = 0
 
-    async def heartbeats(self) -> None:
+    async def heartbeats(self, *, describe: bool = True) -> None:
         for each in self.records:
-            await self.registry.heartbeat(each, known_generation=0, report_age_s=0.2)
+            reply = await self.registry.heartbeat(
+                each, known_generation=self.generation, report_age_s=0.2, describe=describe
+            )
+            self.generation = reply.generation
 
     async def keep_alive(self) -> None:
+        """As workers of a fleet in which nothing changes."""
         while True:
-            await self.heartbeats()
+            await self.heartbeats(describe=len(self.records) <= SMALL_FLEET)
             await asyncio.sleep(1)
 
     async def fill(self, state: str, chain: list[bytes]) -> None:
@@ -245,7 +250,7 @@ def local_us(workers: int, calls: int) -> dict[str, float]:
     }
 
 
-async def views(server: RedisServer, workers: int, *, rounds: int) -> dict[str, object]:
+async def views(server: RedisServer, workers: int, *, rounds: int) -> FleetCosts:
     records = [record(number, workers) for number in range(workers + JOINS)]
     return await measure_views(server, records[:workers], records[workers:], rounds=rounds)
 
@@ -268,7 +273,7 @@ async def main() -> None:
     try:
         if arguments.views:
             found = [await views(server, workers, rounds=arguments.rounds) for workers in fleets]
-            report({**machine, "views": found}, arguments.out)
+            report({**machine, "views": [each._asdict() for each in found]}, arguments.out)
             return
         cases = [
             await measure(

@@ -7,6 +7,7 @@ from tandem_lab.simulate.clock import DAY_MS, EventQueue, SimulatedRedis
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.cost import Demand
 from tandem_services.router.index import Routed
+from tandem_services.router.registry import WorkerState
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, make_link, make_load, make_record
 
 DEMAND = Demand(prompt_tokens=1000, output_tokens=16, local_prefill_tokens=2048)
@@ -119,6 +120,28 @@ async def test_a_fleet_that_changes_all_its_workers_is_followed(simulated):
         for name in names:
             await simulated.registry.deregister(f"{name}@1")
     assert await route(simulated) is None
+
+
+async def test_a_heartbeat_that_changes_the_kind_of_a_worker_regroups(simulated):
+    """Its row is decoded by the heartbeat: no later comparison shows that it was another one."""
+    await beat(simulated, FIRST, make_record("second", Role.PREFILL))
+    assert (await route(simulated)).prefill is None
+    await beat(simulated, make_record("first", Role.DECODE))
+    routed = await route(simulated)
+    assert (routed.prefill, routed.decode) == ("second@1", "first@1")
+    await beat(simulated, make_record("first", Role.DECODE, state=WorkerState.DRAINING))
+    assert await route(simulated) is None
+    await beat(simulated, make_record("first", Role.DECODE))
+    assert (await route(simulated)).decode == "first@1"
+
+
+async def test_a_malformed_row_is_decoded_again_after_its_heartbeat(server, simulated):
+    await beat(simulated, FIRST)
+    server.command("HSET", f"{simulated.keys.prefix}fleet", "first@1", "rubbish")
+    server.command("HSET", f"{simulated.keys.prefix}meta", "generation", "7")
+    assert await route(simulated) is None
+    await beat(simulated, FIRST)
+    assert (await route(simulated)).decode == "first@1"
 
 
 def redis_ms(server) -> int:

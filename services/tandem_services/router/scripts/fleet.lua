@@ -55,8 +55,11 @@ local function keep_row(prefix, incarnation, before, row, now)
   if not worker or worker.row ~= before then return doubt_fleet(prefix) end
   local live, kind = worker.live, worker.kind
   read_row(worker, row, now)
-  if worker.live ~= live or worker.kind ~= kind then return doubt_fleet(prefix) end
-  if worker.live then keep_worker(fleet, worker) end
+  if worker.live ~= live or worker.kind ~= kind then
+    fleet.count = -1 -- groups are made again
+  elseif worker.live then
+    keep_worker(fleet, worker)
+  end
 end
 
 -- Prefill ends and decode ends of one compat hash: workers of different hashes are never paired. A worker that does
