@@ -4,7 +4,8 @@
                  them again: at most `MAX_DESCRIBED` in one call, so that decisions do not wait for it
     2. all       at the first read, after a wipe, or if the reader missed more changes than Redis remembers
     3. figures   loads, links and statistics change with every heartbeat and are not changes. Each read describes the
-                 records that are oldest: all of a small fleet, `REREAD` of a larger one
+                 records that are oldest: all of a small fleet, `REREAD` of a larger one, and `MAX_DESCRIBED` while
+                 people look at them
     4. list      Redis is a hint, and another release notes no changes: all live incarnations are listed from time to
                  time (`LISTED_PER_S`), and at once after malformed values
 
@@ -25,6 +26,9 @@ from tandem_services.router.registry import FleetChanges, Registry, WorkerRecord
 
 REREAD = 1
 """Records of a larger fleet that every read describes again."""
+
+VIEWED_S = 10.0
+"""After each look of people at the figures, reads keep them as new as workers write them."""
 
 LISTED_PER_S = 16
 """A fleet of 1,024 is listed every 64 s."""
@@ -58,6 +62,7 @@ class FleetReader:
     """By incarnation, those read the longest time ago first."""
     _generation: int = 0
     _listed_at: float = -inf
+    _viewed_at: float = -inf
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def snapshot(self, missing: Iterable[str] = ()) -> FleetSnapshot:
@@ -68,9 +73,14 @@ class FleetReader:
         async with self._reading:
             return await self._read(tuple(missing))
 
+    def viewed(self) -> None:
+        """People look at the figures of all workers."""
+        self._viewed_at = self.clock.now()
+
     async def _read(self, missing: tuple[str, ...]) -> FleetSnapshot:
         now, small = self.clock.now(), len(self._records) <= SMALL_FLEET
-        aged = tuple(islice(self._records, SMALL_FLEET if small else REREAD))
+        viewed = now - self._viewed_at < VIEWED_S
+        aged = tuple(islice(self._records, MAX_DESCRIBED if small or viewed else REREAD))
         listed = small or now - self._listed_at >= len(self._records) / LISTED_PER_S
         changes = await self.registry.changes(self._generation, listed=listed, described=aged, missing=missing)
         self._replace(aged, changes.workers)

@@ -5,7 +5,7 @@ colon (`router.deployment`), so that deployments with one cluster name and diffe
 hash tag, so on a Redis Cluster all keys of one cluster name share a slot and one Function may touch them.
 
     fleet                HASH  incarnation → routing row (scripts/fleet_row.lua) with its reservations: read as a whole
-                               by the first routing decision after a heartbeat
+                               by the first routing decision after a worker joined, changed or left
     owner                HASH  worker_id → the incarnation that holds the name, and its claim (router.deployment)
     worker:<worker_id>   HASH  the same worker for gateways, peers, people and the operator: readable fields, signed
     fenced:<incarnation> STR   why it is over for good: a verdict (router.deployment)

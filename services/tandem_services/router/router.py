@@ -268,6 +268,7 @@ class Router:
 
     def fleet(self) -> FleetView:
         """The fleet as last seen, for people: those that `mark_dead` named included."""
+        self._reader.viewed()
         return FleetView(members=self._membership.members(), age_s=self._clock.now() - self._refreshed_at)
 
     @property

@@ -170,6 +170,22 @@ async def test_a_large_fleet_at_rest_costs_a_read_few_descriptions(server):
         assert sorted(counted.described) == sorted(f"w{number}@1" for number in range(count)), "each of them once"
 
 
+async def test_figures_that_people_look_at_are_read_by_each_read(server):
+    async with Fleet.of(server, **LASTING) as fleet:
+        count, clock = fleet_reader.SMALL_FLEET + 8, ServiceClock()
+        for number in range(count):
+            await fleet.beat(make_record(f"w{number}"))
+        counted = Counted(fleet.registry)
+        reader = FleetReader(registry=counted, clock=clock)
+        await reader.snapshot()
+        reader.viewed()
+        for expected in (count, count, fleet_reader.REREAD):
+            counted.described.clear()
+            await reader.snapshot()
+            assert len(counted.described) == expected
+            clock.advance(fleet_reader.VIEWED_S / 2)
+
+
 @pytest.mark.usefixtures("differences_alone")
 async def test_a_read_that_fails_between_calls_loses_nothing(server):
     async with Fleet.of(server, **LASTING) as fleet:
