@@ -317,7 +317,7 @@ def pack_row(record: WorkerRecord) -> bytes:
 
 
 def description_digest(record: WorkerRecord) -> str:
-    """16 hex digits of what readers have to know at once: everything but load, statistics and rates of links."""
+    """16 hex digits of what readers need at once: everything but load, statistics and rates of links."""
     broken = sorted(link.peer for link in record.links if link.broken)
     description = msgspec.json.encode((record.view, record.state, broken), order="deterministic")
     return blake2b(description, digest_size=8).hexdigest()

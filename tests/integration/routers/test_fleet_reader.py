@@ -21,7 +21,7 @@ from tandem_testing.service_clock import ServiceClock
 
 @dataclass
 class Counted:
-    """A registry that counts what it is asked for."""
+    """A registry that counts calls, lists and descriptions."""
 
     registry: Registry
     calls: int = 0
@@ -94,7 +94,7 @@ async def test_differences_add_up_to_the_fleet(server, seed):
 
 @pytest.mark.usefixtures("differences_alone")
 async def test_a_change_without_a_note_makes_readers_read_all(server):
-    """A release that does not know of notes raises the generation."""
+    """A release without notes raises the generation."""
     async with Fleet.of(server, **LASTING) as fleet:
         await fleet.beat(make_record("w1"))
         reader, counted = reader_of(fleet)

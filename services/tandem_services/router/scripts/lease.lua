@@ -133,7 +133,7 @@ end
 
 local FIELDS = 11 -- first of the readable fields among the arguments of a heartbeat
 
--- Writes the row of `incarnation`. Returns whether readers know the description of the heartbeat `args`.
+-- Writes the row of `incarnation`. Returns whether Redis has the description of the heartbeat `args`.
 local function write_row(state, args, incarnation, worker_id)
   local before = redis.call('HGET', state.fleet, incarnation)
   local owns = redis.call('HGET', state.owner, worker_id) == args[3]
@@ -201,8 +201,8 @@ end
 -- heartbeat: register or renew, atomically. The newest number of a worker_id wins.
 -- ARGV: 1 prefix, 2 incarnation, 3 claim to the name (a verdict, see state.lua), 4 epoch seed, 5 generation known to the
 --       caller, 6 row payload, 7 age of the load report in ms, 8 links from here (as text, see keys.py), 9 a verdict that
---       the caller has found forged, or '', 10 digest of what readers have to know at once, 11… field, value, … of the
---       readable hash; without them the description of an earlier heartbeat stays
+--       the caller has found forged, or '', 10 digest of what readers need at once, 11… field, value, … of the readable
+--       hash; without them the description of an earlier heartbeat stays
 -- Returns msgpack {status = renewed | fenced | full, verdict, epoch, generation, cursor, workers, undescribed, joined,
 --                  left, members, dropped}.
 --   verdict: why it is fenced, for the caller to check; cursor: revision of the index of this incarnation, -1 if there is
@@ -295,14 +295,14 @@ local function changes(keys, args)
   local state = open(keys, args)
   touch(state, args[2])
   sweep(state)
-  local changed, asked, fenced = changed_since(state, tonumber(args[3])), 5 + tonumber(args[5]), {}
+  local changed, last, fenced = changed_since(state, tonumber(args[3])), 5 + tonumber(args[5]), {}
   local reply = {
     epoch = epoch_of(state.meta), generation = generation_of(state), changed = changed,
     listed = (not changed or args[4] == '1') and live_incarnations(state) or nil,
-    workers = descriptions(state, {unpack(args, 6, asked)}),
+    workers = descriptions(state, {unpack(args, 6, last)}),
   }
   redis.call('PEXPIRE', state.changes, FLEET_TTL_MS)
-  for i = asked + 1, #args do
+  for i = last + 1, #args do
     local verdict = verdict_on(state, args[i])
     if verdict then fenced[#fenced + 1] = {args[i], verdict} end
   end

@@ -1,4 +1,4 @@
-"""When a worker describes itself to the registry, and which members it knows."""
+"""When a worker describes itself to the registry, and its set of members."""
 
 from dataclasses import dataclass, field, replace
 
