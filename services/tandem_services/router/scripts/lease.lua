@@ -47,7 +47,7 @@ end
 local function touch(state, epoch_seed)
   local last, current = meta_time(state, 'last_call', 0), fleet_is_current(state)
   redis.call('HSET', state.meta, 'last_call', string.format('%.0f', state.now))
-  if current then stamp_fleet(state) end
+  if current then stamp_fleet(state) else doubt_fleet(state.prefix) end
   if not epoch_of(state.meta) then
     redis.call('HSET', state.meta, 'epoch', epoch_seed)
     drop_notes_of(state.prefix)
@@ -69,13 +69,12 @@ local function sweep_fleet(state, swept_at)
   local budget = SWEEP_STEP
   local rows = redis.call('HGETALL', state.fleet)
   for i = 1, #rows, 2 do
-    if budget == 0 then return end
     local kind, lease_ms = lease_state(rows[i + 1], state.now)
     if kind == 'malformed' or not worker_of(rows[i]) then
       redis.call('HDEL', state.fleet, rows[i])
       if state.dropped == 0 then lost_entries(state.meta, state.prefix) end
       state.dropped = state.dropped + 1
-    elseif kind == 'lapsed' and may_forget and state.now - lease_ms > FENCE_AFTER_MS - LEASE_MS then
+    elseif kind == 'lapsed' and may_forget and budget > 0 and state.now - lease_ms > FENCE_AFTER_MS - LEASE_MS then
       retire(state, rows[i])
       budget = budget - 1
     elseif kind == 'lapsed' and lease_ms >= swept_at then

@@ -57,8 +57,8 @@ local function generation_of(state)
   return whole(redis.call('HGET', state.meta, 'generation'), MAX_WHOLE - 1) or 0
 end
 
--- A worker joined, changed or left. A generation that was lost or overwritten restarts at the current time, which no caller has
--- seen before.
+-- A worker joined, changed or left. A generation that was lost or overwritten restarts at the current time, which no
+-- caller has seen before.
 local function next_generation(state)
   local before = generation_of(state)
   redis.call('HSET', state.meta, 'generation', string.format('%.0f', before > 0 and before + 1 or state.now))
