@@ -107,6 +107,7 @@ async def measure_views(
     await asyncio.to_thread(server.command, "FLUSHALL")
     fleet = Views(server, records)
     await fleet.beats(describe=True, known=True)
+    await fleet.sweeping.library.load()
     clock = ServiceClock()
     reader = FleetReader(registry=fleet.registry, clock=clock)
     seconds = max(16, int(2 * len(records) / LISTED_PER_S))
