@@ -13,7 +13,7 @@ from gateway_systems import Case as Load
 from gateway_systems import tandem
 from growth_fit import Curve
 from pinned_processes import OTHER_CORES
-from router_redis import PAGE, SLICE, Bench, Case, index_bytes, local_us, measure, redis_us
+from router_redis import PAGE, SLICE, Bench, Case, index_bytes, local_us, measure, redis_us, views
 
 from tandem_services.router.cost import PAIR_ENDS
 from tandem_services.router.index import IndexUpdate, UpdateKind
@@ -31,6 +31,9 @@ PAIRS = (
     f"every pair of up to {PAIR_ENDS} prefill and {PAIR_ENDS} decode workers is priced: "
     f"the square of the workers until there are {2 * PAIR_ENDS}, linear from there"
 )
+
+
+ALL_ROWS = "all rows are read into one table of Lua, in one piece; memory of that size costs more than its share"
 
 
 def worker_curves(deciding: Sequence[int], serving: Sequence[int], *, requests: int, rounds: int) -> dict[str, Curve]:
@@ -55,6 +58,25 @@ def worker_curves(deciding: Sequence[int], serving: Sequence[int], *, requests: 
         "decision in Redis by workers": Curve(points=redis, unit="µs", reason=PAIRS),
         "decision without Redis by workers": Curve(points=local, unit="µs", reason=PAIRS),
         "request through the gateway by workers": Curve(points=gateway, unit="µs"),
+    }
+
+
+def view_curves(workers: Sequence[int], *, rounds: int) -> dict[str, Curve]:
+    """CPU of Redis for what workers and gateways do every second, by workers: microseconds."""
+    found = {}
+    with closing_redis() as server:
+        for count in workers:
+            found[count] = asyncio.run(views(server, count, rounds=rounds))
+
+    def curve(name: str, reason: str = "") -> Curve:
+        points = {count: each.costs[name]["cpu_us"] for count, each in found.items()}
+        return Curve(points=points, unit="µs", reason=reason)
+
+    return {
+        "heartbeat by workers": curve("heartbeat"),
+        "view of a gateway by workers": curve("view_per_gateway_second"),
+        "first view of a gateway by workers": curve("first_view", ALL_ROWS),
+        "sweep by workers": curve("sweep", ALL_ROWS),
     }
 
 

@@ -1,7 +1,7 @@
 """What one routing decision costs Redis: microseconds per call by fleet size, prompt length and cache state.
 
     python benchmarks/router_redis.py [--workers 8,64] [--tokens 1024,32768] [--calls 200] [--rounds 5] [--explained]
-                                      [--out r.json]
+                                      [--views] [--out r.json]
 
 Starts its own redis-server on a free loopback port. For each case: CPU time of Redis per decision, network and protocol
 included, with one caller and with 16 at once, and so the decisions per second of one core of Redis; the round trip that
@@ -12,6 +12,9 @@ one caller sees. Medians over rounds. Cases of cache state:
     ragged    every worker has a different share: the worst case for the search
 
 `--explained`: every decision tells what it chose from, as explain shows it for some of them.
+
+`--views`: instead of decisions, what heartbeats cost and what a gateway's view of the fleet costs each second, beside a
+view that is read as a whole (`fleet_views.py`).
 
 Then what a million blocks in the index take of Redis's memory, and a decision without Redis by the last view.
 """
@@ -29,7 +32,9 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
+
+from fleet_views import JOINS, FleetCosts, measure_views  # noqa: E402
 
 from tandem_engine.base.clock import MonotonicClock  # noqa: E402
 from tandem_engine.config import Role  # noqa: E402
@@ -39,7 +44,7 @@ from tandem_services.common.redis_client import RedisAddress, RedisClient  # noq
 from tandem_services.router.cost import Demand, Load  # noqa: E402
 from tandem_services.router.decision import WorkerView  # noqa: E402
 from tandem_services.router.index import BlockIndex, IndexUpdate, UpdateKind  # noqa: E402
-from tandem_services.router.keys import Keys  # noqa: E402
+from tandem_services.router.keys import SMALL_FLEET, Keys  # noqa: E402
 from tandem_services.router.redis_functions import FunctionLibrary  # noqa: E402
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState  # noqa: E402
 from tandem_services.router.selection import LocalRouting, OwnLoad  # noqa: E402
@@ -94,14 +99,19 @@ class Bench:
         self.index = BlockIndex(library=library, keys=Keys("bench"))
         self.registry = Registry(library=library, keys=Keys("bench"))
         self.records = [record(n, workers) for n in range(workers)]
+        self.generation = 0
 
-    async def heartbeats(self) -> None:
+    async def heartbeats(self, *, describe: bool = True) -> None:
         for each in self.records:
-            await self.registry.heartbeat(each, known_generation=0, report_age_s=0.2)
+            reply = await self.registry.heartbeat(
+                each, known_generation=self.generation, report_age_s=0.2, describe=describe
+            )
+            self.generation = reply.generation
 
     async def keep_alive(self) -> None:
+        """As workers of a fleet in which nothing changes."""
         while True:
-            await self.heartbeats()
+            await self.heartbeats(describe=len(self.records) <= SMALL_FLEET)
             await asyncio.sleep(1)
 
     async def fill(self, state: str, chain: list[bytes]) -> None:
@@ -240,6 +250,11 @@ def local_us(workers: int, calls: int) -> dict[str, float]:
     }
 
 
+async def views(server: RedisServer, workers: int, *, rounds: int) -> FleetCosts:
+    records = [record(number, workers) for number in range(workers + JOINS)]
+    return await measure_views(server, records[:workers], records[workers:], rounds=rounds)
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="8,64")
@@ -248,30 +263,40 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--explained", action="store_true")
+    parser.add_argument("--views", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     random.seed(1)
+    fleets = [int(workers) for workers in arguments.workers.split(",")]
+    machine = {"machine": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
     server = RedisServer.start()
     try:
+        if arguments.views:
+            found = [await views(server, workers, rounds=arguments.rounds) for workers in fleets]
+            report({**machine, "views": [each._asdict() for each in found]}, arguments.out)
+            return
         cases = [
             await measure(
                 server,
-                Case(workers=int(workers), tokens=int(tokens), state=state, explained=arguments.explained),
+                Case(workers=workers, tokens=int(tokens), state=state, explained=arguments.explained),
                 calls=arguments.calls,
                 rounds=arguments.rounds,
             )
-            for workers in arguments.workers.split(",")
+            for workers in fleets
             for tokens in arguments.tokens.split(",")
             for state in ("cold", "shared", "ragged")
         ]
         index = await index_bytes(server, arguments.blocks)
     finally:
         server.stop()
-    local = [local_us(int(workers), 1000) for workers in arguments.workers.split(",")]
-    machine = {"machine": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
-    text = json.dumps({**machine, "cases": cases, "index": index, "local": local}, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
+    local = [local_us(workers, 1000) for workers in fleets]
+    report({**machine, "cases": cases, "index": index, "local": local}, arguments.out)
+
+
+def report(found: dict[str, object], out: Path | None) -> None:
+    text = json.dumps(found, indent=1)
+    if out:
+        out.write_text(text + "\n")
     print(text)
 
 

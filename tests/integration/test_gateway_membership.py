@@ -111,7 +111,7 @@ async def test_workers_that_lose_redis_stay_members_while_they_answer(server, ra
             await until(sees(router, "a@1", "b@1"), PATIENCE_S, "both are members")
         await until(lambda: router._membership.unlisted == {"a@1", "b@1"}, PATIENCE_S, "Redis has lost both")
         async with Fleet.of(server, deployment=Deployment.of(OURS), **BRIEF) as empty:
-            assert (await empty.registry.snapshot()).workers == ()
+            assert (await empty.snapshot()).workers == ()
             assert set(await answered(http, 20)) == {200}
             assert sees(router, "a@1", "b@1")()
         async with beating(fleet, *engines):

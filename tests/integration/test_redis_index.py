@@ -125,13 +125,13 @@ async def test_a_key_of_the_wrong_type_or_content_is_a_miss_and_heals(  # [redis
     await fleet.index.route(
         model=MODEL, demand=demand, page_size=PAGE, chain=b"".join(CHAIN), exclude=frozenset(), seed=1
     )
-    await fleet.registry.snapshot()
+    await fleet.snapshot()
     reply = await fleet.beat(make_record("w1"))
     assert reply.status == "renewed"
     if reply.cursor == -1:
         await apply(fleet, CLEARED, stored(*CHAIN), builds_on=-1, revision=2)
     assert await matched(fleet) == 10 * PAGE
-    (seen,) = (await fleet.registry.snapshot()).workers
+    (seen,) = (await fleet.snapshot()).workers
     assert seen == make_record("w1")
 
 
@@ -140,7 +140,7 @@ async def test_a_rubbish_row_is_never_chosen_and_is_swept(server, fleet, row):
     server.command("HSET", fleet.keys.prefix + "fleet", "evil@1", row)
     assert await matched(fleet) == 0
     server.command("HSET", fleet.keys.prefix + "meta", "swept_at", "0")
-    assert (await fleet.registry.snapshot()).malformed == 1
+    assert (await fleet.snapshot()).malformed == 1
     assert server.command("HEXISTS", fleet.keys.prefix + "fleet", "evil@1") == ":0\r\n"
 
 

@@ -105,11 +105,11 @@ async def check_sound(fleet, router, *, what: str) -> None:
     assert await renewed(fleet, RECORDS[0]) == own, what
     await router.refresh()
     assert {worker.incarnation for worker in router.workers()} == own, what
-    snapshot = await fleet.registry.snapshot()
+    snapshot = await fleet.snapshot()
     assert {record.view.incarnation: record for record in snapshot.workers} == {
         record.view.incarnation: record for record in RECORDS
     }, what
-    assert (await fleet.registry.snapshot()).malformed == 0, what
+    assert (await fleet.snapshot()).malformed == 0, what
     choice = await router.choose(make_query(PROMPT))
     assert choice.source is Source.REDIS, what
     assert choice.decode.incarnation in own, what
@@ -151,13 +151,24 @@ async def test_a_field_of_a_workers_row_is_mended_by_its_heartbeat(raw, fleet, r
 async def test_a_key_of_another_type_is_mended_by_heartbeats(raw, fleet, router, kind):
     own = [f"{name}:d1@1" for name in OWN_KEYS]
     command, *arguments = TYPES[kind]
-    for name in ("fleet", "owner", "meta", "worker:d1", *own):
+    for name in ("fleet", "owner", "meta", "changes", "worker:d1", *own):
         key = fleet.keys.prefix + name
         raw.delete(key)
         raw.execute_command(command, key, *arguments)
         await serves(router)
         # What is of the type that it should be, and empty of sense, is a wrong hint; see the index.
         await check_sound(fleet, router, what=f"{kind} at {key}")
+
+
+@pytest.mark.parametrize("score", ["inf", "-inf", "7", "1.5"])
+@pytest.mark.parametrize("member", [b"garbage", b"\xff@1", b"", b"d1@1", b"gone@1"])
+async def test_a_foreign_entry_of_changes_hides_no_worker(raw, fleet, router, member, score):
+    """The reader of the router has read before, and sees the workers of a reader that has not."""
+    raw.zadd(fleet.keys.prefix + "changes", {member: score})
+    await serves(router)
+    await fleet.beat(make_record("d3", Role.DECODE))
+    await fleet.registry.deregister("d3@1")
+    await check_sound(fleet, router, what=f"{member!r} at {score}")
 
 
 async def test_a_cursor_that_is_no_revision_is_a_gap(raw, fleet):
@@ -213,7 +224,7 @@ async def test_deployments_with_one_cluster_name_do_not_meet(server, fleet, rout
     for _ in range(2):
         await other.beat(make_record("d1", Role.DECODE, number=2))
         await check_sound(fleet, router, what="a second deployment")
-        assert {r.view.incarnation for r in (await other.registry.snapshot()).workers} == {"d1@2"}
+        assert {r.view.incarnation for r in (await other.snapshot()).workers} == {"d1@2"}
         server.wipe()
     await other.close()
 
@@ -235,12 +246,12 @@ async def test_a_full_registry_rejects_one_more_and_keeps_the_rest(raw, fleet):
     raw.hset(key, mapping={f"w{number}@1": row for number in range(MAX_WORKERS - raw.hlen(key))})
     for number in range(3):
         assert (await fleet.beat(make_record(f"late-{number}"))).status is LeaseStatus.FULL
-        await fleet.registry.snapshot()
+        await fleet.snapshot()
     assert (await fleet.beat(RECORDS[1])).status is LeaseStatus.RENEWED
     assert raw.hlen(key) == MAX_WORKERS
     raw.hset(key, mapping={f"more-{number}@1": row for number in range(64)})
     assert (await fleet.beat(RECORDS[1])).status is LeaseStatus.RENEWED
-    await fleet.registry.snapshot()
+    await fleet.snapshot()
     demand = Demand(prompt_tokens=10, output_tokens=1, local_prefill_tokens=16)
     chain = b"".join(chain_of(PROMPT))
     routed = await fleet.index.route(

@@ -7,7 +7,8 @@ from tandem_lab.simulate.clock import DAY_MS, EventQueue, SimulatedRedis
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.cost import Demand
 from tandem_services.router.index import Routed
-from tandem_testing.router_builders import MODEL, PAGE, Fleet, make_link, make_load, make_record
+from tandem_services.router.registry import WorkerState
+from tandem_testing.router_builders import HOUR_MS, LASTING, MODEL, PAGE, Fleet, make_link, make_load, make_record
 
 DEMAND = Demand(prompt_tokens=1000, output_tokens=16, local_prefill_tokens=2048)
 FIRST, SECOND = make_record("first"), make_record("second")
@@ -121,6 +122,28 @@ async def test_a_fleet_that_changes_all_its_workers_is_followed(simulated):
     assert await route(simulated) is None
 
 
+async def test_a_heartbeat_that_changes_the_kind_of_a_worker_regroups(simulated):
+    """Its row is decoded by the heartbeat: no later comparison shows that it was another one."""
+    await beat(simulated, FIRST, make_record("second", Role.PREFILL))
+    assert (await route(simulated)).prefill is None
+    await beat(simulated, make_record("first", Role.DECODE))
+    routed = await route(simulated)
+    assert (routed.prefill, routed.decode) == ("second@1", "first@1")
+    await beat(simulated, make_record("first", Role.DECODE, state=WorkerState.DRAINING))
+    assert await route(simulated) is None
+    await beat(simulated, make_record("first", Role.DECODE))
+    assert (await route(simulated)).decode == "first@1"
+
+
+async def test_a_malformed_row_is_decoded_again_after_its_heartbeat(server, simulated):
+    await beat(simulated, FIRST)
+    server.command("HSET", f"{simulated.keys.prefix}fleet", "first@1", "rubbish")
+    server.command("HSET", f"{simulated.keys.prefix}meta", "generation", "7")
+    assert await route(simulated) is None
+    await beat(simulated, FIRST)
+    assert (await route(simulated)).decode == "first@1"
+
+
 def redis_ms(server) -> int:
     _, _, seconds, _, microseconds, _ = server.command("TIME").split("\r\n")
     return int(seconds) * 1000 + int(microseconds) // 1000
@@ -153,6 +176,30 @@ async def test_what_another_release_writes_is_seen(server):
         await theirs.close()
 
 
+def rows_read(server) -> int:
+    """How often all rows of a hash were read, ever."""
+    lines = server.command("INFO", "commandstats").splitlines()
+    counts = [line.partition("calls=")[2].partition(",")[0] for line in lines if line.startswith("cmdstat_hgetall:")]
+    return int(counts[0]) if counts else 0
+
+
+async def test_decisions_between_heartbeats_read_no_rows(server):
+    async with Fleet.of(server, **LASTING, SWEEP_EVERY_MS=HOUR_MS) as fleet:
+        for record in (FIRST, SECOND):
+            fleet.generation = (await fleet.beat(record)).generation
+        assert queue_s(await fleet.index.route(**ROUTE)) == 0.0
+        before = rows_read(server)
+        for queue_tokens in (500, 700):
+            load = make_load(queue_tokens=queue_tokens)
+            await fleet.beat(make_record("first", load=load))
+            await fleet.beat(make_record("second", load=load))
+            await fleet.registry.changes(fleet.generation)
+            routed = await fleet.index.route(**ROUTE)
+            assert queue_s(routed) >= queue_tokens / 1000
+            await fleet.index.release(routed.reservation)
+        assert rows_read(server) == before
+
+
 async def test_what_was_reserved_and_given_back_is_seen_without_a_heartbeat(server):
     async with Fleet.of(server) as fleet:
         await fleet.beat(FIRST)
@@ -163,25 +210,31 @@ async def test_what_was_reserved_and_given_back_is_seen_without_a_heartbeat(serv
 
 
 async def decisions(server, *, kept: bool) -> list[tuple[str | None, str, dict[str, float]]]:
-    """Choices and prices of a burst that goes on for several reservation buckets. Unless `kept`, every decision reads
-    all rows."""
+    """Choices and prices of a burst that goes on for several reservation buckets and heartbeats. Unless `kept`, every
+    decision reads all rows."""
     server.command("FLUSHALL")
     simulated = SimulatedRedis(address=RedisAddress(url=server.url), cluster="default", events=EventQueue())
     await simulated.follow()
     roles = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE, Role.BOTH)
     steps_s = (0.0101, 0.0113, 0.012731, 0.013977, 0.015149)  # no two prices are equal
-    for number, (role, step_s) in enumerate(zip(roles, steps_s, strict=True)):
+
+    async def report(number: int, queue_tokens: int) -> None:
         load = make_load(
             prefill_rate=1000.0 + 37 * number,
-            queue_tokens=11 * number,
+            queue_tokens=queue_tokens,
             sequences=number,
-            step_s=step_s,
+            step_s=steps_s[number],
             max_sequences=9,
             room_tokens=5000,
         )
-        await beat(simulated, make_record(f"w{number}", role, load=load))
+        await beat(simulated, make_record(f"w{number}", roles[number], load=load))
+
+    for number in range(len(roles)):
+        await report(number, 11 * number)
     made = []
-    for _ in range(40):
+    for step in range(40):
+        if step % 4 == 3:
+            await report(step % len(roles), 17 * step)
         if not kept:
             server.command("FUNCTION", "FLUSH")
         routed = await route(simulated)

@@ -12,7 +12,7 @@ from tandem_services.common.redis_client import RedisAddress, RedisClient, Redis
 from tandem_services.common.sockets import free_port
 from tandem_services.router.keys import Keys
 from tandem_services.router.redis_functions import FunctionLibrary
-from tandem_services.router.registry import FleetSnapshot, Registry
+from tandem_services.router.registry import FleetChanges, Registry
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.waiting import until
 
@@ -46,7 +46,7 @@ class Heart:
 
     async def beats(self) -> bool:
         try:
-            return isinstance(await self.registry.snapshot(), FleetSnapshot)
+            return isinstance(await self.registry.changes(0), FleetChanges)
         except RedisUnavailableError:
             return False
 

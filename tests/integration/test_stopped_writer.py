@@ -11,7 +11,7 @@ from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.base import room_key
 from tandem_engine.disaggregation.holds import HoldTable
 from tandem_engine.messages.control import PeerEnded
-from tandem_services.router.registry import FleetSnapshot
+from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.worker.peers import Lifelines
 from tandem_testing.disagg_nixl import Node, RemoteWriter, nixl_node, remote_writer
 from tandem_testing.waiting import until
@@ -36,7 +36,7 @@ class NobodyElse:
 
     asked = 0
 
-    async def snapshot(self) -> FleetSnapshot:
+    async def snapshot(self, missing=()) -> FleetSnapshot:
         self.asked += 1
         return FleetSnapshot(epoch="e", workers=(), malformed=0)
 
@@ -70,7 +70,7 @@ async def test_pages_of_a_writer_that_was_stopped_in_the_middle_of_a_write_are_i
     async def ended(message: PeerEnded) -> None:
         holds.ended(message.incarnation)
 
-    lifelines = Lifelines(registry=registry, order=ended, clock=MonotonicClock(), recheck_s=0.05)
+    lifelines = Lifelines(fleet=registry, order=ended, clock=MonotonicClock(), recheck_s=0.05)
     with remote_writer("p", receiver) as writer:
         holds.grant(ROOM, writer=writer.peer, pages=granted, valid_s=8.0)
         stopped_in_the_middle(writer, memory)

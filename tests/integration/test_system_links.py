@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.ipc.keys import KeyPair
 from tandem_services.cli.main import main
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.cost import Demand
 from tandem_services.router.deployment import Deployment
+from tandem_services.router.fleet_reader import FleetReader
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import Keys
 from tandem_services.router.redis_functions import FunctionLibrary
@@ -81,7 +83,7 @@ class ForeignWorker:
 
     async def beat(self, *, bytes_per_s: float) -> WorkerRecord:
         """One heartbeat with that figure for every link."""
-        records = (await self.registry.snapshot()).workers
+        records = (await FleetReader(registry=self.registry, clock=MonotonicClock()).snapshot()).workers
         like = next(record for record in records if record.view.worker_id == "prefill-0")
         links = tuple(
             make_link(record, bytes_per_s) for record in records if record.view.worker_id.startswith("decode")

@@ -144,7 +144,7 @@ async def until(condition, *, seconds: float = PATIENCE_S):
 
 async def find(fleet: Fleet, worker_id: str = "w1") -> WorkerRecord | None:
     try:
-        snapshot = await fleet.registry.snapshot()
+        snapshot = await fleet.snapshot()
     except RedisUnavailableError:
         return None
     return next((record for record in snapshot.workers if record.view.worker_id == worker_id), None)

@@ -5,10 +5,11 @@ colon (`router.deployment`), so that deployments with one cluster name and diffe
 hash tag, so on a Redis Cluster all keys of one cluster name share a slot and one Function may touch them.
 
     fleet                HASH  incarnation → routing row (scripts/fleet_row.lua) with its reservations: read as a whole
-                               by the first routing decision after a heartbeat
+                               by the first routing decision after a worker joined, changed or left
     owner                HASH  worker_id → the incarnation that holds the name, and its claim (router.deployment)
     worker:<worker_id>   HASH  the same worker for gateways, peers, people and the operator: readable fields, signed
     fenced:<incarnation> STR   why it is over for good: a verdict (router.deployment)
+    changes              ZSET  incarnation → generation of its last change (scripts/changes.lua)
     meta                 HASH  epoch, generation, last_call, swept_at, grace_until
     blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
     host:<incarnation>   SET   those of them that are in host memory alone, not on the device
@@ -31,9 +32,10 @@ UNLINK or one expiry instead of a sweep over millions of keys; publishing n bloc
 routing decision costs a look or a few per worker (scripts/settle.lua).
 
 Commands used, for the ACL. Inside functions: TIME TYPE EXISTS STRLEN HLEN HEXISTS HGET HSET HDEL HGETALL
-HRANDFIELD ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE. From clients:
-FCALL, PING, for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME TYPE ZADD ZRANGE ZREM
-ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.redis_functions`).
+HRANDFIELD ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYRANK ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE.
+From clients: FCALL, PING, for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME TYPE
+ZADD ZRANGE ZREM ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library
+(`router.redis_functions`).
 For instance:
 
     ACL SETUSER tandem on >secret resetkeys ~tandem:{default}:* -@all +fcall +ping +function|load +time +type
@@ -82,6 +84,22 @@ SWEEP_STEP = 512
 
 MAX_WORKERS = 4_096
 """One more is rejected. Rows beyond it were not written by workers: they are removed, and the workers stay."""
+
+SMALL_FLEET = 32
+"""Workers of a fleet in which every heartbeat describes its worker and every view all workers: 2 ms of Redis a second,
+and 1 ms for each gateway. In a larger fleet both cost no more, and what changes by itself is older."""
+
+DESCRIBE_EVERY_S = 30.0
+"""How often a worker of a large fleet describes itself to Redis although nothing of it has changed."""
+
+DESCRIBED_TTL_MS = 90_000
+"""Three of these."""
+
+MAX_CHANGES = 4_096
+"""Incarnations whose last change is known. Readers that missed more read the whole fleet."""
+
+MAX_DESCRIBED = 256
+"""Workers that one call describes: 7 ms of Redis."""
 
 MAX_ROW_FIELDS = 128
 """Fields of the readable hash of a worker. A hash with more was not written by a worker."""

@@ -24,8 +24,9 @@ from typing import NamedTuple
 from tandem_engine.base.clock import Clock
 from tandem_services.router.decision import MemberProofs, WorkerView
 from tandem_services.router.deployment import supersedes
+from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.router.keys import LEASE_MS, worker_id_of
-from tandem_services.router.registry import FleetSnapshot, WorkerRecord, WorkerState
+from tandem_services.router.registry import WorkerRecord, WorkerState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,7 @@ T = TypeVar("T")
 SCRIPTS = (
     "clock",
     "state",
+    "changes",
     "fleet_row",
     "open",
     "in_flight",
@@ -62,6 +63,8 @@ CONSTANTS: Mapping[str, float] = {
     "SWEEP_EVERY_MS": keys.SWEEP_EVERY_MS,
     "SWEEP_STEP": keys.SWEEP_STEP,
     "MAX_WORKERS": keys.MAX_WORKERS,
+    "DESCRIBED_TTL_MS": keys.DESCRIBED_TTL_MS,
+    "MAX_CHANGES": keys.MAX_CHANGES,
     "MAX_ROW_FIELDS": keys.MAX_ROW_FIELDS,
     "MAX_NAMED_BLOCKS": keys.MAX_NAMED_BLOCKS,
     "DIGEST_BYTES": keys.DIGEST_BYTES,

@@ -1,14 +1,13 @@
 """The registry in Redis: which workers exist, with which lease, load and statistics.
 
-    1. A worker sends its whole description and load with every heartbeat. The first one registers it, and any later one
-       registers it again after Redis lost its data. A worker keeps no state about earlier heartbeats.
-    2. The reply contains whether the lease holds or this incarnation is fenced, which incarnations exist (if that
-       changed), and the revision of this worker's index.
-    3. Gateways read a snapshot once per heartbeat. An epoch number distinguishes an empty registry (all workers left)
-       from a wiped one (all workers are about to return).
+    1. A worker sends its load with every heartbeat, and its whole description with the first one, when it changes, from
+       time to time, and when Redis lacks it. Any heartbeat registers a worker again after Redis lost its data.
+    2. The reply contains whether the lease holds or this incarnation is fenced, which workers joined and left since the
+       last heartbeat (all of them, where that is not known), and the revision of this worker's index.
+    3. Gateways and workers read what has changed (`fleet_reader`). An epoch number distinguishes an empty registry (all
+       workers left) from a wiped one (all workers are about to return).
 
-`Figures` are statistics for display only; routing does not use them. A worker writes them into its readable hash with
-every heartbeat, the view keeps the text, and they are parsed only when they are displayed.
+Statistics for display (`figures`) are part of the description, and routing does not use them.
 
 All content of Redis is untrusted. A record, claim or verdict without a valid signature, or with malformed values, is
 counted and dropped. Malformed statistics are dropped without their worker.
@@ -17,7 +16,7 @@ counted and dropped. Malformed statistics are dropped without their worker.
 import re
 import secrets
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -35,68 +34,18 @@ from tandem_engine.messages.stats import LinkReport
 from tandem_services.router.cost import ASSUMED_TRANSFER_RATE, Load, token_s
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import PROOF_FIELD, Deployment
+from tandem_services.router.figures import kept_figures
 from tandem_services.router.keys import Keys, worker_id_of
 from tandem_services.router.redis_functions import FunctionLibrary
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""No further than a browser can count."""
-
-Rate = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
-Label = Annotated[str, msgspec.Meta(max_length=64)]
-
-
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of one worker. Totals count since its start. 0 where its release reports nothing."""
-
-    running: Count = 0
-    waiting: Count = 0
-    transferring: Count = 0
-    inflight: Count = 0
-    total_pages: Count = 0
-    """Pages of the KV pool: used by requests, held by the prefix cache alone (evictable), quarantined, or free."""
-    free_pages: Count = 0
-    evictable_pages: Count = 0
-    quarantined_pages: Count = 0
-    host_pages: Count = 0
-    host_pages_used: Count = 0
-    stored_blocks: Count = 0
-    prompt_tokens_total: Count = 0
-    cached_tokens_total: Count = 0
-    """Prompt tokens found in any tier of the prefix cache; the next two are parts of it."""
-    host_cached_tokens_total: Count = 0
-    disk_cached_tokens_total: Count = 0
-    output_tokens_total: Count = 0
-    output_tokens_per_s: Rate = 0.0
-    transfers_total: Count = 0
-    transfer_failures_total: Count = 0
-    transfer_bytes_total: Count = 0
-    fetched_total: Count = 0
-    """Prefixes brought from other workers."""
-    transport: Label = ""
-    dtype: Label = ""
-
-
-FIGURES = frozenset(field.name for field in msgspec.structs.fields(Figures))
-
-
-def kept_figures(fields: Mapping[str, str]) -> dict[str, str | int | float]:
-    """The figures of a worker's hash, as they came."""
-    return {name: fields[name] for name in FIGURES & fields.keys()}
-
-
-def read_figures(details: Mapping[str, str | int | float]) -> Figures | None:
-    """None for what makes no sense."""
-    try:
-        return msgspec.convert(dict(details), Figures, strict=False)
-    except msgspec.ValidationError:
-        return None
-
 
 ROW = struct.Struct("<BBII8s16s7d")
 """The routing row after its Redis times; its fields are documented in scripts/fleet_row.lua."""
 
 ADAPTERS_FIELD = "adapters"
 """Of the readable hash. A worker of a release without it serves no adapter."""
+
+DESCRIBED_FIELD = "described"
+"""Of the readable hash: `description_digest`. When it changes, readers read the worker again."""
 
 _INCARNATION = re.compile(r"[A-Za-z0-9._-]{1,128}@[0-9]{1,40}")
 
@@ -161,6 +110,10 @@ class _HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str = ""
     generation: int = 0
     cursor: int = -1
+    workers: int = 0
+    undescribed: bool = False
+    joined: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     members: tuple[str, ...] | None = None
     dropped: int = 0
 
@@ -179,26 +132,44 @@ class HeartbeatReply:
     generation: int = 0
     cursor: int = -1
     """Revision of this worker's index, −1 when there is none."""
+    workers: int = 0
+    """Size of the fleet."""
+    undescribed: bool = False
+    """Redis lacks the description of this worker: the next heartbeat has to bring it."""
+    joined: tuple[str, ...] = ()
+    """Incarnations that joined or changed since the generation of the caller."""
+    left: tuple[str, ...] = ()
+    """Incarnations that left since then. Unsigned: a hint."""
     members: tuple[str, ...] | None = None
-    """Incarnations that are registered, when the generation differs from the caller's."""
+    """All registered incarnations, when it is not known what has changed since then."""
 
 
 _ROW = msgspec.msgpack.Decoder(tuple[str, ...])
 
 
-class _SnapshotReply(msgspec.Struct, frozen=True, kw_only=True):
+class _ChangesReply(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str
     generation: int
     dropped: int
+    changed: tuple[str, ...] | None = None
+    listed: tuple[str, ...] | None = None
     workers: tuple[msgspec.Raw, ...]
     """Each decoded by itself: bytes that are no text spoil one row."""
     fenced: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FleetSnapshot:
+class FleetChanges:
+    """What a reader has missed. Unsigned names are hints; records are signed."""
+
     epoch: str
+    generation: int
+    changed: frozenset[str] | None
+    """Incarnations that joined, changed, lapsed or left; None: any may have."""
+    listed: frozenset[str] | None
+    """All live incarnations, if they were requested or `changed` is None."""
     workers: tuple[WorkerRecord, ...]
+    """Those of the requested descriptions that are live."""
     malformed: int
     """Number of malformed values, in Redis or in its reply."""
     fenced: frozenset[str] = frozenset()
@@ -214,13 +185,18 @@ class Registry:
     deployment: Deployment = field(default_factory=Deployment)
 
     async def heartbeat(
-        self, record: WorkerRecord, *, known_generation: int, report_age_s: float, forged: str = ""
+        self,
+        record: WorkerRecord,
+        *,
+        known_generation: int,
+        report_age_s: float,
+        forged: str = "",
+        describe: bool = True,
     ) -> HeartbeatReply:
         """Register or renew. `report_age_s`: how long ago the load in `record` was measured; `forged`: of the last
-        reply."""
-        incarnation = record.view.incarnation
-        texts = {name: _text(value) for name, value in readable_fields(record).items()}
-        texts[PROOF_FIELD] = self.deployment.row_proof({**texts, "incarnation": incarnation})
+        reply; `describe`: write the readable fields and the links."""
+        incarnation, described = record.view.incarnation, description_digest(record)
+        texts = self._signed_fields(record, described) if describe else {}
         reply = await self.library.ask(
             "heartbeat",
             self.keys.shared,
@@ -231,12 +207,18 @@ class Registry:
             known_generation,
             pack_row(record),
             int(report_age_s * 1000),
-            pack_links(record),
+            pack_links(record) if describe else "",
             forged,
+            described,
             *(part for field in texts.items() for part in field),
             shape=_HeartbeatReply,
         )
         return self._checked(reply, incarnation)
+
+    def _signed_fields(self, record: WorkerRecord, described: str) -> dict[str, str]:
+        texts = {name: _text(value) for name, value in readable_fields(record).items()}
+        written = {**texts, "incarnation": record.view.incarnation, DESCRIBED_FIELD: described}
+        return texts | {PROOF_FIELD: self.deployment.row_proof(written)}
 
     async def fence(self, incarnation: str, *, by: str) -> None:
         """It cannot come back: it leaves, or `by` has found it dead."""
@@ -247,19 +229,34 @@ class Registry:
         """Leave at once. The incarnation cannot come back."""
         await self.fence(incarnation, by=incarnation)
 
-    async def snapshot(self, missing: Iterable[str] = ()) -> FleetSnapshot:
-        """All live workers, draining and stalled ones included.
+    async def changes(
+        self, since: int, *, listed: bool = False, described: Collection[str] = (), missing: Iterable[str] = ()
+    ) -> FleetChanges:
+        """What has changed since generation `since` (0: not known).
 
-        `missing`: incarnations of the caller that recent snapshots lacked, to learn whether they have ended.
+        `listed`: list all live incarnations. `described`: at most `MAX_DESCRIBED` incarnations to describe. `missing`:
+        incarnations of the caller that no list contains, to learn whether they have ended.
         """
         reply = await self.library.ask(
-            "snapshot", self.keys.shared, self.keys.prefix, secrets.token_hex(8), *missing, shape=_SnapshotReply
+            "changes",
+            self.keys.shared,
+            self.keys.prefix,
+            secrets.token_hex(8),
+            since,
+            int(listed),
+            len(described),
+            *described,
+            *missing,
+            shape=_ChangesReply,
         )
         records = [self._signed_record(row) for row in reply.workers]
         sound = tuple(record for record in records if record is not None)
         fenced = [who for who, verdict in reply.fenced if self.deployment.condemner(verdict, who) is not None]
-        return FleetSnapshot(
+        return FleetChanges(
             epoch=reply.epoch,
+            generation=reply.generation,
+            changed=None if reply.changed is None else frozenset(reply.changed),
+            listed=None if reply.listed is None else frozenset(reply.listed),
             workers=sound,
             malformed=reply.dropped + len(records) - len(sound),
             fenced=frozenset(fenced),
@@ -277,17 +274,21 @@ class Registry:
         if reply.status is LeaseStatus.FENCED:
             by = self.deployment.condemner(reply.verdict, incarnation)
             return HeartbeatReply(status=reply.status, by=by or "", forged="" if by else reply.verdict)
-        members = None
-        if reply.members is not None:
-            claimed = (self.deployment.claimant(claim) for claim in reply.members)
-            members = tuple(member for member in claimed if member is not None)
         return HeartbeatReply(
             status=reply.status,
             epoch=reply.epoch,
             generation=reply.generation,
             cursor=reply.cursor,
-            members=members,
+            workers=reply.workers,
+            undescribed=reply.undescribed,
+            joined=self._claimants(reply.joined),
+            left=reply.left,
+            members=None if reply.members is None else self._claimants(reply.members),
         )
+
+    def _claimants(self, claims: Iterable[str]) -> tuple[str, ...]:
+        claimed = (self.deployment.claimant(claim) for claim in claims)
+        return tuple(incarnation for incarnation in claimed if incarnation is not None)
 
 
 def model_digest(model: str) -> bytes:
@@ -313,6 +314,13 @@ def pack_row(record: WorkerRecord) -> bytes:
         load.max_sequences,
         load.token_bytes / load.transfer_rate,
     )
+
+
+def description_digest(record: WorkerRecord) -> str:
+    """16 hex digits of what readers need at once: everything but load, statistics and rates of links."""
+    broken = sorted(link.peer for link in record.links if link.broken)
+    description = msgspec.json.encode((record.view, record.state, broken), order="deterministic")
+    return blake2b(description, digest_size=8).hexdigest()
 
 
 def pack_links(record: WorkerRecord) -> str:

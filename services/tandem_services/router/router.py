@@ -42,6 +42,7 @@ from tandem_services.router.decision import (
     WorkerView,
 )
 from tandem_services.router.deployment import Deployment
+from tandem_services.router.fleet_reader import FleetReader
 from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import HEARTBEAT_S, Keys
@@ -193,9 +194,8 @@ class Router:
         """What tenants have used of their limits."""
         self.fairness = FairBoard(library=FunctionLibrary(self._background, source), keys=keys)
         """What tenants have had of the fleet."""
-        self._registry = Registry(
-            library=FunctionLibrary(self._background, source), keys=keys, deployment=config.deployment
-        )
+        registry = Registry(library=FunctionLibrary(self._background, source), keys=keys, deployment=config.deployment)
+        self._reader = FleetReader(registry=registry, clock=self._clock)
         self._membership = Membership(clock=self._clock)
         self._own = OwnLoad(clock=self._clock)
         index = BlockIndex(library=FunctionLibrary(self._routing, source), keys=keys)
@@ -252,7 +252,7 @@ class Router:
     async def refresh(self) -> None:
         """Take the registry's view now. Raises `RedisUnavailableError`."""
         requested_at = self._clock.now()
-        snapshot = await self._registry.snapshot(missing=self._membership.unlisted)
+        snapshot = await self._reader.snapshot(missing=self._membership.unlisted)
         self.counters.malformed += snapshot.malformed
         self._membership.update(snapshot, requested_at=requested_at)
         self._refreshed_at = self._clock.now()
@@ -270,6 +270,7 @@ class Router:
 
     def fleet(self) -> FleetView:
         """The fleet as last seen, for people: those that `mark_dead` named included."""
+        self._reader.viewed()
         return FleetView(members=self._membership.members(), age_s=self._clock.now() - self._refreshed_at)
 
     @property

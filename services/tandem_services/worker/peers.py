@@ -47,8 +47,8 @@ from tandem_services.common.engine_ping import answers
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import supersedes
+from tandem_services.router.fleet_reader import Snapshots
 from tandem_services.router.keys import FENCE_AFTER_MS, worker_id_of
-from tandem_services.router.registry import FleetSnapshot, Registry
 
 ASK_AGAIN_S = 5.0
 """A peer that answers and is not registered is probed again after this long."""
@@ -116,7 +116,7 @@ WITHIN_S = 1.0
 class Introductions:
     """Runs for as long as the engine does."""
 
-    registry: Registry
+    fleet: Snapshots
     own: Callable[[], WorkerView]
     order: Callable[[MeetPeers], Awaitable[None]]
     observe: Callable[[list[WorkerView]], None] = lambda _: None
@@ -144,7 +144,7 @@ class Introductions:
     async def introduce(self) -> None:
         """Name the peers of now, unless they are those of before."""
         try:
-            snapshot = await self.registry.snapshot()
+            snapshot = await self.fleet.snapshot()
         except RedisUnavailableError:
             return
         views = [record.view for record in snapshot.workers]
@@ -199,17 +199,11 @@ class _Line(Enum):
     """It was connected, for a while at least."""
 
 
-class Snapshots(Protocol):
-    """The registry, as far as it contains endpoints of incarnations."""
-
-    async def snapshot(self) -> FleetSnapshot: ...
-
-
 @dataclass(kw_only=True, slots=True)
 class Lifelines:
     """Of one worker. Belongs to its event loop."""
 
-    registry: Snapshots
+    fleet: Snapshots
     order: Callable[[PeerEnded], Awaitable[None]]
     clock: Clock
     recheck_s: float = RECHECK_S
@@ -246,7 +240,7 @@ class Lifelines:
     async def _replaced(self, peer: Peer) -> bool:
         """Whether a later incarnation has its endpoint. The row of an earlier one, written again, proves nothing."""
         try:
-            snapshot = await self.registry.snapshot()
+            snapshot = await self.fleet.snapshot()
         except RedisUnavailableError:
             return False
         views = (record.view for record in snapshot.workers)
@@ -291,9 +285,7 @@ ANSWER_S = 2.0
 
 
 class Verdicts(Protocol):
-    """The registry, as far as it reads and stores verdicts."""
-
-    async def snapshot(self, missing: Iterable[str] = ()) -> FleetSnapshot: ...
+    """The registry, as far as it stores verdicts."""
 
     async def fence(self, incarnation: str, *, by: str) -> None: ...
 
@@ -303,6 +295,7 @@ class PeerChecks:
     """Of one worker. Belongs to its event loop."""
 
     registry: Verdicts
+    fleet: Snapshots
     watch: PeerWatch
     context: IpcContext
     gone: Callable[[str], None]
@@ -335,7 +328,7 @@ class PeerChecks:
             self._asked -= due
 
     async def _ask(self, due: frozenset[str]) -> None:
-        snapshot = await self.registry.snapshot(missing=sorted(due))
+        snapshot = await self.fleet.snapshot(missing=sorted(due))
         self.observe(record.view for record in snapshot.workers)
         for incarnation in sorted(due & snapshot.fenced):
             self._drop(incarnation)

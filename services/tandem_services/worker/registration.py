@@ -1,8 +1,9 @@
 """Keeps this worker's lease: one heartbeat per second, and one at once when its state changes.
 
-Each heartbeat carries the whole description, so the first one registers and any later one registers again after Redis
-lost its data. The reply may report that the lease is lost for good, that peers ended, or that the index must be
-published again.
+Each heartbeat carries the load, and any of them registers again after Redis lost its data. The whole description goes
+with the first one, when it changes, when Redis lacks it, and from time to time: with every heartbeat in a small fleet,
+every `DESCRIBE_EVERY_S` in a large one. The reply may report that the lease is lost for good, that peers joined or
+ended, or that the index must be published again.
 
 A worker ends only for a verdict that a process of its deployment has signed. A forged verdict is named in the next
 heartbeat, which removes it.
@@ -14,6 +15,7 @@ process, so it alone proves nothing about the engine: `loop_count` in the statis
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +29,15 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.cost import BROKEN_TOKEN_S, Load
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import supersedes
-from tandem_services.router.keys import HEARTBEAT_S, MAX_WORKERS
-from tandem_services.router.registry import HeartbeatReply, LeaseStatus, Registry, WorkerRecord, WorkerState
+from tandem_services.router.keys import DESCRIBE_EVERY_S, HEARTBEAT_S, MAX_WORKERS, SMALL_FLEET
+from tandem_services.router.registry import (
+    HeartbeatReply,
+    LeaseStatus,
+    Registry,
+    WorkerRecord,
+    WorkerState,
+    description_digest,
+)
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.index_publisher import IndexFeed
 from tandem_services.worker.peers import PeerWatch
@@ -67,6 +76,12 @@ class Registration:
     offered: bool = False
     """The last accepted heartbeat reported that new work is accepted."""
     _generation: int = 0
+    _members: frozenset[str] = frozenset()
+    """Registered incarnations as of that generation."""
+    _describe_at: float = -math.inf
+    """When the next description is due."""
+    _described: str = ""
+    """Digest of the last one."""
     _forged: str = ""
     """A verdict in the last answer that no process of this deployment has signed."""
     _full: bool = False
@@ -90,15 +105,21 @@ class Registration:
         """One heartbeat. Redis away is no event: the next one registers again."""
         acknowledged = self.feed.acknowledged
         record = self.describe()
+        digest, now = description_digest(record), self.clock.now()
+        describe = digest != self._described or now >= self._describe_at
         try:
             reply = await self.registry.heartbeat(
                 record,
                 known_generation=self._generation,
                 report_age_s=self.report_age_s(),
                 forged=self._forged,
+                describe=describe,
             )
         except RedisUnavailableError:
             return
+        if describe and reply.status is LeaseStatus.RENEWED:
+            self._described = digest
+            self._describe_at = now + min(DESCRIBE_EVERY_S, HEARTBEAT_S * (reply.workers - 1) / SMALL_FLEET)
         self.offered = reply.status is LeaseStatus.RENEWED and record.state is WorkerState.READY
         match reply.status:
             case LeaseStatus.RENEWED:
@@ -121,14 +142,26 @@ class Registration:
         self.registered = True
         self._forged, self._full = "", False
         self._generation = reply.generation
-        members = None if reply.members is None else frozenset(reply.members)
+        if reply.undescribed:
+            self._describe_at = -math.inf
+            self.state_changed()
+        members = self._members_after(reply)
         if members is not None:
+            self._members = members
             self.consequences.fleet_changed()
         self.peers.suspect(self.silent_peers())
         for incarnation in sorted(self.peers.update(reply.epoch, members)):
             self.consequences.peer_gone(incarnation)
         self.consequences.peers_missing()
         self.feed.check(reply.cursor, acknowledged)
+
+    def _members_after(self, reply: HeartbeatReply) -> frozenset[str] | None:
+        """None where nothing has changed."""
+        if reply.members is not None:
+            return frozenset(reply.members)
+        if reply.joined or reply.left:
+            return self._members.difference(reply.left).union(reply.joined)
+        return None
 
     def _fenced(self, reply: HeartbeatReply) -> None:
         if reply.by:

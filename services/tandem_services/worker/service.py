@@ -45,6 +45,7 @@ from tandem_services.common.metrics import new_registry
 from tandem_services.common.redis_client import BACKGROUND_TIMEOUT_S, BreakerState, RedisClient
 from tandem_services.common.tokens import OrderAccess, token_for
 from tandem_services.router.deployment import Deployment
+from tandem_services.router.fleet_reader import FleetReader
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import Keys
 from tandem_services.router.redis_functions import FunctionLibrary
@@ -164,10 +165,15 @@ class WorkerService:
         self._traces = None if config.tracing is None else WorkerTraces(config.tracing)
         library = FunctionLibrary(self._redis)
         registry = Registry(library=library, keys=keys, deployment=deployment)
+        fleet = FleetReader(registry=registry, clock=clock)
         peers = PeerWatch(clock=clock, own=self.incarnation)
-        self._peer_checks = PeerChecks(registry=registry, watch=peers, context=context, gone=self._tell_peer_gone)
-        self._feed, self._registration, self._introductions, self._standby = self._build_registration(registry, peers)
-        self._lifelines = Lifelines(registry=registry, order=self._link.order, clock=clock)
+        self._peer_checks = PeerChecks(
+            registry=registry, fleet=fleet, watch=peers, context=context, gone=self._tell_peer_gone
+        )
+        self._feed, self._registration, self._introductions, self._standby = self._build_registration(
+            registry, fleet, peers
+        )
+        self._lifelines = Lifelines(fleet=fleet, order=self._link.order, clock=clock)
         self._warm = WarmLinks(
             clock=clock,
             patience_s=config.await_links_s,
@@ -227,7 +233,7 @@ class WorkerService:
     # Wiring
 
     def _build_registration(
-        self, registry: Registry, peers: PeerWatch
+        self, registry: Registry, fleet: FleetReader, peers: PeerWatch
     ) -> tuple[IndexFeed, Registration, Introductions, Standby]:
         feed = IndexFeed(
             index=BlockIndex(library=registry.library, keys=registry.keys),
@@ -237,7 +243,7 @@ class WorkerService:
             reachable=lambda: self._redis.breaker.state is BreakerState.CLOSED,
         )
         introductions = Introductions(
-            registry=registry,
+            fleet=fleet,
             own=lambda: self._describe().view,
             order=self._link.order,
             observe=self._peer_checks.observe,
@@ -259,7 +265,7 @@ class WorkerService:
         )
         standby = Standby(
             on=self._config.standby,
-            registry=registry,
+            fleet=fleet,
             own=lambda: self._describe().view,
             clock=self._clock,
             ended=self._offer,

@@ -20,7 +20,8 @@ from tandem_engine.base.clock import Clock
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.decision import WorkerView
-from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
+from tandem_services.router.fleet_reader import Snapshots
+from tandem_services.router.registry import WorkerRecord, WorkerState
 
 logger = logging.getLogger(__name__)
 LOOK_S = 1.0
@@ -40,7 +41,7 @@ class Standby:
     """Of one worker. `on` until it is offered."""
 
     on: bool
-    registry: Registry
+    fleet: Snapshots
     own: Callable[[], WorkerView]
     clock: Clock
     ended: Callable[[], None]
@@ -80,7 +81,7 @@ class Standby:
     async def look(self) -> None:
         """Once at the registry."""
         try:
-            snapshot = await self.registry.snapshot()
+            snapshot = await self.fleet.snapshot()
         except RedisUnavailableError:
             self._alone_since = self._untried_since = None
             return

@@ -12,7 +12,7 @@ from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import LeaseStatus, WorkerState
 from tandem_services.router.shared_state import Charge, FairBoard, QuarantineBoard, Report, UsageBoard
 from tandem_services.router.usage_counters import Ask, Refused, UsageLimits
-from tandem_testing.router_builders import HOUR_MS, MODEL, PAGE, Fleet, chain_of, make_load, make_record
+from tandem_testing.router_builders import HOUR_MS, MODEL, PAGE, Fleet, chain_of, make_link, make_load, make_record
 
 BRIEF = {"LEASE_MS": 400, "FENCE_AFTER_MS": HOUR_MS, "SWEEP_EVERY_MS": 0}
 """A lease that a test can wait for, and nobody is fenced."""
@@ -27,7 +27,7 @@ async def brief(server):
 
 
 async def names(workers: Fleet) -> set[str]:
-    return {record.view.incarnation for record in (await workers.registry.snapshot()).workers}
+    return {record.view.incarnation for record in (await workers.snapshot()).workers}
 
 
 async def until(condition, *, seconds: float = 60.0) -> None:
@@ -53,7 +53,7 @@ async def test_a_heartbeat_registers_everything_a_gateway_needs_to_know(fleet):
     reply = await fleet.beat(record)
     assert reply.status is LeaseStatus.RENEWED
     assert reply.members == ("w1@1",)
-    (seen,) = (await fleet.registry.snapshot()).workers
+    (seen,) = (await fleet.snapshot()).workers
     assert seen == record
 
 
@@ -61,7 +61,31 @@ async def test_members_are_told_only_when_they_change(fleet):
     fleet.generation = (await fleet.beat(make_record("w1"))).generation
     assert (await fleet.beat(make_record("w1"))).members is None
     await fleet.beat(make_record("w2"))
-    assert set((await fleet.beat(make_record("w1"))).members) == {"w1@1", "w2@1"}
+    reply = await fleet.beat(make_record("w1"))
+    assert (reply.joined, reply.left, reply.members) == (("w2@1",), (), None)
+    fleet.generation = reply.generation
+    await fleet.registry.deregister("w2@1")
+    reply = await fleet.beat(make_record("w1"))
+    assert (reply.joined, reply.left, reply.members) == ((), ("w2@1",), None)
+    fleet.generation = 0
+    assert set((await fleet.beat(make_record("w1"))).members) == {"w1@1"}
+
+
+async def test_a_heartbeat_without_a_description_renews_the_rest(server, fleet):
+    record = make_record("w1", Role.DECODE, links=(make_link(make_record("p"), 1e9),))
+    await fleet.beat(record)
+    kept = server.command("GET", f"{fleet.keys.prefix}links:w1@1")
+    later = make_record("w1", Role.DECODE, load=make_load(sequences=60, max_sequences=60))
+    reply = await fleet.beat(later, describe=False)
+    assert (reply.status, reply.workers, reply.undescribed) == (LeaseStatus.RENEWED, 1, False)
+    assert (await fleet.snapshot()).workers == (record,)
+    assert server.command("GET", f"{fleet.keys.prefix}links:w1@1") == kept
+    routed = await route(fleet)
+    assert "decode_room" in {term.name for term in routed.terms if term.seconds > 0}, "its load is the new one"
+    server.command("DEL", fleet.keys.worker("w1"))
+    assert (await fleet.beat(later, describe=False)).undescribed
+    assert not (await fleet.beat(record)).undescribed
+    assert (await fleet.snapshot()).workers == (record,)
 
 
 async def test_a_lease_ends_without_heartbeats(brief):
@@ -115,7 +139,7 @@ async def test_an_incarnation_that_a_peer_found_dead_is_fenced(server):  # [zomb
         await workers.registry.fence("zombie@1", by="w2@1")
         reply = await workers.beat(make_record("zombie"))
         assert (reply.status, reply.by) == (LeaseStatus.FENCED, "w2@1")
-        assert (await workers.registry.snapshot(missing=["zombie@1", "w2@1"])).fenced == {"zombie@1"}
+        assert (await workers.snapshot(missing=["zombie@1", "w2@1"])).fenced == {"zombie@1"}
         assert (await workers.beat(make_record("zombie", number=2))).status is LeaseStatus.RENEWED
 
 
@@ -198,16 +222,16 @@ async def test_everything_written_has_a_time_to_live(server, fleet):
     await fleet.beat(make_record("w2"))
     await fleet.registry.deregister("w2@1")
     written = [line for line in server.command("KEYS", "*").split("\r\n") if line.startswith("tandem:")]
-    assert len(written) == 7
+    assert len(written) == 8
     for key in written:
         assert int(server.command("PTTL", key).strip()[1:]) > 0, key
 
 
 async def test_a_wiped_registry_has_a_new_epoch_and_fills_by_heartbeats(server, fleet):
     await fleet.beat(make_record("w1"))
-    before = (await fleet.registry.snapshot()).epoch
+    before = (await fleet.snapshot()).epoch
     server.wipe()
-    empty = await fleet.registry.snapshot()
+    empty = await fleet.snapshot()
     assert empty.workers == ()
     assert empty.epoch != before
     await fleet.beat(make_record("w1"))

@@ -13,6 +13,7 @@ from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.cost import Load
 from tandem_services.router.decision import Choice, Placement, Reservation, RouteQuery, ScoreTerm, Source, WorkerView
 from tandem_services.router.deployment import Deployment
+from tandem_services.router.fleet_reader import FleetReader, FleetSnapshot
 from tandem_services.router.index import Applied, BlockIndex, IndexUpdate, UpdateKind
 from tandem_services.router.keys import Keys
 from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, library_source
@@ -138,10 +139,16 @@ class Fleet:
         self.index = BlockIndex(library=library, keys=self.keys)
         self.generation = 0
 
-    async def beat(self, record: WorkerRecord, *, report_age_s: float = 0.0, forged: str = "") -> HeartbeatReply:
+    async def beat(
+        self, record: WorkerRecord, *, report_age_s: float = 0.0, forged: str = "", describe: bool = True
+    ) -> HeartbeatReply:
         return await self.registry.heartbeat(
-            record, known_generation=self.generation, report_age_s=report_age_s, forged=forged
+            record, known_generation=self.generation, report_age_s=report_age_s, forged=forged, describe=describe
         )
+
+    async def snapshot(self, missing: Sequence[str] = ()) -> FleetSnapshot:
+        """As a reader sees it that has read nothing before."""
+        return await FleetReader(registry=self.registry, clock=ServiceClock()).snapshot(missing)
 
     async def join(self, router: Router, *records: WorkerRecord) -> None:
         """These workers are there, and `router` knows it."""

@@ -16,9 +16,9 @@ from tandem_engine.config import Role
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.common.health import Health
 from tandem_services.gateway.observe.explain import RequestJournal, RequestRecord
+from tandem_services.router.figures import Figures, read_figures
 from tandem_services.router.keys import LEASE_MS
 from tandem_services.router.membership import FleetMember, FleetView
-from tandem_services.router.registry import Figures, read_figures
 
 SAMPLES = 200
 """Requests that are looked at: enough for a 95th percentile, few enough to be summed up every second."""

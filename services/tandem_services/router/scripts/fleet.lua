@@ -3,9 +3,11 @@
 -- Reading all rows costs as much as all index lookups, and there are thousands of decisions between two heartbeats.
 -- So decoded workers and their groups are kept between calls, by key prefix, as long as they equal the data of Redis:
 --
---   every heartbeat and every view that a gateway reads, of any release, writes `last_call` and, when a worker joins or
---   leaves, `generation`; then all rows are read again, and decoded if their bytes have changed
---   reservations of this library are kept as they are written; those of another release are read at the next heartbeat
+--   every heartbeat and every view that a gateway reads, of any release, writes `last_call` and, when a worker joins,
+--   changes or leaves, `generation`. After those of another release, and after each change, all rows are read again, and
+--   decoded if their bytes have changed
+--   rows and reservations that this library writes are kept as they are written
+--   reservations of another release are seen when its gateway reads its next view, or at the next heartbeat of the worker
 --   a row is decoded again when one of its reservations becomes valid or expires, or its lease ends
 --
 -- All of it is lost when the library is loaded again: after a failover or a restart.
@@ -33,13 +35,31 @@ local function keep_worker(fleet, worker)
   fleet.from, fleet.till = math.max(fleet.from, worker.from), math.min(fleet.till, worker.till)
 end
 
--- The row of one worker has changed from `before` to `row`.
+-- Whether the kept fleet equals the rows of Redis, as far as the mark in `meta` shows.
+local function fleet_is_current(state)
+  local fleet = fleets[state.prefix]
+  return fleet ~= nil and fleet.stamp == meta_stamp(state)
+end
+
+-- The mark in `meta` has changed, and the rows have not.
+local function stamp_fleet(state)
+  fleets[state.prefix].stamp = meta_stamp(state)
+end
+
+-- The row of one worker has changed from `before` to `row`. A worker that is new or of another kind, or a row that
+-- another release has changed, is seen when all rows are read again.
 local function keep_row(prefix, incarnation, before, row, now)
   local fleet = fleets[prefix]
-  local worker = fleet and fleet.workers[incarnation]
+  if not fleet or not fleet.stamp then return end
+  local worker = fleet.workers[incarnation]
   if not worker or worker.row ~= before then return doubt_fleet(prefix) end
+  local live, kind = worker.live, worker.kind
   read_row(worker, row, now)
-  keep_worker(fleet, worker)
+  if worker.live ~= live or worker.kind ~= kind then
+    fleet.count = -1 -- groups are made again
+  elseif worker.live then
+    keep_worker(fleet, worker)
+  end
 end
 
 -- Prefill ends and decode ends of one compat hash: workers of different hashes are never paired. A worker that does

@@ -33,7 +33,7 @@ local function retire(state, incarnation)
     redis.call('HDEL', state.owner, worker_id)
     redis.call('UNLINK', state.prefix .. 'worker:' .. worker_id)
   end
-  next_generation(state)
+  note_change(state, incarnation)
 end
 
 local function fence_incarnation(state, incarnation, verdict)
@@ -45,9 +45,9 @@ end
 -- could renew: a grace period keeps their indexes from being dropped. The same holds after a wipe, which the missing
 -- epoch shows.
 local function touch(state, epoch_seed)
-  local last = meta_time(state, 'last_call', 0)
-  doubt_fleet(state.prefix)
+  local last, current = meta_time(state, 'last_call', 0), fleet_is_current(state)
   redis.call('HSET', state.meta, 'last_call', string.format('%.0f', state.now))
+  if current then stamp_fleet(state) else doubt_fleet(state.prefix) end
   if not epoch_of(state.meta) then
     redis.call('HSET', state.meta, 'epoch', epoch_seed)
     drop_notes_of(state.prefix)
@@ -55,34 +55,40 @@ local function touch(state, epoch_seed)
   if generation_of(state) == 0 then next_generation(state) end
   if state.now - last > LEASE_MS then
     redis.call('HSET', state.meta, 'grace_until', string.format('%.0f', state.now + FENCE_AFTER_MS))
-  elseif meta_time(state, 'grace_until', FENCE_AFTER_MS) <= state.now then
-    redis.call('HDEL', state.meta, 'grace_until')
+  else
+    local grace = redis.call('HGET', state.meta, 'grace_until')
+    if grace and (whole(grace, state.now + FENCE_AFTER_MS) or 0) <= state.now then
+      redis.call('HDEL', state.meta, 'grace_until')
+    end
   end
 end
 
-local function sweep_fleet(state)
+-- `swept_at`: when the last sweep was. A lease that has ended since is noted once.
+local function sweep_fleet(state, swept_at)
   local may_forget = state.now >= meta_time(state, 'grace_until', FENCE_AFTER_MS)
   local budget = SWEEP_STEP
   local rows = redis.call('HGETALL', state.fleet)
   for i = 1, #rows, 2 do
-    if budget == 0 then return end
     local kind, lease_ms = lease_state(rows[i + 1], state.now)
     if kind == 'malformed' or not worker_of(rows[i]) then
       redis.call('HDEL', state.fleet, rows[i])
-      if state.dropped == 0 then lost_entries(state.meta) end
+      if state.dropped == 0 then lost_entries(state.meta, state.prefix) end
       state.dropped = state.dropped + 1
-    elseif kind == 'lapsed' and may_forget and state.now - lease_ms > FENCE_AFTER_MS - LEASE_MS then
+    elseif kind == 'lapsed' and may_forget and budget > 0 and state.now - lease_ms > FENCE_AFTER_MS - LEASE_MS then
       retire(state, rows[i])
       budget = budget - 1
+    elseif kind == 'lapsed' and lease_ms >= swept_at then
+      note_change(state, rows[i])
     end
   end
 end
 
 -- Bounded, at most once a second, by the first caller.
 local function sweep(state)
-  if state.now - meta_time(state, 'swept_at', 0) < SWEEP_EVERY_MS then return end
+  local swept_at = meta_time(state, 'swept_at', 0)
+  if state.now - swept_at < SWEEP_EVERY_MS then return end
   redis.call('HSET', state.meta, 'swept_at', string.format('%.0f', state.now))
-  sweep_fleet(state)
+  sweep_fleet(state, swept_at)
 end
 
 -- The verdict of the owner that keeps `incarnation` from its name, or nil. `claim`: the signed claim of `incarnation`.
@@ -124,21 +130,29 @@ local function write_links(key, links)
   end
 end
 
-local FIELDS = 10 -- first of the readable fields among the arguments of a heartbeat
+local FIELDS = 11 -- first of the readable fields among the arguments of a heartbeat
 
-local function write_lease(state, args, incarnation, worker_id, number)
-  if redis.call('HGET', state.owner, worker_id) ~= args[3] or redis.call('HEXISTS', state.fleet, incarnation) == 0 then
-    next_generation(state)
-  end
-  redis.call('HSET', state.owner, worker_id, args[3])
+-- Writes the row of `incarnation`. Returns whether Redis has the description of the heartbeat `args`.
+local function write_row(state, args, incarnation, worker_id)
+  local before = redis.call('HGET', state.fleet, incarnation)
+  local owns = redis.call('HGET', state.owner, worker_id) == args[3]
+  local known = redis.call('HGET', state.prefix .. 'worker:' .. worker_id, 'described') == args[10]
+  if not (before and owns and known) or lease_state(before, state.now) ~= 'live' then note_change(state, incarnation) end
+  if not owns then redis.call('HSET', state.owner, worker_id, args[3]) end
   local report_ms = state.now - tonumber(args[7])
-  local standing = standing_reservations(redis.call('HGET', state.fleet, incarnation), state.now, report_ms)
-  redis.call('HSET', state.fleet, incarnation,
-    struct.pack('<dd', state.now + LEASE_MS, report_ms) .. args[6] .. standing)
+  local standing = standing_reservations(before, state.now, report_ms)
+  local row = struct.pack('<dd', state.now + LEASE_MS, report_ms) .. args[6] .. standing
+  redis.call('HSET', state.fleet, incarnation, row)
+  keep_row(state.prefix, incarnation, before, row, state.now)
+  return known
+end
+
+-- Writes what most heartbeats do not repeat: the readable hash, links, and times to live.
+local function write_description(state, args, incarnation, worker_id, number)
   local described = state.prefix .. 'worker:' .. worker_id
   redis.call('UNLINK', described)
-  redis.call('HSET', described, 'incarnation', incarnation, 'number', number, unpack(args, FIELDS))
-  redis.call('PEXPIRE', described, LEASE_MS)
+  redis.call('HSET', described, 'described', args[10], 'incarnation', incarnation, 'number', number, unpack(args, FIELDS))
+  redis.call('PEXPIRE', described, DESCRIBED_TTL_MS)
   redis.call('PEXPIRE', state.prefix .. 'blocks:' .. incarnation, INDEX_TTL_MS)
   redis.call('PEXPIRE', state.prefix .. 'cursor:' .. incarnation, INDEX_TTL_MS)
   redis.call('PEXPIRE', state.prefix .. 'host:' .. incarnation, INDEX_TTL_MS)
@@ -164,13 +178,36 @@ local function claims(state)
   return found
 end
 
+-- Adds to `reply` what the caller has missed of the registered workers since generation `since`: those that joined or
+-- changed, as claims, and those that left; or the claims of all.
+local function add_members(state, reply, since)
+  local changed = changed_since(state, since)
+  if not changed then
+    reply.members = claims(state)
+    return
+  end
+  reply.joined, reply.left = {}, {}
+  for _, incarnation in ipairs(changed) do
+    local claim = redis.call('HGET', state.owner, (worker_of(incarnation)))
+    if read_verdict(claim) == incarnation then
+      reply.joined[#reply.joined + 1] = claim
+    else
+      reply.left[#reply.left + 1] = incarnation
+    end
+  end
+end
+
 -- heartbeat: register or renew, atomically. The newest number of a worker_id wins.
 -- ARGV: 1 prefix, 2 incarnation, 3 claim to the name (a verdict, see state.lua), 4 epoch seed, 5 generation known to the
 --       caller, 6 row payload, 7 age of the load report in ms, 8 links from here (as text, see keys.py), 9 a verdict that
---       the caller has found forged, or '', 10… field, value, … of the readable hash
--- Returns msgpack {status = renewed | fenced | full, verdict, epoch, generation, cursor, members, dropped}.
+--       the caller has found forged, or '', 10 digest of what readers need at once, 11… field, value, … of the readable
+--       hash; without them the description of an earlier heartbeat stays
+-- Returns msgpack {status = renewed | fenced | full, verdict, epoch, generation, cursor, workers, undescribed, joined,
+--                  left, members, dropped}.
 --   verdict: why it is fenced, for the caller to check; cursor: revision of the index of this incarnation, -1 if there is
---   none; members: the claims of registered workers, only if the generation differs from that of the caller.
+--   none; workers: number of rows; undescribed: the next heartbeat has to bring the description.
+--   If the generation differs from that of the caller: joined, the claims of workers that joined or changed, and left,
+--   the incarnations that left; or, if that is not known, members, the claims of all.
 local function heartbeat(keys, args)
   local state = open(keys, args)
   local incarnation = args[2]
@@ -187,14 +224,16 @@ local function heartbeat(keys, args)
     return cmsgpack.pack({status = 'full'})
   end
   drop_unless(state.prefix .. 'worker:' .. worker_id, 'hash')
-  write_lease(state, args, incarnation, worker_id, number)
+  local known = write_row(state, args, incarnation, worker_id)
+  if args[FIELDS] then write_description(state, args, incarnation, worker_id, number) end
   local generation = generation_of(state)
   local reply = {
-    status = 'renewed', epoch = epoch_of(state.meta), generation = generation,
+    status = 'renewed', epoch = epoch_of(state.meta), generation = generation, workers = state.count,
+    undescribed = not known and not args[FIELDS],
     cursor = cursor_of(state.prefix .. 'blocks:' .. incarnation, state.prefix .. 'cursor:' .. incarnation),
     dropped = state.dropped,
   }
-  if generation ~= tonumber(args[5]) then reply.members = claims(state) end
+  if generation ~= tonumber(args[5]) then add_members(state, reply, tonumber(args[5])) end
   return cmsgpack.pack(reply)
 end
 
@@ -217,34 +256,59 @@ local function described_by(state, worker_id, incarnation)
   return nil
 end
 
--- snapshot: the fleet for a gateway, from the readable hashes of live incarnations.
--- ARGV: 1 prefix, 2 epoch seed, 3… incarnations that the caller has and the last snapshot did not contain.
--- Returns msgpack {epoch, generation, dropped, workers = {{field, value, …}, …}, fenced = {{incarnation, verdict}, …}}.
---   fenced: incarnations of ARGV with a verdict, whose signature the caller checks.
-local function snapshot(keys, args)
+local function live_incarnations(state)
+  local found, rows = {}, redis.call('HGETALL', state.fleet)
+  for i = 1, #rows, 2 do
+    local kind = lease_state(rows[i + 1], state.now)
+    if kind == 'malformed' or not worker_of(rows[i]) then
+      state.dropped = state.dropped + 1
+    elseif kind == 'live' then
+      found[#found + 1] = rows[i]
+    end
+  end
+  return found
+end
+
+-- The readable hashes of those of `names` that are live.
+local function descriptions(state, names)
+  local found = {}
+  for _, name in ipairs(names) do
+    local worker_id, row = worker_of(name), redis.call('HGET', state.fleet, name)
+    if worker_id and row and lease_state(row, state.now) == 'live' then
+      found[#found + 1] = described_by(state, worker_id, name)
+    end
+  end
+  return found
+end
+
+-- changes: what a reader has missed since its last call. It describes only named incarnations, so no call takes long.
+-- ARGV: 1 prefix, 2 epoch seed, 3 generation of the last call, 4 '1' to list all live incarnations, 5 number of
+--       incarnations to describe, then these, then incarnations that the caller has and no list contains.
+-- Returns msgpack {epoch, generation, dropped, changed = {incarnation, …}, listed = {incarnation, …},
+--                  workers = {{field, value, …}, …}, fenced = {{incarnation, verdict}, …}}.
+--   changed: since generation ARGV[3], whether live or not; nil if that is not known, and then any may have changed
+--   listed: all live ones, if ARGV[4] is '1' or `changed` is nil; else nil
+--   workers: readable hashes of those to describe that are live
+--   fenced: those of the last arguments with a verdict, whose signature the caller checks
+local function changes(keys, args)
   local state = open(keys, args)
   touch(state, args[2])
   sweep(state)
-  local workers, fenced = {}, {}
-  local rows = redis.call('HGETALL', state.fleet)
-  for i = 1, #rows, 2 do
-    local worker_id, kind = worker_of(rows[i]), lease_state(rows[i + 1], state.now)
-    if not worker_id or kind == 'malformed' then
-      state.dropped = state.dropped + 1
-    elseif kind == 'live' then
-      workers[#workers + 1] = described_by(state, worker_id, rows[i])
-    end
-  end
-  for i = 3, #args do
+  local changed, last, fenced = changed_since(state, tonumber(args[3])), 5 + tonumber(args[5]), {}
+  local reply = {
+    epoch = epoch_of(state.meta), generation = generation_of(state), changed = changed,
+    listed = (not changed or args[4] == '1') and live_incarnations(state) or nil,
+    workers = descriptions(state, {unpack(args, 6, last)}),
+  }
+  redis.call('PEXPIRE', state.changes, FLEET_TTL_MS)
+  for i = last + 1, #args do
     local verdict = verdict_on(state, args[i])
     if verdict then fenced[#fenced + 1] = {args[i], verdict} end
   end
-  return cmsgpack.pack({
-    epoch = epoch_of(state.meta), generation = generation_of(state),
-    dropped = state.dropped, workers = workers, fenced = fenced,
-  })
+  reply.fenced, reply.dropped = fenced, state.dropped
+  return cmsgpack.pack(reply)
 end
 
 register('heartbeat', heartbeat)
 register('fence', fence)
-register('snapshot', snapshot)
+register('changes', changes)

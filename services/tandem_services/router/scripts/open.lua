@@ -1,12 +1,14 @@
 -- The registry as one table. Keys of another type are dropped and counted; an overfull hash loses only fields that do not
 -- belong to a live worker.
 
+-- Returns the number of dropped fields, and of rows.
 local function trim_registry(keys, now)
-  local dropped = 0
-  if redis.call('HLEN', keys[1]) > MAX_WORKERS then
+  local dropped, count = 0, redis.call('HLEN', keys[1])
+  if count > MAX_WORKERS then
     dropped = dropped + trim(keys[1], function(incarnation, row)
       return worker_of(incarnation) ~= nil and lease_state(row, now) == 'live'
     end)
+    count = count - dropped
   end
   if redis.call('HLEN', keys[2]) > MAX_WORKERS then
     dropped = dropped + trim(keys[2], function(_, verdict)
@@ -18,17 +20,18 @@ local function trim_registry(keys, now)
     redis.call('UNLINK', keys[3])
     dropped = dropped + 1
   end
-  return dropped
+  return dropped, count
 end
 
 local function open(keys, args)
-  local dropped = 0
+  local dropped, now = 0, now_ms()
   for _, key in ipairs(keys) do
     dropped = dropped + drop_unless(key, 'hash')
   end
-  dropped = dropped + trim_registry(keys, now_ms())
-  if dropped > 0 then lost_entries(keys[3]) end
-  return opened(keys, args, redis.call('HLEN', keys[1]), dropped)
+  local trimmed, count = trim_registry(keys, now)
+  dropped = dropped + trimmed
+  if dropped > 0 then lost_entries(keys[3], args[1]) end
+  return opened(keys, args, count, now, dropped)
 end
 
 -- The same for decisions, of which there are thousands per second: they use only `fleet` and `meta`, and HLEN succeeds
@@ -36,7 +39,7 @@ end
 local function open_to_route(keys, args)
   local count, fields = redis.pcall('HLEN', keys[1]), redis.pcall('HLEN', keys[3])
   if type(count) ~= 'number' or count > MAX_WORKERS or type(fields) ~= 'number' then return open(keys, args) end
-  return opened(keys, args, count, 0)
+  return opened(keys, args, count, now_ms(), 0)
 end
 
 -- Changes with each heartbeat, of any release, and when a worker joins or leaves.

@@ -2,7 +2,7 @@
 --
 -- KEYS of every registry function: 1 fleet, 2 owner, 3 meta.
 -- ARGV[1] is the key prefix; worker:<id>, fenced:<incarnation>, blocks:<incarnation>, host:<incarnation>,
--- cursor:<incarnation> and links:<incarnation> are derived from it and lie in the same hash slot.
+-- cursor:<incarnation>, links:<incarnation> and changes are derived from it and lie in the same hash slot.
 --
 -- Redis holds hints. Every number is read by `whole`, which bounds it. The reader of a row checks its signature, because
 -- it has the secret of the deployment.
@@ -57,8 +57,8 @@ local function generation_of(state)
   return whole(redis.call('HGET', state.meta, 'generation'), MAX_WHOLE - 1) or 0
 end
 
--- A worker joined or left. A generation that was lost or overwritten restarts at the current time, which no caller has
--- seen before.
+-- A worker joined, changed or left. A generation that was lost or overwritten restarts at the current time, which no
+-- caller has seen before.
 local function next_generation(state)
   local before = generation_of(state)
   redis.call('HSET', state.meta, 'generation', string.format('%.0f', before > 0 and before + 1 or state.now))
@@ -71,9 +71,10 @@ local function epoch_of(meta)
 end
 
 -- Entries were dropped without a release, as in a wipe. Only this call can detect that, so the registry gets a new epoch:
--- gateways keep their old view until live workers have registered again.
-local function lost_entries(meta)
+-- gateways keep their old view until live workers have registered again, and read all of it.
+local function lost_entries(meta, prefix)
   local epoch = epoch_of(meta)
+  redis.call('UNLINK', prefix .. 'changes')
   if epoch then redis.call('HSET', meta, 'epoch', redis.sha1hex(epoch .. now_ms())) end
 end
 
@@ -89,9 +90,9 @@ local function trim(key, keeps)
   return dropped
 end
 
-local function opened(keys, args, count, dropped)
+local function opened(keys, args, count, now, dropped)
   return {
-    fleet = keys[1], owner = keys[2], meta = keys[3],
-    prefix = args[1], now = now_ms(), dropped = dropped, count = count,
+    fleet = keys[1], owner = keys[2], meta = keys[3], changes = args[1] .. 'changes',
+    prefix = args[1], now = now, dropped = dropped, count = count,
   }
 end

@@ -15,7 +15,7 @@ def test_every_function_documents_its_arguments_and_answer():  # STYLE 16
         "apply_kv_events",
         "heartbeat",
         "fence",
-        "snapshot",
+        "changes",
         "route_and_reserve",
         "release",
         "usage_take",

@@ -69,8 +69,8 @@ async def client(clock):
     await client.close()
 
 
-def snapshot(client: RedisClient):
-    return Registry(library=FunctionLibrary(client), keys=KEYS).snapshot()
+def changes(client: RedisClient):
+    return Registry(library=FunctionLibrary(client), keys=KEYS).changes(0)
 
 
 def heartbeat(client: RedisClient):
@@ -109,7 +109,7 @@ def clearing(client: RedisClient):
 
 
 FUNCTIONS = {
-    snapshot: "snapshot",
+    changes: "changes",
     heartbeat: "heartbeat",
     route: "route_and_reserve",
     apply: "apply_kv_events",
@@ -171,13 +171,13 @@ async def test_a_session_whose_binding_cannot_be_read_is_not_found_and_the_log_t
 async def test_each_kind_of_unreadable_answer_has_a_line_a_minute(client, clock, caplog):
     client._line = Answers(b"\xc1")
     for _ in range(3):
-        for ask in (snapshot, usage):
+        for ask in (changes, usage):
             with pytest.raises(UnreadableReplyError):
                 await ask(client)
     assert len(caplog.records) == 2
     clock.advance(COMPLAIN_EVERY_S)
     with pytest.raises(UnreadableReplyError):
-        await snapshot(client)
+        await changes(client)
     assert "(2 similar since the last line)" in caplog.records[-1].message
 
 

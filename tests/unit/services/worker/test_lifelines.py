@@ -10,7 +10,8 @@ import pytest
 from tandem_engine.messages.control import PeerEnded
 from tandem_engine.messages.requests import Peer
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.registry import FleetSnapshot, WorkerRecord
+from tandem_services.router.fleet_reader import FleetSnapshot
+from tandem_services.router.registry import WorkerRecord
 from tandem_services.worker import peers
 from tandem_services.worker.peers import UNREACHABLE_S, Lifelines
 from tandem_testing.router_builders import make_record
@@ -28,7 +29,7 @@ class Board:
     away: bool = False
     asked: int = 0
 
-    async def snapshot(self) -> FleetSnapshot:
+    async def snapshot(self, missing=()) -> FleetSnapshot:
         self.asked += 1
         if self.away:
             raise RedisUnavailableError("away")
@@ -53,7 +54,7 @@ def watched(monkeypatch):
     async def order(message: PeerEnded) -> None:
         ended.append(message.incarnation)
 
-    return Watched(Lifelines(registry=board, order=order, clock=clock, recheck_s=0.02), board, clock, ended)
+    return Watched(Lifelines(fleet=board, order=order, clock=clock, recheck_s=0.02), board, clock, ended)
 
 
 @contextlib.contextmanager

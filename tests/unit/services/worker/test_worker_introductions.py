@@ -7,7 +7,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_engine.messages.control import MAX_LINKS, MeetPeers
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.registry import FleetSnapshot
+from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.worker.peers import Introductions, whom_to_meet
 from tandem_testing.router_builders import make_record, make_view
 
@@ -57,7 +57,7 @@ class ScriptedRegistry:
     def __init__(self, *answers) -> None:
         self.answers = [*answers]
 
-    async def snapshot(self) -> FleetSnapshot:
+    async def snapshot(self, missing=()) -> FleetSnapshot:
         records = self.answers.pop(0)
         if records is None:
             raise RedisUnavailableError("away")
@@ -73,7 +73,7 @@ async def test_the_engine_is_told_only_when_its_peers_are_others():
 
     registry = ScriptedRegistry([], [first], [first], None, [first, second])
     own = make_view("d", Role.DECODE)
-    introductions = Introductions(registry=registry, own=lambda: own, order=order)
+    introductions = Introductions(fleet=registry, own=lambda: own, order=order)
     for _ in range(5):
         await introductions.introduce()
     assert [{peer.worker_id for peer in message.peers} for message in orders] == [{"p1"}, {"p1", "p2"}]
@@ -88,7 +88,7 @@ async def test_a_change_of_the_fleet_is_answered_without_waiting_for_the_next_ro
 
     own = make_view("d", Role.DECODE)
     registry = ScriptedRegistry([], [make_record("p1", Role.PREFILL)])
-    introductions = Introductions(registry=registry, own=lambda: own, order=order)
+    introductions = Introductions(fleet=registry, own=lambda: own, order=order)
     task = asyncio.create_task(introductions.run())
     await asyncio.sleep(0)
     introductions.fleet_changed()

@@ -6,7 +6,7 @@ import pytest
 
 from tandem_engine.ipc.channels import IpcContext
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.registry import FleetSnapshot
+from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.worker.peers import ASK_AGAIN_S, PeerChecks, PeerWatch
 from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
@@ -64,7 +64,9 @@ def gone():
 
 @pytest.fixture
 def checks(registry, watch, rack, gone):
-    return PeerChecks(registry=registry, watch=watch, context=rack.context, gone=gone.append, answer_s=PATIENCE_S)
+    return PeerChecks(
+        registry=registry, fleet=registry, watch=watch, context=rack.context, gone=gone.append, answer_s=PATIENCE_S
+    )
 
 
 def missing(watch: PeerWatch, *incarnations: str) -> None:

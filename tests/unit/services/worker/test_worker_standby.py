@@ -6,7 +6,8 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.registry import FleetSnapshot, WorkerRecord, WorkerState
+from tandem_services.router.fleet_reader import FleetSnapshot
+from tandem_services.router.registry import WorkerRecord, WorkerState
 from tandem_services.worker.standby import ALONE_S, HOLD_S, UNTRIED_S, Standby, nobody_else_serves
 from tandem_testing.router_builders import make_record
 from tandem_testing.service_clock import ServiceClock
@@ -20,7 +21,7 @@ class FakeRegistry:
     records: list[WorkerRecord] = field(default_factory=list)
     away: bool = False
 
-    async def snapshot(self) -> FleetSnapshot:
+    async def snapshot(self, missing=()) -> FleetSnapshot:
         if self.away:
             raise RedisUnavailableError("away")
         return FleetSnapshot(epoch="e", workers=tuple(self.records), malformed=0)
@@ -34,7 +35,7 @@ class Sight:
         self.clock = ServiceClock()
         self.told = 0
         own = make_record("own", role, **STANDBY).view
-        self.standby = Standby(on=True, registry=self.registry, own=lambda: own, clock=self.clock, ended=self._tell)
+        self.standby = Standby(on=True, fleet=self.registry, own=lambda: own, clock=self.clock, ended=self._tell)
 
     def _tell(self) -> None:
         self.told += 1
