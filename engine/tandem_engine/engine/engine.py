@@ -331,14 +331,14 @@ class Engine:
         """Those that new requests may have, now."""
         return self._parts.adapters.served
 
-    def add_adapter(self, loaded: LoadedAdapters, *, replaces: bool) -> ServedAdapter:
+    def add_adapter(self, loaded: LoadedAdapters, *, replaces: bool, digest: str = "") -> ServedAdapter:
         """See `AdapterTable.add`. Requests that run with a former adapter of its name end with that one."""
-        return self._parts.adapters.add(loaded, replaces=replaces)
+        return self._parts.adapters.add(loaded, replaces=replaces, digest=digest)
 
-    def remove_adapter(self, name: str) -> ServedAdapter:
+    def remove_adapter(self, name: str, *, digest: str = "") -> ServedAdapter:
         """See `AdapterTable.remove`. Requests that have begun go on with it."""
         self.adapter_loads.require_allowed()
-        return self._parts.adapters.remove(name)
+        return self._parts.adapters.remove(name, digest=digest)
 
     def _sweep_adapters(self) -> None:
         steps = self.scheduler.steps

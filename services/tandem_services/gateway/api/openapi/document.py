@@ -83,6 +83,7 @@ class Traits:
     strict_fields: bool
     keys: bool
     metrics: bool
+    """With the routes of administrators."""
 
 
 def document_route(traits: Traits) -> Route:
@@ -98,7 +99,7 @@ def document_route(traits: Traits) -> Route:
 
 
 def openapi_document(traits: Traits) -> Schema:
-    operations = [each for each in OPERATIONS if traits.metrics or not each.plain_text]
+    operations = [each for each in OPERATIONS if traits.metrics or not each.administrative]
     components = Components(
         [each.request for each in operations if each.request is not None],
         _answers(operations),
