@@ -405,7 +405,8 @@ def _endpoint(text: str) -> str:
 
 def _http_address(text: str) -> str:
     """`text`, if it is "" or http://HOST:PORT: the order token is sent there."""
-    if text and Address.parse(text.removeprefix("http://")).url() != text:
+    # A URL escapes the % before the zone of an IPv6 address.
+    if text and Address.parse(text.removeprefix("http://").replace("%25", "%")).url() != text:
         raise ValueError(f"{text[:200]!r} is not http://HOST:PORT")
     return text
 

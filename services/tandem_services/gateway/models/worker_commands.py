@@ -100,7 +100,7 @@ class WorkerCommands:
     def _token(self, worker: WorkerView) -> str | None:
         if self.keys is not None:
             return order_token(self.keys)
-        return token_of(Address.parse(worker.health_endpoint.removeprefix("http://")))
+        return token_of(Address.parse(worker.health_endpoint.removeprefix("http://").replace("%25", "%")))
 
 
 def _reply_of(status: int, data: bytes) -> _Reply:

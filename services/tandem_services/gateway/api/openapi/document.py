@@ -22,7 +22,7 @@ from tandem_services.gateway.http.sse import encode_json
 
 ERRORS: Mapping[int, tuple[str, str]] = {
     400: ("BadRequest", "What can never succeed. `param` names the field at fault."),
-    401: ("Unauthorized", "No API key, or an unknown one."),
+    401: ("Unauthorized", "No API key or token for commands, or an unknown one."),
     403: ("Forbidden", "This key may not use administrators' routes."),
     404: ("NotFound", "No such model, session or request."),
     408: ("RequestTimeout", "Headers or body did not arrive in time."),
