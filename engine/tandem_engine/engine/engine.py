@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import msgspec
 import torch
 
 from tandem_engine.base.clock import MonotonicClock
@@ -288,7 +289,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Numbers for the worker service."""
-        return engine_stats(self.scheduler, self._peers.handoff, self._throughput, total_pages=self.total_pages)
+        stats = engine_stats(self.scheduler, self._peers.handoff, self._throughput, total_pages=self.total_pages)
+        return self._with_adapters(stats) if self._parts.adapters.slots else stats
 
     # For operators.
 
@@ -339,6 +341,16 @@ class Engine:
         """See `AdapterTable.remove`. Requests that have begun go on with it."""
         self.adapter_loads.require_allowed()
         return self._parts.adapters.remove(name, digest=digest)
+
+    def _with_adapters(self, stats: EngineStats) -> EngineStats:
+        queues, table = self.scheduler.queues, self._parts.adapters
+        running = {req.space.adapter for req in queues.running}
+        if queues.chunked is not None:
+            running.add(queues.chunked.space.adapter)
+        others = {req.space.adapter for req in queues.live()} - running
+        return msgspec.structs.replace(
+            stats, running_adapters=table.names(running), waiting_adapters=table.names(others)
+        )
 
     def _sweep_adapters(self) -> None:
         steps = self.scheduler.steps

@@ -76,6 +76,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     transport: str
     """nixl or none."""
     adapters: tuple[ServedAdapter, ...] = ()
+    max_adapters: int = 0
+    """That it keeps in memory at a time; 0 where its release reports nothing."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

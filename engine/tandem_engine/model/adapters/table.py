@@ -8,7 +8,7 @@ Names are those of the worker's report; requests bring digests. Of a digest in s
 what a name stands for already changes nothing, so a command that was not answered may be sent again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -51,6 +51,10 @@ class AdapterTable:
     def served(self) -> tuple[ServedAdapter, ...]:
         """Those that new requests may have."""
         return tuple(self._names.values())
+
+    def names(self, digests: Collection[bytes]) -> tuple[str, ...]:
+        """Of those with one of these contents, sorted."""
+        return tuple(sorted(name for name, each in self._names.items() if bytes.fromhex(each.digest) in digests))
 
     def add(self, loaded: LoadedAdapters, *, replaces: bool, digest: str = "") -> ServedAdapter:
         """Serve the one adapter of `loaded` from the next step on. `digest`: the content that it is to have, if any.
