@@ -127,14 +127,14 @@ class AdapterUpdates:
             # Again for those that have joined since.
             await asyncio.gather(*(load_on(worker, digest) for worker in waiting))
         present = {worker.incarnation for worker in self._workers()}
-        still_failed = {who: each for who, each in failed.items() if who in present}
+        still_failed = {incarnation: each for incarnation, each in failed.items() if incarnation in present}
         if still_failed:
-            fresh = [who for who, loaded in done.items() if not loaded.former]
+            fresh = [incarnation for incarnation, loaded in done.items() if not loaded.former]
             kept = await self._undo(fresh, name, digest)
             raise _incomplete(still_failed.values(), undone=len(fresh) == len(done) and not kept)
         await self._until_seen(lambda: self._digest_of(name) == digest)
         logger.info("adapter loaded", extra={"fields": {"adapter": name, "digest": digest, "workers": len(done)}})
-        states = {who: _state(loaded) for who, loaded in done.items()}
+        states = {incarnation: _state(loaded) for incarnation, loaded in done.items()}
         return self._change(f"Success: LoRA adapter '{name}' added successfully.", name, digest, states)
 
     async def _unload(self, name: str) -> AdapterChange:
@@ -220,7 +220,10 @@ class AdapterUpdates:
         return unavailable("No worker can load the adapter now. Try again later.", retry_after=RETRY_AFTER_S)
 
     def _change(self, message: str, name: str, digest: str, states: dict[str, str]) -> AdapterChange:
-        workers = [WorkerResult(worker=who.rpartition("@")[0], state=state) for who, state in sorted(states.items())]
+        workers = [
+            WorkerResult(worker=incarnation.rpartition("@")[0], state=state)
+            for incarnation, state in sorted(states.items())
+        ]
         return AdapterChange(message=message, model=self.model.name, lora_name=name, digest=digest, workers=workers)
 
 
