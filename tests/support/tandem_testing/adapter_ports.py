@@ -42,8 +42,10 @@ class AdapterPort:
     contents: dict[str, str] = field(default_factory=lambda: dict(CONTENT))
     limit: int = 4
     orders: list[OperatorOrder] = field(default_factory=list)
-    silent: int = 0
-    """So many commands are not answered."""
+    broken: int = 0
+    """So many commands get no usable reply."""
+    hung: bool = False
+    """Its engine does not answer."""
     on_order: Callable[[OperatorOrder], None] = lambda _: None
     """Called before a command is carried out."""
     table: AdapterTable = field(init=False)
@@ -60,8 +62,10 @@ class AdapterPort:
         command = order(1)
         self.orders.append(command)
         self.on_order(command)
-        if self.silent:
-            self.silent -= 1
+        if self.broken:
+            self.broken -= 1
+            raise RuntimeError("planned")
+        if self.hung:
             raise TimeoutError
         try:
             done = self.carry_out(command)

@@ -2,8 +2,8 @@
 
     load    1. one worker reads the folder: its digest is what the name stands for from now on
             2. all others load it, and refuse files with another digest
-            3. a worker that does not answer is tried again. One that has left the fleet no longer counts
-            4. if a worker has failed, those that have newly loaded the adapter unload it
+            3. a worker that cannot be reached is tried again. One that has left the fleet no longer counts
+            4. if a worker has failed, those that have newly loaded the adapter unload it, and so do those that may have
     unload  all workers at once. One that does not have the adapter has nothing to do
 
 A replaced adapter is not restored after a failure: requests may have begun with the new one. Repeating a command
@@ -21,6 +21,8 @@ from typing import TypeVar
 
 import msgspec
 
+from tandem_engine.base.errors import CheckpointError
+from tandem_engine.base.logs import quoted
 from tandem_engine.config import Role
 from tandem_services.common.errors import ApiError, bad_request, not_found, unavailable
 from tandem_services.gateway.models.model import ServedModel
@@ -77,6 +79,16 @@ class _Failed(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     error: WorkerRejectedError | WorkerSilentError
 
+    @property
+    def silent(self) -> bool:
+        """Whether it may have been carried out all the same."""
+        return isinstance(self.error, WorkerSilentError)
+
+    @property
+    def missing(self) -> bool:
+        """The worker does not have the adapter."""
+        return isinstance(self.error, WorkerRejectedError) and self.error.code == MISSING
+
 
 @dataclass(kw_only=True, slots=True)
 class AdapterUpdates:
@@ -131,6 +143,8 @@ class AdapterUpdates:
         if still_failed:
             fresh = [incarnation for incarnation, loaded in done.items() if not loaded.former]
             kept = await self._undo(fresh, name, digest)
+            # Whether these have loaded it is not known. They are reported in any case.
+            await self._undo([key for key, each in still_failed.items() if each.silent], name, digest)
             raise _incomplete(still_failed.values(), undone=len(fresh) == len(done) and not kept)
         await self._until_seen(lambda: self._digest_of(name) == digest)
         logger.info("adapter loaded", extra={"fields": {"adapter": name, "digest": digest, "workers": len(done)}})
@@ -150,7 +164,7 @@ class AdapterUpdates:
             outcome = await self._carry_out(worker, command)
             if isinstance(outcome, str):
                 digest, states[worker.incarnation] = digest or outcome, "unloaded"
-            elif isinstance(outcome, _Failed) and getattr(outcome.error, "code", "") == MISSING:
+            elif isinstance(outcome, _Failed) and outcome.missing:
                 states[worker.incarnation] = "absent"
             elif outcome is not None:
                 failed.append(outcome)
@@ -162,7 +176,7 @@ class AdapterUpdates:
                 raise _rejected(first)
             raise _incomplete(failed, undone=len(failed) == len(workers))
         if "unloaded" not in states.values():
-            raise not_found(f"The adapter '{name}' is not loaded.", "lora_name", reason="model_not_found")
+            raise not_found(f"The adapter '{quoted(name)}' is not loaded.", "lora_name", reason="model_not_found")
         await self._until_seen(lambda: not self._digest_of(name))
         logger.info("adapter unloaded", extra={"fields": {"adapter": name, "digest": digest}})
         return self._change(f"Success: LoRA adapter '{name}' removed successfully.", name, digest, states)
@@ -181,7 +195,7 @@ class AdapterUpdates:
                 return _Failed(worker=worker.worker_id, error=error)
             except WorkerSilentError as error:
                 logger.warning("no reply of %s to a command about an adapter: %s", worker.incarnation, error)
-                if attempt == TRIES:
+                if attempt == TRIES or not error.again:
                     return _Failed(worker=worker.worker_id, error=error)
             await asyncio.sleep(RETRY_S)
             if worker.incarnation not in {each.incarnation for each in self._workers()}:
@@ -197,7 +211,7 @@ class AdapterUpdates:
                 return await self.commands.unload(worker, name=name, digest=digest, within_s=UNLOAD_S)
 
             outcome = await self._carry_out(worker, command)
-            return isinstance(outcome, _Failed) and getattr(outcome.error, "code", "") != MISSING
+            return isinstance(outcome, _Failed) and not outcome.missing
 
         return any(await asyncio.gather(*map(undo_on, workers)))
 
@@ -237,15 +251,17 @@ def _rejected(error: WorkerRejectedError) -> ApiError:
     """Of the worker that was to read the folder: nothing has changed."""
     if error.code == BUSY:
         return unavailable(str(error), retry_after=RETRY_AFTER_S)
-    param = "lora_name" if str(error).startswith("lora_name") else "lora_path"
-    return bad_request(str(error), param)
+    message = str(error)
+    of_path = error.code == CheckpointError.code or "--lora-dir" in message
+    param = "lora_name" if message.startswith("lora_name") else "lora_path" if of_path else None
+    return bad_request(message, param)
 
 
 def _incomplete(failed: Iterable[_Failed], *, undone: bool) -> ApiError:
     failures = sorted(failed, key=lambda each: each.worker)
     named = "; ".join(f"{each.worker}: {each.error}" for each in failures[:MAX_NAMED])
     more = f"; and {len(failures) - MAX_NAMED} more" if len(failures) > MAX_NAMED else ""
-    effect = "No worker has changed." if undone else "Other workers have carried it out: repeat the command."
+    effect = "No other worker has changed." if undone else "Other workers have carried it out: repeat the command."
     return unavailable(
         f"{len(failures)} workers have not carried out the command ({named}{more}). {effect}",
         retry_after=RETRY_AFTER_S,

@@ -30,7 +30,11 @@ class WorkerRejectedError(Exception):
 
 
 class WorkerSilentError(Exception):
-    """No usable reply: whether the command was carried out is not known."""
+    """No usable reply: whether the command was carried out is not known. `again`: it may be sent once more at once."""
+
+    def __init__(self, message: str, *, again: bool = True) -> None:
+        super().__init__(message)
+        self.again = again
 
 
 class _Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +93,7 @@ class WorkerCommands:
                     if len(data) > MAX_REPLY_BYTES:
                         raise WorkerSilentError(f"its reply has more than {MAX_REPLY_BYTES} bytes")
         except TimeoutError as error:
-            raise WorkerSilentError(f"no reply within {within_s:.0f} s") from error
+            raise WorkerSilentError(f"no reply within {within_s:.0f} s", again=False) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise WorkerSilentError(
                 f"its health port {worker.health_endpoint} does not answer ({type(error).__name__}): start workers on "
@@ -113,5 +117,6 @@ def _reply_of(status: int, data: bytes) -> _Reply:
         return reply
     message = reply.message[:MAX_SHOWN]
     if status >= 500:
-        raise WorkerSilentError(message)
+        # The engine has had all its time already.
+        raise WorkerSilentError(message, again=status != 504)
     raise WorkerRejectedError(message, code=reply.code)

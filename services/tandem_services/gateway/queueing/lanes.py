@@ -47,6 +47,8 @@ class BlockedLanes:
     _avoided: set[str] = field(default_factory=set)
     _blocked: dict[bytes, bool] = field(default_factory=dict)
     """Whether requests of an adapter wait, of those that were looked at."""
+    _served: dict[bytes, bool] = field(default_factory=dict)
+    """Whether an adapter has a worker."""
     _any: bool = False
 
     def __bool__(self) -> bool:
@@ -83,7 +85,10 @@ class BlockedLanes:
 
     def serve(self, lane: Lane) -> bool:
         """Whether there is a worker for it."""
-        return any(map(lane.serves, self.workers))
+        served = self._served.get(lane.adapter)
+        if served is None:
+            served = self._served[lane.adapter] = any(map(lane.serves, self.workers))
+        return served
 
     def _leave(self, lane: Lane, roles: frozenset[Role]) -> bool:
         """Whether `lane` keeps a worker with one of `roles`, if it has any."""

@@ -358,9 +358,11 @@ class LateBinding:
         workers = self.chooser.workers()
         blocked = self._blocked = BlockedLanes(workers=workers)
         for waiting in self.queue:
-            if not workers or (waiting.lane is not None and blocked.hold(waiting.lane)):
-                # Nothing is blocked yet: no worker has its adapter.
+            if not workers:
                 waiting.verdict = Verdict.NO_WORKER
+            elif waiting.lane is not None and waiting.lane.adapter:
+                # Requests behind a blocked one are not tried, so that they would keep an old verdict.
+                waiting.verdict = Verdict.NO_ROOM if blocked.serve(waiting.lane) else Verdict.NO_WORKER
         if not workers:
             return False
         skipped = passed = 0

@@ -8,8 +8,9 @@ import httpx
 import pytest
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import LoadAdapter, UnloadAdapter
+from tandem_engine.messages.control import LoadAdapter, OrderRefused, UnloadAdapter
 from tandem_services.gateway.models import adapter_updates
+from tandem_services.worker.engine_process import OrderRefusedError
 from tandem_testing.adapter_ports import CONTENT, AdapterPort, adapter_ports
 from tandem_testing.gateway_builders import FakeChooser, live_gateway
 from tandem_testing.key_files import bearer, write_keys
@@ -116,7 +117,7 @@ async def test_worker_with_other_files_undoes_the_load(fleet):
     status, _, message = error(await fleet.load())
     assert status == 503
     assert f"p: lora_path: the content of adapter 'sql' has the digest {CONTENT['two']} here" in message
-    assert message.endswith("No worker has changed.")
+    assert message.endswith("No other worker has changed.")
     assert fleet.loaded == [{}] * 3
 
 
@@ -131,22 +132,43 @@ async def test_worker_that_cannot_load_undoes_no_former_adapter(fleet):
     assert results(again) == {"p": "unchanged", "d0": "unchanged", "d1": "replaced"}
 
 
-async def test_silent_worker_is_tried_again(fleet):
-    fleet.ports[2].silent = 2
+async def test_worker_without_a_usable_reply_is_tried_again(fleet):
+    fleet.ports[2].broken = 2
     assert results(await fleet.load())["d1"] == "loaded"
     assert len(fleet.ports[2].orders) == 3
-    fleet.ports[1].silent = 2
+    fleet.ports[1].broken = 2
     assert results(await fleet.unload())["d0"] == "unloaded"
 
 
-async def test_silent_worker_undoes_the_load(fleet):
-    fleet.ports[2].silent = 3
+async def test_worker_whose_engine_hangs_is_tried_once(fleet):
+    fleet.ports[2].hung = True
     status, _, message = error(await fleet.load())
     assert (status, "1 workers have not carried out the command (d1: the engine did not answer" in message) == (
         503,
         True,
     )
+    assert message.endswith("No other worker has changed.")
     assert fleet.loaded == [{}] * 3
+    # The second is the one that undoes what it may have done.
+    assert [type(order) for order in fleet.ports[2].orders] == [LoadAdapter, UnloadAdapter]
+
+
+async def test_next_worker_reads_where_the_first_hangs(fleet):
+    fleet.ports[1].hung = True
+    status, _, message = error(await fleet.load())
+    assert (status, "(d0: the engine did not answer" in message) == (503, True)
+    assert fleet.loaded == [{}] * 3
+    assert [order.digest for order in fleet.ports[2].orders] == ["", CONTENT["one"]]
+
+
+async def test_worker_that_does_not_take_commands_is_400(fleet):
+    def refuse(_: object) -> None:
+        raise OrderRefusedError(OrderRefused(nonce=1, code="config_error", message="adapters change at start alone"))
+
+    for port in fleet.ports:
+        port.on_order = refuse
+    for answer in (await fleet.load(), await fleet.unload()):
+        assert error(answer) == (400, None, "adapters change at start alone")
 
 
 async def test_worker_without_a_port_undoes_the_load(fleet):
@@ -158,7 +180,7 @@ async def test_worker_without_a_port_undoes_the_load(fleet):
 
 async def test_worker_that_has_left_does_not_count(fleet):
     incarnation = fleet.chooser.fleet[2].incarnation
-    fleet.ports[2].silent = 9
+    fleet.ports[2].broken = 9
     fleet.ports[2].on_order = lambda _: fleet.chooser.dead.add(incarnation)
     assert results(await fleet.load()) == {"p": "loaded", "d0": "loaded"}
     assert len(fleet.ports[2].orders) == 1
