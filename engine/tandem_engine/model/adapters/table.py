@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from tandem_engine.base.errors import AdapterMissingError, BusyError, CheckpointError, ConfigError
+from tandem_engine.config.adapters import MAX_ADAPTERS
 from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.model.adapters.loaded import LoadedAdapters
 from tandem_engine.model.adapters.weights import AdapterWeights
@@ -75,6 +76,9 @@ class AdapterTable:
             return former
         if former is not None and not replaces:
             raise ConfigError(f"lora_name: adapter {adapter.name!r} is loaded already: unload it, or replace it")
+        if former is None and len(self._names) >= MAX_ADAPTERS:
+            # Also of equal content: a worker's report has room for no more.
+            raise BusyError(f"{MAX_ADAPTERS} adapters have a name, more are not reported: unload one")
         if weights.digest not in self.slots:
             self._require_room(former)
             self._place(weights)

@@ -3,6 +3,7 @@
 import pytest
 
 from tandem_engine.base.errors import AdapterMissingError, BusyError, CheckpointError, ConfigError
+from tandem_engine.config.adapters import MAX_ADAPTERS
 from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.requests import AdapterRef
 from tandem_engine.model.adapters.loaded import LoadedAdapters
@@ -119,3 +120,12 @@ def test_replacement_that_frees_no_slot_needs_one(table):
     table.add(loaded("d", 3), replaces=False)
     with pytest.raises(BusyError, match="unload one"):
         table.add(loaded("b", 4), replaces=True)
+
+
+def test_names_of_equal_content_are_bounded_as_well(table):
+    for number in range(1, MAX_ADAPTERS):
+        table.add(loaded(f"a{number}", 1), replaces=False)
+    with pytest.raises(BusyError, match="256 adapters have a name"):
+        table.add(loaded("b", 1), replaces=False)
+    assert len(table.served) == MAX_ADAPTERS
+    table.add(loaded("a1", 2), replaces=True)
