@@ -194,7 +194,8 @@ class AdapterUpdates:
             except WorkerRejectedError as error:
                 return _Failed(worker=worker.worker_id, error=error)
             except WorkerSilentError as error:
-                logger.warning("no reply of %s to a command about an adapter: %s", worker.incarnation, error)
+                fields = {"worker": worker.incarnation, "endpoint": worker.health_endpoint, "error": str(error)}
+                logger.warning("no reply of a worker to a command about an adapter", extra={"fields": fields})
                 if attempt == TRIES or not error.again:
                     return _Failed(worker=worker.worker_id, error=error)
             await asyncio.sleep(RETRY_S)

@@ -96,8 +96,8 @@ class WorkerCommands:
             raise WorkerSilentError(f"no reply within {within_s:.0f} s", again=False) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise WorkerSilentError(
-                f"its health port {worker.health_endpoint} does not answer ({type(error).__name__}): start workers on "
-                "other machines with --health-host"
+                f"its health port does not answer ({type(error).__name__}): start workers on other machines with "
+                "--health-host"
             ) from error
         return _reply_of(response.status_code, bytes(data))
 

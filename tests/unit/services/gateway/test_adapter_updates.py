@@ -174,7 +174,9 @@ async def test_worker_that_does_not_take_commands_is_400(fleet):
 async def test_worker_without_a_port_undoes_the_load(fleet):
     fleet.chooser.fleet[2] = replace(fleet.chooser.fleet[2], health_endpoint="http://127.0.0.1:1")
     status, _, message = error(await fleet.load())
-    assert (status, "d1: its health port http://127.0.0.1:1 does not answer" in message) == (503, True)
+    assert (status, "d1: its health port does not answer (ConnectError)" in message) == (503, True)
+    # Addresses are for the log.
+    assert "127.0.0.1" not in message
     assert fleet.loaded == [{}] * 3
 
 
