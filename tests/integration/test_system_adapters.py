@@ -10,11 +10,12 @@ from typing import Any
 import openai
 import pytest
 
+from tandem_engine.ipc.keys import KeyPair
 from tandem_lab.verify.reference import TransformersReference
 from tandem_services.cli.flags import bundled_model
+from tandem_services.common.tokens import order_token
 from tandem_testing.adapters import FLEET_ADAPTERS
 from tandem_testing.system_client import SystemClient
-from tandem_testing.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
@@ -112,13 +113,16 @@ async def test_openai_client_lists_and_uses_adapters(fleet, merged):
 async def test_adapter_is_loaded_and_unloaded_while_streams_run(fleet, merged):
     expected = (await complete(fleet, "one", max_tokens=LONG))["choices"][0]["token_ids"]
     running = asyncio.create_task(complete(fleet, "one", max_tokens=LONG))
-    folder = fleet.system.run_dir.parent / "two"
-    loaded = await order_all(fleet, "/load_lora_adapter", {"lora_name": "late", "lora_path": str(folder)})
-    assert len({answer["digest"] for answer in loaded}) == 1
+    folder = str(fleet.system.run_dir.parent / "two")
+    loaded = await command(fleet, "/v1/load_lora_adapter", lora_name="late", lora_path=folder)
+    assert loaded == {(worker, "loaded") for worker in fleet.system.workers}
     await until(lambda: known(fleet, "late"), 60.0, "the adapter is listed")
     answer = await complete(fleet, "late")
     assert tuple(answer["choices"][0]["token_ids"]) == merged["two"]
-    await order_all(fleet, "/unload_lora_adapter", {"lora_name": "late"})
+    again = await command(fleet, "/v1/load_lora_adapter", lora_name="late", lora_path=folder)
+    assert again == {(worker, "unchanged") for worker in fleet.system.workers}
+    unloaded = await command(fleet, "/v1/unload_lora_adapter", lora_name="late")
+    assert unloaded == {(worker, "unloaded") for worker in fleet.system.workers}
     assert (await running)["choices"][0]["token_ids"] == expected
 
     async def gone() -> bool:
@@ -130,12 +134,9 @@ async def test_adapter_is_loaded_and_unloaded_while_streams_run(fleet, merged):
     assert tuple((await complete(fleet, "two"))["choices"][0]["token_ids"]) == merged["two"]
 
 
-async def order_all(fleet: SystemClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each worker answers to an order."""
-    answers = await asyncio.gather(*(fleet.http.post(url + path, json=body) for url in fleet.system.workers.values()))
-    assert [answer.status_code for answer in answers] == [200] * len(answers), [answer.text for answer in answers]
-    return [answer.json() for answer in answers]
-
-
-async def known(fleet: SystemClient, name: str) -> bool:
-    return name in {card["id"] for card in (await fleet.get("/v1/models"))["data"]}
+async def command(fleet: SystemClient, path: str, **body: str) -> set[tuple[str, str]]:
+    """What each worker did."""
+    token = order_token(KeyPair.load(fleet.system.run_dir / "keys.json"))
+    answer = await fleet.http.post(path, json=body, headers={"Authorization": f"Bearer {token}"})
+    assert answer.status_code == 200, answer.text
+    return {(each["worker"], each["state"]) for each in answer.json()["workers"]}

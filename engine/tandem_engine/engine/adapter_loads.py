@@ -4,18 +4,28 @@
     2. add     between two steps, on the scheduler's thread (`AdapterTable`)
 
 A folder without an adapter for the model changes nothing.
+
+A file system that hangs keeps the thread in a read that nothing can end. The engine closes without it: the thread is a
+daemon, so the process exits as well.
 """
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from threading import Thread
 
 import torch
 
-from tandem_engine.base.errors import CheckpointError, ConfigError, EngineError
+from tandem_engine.base.errors import CheckpointError, ConfigError, EngineError, EngineStoppedError
 from tandem_engine.config import AdapterConfig, AdapterSource, ModelConfig
 from tandem_engine.model.adapters.loaded import LoadedAdapters
 from tandem_engine.model.adapters.table import AdapterTable
 from tandem_engine.parallel.group import TpGroup
+
+CLOSE_S = 5.0
+"""A load in progress has so long to end when the engine closes."""
+
+Job = tuple[AdapterSource, "Future[LoadedAdapters]"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,12 +38,16 @@ class AdapterLoads:
     dtype: torch.dtype
     device: str
     group: TpGroup
-    _thread: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter")
-    )
+    close_s: float = CLOSE_S
+    _jobs: "SimpleQueue[Job | None]" = field(default_factory=SimpleQueue)
+    """None ends the thread."""
+    _begun: "list[Future[LoadedAdapters]]" = field(default_factory=list)
+    """Those that may not be done."""
+    _thread: Thread | None = None
     """Starts with the first load. One at a time, in their order."""
+    _closed: bool = False
 
-    def begin(self, name: str, path: str, *, replaces: bool) -> "Future[LoadedAdapters]":
+    def begin(self, name: str, path: str) -> "Future[LoadedAdapters]":
         """Begin to load the adapter in `path`, which `AdapterTable.add` then takes.
 
         The future raises `CheckpointError`, naming the field or tensor, for a folder that has no adapter for the model,
@@ -41,9 +55,16 @@ class AdapterLoads:
         be loaded, or not under this name. Looks at no file: this thread computes.
         """
         self.require_allowed()
+        if self._closed:
+            raise EngineStoppedError("this engine is closed")
         source = AdapterSource(name=name, path=path)
-        self.table.require_name(name, replaces=replaces)
-        return self._thread.submit(self._load, source)
+        if self._thread is None:
+            self._thread = Thread(target=self._work, name="adapter", daemon=True)
+            self._thread.start()
+        loading: Future[LoadedAdapters] = Future()
+        self._begun = [*(each for each in self._begun if not each.done()), loading]
+        self._jobs.put((source, loading))
+        return loading
 
     def require_allowed(self) -> None:
         """Raise `ConfigError` where adapters are loaded at start alone."""
@@ -55,8 +76,23 @@ class AdapterLoads:
             )
 
     def close(self) -> None:
-        """Wait for a load in progress, and begin no other. Idempotent."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Begin no other load, and wait for one in progress for `close_s`. Idempotent."""
+        self._closed = True
+        for loading in self._begun:
+            loading.cancel()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(self.close_s)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            source, loading = job
+            if not loading.set_running_or_notify_cancel():
+                continue
+            try:
+                loading.set_result(self._load(source))
+            except BaseException as error:  # noqa: BLE001  # raised where the future is read
+                loading.set_exception(error)
 
     def _load(self, source: AdapterSource) -> LoadedAdapters:
         one = replace(self.config, sources=(source,))

@@ -74,7 +74,7 @@ class Operations:
                 self.reload_nonce = order.nonce
                 return
             if isinstance(order, LoadAdapter):
-                begun = self.engine.adapter_loads.begin(order.name, order.path, replaces=order.replaces)
+                begun = self.engine.adapter_loads.begin(order.name, order.path)
                 self.loading.append((order, begun))
                 return
             outcome = self._carry_out(order)
@@ -111,7 +111,7 @@ class Operations:
             case StartProfile() | StopProfile():
                 return self._profile(order)
             case UnloadAdapter(name=name):
-                gone = self.engine.remove_adapter(name)
+                gone = self.engine.remove_adapter(name, digest=order.digest)
                 self.changed()
                 return Outcome(f"adapter {name} serves no new request", {"digest": gone.digest})
 
@@ -158,13 +158,14 @@ class Operations:
         self.answer(OrderDone(nonce=self.reload_nonce, message=message, figures=figures))
 
     def _answer_load(self, order: LoadAdapter, loading: Future[LoadedAdapters]) -> None:
+        former = next((each.digest for each in self.engine.served_adapters if each.name == order.name), "")
         try:
-            adapter = self.engine.add_adapter(loading.result(), replaces=order.replaces)
+            adapter = self.engine.add_adapter(loading.result(), replaces=order.replaces, digest=order.digest)
         except EngineError as error:
             self._refuse(order.nonce, error)
             return
         self.changed()
-        figures: dict[str, int | str] = {"digest": adapter.digest, "rank": adapter.rank}
+        figures: dict[str, int | str] = {"digest": adapter.digest, "rank": adapter.rank, "former": former}
         self.answer(OrderDone(nonce=order.nonce, message=f"serving adapter {adapter.name}", figures=figures))
 
     def _poll_profile(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import msgspec
 import torch
 
 from tandem_engine.base.clock import MonotonicClock
@@ -288,7 +289,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Numbers for the worker service."""
-        return engine_stats(self.scheduler, self._peers.handoff, self._throughput, total_pages=self.total_pages)
+        stats = engine_stats(self.scheduler, self._peers.handoff, self._throughput, total_pages=self.total_pages)
+        return self._with_adapters(stats) if self._parts.adapters.slots else stats
 
     # For operators.
 
@@ -331,14 +333,24 @@ class Engine:
         """Those that new requests may have, now."""
         return self._parts.adapters.served
 
-    def add_adapter(self, loaded: LoadedAdapters, *, replaces: bool) -> ServedAdapter:
+    def add_adapter(self, loaded: LoadedAdapters, *, replaces: bool, digest: str = "") -> ServedAdapter:
         """See `AdapterTable.add`. Requests that run with a former adapter of its name end with that one."""
-        return self._parts.adapters.add(loaded, replaces=replaces)
+        return self._parts.adapters.add(loaded, replaces=replaces, digest=digest)
 
-    def remove_adapter(self, name: str) -> ServedAdapter:
+    def remove_adapter(self, name: str, *, digest: str = "") -> ServedAdapter:
         """See `AdapterTable.remove`. Requests that have begun go on with it."""
         self.adapter_loads.require_allowed()
-        return self._parts.adapters.remove(name)
+        return self._parts.adapters.remove(name, digest=digest)
+
+    def _with_adapters(self, stats: EngineStats) -> EngineStats:
+        queues, table = self.scheduler.queues, self._parts.adapters
+        running = {req.space.adapter for req in queues.running}
+        if queues.chunked is not None:
+            running.add(queues.chunked.space.adapter)
+        others = {req.space.adapter for req in queues.live()} - running
+        return msgspec.structs.replace(
+            stats, running_adapters=table.names(running), waiting_adapters=table.names(others)
+        )
 
     def _sweep_adapters(self) -> None:
         steps = self.scheduler.steps

@@ -76,6 +76,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     transport: str
     """nixl or none."""
     adapters: tuple[ServedAdapter, ...] = ()
+    max_adapters: int = 0
+    """That it keeps in memory at a time; 0 where its release reports nothing."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -224,6 +226,8 @@ class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter")
     path: str
     replaces: bool
     """It may take the place of another one of its name."""
+    digest: str = ""
+    """In hexadecimal: other content is refused. "" for any."""
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapter"):
@@ -231,6 +235,8 @@ class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapt
 
     nonce: int
     name: str
+    digest: str = ""
+    """In hexadecimal: refused where the name stands for other content. "" for any."""
 
 
 class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag="start_profile"):

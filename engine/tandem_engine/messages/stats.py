@@ -127,6 +127,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     output_tokens_per_s: float
     """Over the time since the report before."""
     paused: bool
+    running_adapters: tuple[str, ...] = ()
+    """Names of those that running requests have; of the next field those that waiting ones have."""
+    waiting_adapters: tuple[str, ...] = ()
     transfer_mishaps_total: int = 0
     """Errors that nobody foresaw where KV is moved, on rank 0; those of other ranks are in the log alone."""
     handed_over_total: int = 0

@@ -82,7 +82,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Send one command to one running worker and print its response as JSON.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("worker", metavar="HOST:PORT", help="health port of the worker, or --admin-port of a gateway")
+    parser.add_argument(
+        "worker", metavar="HOST:PORT", help="health port of the worker, or of a gateway its --admin-port, or --port"
+    )
     parser.add_argument(
         "--curve-keys",
         type=Path,

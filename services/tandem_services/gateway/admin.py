@@ -3,6 +3,8 @@
     /live /ready /health /metrics /version     probes and Prometheus, without a key
     /requests/{id}/explain                     any tenant's request
     /v1/adapters                               adapters with their digests and workers
+    /v1/load_lora_adapter                      POST: load an adapter on all workers; also without /v1
+    /v1/unload_lora_adapter                    POST: the opposite
     /drain                                     POST: same effect as SIGTERM
     /canary                                    POST: a test request through a pair of workers (`Canary`)
     /console                                   the console page, with its scripts and styles, without a key
@@ -11,7 +13,8 @@
     /openapi.json                              description of the API port, for the console's view of it
 
 With a key file, every route except probes, the page and /canary needs a key whose entry has `"admin": true`. /canary,
-and /drain without a key file, need the order token (`common.tokens`), also from the same machine.
+and without a key file every other POST that changes something, needs the order token (`common.tokens`), also from the
+same machine.
 
 A canary is one short greedy request through a prefill and a decode worker:
 
@@ -47,7 +50,7 @@ from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest, HandoffSide, attempt_id
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError, bad_request, not_found
-from tandem_services.gateway.app import Gateway, boundary_of, description_route, generation_routes
+from tandem_services.gateway.app import Gateway, adapter_routes, boundary_of, description_route, generation_routes
 from tandem_services.gateway.console.routes import Console
 from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError
 from tandem_services.gateway.dispatch.dispatcher import with_handoff
@@ -55,6 +58,7 @@ from tandem_services.gateway.http.authentication import PROBES, Authentication
 from tandem_services.gateway.http.body import BodyDecoder, decode_body, read_body
 from tandem_services.gateway.http.middleware import identity_of
 from tandem_services.gateway.http.monitoring_routes import http_error, json_response, operations_routes
+from tandem_services.gateway.http.orders import require_order
 from tandem_services.gateway.models.adapters import HeldAdapters
 from tandem_services.gateway.models.service import ModelService
 from tandem_services.gateway.observe.explain import ChoiceRecord
@@ -234,8 +238,6 @@ CANARY = "/canary"
 OPEN_PATHS = PROBES | {"/metrics", "/version", CANARY}
 """Without an API key; canaries have a guard of their own."""
 
-_KINDS = {401: "AuthenticationError", 403: "PermissionDeniedError", 415: "UnsupportedMediaTypeError"}
-
 
 def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Console | None = None) -> Starlette:
     """The second application of a gateway. `drain` is called on the event loop and returns at once."""
@@ -253,7 +255,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
 
     async def begin_drain(request: Request) -> Response:
         # With a key file, authentication has checked for an administrator's key by now.
-        _require_order(request, gateway, by_key=gateway.access is not None)
+        require_order(request, gateway.order_access, by_key=gateway.access is not None)
         drain()
         return json_response({"status": "draining"}, 202)
 
@@ -261,7 +263,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
     canaries = BodyDecoder(CanaryBody, strict=True)
 
     async def run_canary(request: Request) -> Response:
-        _require_order(request, gateway)
+        require_order(request, gateway.order_access)
         return json_response(await canary.run(await decode_body(canaries.decode, await read_body(request))))
 
     async def list_models(request: Request) -> Response:
@@ -277,6 +279,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
         Route("/v1/adapters", adapters, methods=["GET"]),
         Route("/drain", begin_drain, methods=["POST"]),
         Route(CANARY, run_canary, methods=["POST"]),
+        *adapter_routes(gateway),
     ]
     if console is not None:
         access = console.admit(access)
@@ -288,11 +291,3 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
         middleware=[boundary_of(gateway), Middleware(Authentication, access=access)],
         exception_handlers={HTTPException: http_error},
     )
-
-
-def _require_order(request: Request, gateway: Gateway, *, by_key: bool = False) -> None:
-    """Raise `ApiError` unless it is an order. `by_key`: its API key is enough, and it brings no token."""
-    access = replace(gateway.order_access, needs_token=not by_key)
-    refusal = access.refusal(request)
-    if refusal is not None:
-        raise ApiError(refusal.status, refusal.message, kind=_KINDS[refusal.status])

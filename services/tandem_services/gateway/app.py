@@ -11,6 +11,7 @@
 /live /ready /health /version              monitoring
 /openapi.json                              description of all these routes
 /metrics /console                          unless there is a port for administrators (`admin`)
+/v1/load_lora_adapter /v1/unload_lora_adapter (also without /v1)     the same
 """
 
 import asyncio
@@ -37,6 +38,7 @@ from tandem_services.common.tokens import OrderAccess, token_for
 from tandem_services.gateway.access.keys import KeyWatch, cache_secret, deployment_secret
 from tandem_services.gateway.access.tenants import AccessMetrics, TenantLimits
 from tandem_services.gateway.access.tenants import Board as UsageBoard
+from tandem_services.gateway.api.adapters import ADAPTER_PATHS, AdapterRoutes
 from tandem_services.gateway.api.anthropic.answers import models_answer
 from tandem_services.gateway.api.anthropic.requests import MessagesPlanner, TokenCount
 from tandem_services.gateway.api.chat import ChatPlanner
@@ -206,7 +208,7 @@ def _access(
         limits=TenantLimits(clock=clock, metrics=metrics, board=board),
         metrics=metrics,
         cache_secret=cache_secret(secret),
-        admin_paths=(METRICS_PATH,),
+        admin_paths=(METRICS_PATH, *ADAPTER_PATHS),
     )
 
 
@@ -234,7 +236,8 @@ def create_app(
 
 
 def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) -> FastAPI:
-    """The ASGI application of users; `metrics`: with /metrics; `console`: with that. Its life is the gateway's.
+    """The ASGI application of users. `metrics`: there is no port for administrators, so this one has /metrics and the
+    routes of adapters; `console`: with that. Its life is the gateway's.
 
     What the gateway was built with must be started, and outlives the application. The component that ends it calls
     `health.drain()` some time before.
@@ -269,6 +272,8 @@ def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) 
     app.router.routes.extend(SessionRoutes(gateway.models).routes())
     _add_model_routes(app, gateway)
     app.router.routes.extend(operations_routes(gateway.health, gateway.registry, metrics=metrics))
+    if metrics:
+        app.router.routes.extend(adapter_routes(gateway))
     if console is not None:
         app.router.routes.extend(console.routes())
     app.router.routes.append(description_route(gateway, metrics=metrics))
@@ -312,6 +317,11 @@ def generation_routes(gateway: Gateway) -> list[Route]:
         Route(planner.endpoint, GenerationEndpoint(planner, models, answering), methods=["POST"])
         for planner in planners
     ]
+
+
+def adapter_routes(gateway: Gateway) -> list[Route]:
+    """Of the port that administrators use."""
+    return AdapterRoutes(gateway.models, gateway.order_access, gateway.access is not None).routes()
 
 
 def _tokenizer_routes(gateway: Gateway) -> list[Route]:

@@ -354,31 +354,41 @@ class AdminServer(uvicorn.Server):
         yield
 
 
+@contextmanager
+def _token_file(gateway: Gateway, host: str, listener: socket.socket) -> Iterator[None]:
+    """The token for commands to the port of `listener` is in a file for as long as the block lasts."""
+    file = TokenFile(token=gateway.order_access.token, address=Address(host, listener.getsockname()[1]))
+    file.write()
+    try:
+        yield
+    finally:
+        file.remove()
+
+
 @asynccontextmanager
 async def _admin_server(
     gateway: Gateway,
     server: GatewayServer,
     config: GatewayConfig,
+    api_listener: socket.socket,
     listener: socket.socket | None,
     console: Console | None,
 ) -> AsyncIterator[None]:
     """Serves the administrators' port, if there is one, for as long as the block lasts."""
     if listener is None:
-        yield
+        # The routes of adapters are on the API's port.
+        with _token_file(gateway, config.host, api_listener):
+            yield
         return
     app = create_admin_app(gateway, drain=server.end_by_order, console=console)
     admin = AdminServer(_uvicorn_config(app, config))
-    token_file = TokenFile(
-        token=gateway.order_access.token, address=Address(config.admin_host, listener.getsockname()[1])
-    )
-    token_file.write()
     serving = asyncio.create_task(admin.serve(sockets=[listener]), name="admin")
     fields = {"host": config.admin_host, "port": config.admin_port}
     logger.info("serving administrators' routes", extra={"fields": fields})
     try:
-        yield
+        with _token_file(gateway, config.admin_host, listener):
+            yield
     finally:
-        token_file.remove()
         admin.should_exit = True
         await serving
 
@@ -412,7 +422,7 @@ async def _serve(
         sys.setswitchinterval(min(TURN_S, sys.getswitchinterval()))
         async with (
             _following(config, gateway, live),
-            _admin_server(gateway, server, config, admin_listener, console),
+            _admin_server(gateway, server, config, listener, admin_listener, console),
         ):
             await server.serve(sockets=[listener])
 

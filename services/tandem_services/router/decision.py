@@ -60,6 +60,8 @@ class WorkerView:
     model: str
     adapters: Mapping[str, ServedAdapter] = field(default_factory=dict, hash=False)
     """Those that it has loaded, by name."""
+    health_endpoint: str = ""
+    """http:// address of its port for commands; "" where it reports none."""
 
     def has_adapter(self, digest: bytes) -> bool:
         """Whether it has loaded the adapter with this content, under whatever name."""

@@ -340,6 +340,7 @@ def readable_fields(record: WorkerRecord) -> dict[str, str | int | float]:
         "model": view.model,
         "request_endpoint": view.request_endpoint,
         "peer_endpoint": view.peer_endpoint,
+        **({"health_endpoint": view.health_endpoint} if view.health_endpoint else {}),
         "compat_hash": view.compat_hash,
         "context_length": view.context_length,
         "page_size": view.page_size,
@@ -377,6 +378,7 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
             page_size=_size(fields["page_size"]),
             model=fields["model"],
             adapters=_adapters(fields.get(ADAPTERS_FIELD, "[]")),
+            health_endpoint=_http_address(fields.get("health_endpoint", "")),
         )
         load = Load(
             queue_tokens=_measure(fields, "queue_tokens"),
@@ -406,6 +408,14 @@ def _endpoint(text: str) -> str:
     """`text`, the endpoint that an engine reports. Anything else would reach ZMQ, which has more transports."""
     if not Address.of_endpoint(text).port:
         raise ValueError(f"{text[:200]!r} has no port")
+    return text
+
+
+def _http_address(text: str) -> str:
+    """`text`, if it is "" or http://HOST:PORT: the order token is sent there."""
+    # A URL escapes the % before the zone of an IPv6 address.
+    if text and Address.parse(text.removeprefix("http://").replace("%25", "%")).url() != text:
+        raise ValueError(f"{text[:200]!r} is not http://HOST:PORT")
     return text
 
 

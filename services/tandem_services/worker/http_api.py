@@ -14,8 +14,10 @@
     POST /pause          {"mode": "in_place" | "retract" | "abort"}; in_place if the body is empty
     POST /resume
     POST /reload         {"path": "…"} weights of the same architecture; the served directory again without a path
-    POST /load_lora_adapter    {"lora_name": "sql", "lora_path": "…", "load_inplace": false}
-    POST /unload_lora_adapter  {"lora_name": "sql"}; requests that have it continue
+    POST /load_lora_adapter    {"lora_name": "sql", "lora_path": "…", "load_inplace": false}; with a "digest", no other
+                               content. What the name stands for already is loaded again without an effect
+    POST /unload_lora_adapter  {"lora_name": "sql"}; with a "digest", only if the name stands for it. Requests that have
+                               it continue
     POST /role           {"role": "prefill" | "decode" | "both"}; 409 while the worker drains
     POST /profile        {"steps": 20, "seconds": 10}; 409 while a trace is recorded
     POST /profile/stop
@@ -112,10 +114,12 @@ class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     lora_path: str
     load_inplace: bool = False
     """It may take the place of another one of its name."""
+    digest: str = ""
 
 
 class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lora_name: str
+    digest: str = ""
 
 
 class RoleBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,14 +165,16 @@ def operator_routes(operate: Operate, set_role: SetRole, *, model: str) -> list[
     def load_adapter(body: LoadAdapterBody, nonce: int) -> LoadAdapter:
         if body.lora_name == model:
             raise BadOrderError(f"lora_name {model!r} is the name of the model: give the adapter another one")
-        return LoadAdapter(nonce=nonce, name=body.lora_name, path=body.lora_path, replaces=body.load_inplace)
+        return LoadAdapter(
+            nonce=nonce, name=body.lora_name, path=body.lora_path, replaces=body.load_inplace, digest=body.digest
+        )
 
     return [
         route("/load_lora_adapter", LoadAdapterBody, load_adapter, RELOAD_S),
         route(
             "/unload_lora_adapter",
             UnloadAdapterBody,
-            lambda body, nonce: UnloadAdapter(nonce=nonce, name=body.lora_name),
+            lambda body, nonce: UnloadAdapter(nonce=nonce, name=body.lora_name, digest=body.digest),
         ),
         route("/abort", AbortBody, _abort),
         route("/flush_cache", EmptyBody, lambda body, nonce: FlushCache(nonce=nonce)),  # noqa: ARG005

@@ -1,10 +1,12 @@
 """Prometheus metrics of a worker, computed at each scrape from the last statistics of the engine.
 
-Names follow vLLM's where vLLM has one, with the prefix `tandem_worker_`. One process is one engine, so there are few
+Names follow vLLM's where vLLM has one, with the prefix `tandem_worker_`; `vllm:lora_requests_info` has vLLM's own, for
+routers that read it. One process is one engine, so there are few
 labels: role, reason of waiting, cache tier, time of kernel compilation, peer of a link. Each help text can be read
 without the others.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -190,6 +192,21 @@ def _sizes(ready: EngineReady, stats: EngineStats | None) -> Iterator[Metric]:
     for adapter in ready.adapters:
         adapters.add_metric([adapter.name, str(adapter.rank)], 1.0)
     yield adapters
+    if ready.adapters:
+        yield _adapters_of_requests(ready, stats)
+
+
+def _adapters_of_requests(ready: EngineReady, stats: EngineStats | None) -> Metric:
+    """For routers that read vLLM's metrics: of several series they take the one with the greatest value."""
+    metric = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Unix time of this sample. Labels, as vLLM has them: most adapters in memory, those of running requests and "
+        "those of waiting ones, by name and separated by commas.",
+        labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+    )
+    running, waiting = ((), ()) if stats is None else (stats.running_adapters, stats.waiting_adapters)
+    metric.add_metric([str(ready.max_adapters), ",".join(running), ",".join(waiting)], time.time())
+    return metric
 
 
 def _cache_hits(stats: EngineStats) -> Metric:

@@ -254,7 +254,6 @@ def describe(config: WorkerConfig, ready: EngineReady, monitor: LoadMonitor, *, 
         "total_pages": ready.total_pages,
         "fingerprint": geometry.fingerprint,
         "dtype": geometry.dtype,
-        "health_endpoint": health_endpoint,
     }
     if stats is not None:
         details |= {
@@ -282,7 +281,7 @@ def describe(config: WorkerConfig, ready: EngineReady, monitor: LoadMonitor, *, 
             "conditions": _conditions(stats.links),
         }
     return WorkerRecord(
-        view=_view(config, ready, monitor.role),
+        view=_view(config, ready, monitor.role, health_endpoint),
         state=monitor.state,
         load=_load(ready, stats),
         details=details,
@@ -302,7 +301,7 @@ def drain_summary(before: EngineStats | None, after: EngineStats | None) -> str:
     return f": {moved} requests moved with their KV, {failed + left} to be computed again elsewhere"
 
 
-def _view(config: WorkerConfig, ready: EngineReady, role: Role) -> WorkerView:
+def _view(config: WorkerConfig, ready: EngineReady, role: Role, health_endpoint: str) -> WorkerView:
     return WorkerView(
         worker_id=config.worker_id,
         incarnation=ready.incarnation,
@@ -314,6 +313,7 @@ def _view(config: WorkerConfig, ready: EngineReady, role: Role) -> WorkerView:
         page_size=ready.geometry.page_size,
         model=config.model_name,
         adapters={adapter.name: adapter for adapter in ready.adapters},
+        health_endpoint=health_endpoint,
     )
 
 

@@ -241,6 +241,8 @@ class LiveGateway:
     sessions: SessionShelf
     tokenizer: TextTokenizer
     health: Health
+    order_token: str
+    """What commands need where there are no keys."""
 
     async def chat(self, content: str = "hi", **fields: Any) -> httpx.Response:
         body = {"model": "mock", "messages": [{"role": "user", "content": content}], **fields}
@@ -296,28 +298,26 @@ async def live_gateway(
     sessions = SessionShelf()
     fleet = fleet_of(settings, chooser, sessions, context, tokenizer, fairness=fairness)
     health = Health()
-    boards = {"usage": usage, "health": health, "spans": spans, "seen": seen, "clock": clock}
-    async with serving_fleets(settings, [fleet], **boards) as http:
-        url = str(http.base_url)
-        yield LiveGateway(url=url, http=http, chooser=chooser, sessions=sessions, tokenizer=tokenizer, health=health)
+    clock = clock or MonotonicClock()
+    gateway = build_gateway(settings, [fleet], clock=clock, health=health, usage=usage, spans=spans)
+    console = None if seen is None else console_of(gateway, lambda: [ViewedFleet("default", seen)])
+    async with serving_gateway(gateway, settings, console=console) as http:
+        yield LiveGateway(
+            url=str(http.base_url),
+            http=http,
+            chooser=chooser,
+            sessions=sessions,
+            tokenizer=tokenizer,
+            health=health,
+            order_token=gateway.order_access.token,
+        )
 
 
 @asynccontextmanager
-async def serving_fleets(
-    settings: GatewayConfig,
-    fleets: Sequence[Fleet],
-    *,
-    usage: Any = None,
-    health: Health | None = None,
-    spans: "SpanExport | None" = None,
-    seen: Callable[[], FleetView] | None = None,
-    clock: Clock | None = None,
-) -> AsyncIterator[httpx.AsyncClient]:
+async def serving_fleets(settings: GatewayConfig, fleets: Sequence[Fleet]) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway that serves `fleets` until the block ends."""
-    health, clock = health or Health(), clock or MonotonicClock()
-    gateway = build_gateway(settings, fleets, clock=clock, health=health, usage=usage, spans=spans)
-    console = None if seen is None else console_of(gateway, lambda: [ViewedFleet("default", seen)])
-    async with serving_gateway(gateway, settings, console=console) as http:
+    gateway = build_gateway(settings, fleets, clock=MonotonicClock(), health=Health())
+    async with serving_gateway(gateway, settings) as http:
         yield http
 
 

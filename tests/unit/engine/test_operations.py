@@ -315,6 +315,8 @@ def test_running_requests_end_with_the_adapter_that_was_replaced(open_desk):
     open_desk.engine.add(of_adapter("running", done, max_tokens=40))
     open_desk.turn(4)
     assert 0 < len(open_desk.tokens("running")) < 40
+    stats = open_desk.engine.stats()
+    assert (stats.running_adapters, stats.waiting_adapters) == (("a",), ())
     again = load_adapter(open_desk, "a", "two", replaces=True)
     open_desk.engine.add(of_adapter("late", done))
     open_desk.engine.add(of_adapter("new", again, max_tokens=40))

@@ -4,14 +4,16 @@
     2. closed    its last name is gone, or stands for another adapter: requests that have it run on, others are refused
     3. gone      no request has it, and no step that reads its weights is in flight: its slot is free
 
-Names are those of the worker's report; requests bring digests. Of a digest in several names there is one copy.
+Names are those of the worker's report; requests bring digests. Of a digest in several names there is one copy. Adding
+what a name stands for already changes nothing, so a command that was not answered may be sent again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
-from tandem_engine.base.errors import BusyError, ConfigError
+from tandem_engine.base.errors import AdapterMissingError, BusyError, CheckpointError, ConfigError
+from tandem_engine.config.adapters import MAX_ADAPTERS
 from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.model.adapters.loaded import LoadedAdapters
 from tandem_engine.model.adapters.weights import AdapterWeights
@@ -25,7 +27,8 @@ class AdapterTable:
     """Scheduler thread only, but for `weights`, of which the forward thread reads slots of launched steps."""
 
     limit: int
-    """Adapters that are kept at a time, closed ones included."""
+    """Adapters that are kept at a time, closed ones included; one more while a closed one makes room for the one that
+    replaces it."""
     weights: list[AdapterWeights] = field(default_factory=list)
     """By slot."""
     slots: dict[bytes, int] = field(default_factory=dict)
@@ -50,36 +53,55 @@ class AdapterTable:
         """Those that new requests may have."""
         return tuple(self._names.values())
 
-    def require_room(self) -> None:
-        """Raise `BusyError` if no further adapter fits."""
-        if len(self.slots) >= self.limit:
-            raise BusyError(f"{len(self.slots)} adapters are loaded, --max-cpu-loras is {self.limit}: unload one")
+    def names(self, digests: Collection[bytes]) -> tuple[str, ...]:
+        """Of those with one of these contents, sorted."""
+        return tuple(sorted(name for name, each in self._names.items() if bytes.fromhex(each.digest) in digests))
 
-    def require_name(self, name: str, *, replaces: bool) -> None:
-        """Raise `ConfigError` if `name` is taken and not to be replaced."""
-        if name in self._names and not replaces:
-            raise ConfigError(f"lora_name: adapter {name!r} is loaded already: unload it, or replace it")
+    def add(self, loaded: LoadedAdapters, *, replaces: bool, digest: str = "") -> ServedAdapter:
+        """Serve the one adapter of `loaded` from the next step on. `digest`: the content that it is to have, if any.
 
-    def add(self, loaded: LoadedAdapters, *, replaces: bool) -> ServedAdapter:
-        """Serve the one adapter of `loaded` from the next step on. Raises as `require_name` and `require_room`."""
+        Raises:
+            CheckpointError: its content is another one.
+            ConfigError: its name stands for other content, which is not to be replaced.
+            BusyError: no further adapter fits.
+        """
         [adapter], [weights] = loaded.served, loaded.weights
-        self.require_name(adapter.name, replaces=replaces)
+        if digest and adapter.digest != digest:
+            raise CheckpointError(
+                f"lora_path: the content of adapter {adapter.name!r} has the digest {adapter.digest} here, not "
+                f"{digest}: give all workers the same files"
+            )
+        former = self._names.get(adapter.name)
+        if former is not None and former.digest == adapter.digest:
+            return former
+        if former is not None and not replaces:
+            raise ConfigError(f"lora_name: adapter {adapter.name!r} is loaded already: unload it, or replace it")
+        if former is None and len(self._names) >= MAX_ADAPTERS:
+            # Also of equal content: a worker's report has room for no more.
+            raise BusyError(f"{MAX_ADAPTERS} adapters have a name, more are not reported: unload one")
         if weights.digest not in self.slots:
-            self.require_room()
+            self._require_room(former)
             self._place(weights)
         self.closed.discard(weights.digest)
         self._fences.pop(weights.digest, None)
-        former = self._names.get(adapter.name)
         self._names[adapter.name] = adapter
         if former is not None:
             self._close_unnamed(former)
         return adapter
 
-    def remove(self, name: str) -> ServedAdapter:
-        """Give `name` to no further request. Raises `ConfigError` for an unknown one."""
-        if name not in self._names:
-            raise ConfigError(f"lora_name: no adapter {name[:80]!r} is loaded")
-        former = self._names.pop(name)
+    def remove(self, name: str, *, digest: str = "") -> ServedAdapter:
+        """Give `name` to no further request. `digest`: the content that it is to stand for, if any.
+
+        Raises:
+            AdapterMissingError: no adapter of this name is here.
+            ConfigError: the name stands for other content.
+        """
+        former = self._names.get(name)
+        if former is None:
+            raise AdapterMissingError(f"lora_name: no adapter {name[:80]!r} is loaded")
+        if digest and former.digest != digest:
+            raise ConfigError(f"lora_name: adapter {name!r} has the digest {former.digest}, not {digest}")
+        del self._names[name]
         self._close_unnamed(former)
         return former
 
@@ -96,6 +118,18 @@ class AdapterTable:
                 self.closed.discard(digest)
                 del self._fences[digest]
 
+    def _require_room(self, former: ServedAdapter | None) -> None:
+        """`former`: what the name of the new adapter stands for. Raises `BusyError`."""
+        if len(self.slots) < self.limit:
+            return
+        if former is None or self._names_of(former.digest) > 1:
+            raise BusyError(f"{len(self.slots)} adapters are loaded, --max-cpu-loras is {self.limit}: unload one")
+        if len(self.slots) > self.limit:
+            raise BusyError(
+                f"{self.limit} adapters are loaded, as many as --max-cpu-loras allows, and another that was replaced "
+                "still has requests: replace the next one when they have ended"
+            )
+
     def _place(self, weights: AdapterWeights) -> None:
         free = next((slot for slot, held in enumerate(self.weights) if held is FREE), len(self.weights))
         if free == len(self.weights):
@@ -105,5 +139,8 @@ class AdapterTable:
         self.slots[weights.digest] = free
 
     def _close_unnamed(self, former: ServedAdapter) -> None:
-        if all(adapter.digest != former.digest for adapter in self._names.values()):
+        if not self._names_of(former.digest):
             self.closed.add(bytes.fromhex(former.digest))
+
+    def _names_of(self, digest: str) -> int:
+        return sum(adapter.digest == digest for adapter in self._names.values())

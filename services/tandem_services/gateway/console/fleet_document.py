@@ -151,6 +151,9 @@ MAX_LINKS_SHOWN = 512
 MAX_CHARACTERS = 200
 """Of any text: what stands in Redis is not to be trusted with more."""
 
+MAX_ADAPTERS_SHOWN = 32
+"""Of a worker."""
+
 SUSPECT = "suspect"
 """State of a worker to which this gateway lost its connection, whatever the registry contains."""
 
@@ -174,6 +177,8 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: float
     prefill_tokens_per_s: float
     decode_step_s: float
+    adapters: tuple[str, ...]
+    """Names of LoRA adapters that it has loaded; at most `MAX_ADAPTERS_SHOWN`."""
     figures: Figures | None
     """None when its statistics are malformed."""
 
@@ -291,6 +296,7 @@ def _worker(member: FleetMember) -> WorkerRow:
         max_sequences=load.max_sequences,
         prefill_tokens_per_s=load.prefill_rate,
         decode_step_s=load.step_s,
+        adapters=tuple(_cut(name) for name in sorted(view.adapters)[:MAX_ADAPTERS_SHOWN]),
         figures=read_figures(record.details),
     )
 

@@ -14,7 +14,7 @@ was accepted before.
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -29,6 +29,7 @@ from tandem_services.gateway.dispatch.sessions import session_lost
 from tandem_services.gateway.observe.explain import ChoiceRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.queueing.admission import Admission
+from tandem_services.gateway.queueing.lanes import Lane
 from tandem_services.router.decision import Choice, MemberProofs, NoWorkersError, Placement, RouteQuery, WorkerView
 from tandem_services.router.registry import WorkerState
 from tandem_services.router.tickets import RouteTicket
@@ -170,7 +171,7 @@ class Placing:
     def release(self, choice: Choice) -> None:
         """An attempt is over: the reservation goes back."""
         self._background.start(self.chooser.release(choice))
-        self.admission.freed()
+        self.admission.freed(choice.decode.incarnation)
 
     async def settle(self) -> None:
         """Wait for releases under way. Call at shutdown."""
@@ -226,14 +227,27 @@ class Placing:
     async def _admitted(self, request: ChoiceRequest, query: RouteQuery) -> Choice:
         """For the first attempt; with the other choices of its prompt, if there are any."""
         alone = partial(self._choose_suitable, query, request.ticket)
-        route = request.route
-        beside = None if route is None else partial(route.choose, self.chooser, query, self._choose_suitable, alone)
+
+        async def apart(avoided: frozenset[str]) -> Choice:
+            """Without the workers that requests before it wait for; a ticket may be for one of them."""
+            without = replace(query, exclude=query.exclude | avoided)
+            return await self._together(request, without, partial(self._choose_suitable, without))
+
         return await self.admission.admit(
-            alone if beside is None else beside,
+            partial(self._together, request, query, alone),
             tenant=request.caller.tenant,
             priority=request.priority,
             prompt_tokens=len(query.token_ids),
+            lane=Lane(adapter=query.adapter, ask_apart=apart),
         )
+
+    async def _together(
+        self, request: ChoiceRequest, query: RouteQuery, alone: Callable[[], Awaitable[Choice]]
+    ) -> Choice:
+        """Where the other choices of its prompt are, if there are any and it fits."""
+        if request.route is None:
+            return await alone()
+        return await request.route.choose(self.chooser, query, self._choose_suitable, alone)
 
     def _query(self, request: ChoiceRequest, progress: Progress) -> RouteQuery:
         return RouteQuery(

@@ -84,6 +84,27 @@ class ModelCatalog:
         identify_model(scope, served.model.name, on_end=served.visits.end)
         return Named(served, None if adapter is None else ref_of(adapter))
 
+    def of_adapter(self, name: str, *, param: str) -> tuple[ModelService, str]:
+        """The model of an adapter, loaded or not, and the adapter's own name, of NAME or MODEL:NAME.
+
+        Raises `ApiError`: 400 without a model where there are several, 404 for an unknown one.
+        """
+        model, colon, own = name.rpartition(":")
+        if not colon:
+            if len(self._services) > 1:
+                raise bad_request(f"{param}: send MODEL:NAME, this gateway serves several models", param)
+            return self._services[0], own
+        if model not in self._by_name:
+            names = ", ".join(service.model.name for service in self._services[:MOST_NAMED])
+            raise not_found(
+                f"The model '{quoted(model)}' does not exist. Available: {names}.", param, reason="model_not_found"
+            )
+        return self._by_name[model], own
+
+    def names_a_model(self, name: str) -> bool:
+        """Whether a model or an alias has this name, which adapters give way to."""
+        return name in self._by_name
+
     def policies_of(self, model: str) -> str:
         """By a model's own name; "" where there is none of it any more."""
         service = self._by_name.get(model)

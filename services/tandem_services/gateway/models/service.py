@@ -21,8 +21,10 @@ from tandem_services.gateway.dispatch.plan import RetryPolicy
 from tandem_services.gateway.dispatch.quarantine import Board as QuarantineBoard
 from tandem_services.gateway.dispatch.quarantine import Quarantine
 from tandem_services.gateway.dispatch.sessions import SessionDesk, SessionDirectory
+from tandem_services.gateway.models.adapter_updates import AdapterUpdates
 from tandem_services.gateway.models.model import ServedModel, checkpoint_length
 from tandem_services.gateway.models.prompts import PromptEncoder, TokenizerThreads
+from tandem_services.gateway.models.worker_commands import WorkerCommands
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.output.reader import OutputDialect
 from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
@@ -91,6 +93,7 @@ class ModelService:
     engines: EnginePool
     generator: Generator
     metrics: GatewayMetrics
+    updates: AdapterUpdates
     policies: str
     """Of the router, as spans name them."""
     visits: Visits = field(default_factory=Visits)
@@ -171,6 +174,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
             metrics=metrics,
         ),
         metrics=metrics,
+        updates=AdapterUpdates(model=model, commands=WorkerCommands(keys=fleet.context.keys)),
         policies=str(config.policies),
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tandem_services.common.metrics import REQUEST_SECONDS, MetricFamilies
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.observe.metrics import MODEL
+from tandem_services.gateway.queueing.lanes import Lane
 from tandem_services.gateway.queueing.late_binding import NEXT_S, Ask, LateBinding, QueueFigures, Visitor
 from tandem_services.router.decision import Choice
 
@@ -24,21 +25,25 @@ class Admission:
     _pump: "asyncio.Task[None] | None" = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def admit(self, ask: Ask, *, tenant: Tenant, priority: int, prompt_tokens: int) -> Choice:
-        """Workers with room for a new request, reserved for it; may take a while.
+    async def admit(
+        self, ask: Ask, *, tenant: Tenant, priority: int, prompt_tokens: int, lane: Lane | None = None
+    ) -> Choice:
+        """Workers with room for a new request, reserved for it; may take a while. `lane`: how it passes others.
 
         Raises:
             ApiError: 429 when its tenant's other requests fill the queue; 503 when it is full, or nobody takes it in
                 time.
         """
         choice: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
-        visitor = self.binding.visitor(ask, choice, tenant=tenant, priority=priority, prompt_tokens=prompt_tokens)
+        visitor = self.binding.visitor(
+            ask, choice, tenant=tenant, priority=priority, prompt_tokens=prompt_tokens, lane=lane
+        )
         found = await self.binding.arrive(visitor)
         return await self._wait(visitor, choice) if found is None else found
 
-    def freed(self) -> None:
-        """A request has ended, or left its worker."""
-        self.binding.freed()
+    def freed(self, worker: str = "") -> None:
+        """A request has ended, or left its worker, whose incarnation is `worker` if it is known."""
+        self.binding.freed(worker)
         if self.binding.queue:
             self._changed.set()
 

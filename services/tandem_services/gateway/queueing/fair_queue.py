@@ -27,7 +27,7 @@ each such request, they would never reach `take`. A report counts for `FRESH_S`;
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Generic, Protocol, TypeVar
@@ -99,9 +99,10 @@ class FairQueue(Generic[W]):
         self._size += 1
         return loser
 
-    def next(self, now: float) -> W | None:
-        """The request to try, which stays in the queue. None when no request is to be tried now."""
-        heads = (self._head(line, now) for line in self._by_tenant.values())
+    def next(self, now: float, held: Callable[[W], bool] | None = None) -> W | None:
+        """The request to try, which stays in the queue. None when no request is to be tried now. `held`: which ones are
+        not."""
+        heads = (self._head(line, now, held) for line in self._by_tenant.values())
         return min((head for head in heads if head is not None), key=self._rank, default=None)
 
     def after_next(self, tenant: str) -> float:
@@ -121,8 +122,8 @@ class FairQueue(Generic[W]):
             self.counters.leave(waiting.tenant)
         return True
 
-    def _head(self, line: list[W], now: float) -> W | None:
-        return next((waiting for waiting in line if waiting.not_before <= now), None)
+    def _head(self, line: list[W], now: float, held: Callable[[W], bool] | None) -> W | None:
+        return next((each for each in line if each.not_before <= now and not (held and held(each))), None)
 
     def _rank(self, waiting: W) -> tuple[int, float, bool, int]:
         # Its arrival has made a tenant that was behind level with the others.

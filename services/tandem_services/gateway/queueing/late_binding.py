@@ -3,8 +3,8 @@
     1. arrives    the queue is empty: the router is queried at once, and a worker with capacity gets the request
     2. queued     otherwise it takes one of a bounded number of seats (`FairQueue`)
     3. tried      the head of line queries the router whenever a request has ended or an interval has passed. A request
-                  that no worker can serve is skipped for `PASSED_OVER_S`. One that lacks capacity is not skipped, or
-                  long prompts would wait forever
+                  that no worker can serve is skipped for `PASSED_OVER_S`. One that lacks capacity is passed only by
+                  requests that use other workers (`lanes`), or long prompts would wait forever
     4. admitted   with a worker, and charged to its tenant
        rejected   replaced by a tenant with fewer seats, or after `room_s` without capacity, or after `worker_s`
                   without any worker: 429 or 503 with Retry-After
@@ -22,7 +22,7 @@ a report contains it, or another gateway has used it.
 """
 
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,8 +33,9 @@ from tandem_services.common.errors import ApiError, unavailable
 from tandem_services.common.tasks import BackgroundTasks, for_ever
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.fair_queue import SYNC_S, FairQueue, GivingWay, SharedCounters, Waiting, wish_of
+from tandem_services.gateway.queueing.lanes import BlockedLanes, Lane
+from tandem_services.gateway.queueing.turnover import Pace, Turnover
 from tandem_services.router.decision import Choice, NoWorkersError, WorkerView
-from tandem_services.router.keys import RESERVATION_MS
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
 from tandem_services.router.shared_state import Wish
 from tandem_services.router.usage_counters import OUTPUT_WEIGHT, prompt_cost
@@ -70,36 +71,14 @@ class Visitor(Waiting):
     prompt_tokens: int
     ask: Ask
     choice: Answer
+    lane: Lane | None = None
+    """None: it passes no other."""
     verdict: Verdict = Verdict.NO_ROOM
     """Of its last try."""
 
 
-MOST_RETRY_S = 30.0
-
 NO_WORKER_RETRY_S = 2.0
 """A worker that just vanished is back, or replaced by another, after about this long at best."""
-
-PACE_SAMPLES = 32
-"""Admissions from the queue that its pace is measured by."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Pace:
-    """How fast a queue admits."""
-
-    clock: Clock
-    _admitted_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_SAMPLES))
-
-    def admitted(self) -> None:
-        """A queued request got workers."""
-        self._admitted_at.append(self.clock.now())
-
-    def wait_s(self, waiting: int) -> float:
-        """Time until so many have been admitted, at the current rate: 1 to `MOST_RETRY_S`."""
-        if len(self._admitted_at) < 2:
-            return 1.0
-        elapsed = max(self.clock.now() - self._admitted_at[0], 1e-3)
-        return min(max(waiting * elapsed / len(self._admitted_at), 1.0), MOST_RETRY_S)
 
 
 def refusal(reason: str, *, no_workers: bool, wait_s: float) -> ApiError:
@@ -115,43 +94,6 @@ def refusal(reason: str, *, no_workers: bool, wait_s: float) -> ApiError:
             retry_after=wait_s,
         )
     return unavailable("All workers are at their limit. Try again later.", retry_after=wait_s)
-
-
-UNREPORTED_S = RESERVATION_MS / 1000
-"""That a request has gone takes as long to be in a report as that one has come."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Turnover:
-    """One per queue; belongs to its event loop."""
-
-    clock: Clock
-    _since: deque[float] = field(default_factory=deque)
-    """Of each place, oldest first."""
-
-    def __len__(self) -> int:
-        """Places that may be taken now."""
-        oldest = self.clock.now() - UNREPORTED_S
-        while self._since and self._since[0] < oldest:
-            self._since.popleft()
-        return len(self._since)
-
-    def add(self, places: int) -> None:
-        """So many are free from now on; none if less than one."""
-        self._since.extend([self.clock.now()] * places)
-
-    def take(self) -> bool:
-        """Take one. False when there is none."""
-        if not len(self):
-            return False
-        self._since.popleft()
-        return True
-
-    def leave(self) -> int:
-        """Take all of them. Returns how many."""
-        places = len(self)
-        self._since.clear()
-        return places
 
 
 BEHIND_WAIT = 2.0
@@ -193,6 +135,9 @@ logger = logging.getLogger(__name__)
 
 TRIES_PER_ROUND = 4
 """Requests that no worker can take which are skipped before the next iteration."""
+
+MAX_PASSED = 16
+"""Requests that lack capacity which are passed before the next iteration."""
 
 PASSED_OVER_S = 0.5
 
@@ -260,6 +205,8 @@ class LateBinding:
     _early: int = 0
     """Choices that were sent early, less the places freed since."""
     _nobody_since: float | None = None
+    _blocked: BlockedLanes = field(default_factory=BlockedLanes)
+    """Of the last round."""
     _pace: Pace = field(init=False)
     _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
@@ -279,7 +226,16 @@ class LateBinding:
             held=sum(visitor.verdict is Verdict.NO_WORKER for visitor in waiting),
         )
 
-    def visitor(self, ask: Ask, choice: Answer, *, tenant: Tenant, priority: int, prompt_tokens: int) -> Visitor:
+    def visitor(
+        self,
+        ask: Ask,
+        choice: Answer,
+        *,
+        tenant: Tenant,
+        priority: int,
+        prompt_tokens: int,
+        lane: Lane | None = None,
+    ) -> Visitor:
         """A new request, which is to `arrive`."""
         return Visitor(
             tenant=tenant.name,
@@ -290,6 +246,7 @@ class LateBinding:
             cost=prompt_cost(prompt_tokens, 0) / tenant.weight,
             ask=ask,
             choice=choice,
+            lane=lane,
         )
 
     async def arrive(self, visitor: Visitor) -> Choice | None:
@@ -301,7 +258,7 @@ class LateBinding:
         self.observer.asked(visitor.prompt_tokens)
         self._recent.see(visitor.tenant)
         visitor.is_behind = self._recent.is_behind(visitor, self.queue)
-        choice = None if self.queue or self._gives_way(visitor) else await self._try(visitor)
+        choice = None if self.queue or self._gives_way(visitor) else await self._try(visitor, BlockedLanes())
         if choice is None:
             self._seat(visitor)
             return None
@@ -313,10 +270,13 @@ class LateBinding:
 
     def is_next(self, visitor: Visitor) -> bool:
         """Whether the next turn tries this request: it is worth one now."""
-        return self.queue.next(self.clock.now()) is visitor
+        now = self.clock.now()
+        passing = self.queue.next(now, held=lambda waiting: self._blocked.hold(waiting.lane))
+        return visitor in (passing, self.queue.next(now))
 
     def has_overtaken(self, visitor: Visitor) -> bool:
-        """Whether this new request goes before others. One that is alone has been tried when it arrived."""
+        """Whether this new request goes before others, or past them. One that is alone has been tried when it
+        arrived."""
         return len(self.queue) > 1 and self.is_next(visitor)
 
     async def turn(self) -> bool:
@@ -334,12 +294,12 @@ class LateBinding:
         self._give_up_on_late()
         return admitted
 
-    def freed(self) -> None:
-        """A request has ended, or left its worker."""
+    def freed(self, worker: str = "") -> None:
+        """A request has ended, or left its worker, whose incarnation is `worker` if it is known."""
         if self._early:
             self._early -= 1
         elif self.queue:
-            self._turnover.add(1)
+            self._turnover.add(1, worker=worker)
 
     async def run(self) -> None:
         """Report to other gateways until canceled."""
@@ -394,26 +354,36 @@ class LateBinding:
         self.observer.waiting(self.queue.lengths)
 
     async def _round(self) -> bool:
-        """Try the head of line. True after an admission."""
-        if not self.chooser.workers():
-            for waiting in self.queue:
+        """Try the head of line, and those that may pass it. True after an admission."""
+        workers = self.chooser.workers()
+        blocked = self._blocked = BlockedLanes(workers=workers)
+        for waiting in self.queue:
+            if not workers:
                 waiting.verdict = Verdict.NO_WORKER
+            elif waiting.lane is not None and waiting.lane.adapter:
+                # Requests behind a blocked one are not tried, so that they would keep an old verdict.
+                waiting.verdict = Verdict.NO_ROOM if blocked.serve(waiting.lane) else Verdict.NO_WORKER
+        if not workers:
             return False
-        for _ in range(TRIES_PER_ROUND):
-            visitor = self.queue.next(self.clock.now())
+        skipped = passed = 0
+        while skipped < TRIES_PER_ROUND and passed < MAX_PASSED:
+            visitor = self.queue.next(self.clock.now(), held=lambda waiting: blocked.hold(waiting.lane))
             if visitor is None or self._gives_way(visitor):
                 return False
             try:
-                choice = await self._try(visitor)
+                choice = await self._try(visitor, blocked)
             except Exception as error:  # noqa: BLE001  # unexpected, raised where it is awaited; others continue
                 self._end(visitor, error)
+                skipped += 1
                 continue
             if choice is not None:
                 self._hand_over(visitor, choice)
                 return True
             if visitor.verdict is Verdict.NO_ROOM:
-                return False
-            visitor.not_before = self.clock.now() + PASSED_OVER_S
+                passed += 1
+            else:
+                visitor.not_before = self.clock.now() + PASSED_OVER_S
+                skipped += 1
         return False
 
     def _gives_way(self, visitor: Visitor) -> bool:
@@ -430,18 +400,44 @@ class LateBinding:
         able = sum(visitor.verdict is not Verdict.NO_WORKER for visitor in self.queue)
         return max(0, able - len(self._turnover))
 
-    async def _try(self, visitor: Visitor) -> Choice | None:
+    async def _try(self, visitor: Visitor, blocked: BlockedLanes) -> Choice | None:
         """Workers with room, reserved; None after noting why there are none."""
+        if blocked:
+            return await self._pass(visitor, blocked)
         try:
             choice = await visitor.ask()
         except NoWorkersError:
             visitor.verdict = Verdict.NO_WORKER
             return None
-        if self._turnover.take() or self._has_room(choice, visitor) or self._goes_early(choice, visitor):
+        if self._takes_place(visitor) or self._has_room(choice, visitor) or self._goes_early(choice, visitor):
             return choice
         await self.chooser.release(choice)
         visitor.verdict = Verdict.NO_ROOM
+        blocked.block(visitor.lane, choice)
         return None
+
+    async def _pass(self, visitor: Visitor, blocked: BlockedLanes) -> Choice | None:
+        """The same without the workers that those before it wait for."""
+        assert visitor.lane is not None, "a request without a lane is held"
+        visitor.verdict = Verdict.NO_ROOM
+        try:
+            choice = await visitor.lane.ask_apart(blocked.avoided)
+        except NoWorkersError:
+            blocked.block(visitor.lane, None)
+            return None
+        if self._has_room(choice, visitor):
+            return choice
+        await self.chooser.release(choice)
+        blocked.block(visitor.lane, choice)
+        return None
+
+    def _takes_place(self, visitor: Visitor) -> bool:
+        """Whether it takes a place that no report contains yet: of an adapter, one at a worker that has it."""
+        workers, lane = self.chooser.workers(), visitor.lane
+        if lane is None or all(map(lane.serves, workers)):
+            return self._turnover.take()
+        serving = {worker.incarnation for worker in workers if lane.serves(worker)}
+        return self._turnover.take(serving.__contains__)
 
     def _has_room(self, choice: Choice, visitor: Visitor) -> bool:
         return not has_to_wait(choice.terms) and self._waits_little(choice, visitor)

@@ -8,7 +8,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 import tandem_services.gateway
+from tandem_testing.adapter_ports import adapter_ports
 from tandem_testing.gateway_builders import LiveGateway
 from tandem_testing.raised_anywhere import Fault, name_of, raising, recorded
 
@@ -43,6 +44,8 @@ REQUESTS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "response stream": ("POST", "/v1/responses", {**WRITTEN, "stream": True}),
     "models": ("GET", "/v1/models", None),
     "tokenize": ("POST", "/tokenize", {"model": "mock", "prompt": "hi"}),
+    "load adapter": ("POST", "/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "one"}),
+    "unload adapter": ("POST", "/v1/unload_lora_adapter", {"lora_name": "sql"}),
     "bad request": ("POST", "/v1/chat/completions", {"model": "mock", "messages": "x"}),
 }
 LAST_EVENTS = {
@@ -92,10 +95,18 @@ LIMIT_S = 60.0
 """For one response; a wait for more is a client that waits for nothing."""
 
 
+@pytest.fixture
+async def gateway(gateway: LiveGateway) -> AsyncIterator[LiveGateway]:
+    """With a worker that loads adapters."""
+    async with adapter_ports(gateway.chooser):
+        yield gateway
+
+
 async def ask(gateway: LiveGateway, name: str) -> httpx.Response:
     method, path, body = REQUESTS[name]
     async with asyncio.timeout(LIMIT_S):
-        return await gateway.http.request(method, path, json=body)
+        headers = {"authorization": f"Bearer {gateway.order_token}"} if "lora_adapter" in path else {}
+        return await gateway.http.request(method, path, json=body, headers=headers)
 
 
 def fault_of(response: httpx.Response) -> str | None:

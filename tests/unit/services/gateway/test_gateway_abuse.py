@@ -13,6 +13,7 @@ import pytest
 from starlette.routing import Route
 
 from tandem_services.common.errors import ApiError
+from tandem_services.gateway.api.adapters import ADAPTER_PATHS
 from tandem_services.gateway.app import create_app
 from tandem_services.gateway.http.body import MAX_JSON_DEPTH, MAX_JSON_PARTS, check_json_shape
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
@@ -46,7 +47,7 @@ ROUTES = {
     },
     "probe": {("GET", "/live"), ("GET", "/ready"), ("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")},
     "metrics": {("GET", "/metrics")},
-    "admin": set(),
+    "admin": {("POST", path) for path in ADAPTER_PATHS},
 }
 """Every route of a gateway with who it is for. A route that is not here fails the test below."""
 

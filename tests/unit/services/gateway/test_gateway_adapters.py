@@ -1,5 +1,6 @@
 """Adapters behind a gateway: what a name stands for, for which key, and what its requests carry."""
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,12 +15,13 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.models.adapters import AdapterNames
 from tandem_services.gateway.models.service import Fleet
-from tandem_services.router.decision import WorkerView
-from tandem_testing.gateway_builders import FakeChooser, SessionShelf, serving_fleets
+from tandem_services.router.decision import Choice, RouteQuery, WorkerView
+from tandem_testing.gateway_builders import FULL, FakeChooser, SessionShelf, serving_fleets
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.mock_engine import MockBehaviour
 from tandem_testing.router_builders import make_view
 from tandem_testing.tokenizer_builders import EOS
+from tandem_testing.waiting import until
 
 
 def adapter(name: str, digit: str = "1") -> ServedAdapter:
@@ -189,3 +191,36 @@ def test_prefill_workers_alone_decide_no_name():
     assert names_of([decode, *prefill]).find("sql") == old
     assert names_of([decode, *prefill, worker("d@4", new, role=Role.DECODE)]).find("sql") == new
     assert names_of(prefill).find("sql") == new
+
+
+class PartlyFull(FakeChooser):
+    """Workers with adapters have no room for them."""
+
+    full: bool = True
+
+    async def choose(self, query: RouteQuery) -> Choice:
+        choice = await super().choose(query)
+        return replace(choice, terms=(*choice.terms, FULL)) if query.adapter and self.full else choice
+
+
+async def test_request_of_the_model_passes_a_full_adapter(rack, tokenizer):
+    engines = [rack.add(name, MockBehaviour(token=lambda *_: EOS, eos=EOS)) for name in ("w0", "w1")]
+    views = [engine.view for engine in engines]
+    views[0] = replace(views[0], adapters={"sql": adapter("sql")})
+    chooser = PartlyFull(views)
+    config = GatewayConfig(models=(ModelConfig(path=Path(), names=("mock",)),), ping_interval_s=5.0)
+    parts = Fleet(
+        config=config.models[0], chooser=chooser, sessions=SessionShelf(), context=rack.context, tokenizer=tokenizer
+    )
+    async with serving_fleets(config, [parts]) as http:
+        waiting = asyncio.create_task(http.post("/v1/chat/completions", json={"model": "sql", **CHAT}))
+        await until(lambda: len(chooser.queries) > 1, 30.0, "it waits")
+        answer = await http.post("/v1/chat/completions", json={"model": "mock", **CHAT})
+        assert (answer.status_code, waiting.done()) == (200, False)
+        assert len(engines[0].received) == 0
+        assert len(engines[1].received) == 1
+        [passing] = [query for query in chooser.queries if not query.adapter]
+        assert passing.exclude == {views[0].incarnation}
+        chooser.full = False
+        assert (await waiting).status_code == 200
+    assert [received.adapter is not None for received in engines[0].received] == [True]

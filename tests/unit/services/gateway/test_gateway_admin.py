@@ -9,6 +9,7 @@ import pytest
 from tandem_engine.ipc.channels import IpcContext
 from tandem_services.common.health import Health
 from tandem_services.gateway.admin import create_admin_app
+from tandem_services.gateway.api.adapters import ADAPTER_PATHS
 from tandem_services.gateway.app import api_app, build_gateway
 from tandem_services.gateway.observe.explain import RequestRecord
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
@@ -19,6 +20,7 @@ ROUTES = {
     "probe": {("GET", "/live"), ("GET", "/ready"), ("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")},
     "metrics": {("GET", "/metrics"), ("GET", "/version")},
     "admin": {("GET", "/requests/{request_id}/explain"), ("GET", "/v1/adapters"), ("POST", "/drain")},
+    "adapters": {("POST", path) for path in ADAPTER_PATHS},
     "operator": {("POST", "/canary")},
 }
 
@@ -91,15 +93,17 @@ def test_every_route_is_listed_with_its_class(ports):
 async def test_probes_and_metrics_need_no_key_and_the_rest_an_administrators(ports):
     for method, path in ROUTES["probe"] | ROUTES["metrics"]:
         assert (await ports.admin.request(method, path)).status_code in (200, 503), path
-    for method, path in ROUTES["admin"] | {("GET", "/nope"), ("GET", "/v1/models")}:
+    for method, path in ROUTES["admin"] | ROUTES["adapters"] | {("GET", "/nope"), ("GET", "/v1/models")}:
         statuses = [(await ports.admin.request(method, path)).status_code]
         statuses += [(await ports.admin.request(method, path, headers=bearer("ann"))).status_code]
         assert statuses == [401, 403], path
     assert ports.drained == 0
 
 
-async def test_metrics_are_not_on_the_apis_port(ports):
+async def test_metrics_and_adapters_are_not_on_the_apis_port(ports):
     assert (await ports.api.get("/metrics", headers=bearer("root"))).status_code == 404
+    for path in ADAPTER_PATHS:
+        assert (await ports.api.post(path, json={}, headers=bearer("root"))).status_code == 404
     assert (await ports.api.get("/live")).status_code == 200
     assert "tandem_gateway_requests_total" in (await ports.admin.get("/metrics")).text
 

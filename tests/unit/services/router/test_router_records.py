@@ -54,6 +54,19 @@ def test_row_with_a_digest_that_is_none_is_no_worker(digest):  # [redis-values-u
     assert read_record(written(adapters=adapters)) is None
 
 
+@pytest.mark.parametrize("endpoint", ["", "http://10.0.0.7:9101", "http://[fe80::1%25eth0]:9", "http://pod-a:9101"])
+def test_health_port_survives_the_hash(endpoint):
+    record = make_record("w1", health_endpoint=endpoint)
+    read = read_record({name: str(value) for name, value in readable_fields(record).items()} | {"incarnation": "w1@1"})
+    assert read is not None
+    assert read.view.health_endpoint == endpoint
+
+
+@pytest.mark.parametrize("endpoint", ["https://h:1", "http://h", "http://h:1/x", "http://a@h:1", "h:1", "http://h:01"])
+def test_row_with_another_health_port_is_no_worker(endpoint):  # [redis-values-untrusted]
+    assert read_record(written(health_endpoint=endpoint)) is None
+
+
 def test_a_worker_of_a_release_without_links_has_none():
     fields = written()
     del fields["links"]

@@ -1,3 +1,4 @@
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from tandem_engine.messages.control import (
     PauseMode,
     ReloadWeights,
     ResumeGeneration,
+    ServedAdapter,
     StartProfile,
     StopProfile,
     UnloadAdapter,
@@ -158,6 +160,19 @@ async def test_a_worker_on_standby_says_so_once_nothing_else_is_missing(probed, 
     assert (answer.status_code, answer.json()["code"]) == (409, "busy")
 
 
+async def test_adapters_of_requests_have_vllms_own_series(probed, client):
+    name = "vllm:lora_requests_info{"
+    assert name not in (await client.get("/metrics")).text
+    adapters = tuple(ServedAdapter(name=each, digest="0a" * 16, rank=8, root="") for each in ("a", "b", "c"))
+    probed.ready = msgspec.structs.replace(probed.ready, adapters=adapters, max_adapters=8)
+    probed.stats = idle_stats(running_adapters=("a", "b"), waiting_adapters=("c",))
+    before = time.time()
+    [line] = [line for line in (await client.get("/metrics")).text.split("\n") if line.startswith(name)]
+    labels, _, value = line.rpartition(" ")
+    assert labels == f'{name}max_lora="8",running_lora_adapters="a,b",waiting_lora_adapters="c"}}'
+    assert before <= float(value) <= time.time()
+
+
 async def test_metrics_have_vllm_like_names(probed, client):
     text = (await client.get("/metrics")).text
     assert "tandem_worker_num_requests_running 3.0" in text
@@ -195,6 +210,7 @@ async def test_before_the_engine_reports_only_the_service_speaks(probed, client)
 async def test_every_statistic_is_exported_and_usage_and_hit_rate_computed(client):
     text = (await client.get("/metrics")).text
     apart = {"speculation", "links", "quarantined_for", "fenced_writers", "prefix_fetch"}
+    apart |= {"running_adapters", "waiting_adapters"}
     flat = [name for name in EngineStats.__struct_fields__ if name not in apart]
     flat += PrefixFetchStats.__struct_fields__
     of_two_families = {"cached_tokens_total", "host_cached_tokens_total", "disk_cached_tokens_total"} | {

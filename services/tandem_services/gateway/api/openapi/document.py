@@ -22,7 +22,7 @@ from tandem_services.gateway.http.sse import encode_json
 
 ERRORS: Mapping[int, tuple[str, str]] = {
     400: ("BadRequest", "What can never succeed. `param` names the field at fault."),
-    401: ("Unauthorized", "No API key, or an unknown one."),
+    401: ("Unauthorized", "No API key or token for commands, or an unknown one."),
     403: ("Forbidden", "This key may not use administrators' routes."),
     404: ("NotFound", "No such model, session or request."),
     408: ("RequestTimeout", "Headers or body did not arrive in time."),
@@ -83,6 +83,7 @@ class Traits:
     strict_fields: bool
     keys: bool
     metrics: bool
+    """With the routes of administrators."""
 
 
 def document_route(traits: Traits) -> Route:
@@ -98,7 +99,7 @@ def document_route(traits: Traits) -> Route:
 
 
 def openapi_document(traits: Traits) -> Schema:
-    operations = [each for each in OPERATIONS if traits.metrics or not each.plain_text]
+    operations = [each for each in OPERATIONS if traits.metrics or not each.administrative]
     components = Components(
         [each.request for each in operations if each.request is not None],
         _answers(operations),

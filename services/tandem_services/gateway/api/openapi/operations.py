@@ -10,6 +10,7 @@ import msgspec
 
 from tandem_engine.messages.requests import MAX_SESSION_BYTES
 from tandem_services.common.health import HealthReport
+from tandem_services.gateway.api.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from tandem_services.gateway.api.anthropic.schemas import CountedTokens, MessageEvent, MessageObject, MessagesRequest
 from tandem_services.gateway.api.embeddings import EmbeddingRequest, EmbeddingResponse
 from tandem_services.gateway.api.openai_schemas import (
@@ -28,6 +29,7 @@ from tandem_services.gateway.api.responses.schemas import ResponseEvent, Respons
 from tandem_services.gateway.api.sessions import ClosedSession, CloseRequest, OpenedSession, OpenRequest
 from tandem_services.gateway.http.monitoring_routes import Live, Load, Version
 from tandem_services.gateway.limits import MAX_CACHE_SALT_CHARACTERS
+from tandem_services.gateway.models.adapter_updates import AdapterChange
 from tandem_services.gateway.models.model import ModelCard, ModelList
 from tandem_services.gateway.observe.explain import RequestRecord
 
@@ -62,6 +64,8 @@ class Operation:
     """Answers 503 with the same body while it is not ready."""
     plain_text: bool = False
     """The answer is text of Prometheus."""
+    administrative: bool = False
+    """It is on the port for administrators, where there is one."""
 
 
 TIMEOUT: Schema = {
@@ -110,6 +114,31 @@ def _tokenizer(path: str, name: str) -> tuple[Operation, Operation]:
             request=DetokenizeRequest,
             answer=DetokenizeResponse,
             errors=(404,),
+        ),
+    )
+
+
+def _adapters(prefix: str, name: str) -> tuple[Operation, Operation]:
+    return (
+        Operation(
+            method="post",
+            path=f"{prefix}/load_lora_adapter",
+            name=f"{name}LoadAdapter",
+            summary="Load a LoRA adapter on all workers of its model. For administrators.",
+            request=LoadAdapterRequest,
+            answer=AdapterChange,
+            errors=(401, 403, 404),
+            administrative=True,
+        ),
+        Operation(
+            method="post",
+            path=f"{prefix}/unload_lora_adapter",
+            name=f"{name}UnloadAdapter",
+            summary="Unload a LoRA adapter from all workers of its model. For administrators.",
+            request=UnloadAdapterRequest,
+            answer=AdapterChange,
+            errors=(401, 403, 404),
+            administrative=True,
         ),
     )
 
@@ -247,6 +276,8 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     *_tokenizer("", "plain"),
     *_tokenizer("/v1", "v1"),
+    *_adapters("/v1", "v1"),
+    *_adapters("", "plain"),
     Operation(method="get", path="/live", name="live", summary="The process answers.", answer=Live),
     Operation(
         method="get",
@@ -285,5 +316,6 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=str,
         errors=(403,),
         plain_text=True,
+        administrative=True,
     ),
 )

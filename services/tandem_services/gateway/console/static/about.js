@@ -24,8 +24,19 @@ function factsOf(fleet) {
     ...(roots.length > 0 ? [/** @type {[string, string]} */ (["From the hub", roots.join(", ")])] : []),
     ["Data types", of((worker) => worker.figures?.dtype)],
     ["KV transport", of((worker) => worker.figures?.transport)],
+    ...adaptersOf(fleet.workers),
     ["Clusters", clusters.join(", ")],
   ];
+}
+
+/** Each with the number of its workers, where not all have it. @param {any[]} workers @returns {[string, string][]} */
+function adaptersOf(workers) {
+  const names = [...new Set(workers.flatMap((worker) => worker.adapters))].sort();
+  const shown = names.map((name) => {
+    const count = workers.filter((worker) => worker.adapters.includes(name)).length;
+    return count === workers.length ? name : `${name} (${count} of ${workers.length} workers)`;
+  });
+  return names.length > 0 ? [["Adapters", shown.join(", ")]] : [];
 }
 
 /** @param {[string, string]} fact */

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tandem_engine.base.errors import BusyError, ConfigError
+from tandem_engine.base.errors import AdapterMissingError, BusyError, CheckpointError, ConfigError
+from tandem_engine.config.adapters import MAX_ADAPTERS
 from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.requests import AdapterRef
 from tandem_engine.model.adapters.loaded import LoadedAdapters
@@ -77,10 +78,54 @@ def test_same_content_may_replace_itself(table):
 def test_refused_adapter_changes_nothing(table):
     with pytest.raises(ConfigError, match="'a' is loaded already"):
         table.add(loaded("a", 2), replaces=False)
-    with pytest.raises(ConfigError, match="no adapter 'b' is loaded"):
+    with pytest.raises(CheckpointError, match=f"digest {digest(2).hex()} here, not {digest(3).hex()}"):
+        table.add(loaded("b", 2), replaces=False, digest=digest(3).hex())
+    with pytest.raises(AdapterMissingError, match="no adapter 'b' is loaded"):
         table.remove("b")
+    with pytest.raises(ConfigError, match=f"'a' has the digest {digest(1).hex()}, not {digest(2).hex()}"):
+        table.remove("a", digest=digest(2).hex())
     table.add(loaded("b", 2), replaces=False)
     table.add(loaded("c", 3), replaces=False)
     with pytest.raises(BusyError, match="3 adapters are loaded, --max-cpu-loras is 3"):
         table.add(loaded("d", 4), replaces=False)
     assert [adapter.name for adapter in table.served] == ["a", "b", "c"]
+
+
+def test_command_that_is_repeated_changes_nothing(table):
+    table.add(loaded("b", 2), replaces=False, digest=digest(2).hex())
+    before = table.served
+    table.add(loaded("b", 2), replaces=False)
+    assert (table.served, table.closed, held(table)) == (before, set(), [digest(1), digest(2)])
+
+
+def test_replacement_at_the_limit_has_one_more_slot(table):
+    table.add(loaded("b", 2), replaces=False)
+    table.add(loaded("c", 3), replaces=False)
+    table.add(loaded("a", 4), replaces=True)
+    used = [digest(1)]
+    table.sweep(used, launched=5, settled=5)
+    assert held(table) == [digest(1), digest(2), digest(3), digest(4)]
+    with pytest.raises(BusyError, match="replaced still has requests"):
+        table.add(loaded("b", 5), replaces=True)
+    table.sweep([], launched=5, settled=5)
+    table.add(loaded("b", 5), replaces=True)
+    assert sorted(table.slots) == [digest(number) for number in (2, 3, 4, 5)]
+    table.sweep([], launched=5, settled=5)
+    assert (sorted(table.slots), table.closed) == ([digest(number) for number in (3, 4, 5)], set())
+
+
+def test_replacement_that_frees_no_slot_needs_one(table):
+    table.add(loaded("b", 1), replaces=False)
+    table.add(loaded("c", 2), replaces=False)
+    table.add(loaded("d", 3), replaces=False)
+    with pytest.raises(BusyError, match="unload one"):
+        table.add(loaded("b", 4), replaces=True)
+
+
+def test_names_of_equal_content_are_bounded_as_well(table):
+    for number in range(1, MAX_ADAPTERS):
+        table.add(loaded(f"a{number}", 1), replaces=False)
+    with pytest.raises(BusyError, match="256 adapters have a name"):
+        table.add(loaded("b", 1), replaces=False)
+    assert len(table.served) == MAX_ADAPTERS
+    table.add(loaded("a1", 2), replaces=True)

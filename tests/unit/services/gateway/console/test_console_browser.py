@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tandem_engine.config import Role
+from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.outputs import CacheHits
 from tandem_services.router.registry import WorkerState
 from tandem_testing.browser import CHROMIUM, PATIENCE_MS, WatchedPage, chromium, watched_page
@@ -284,6 +285,14 @@ async def test_refused_requests_are_listed_with_code_and_field(see):
         await sight.live.http.post("/v1/chat/completions", json={"messages": ATTACK, "model": "mock"})
         await sight.says("400", "chat", "BadRequestError: messages")
         assert "onerror" not in await sight.text()
+        await sight.is_sound()
+
+
+async def test_about_names_adapters_and_the_workers_that_have_them(see):
+    served = {name: ServedAdapter(name=name, digest="0a" * 16, rank=4, root="") for name in ("sql", "<b>")}
+    async with see(member("w1", adapters=served), member("w2", adapters={"sql": served["sql"]})) as sight:
+        await sight.open()
+        await sight.says("Adapters", "<b> (1 of 2 workers), sql", selector=".about")
         await sight.is_sound()
 
 

@@ -5,6 +5,7 @@ import re
 import jsonschema_rs
 import pytest
 
+from tandem_services.gateway.api.adapters import ADAPTER_PATHS, LoadAdapterRequest, UnloadAdapterRequest
 from tandem_services.gateway.api.openapi.document import Traits, openapi_document
 from tandem_services.gateway.api.openapi.operations import OPERATIONS
 from tandem_services.gateway.api.sessions import CloseRequest, OpenRequest
@@ -35,7 +36,8 @@ def test_every_route_is_described_and_nothing_else(rack, tokenizer):
 
 
 def test_every_request_is_described_by_what_it_is_decoded_to(rack, tokenizer, monkeypatch):
-    shapes = {OpenRequest, CloseRequest}  # whose decoders were made when their module was imported
+    # Decoders of these were made when their modules were imported.
+    shapes = {OpenRequest, CloseRequest, LoadAdapterRequest, UnloadAdapterRequest}
     build = BodyDecoder.__init__
 
     def watched(self, shape, **options):
@@ -104,11 +106,17 @@ def test_component_names_hold_no_module_path():
 def test_without_keys_nothing_is_said_about_them():
     document = openapi_document(FREE)
     assert "security" not in document
-    assert not any("401" in method["responses"] for path in document["paths"].values() for method in path.values())
+    needs_token = {
+        path
+        for path, methods in document["paths"].items()
+        if any("401" in each["responses"] for each in methods.values())
+    }
+    assert needs_token == set(ADAPTER_PATHS)
 
 
 def test_without_metrics_there_are_none():
-    assert "/metrics" not in openapi_document(GUARDED)["paths"]
+    paths = openapi_document(GUARDED)["paths"]
+    assert not {"/metrics", *ADAPTER_PATHS} & set(paths)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -121,11 +129,12 @@ async def test_unknown_fields_are_refused_where_the_schema_is_closed(rack, token
             if operation.request is not None:
                 name = operation.request.__name__
                 needed = {"tokens": [5]} if name == "DetokenizeRequest" else {}
-                answer = await gateway.http.post(operation.path, json={**needed, "no_such_field": 1})
+                token = {"authorization": f"Bearer {gateway.order_token}"} if operation.administrative else {}
+                answer = await gateway.http.post(operation.path, json={**needed, "no_such_field": 1}, headers=token)
                 refused[name] = "no_such_field" in answer.text
     for name, is_refused in refused.items():
         assert (document["components"]["schemas"][name].get("additionalProperties") is False) == is_refused, name
     # Bodies that are one object alone are closed without the flag.
-    closed = {"OpenRequest", "CloseRequest"}
+    closed = {"OpenRequest", "CloseRequest", "LoadAdapterRequest", "UnloadAdapterRequest"}
     assert ({name for name, is_refused in refused.items() if is_refused} == closed) != strict
     assert all(refused[name] for name in closed & refused.keys())

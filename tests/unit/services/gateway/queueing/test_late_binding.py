@@ -2,17 +2,26 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tandem_engine.messages.control import ServedAdapter
 from tandem_services.common.errors import ApiError
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.access.caller import UNKNOWN
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
-from tandem_services.gateway.queueing.late_binding import MOST_EARLY, RECENT_S, AdmissionPolicy, LateBinding
+from tandem_services.gateway.queueing.lanes import Lane
+from tandem_services.gateway.queueing.late_binding import (
+    MOST_EARLY,
+    RECENT_S,
+    AdmissionPolicy,
+    LateBinding,
+    Verdict,
+)
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
@@ -415,3 +424,25 @@ async def test_requests_are_held_while_there_are_no_workers_and_served_by_the_fi
     desk.fleet.alive = True
     await asyncio.gather(*tasks)
     assert desk.value("num_requests_held") == 0
+
+
+async def test_request_behind_a_full_adapter_has_a_worker_all_the_same():
+    """It is not tried, and waits for capacity, not for a worker."""
+    adapter = ServedAdapter(name="a", digest="aa" * 16, rank=1, root="")
+    fleet = Fleet(places=0)
+    desk = Desk(fleet)
+    lane = Lane(adapter=b"\xaa" * 16, ask_apart=lambda _: fleet.ask("apart", 1))
+    visitors = []
+    for name in ("first", "second"):
+        answer: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
+        ask = partial(fleet.ask, name, 1)
+        visitor = desk.binding.visitor(ask, answer, tenant=UNKNOWN, priority=0, prompt_tokens=1, lane=lane)
+        assert await desk.binding.arrive(visitor) is None
+        visitors.append(visitor)
+    assert not await desk.binding.turn()
+    assert [visitor.verdict for visitor in visitors] == [Verdict.NO_WORKER] * 2
+    fleet.workers = lambda: (make_view("w", adapters={"a": adapter}),)
+    fleet.asked.clear()
+    assert not await desk.binding.turn()
+    assert [visitor.verdict for visitor in visitors] == [Verdict.NO_ROOM] * 2
+    assert fleet.asked == ["first"]

@@ -1,0 +1,131 @@
+"""What LoRA adapters cost: tokens per second of eight streams, over those of an engine without adapters.
+
+    PYTHONPATH=tests/support python benchmarks/adapters.py [--model models/tandem-mini] [--rank 16] [--rounds 5]
+
+    unused      eight adapters are loaded, and the requests are of the model alone
+    mixed       the same engine; each of the eight requests has another adapter, of all seven projections
+
+Each round runs the engine without adapters, then both cases, so that a noisy machine disturbs all alike; `ratio` is the
+median of the rounds' ratios, and `target` its limit. Engines have run the workload `WARM_UP` times before. Outputs of
+the model alone must be equal in both engines, token for token, and those of adapters must differ from them, or the
+benchmark stops. Prints one JSON object per case. Exit status 1 if a ratio misses its target.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from tandem_engine.config import AdapterConfig, CacheConfig, EngineConfig, SchedulerConfig
+from tandem_engine.engine import Engine
+from tandem_engine.engine.loaded_model import load
+from tandem_engine.messages.requests import AdapterRef, GenerateRequest
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_testing.adapters import write_adapter
+
+ADAPTERS, PROMPT, OUTPUT = 8, 128, 64
+WARM_UP = 2
+TARGETS = {"unused": 1 / 1.01, "mixed": 0.85}
+"""Least ratio. Adapters that nothing uses may take 1 % more time."""
+
+Outputs = list[tuple[int, ...]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("models/tandem-mini"), help="checkpoint (the bundled one)")
+    parser.add_argument("--rank", type=int, default=16, help="of all adapters (default 16)")
+    parser.add_argument("--rounds", type=int, default=5, help="times each case runs (default 5)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a forward (default 1)")
+    parser.add_argument("--dtype", default="float32", help="of the model (default float32)")
+    args = parser.parse_args()
+    config = EngineConfig(
+        model_path=str(args.model),
+        dtype=args.dtype,
+        threads=args.threads,
+        scheduler=SchedulerConfig(context_length=1024),
+        cache=CacheConfig(num_pages=1024),
+    )
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        paths = {
+            f"a{number}": write_adapter(Path(folder, str(number)), args.model, seed=number, rank=args.rank)
+            for number in range(1, ADAPTERS + 1)
+        }
+        adapted = replace(config, adapters=AdapterConfig.of(paths, max_rank=args.rank))
+        bare = stack.enter_context(_engine(config))
+        full = stack.enter_context(_engine(adapted))
+        return report(measure(bare, full, args.rounds), rank=args.rank)
+
+
+def _engine(config: EngineConfig) -> Engine:
+    return Engine.build(load(config, progress=False), config)
+
+
+def requests(adapters: Sequence[AdapterRef | None]) -> list[GenerateRequest]:
+    """One for each of `adapters`, with a prompt of its own."""
+    dice = random.Random(22)
+    return [
+        GenerateRequest(
+            rid=f"r{number}",
+            input_ids=tuple(dice.choices(range(20, 900), k=PROMPT)),
+            sampling=SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True),
+            adapter=adapter,
+        )
+        for number, adapter in enumerate(adapters)
+    ]
+
+
+def measure(bare: Engine, full: Engine, rounds: int) -> list[dict[str, float]]:
+    """Seconds of each case and of the engine without adapters (`bare`), by round."""
+    alone = requests([None] * ADAPTERS)
+    refs = [AdapterRef(name=each.name, digest=bytes.fromhex(each.digest)) for each in full.served_adapters]
+    cases = {"bare": (bare, alone), "unused": (full, alone), "mixed": (full, requests(refs))}
+    found = []
+    for number in range(WARM_UP + rounds):
+        runs = {name: run(engine, sent) for name, (engine, sent) in cases.items()}
+        expected = runs["bare"][1]
+        if runs["unused"][1] != expected:
+            raise SystemExit("adapters that are not used change outputs of the model")
+        if any(mine == its for mine, its in zip(runs["mixed"][1], expected, strict=True)):
+            raise SystemExit("an adapter changes no output: nothing is measured")
+        if number >= WARM_UP:
+            found.append({name: seconds for name, (seconds, _) in runs.items()})
+    return found
+
+
+def run(engine: Engine, sent: Sequence[GenerateRequest]) -> tuple[float, Outputs]:
+    """Seconds and outputs. The cache starts empty: a repeated prompt must not look like speed."""
+    engine.memory.clear_cache()
+    began = time.perf_counter()
+    outputs = engine.generate(sent)
+    return time.perf_counter() - began, [output.token_ids for output in outputs]
+
+
+def report(found: Sequence[dict[str, float]], *, rank: int) -> int:
+    """Print the ratios. Returns the exit status."""
+    missed = False
+    for case, target in TARGETS.items():
+        ratio = statistics.median(each["bare"] / each[case] for each in found)
+        missed = missed or ratio < target
+        row = {
+            "benchmark": "adapters",
+            "case": case,
+            "rank": rank,
+            "tokens_per_s": round(ADAPTERS * OUTPUT / statistics.median(each[case] for each in found), 1),
+            "without_adapters": round(ADAPTERS * OUTPUT / statistics.median(each["bare"] for each in found), 1),
+            "ratio": round(ratio, 3),
+            "target": round(target, 3),
+        }
+        print(json.dumps(row), flush=True)
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

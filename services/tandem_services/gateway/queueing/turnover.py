@@ -1,0 +1,79 @@
+"""Places that become free at workers: those that no report contains yet, and how fast requests get one."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tandem_engine.base.clock import Clock
+from tandem_services.router.keys import RESERVATION_MS
+
+MOST_RETRY_S = 30.0
+
+PACE_SAMPLES = 32
+"""Admissions from the queue that its pace is measured by."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Pace:
+    """How fast a queue admits."""
+
+    clock: Clock
+    _admitted_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_SAMPLES))
+
+    def admitted(self) -> None:
+        """A queued request got workers."""
+        self._admitted_at.append(self.clock.now())
+
+    def wait_s(self, waiting: int) -> float:
+        """Time until so many have been admitted, at the current rate: 1 to `MOST_RETRY_S`."""
+        if len(self._admitted_at) < 2:
+            return 1.0
+        elapsed = max(self.clock.now() - self._admitted_at[0], 1e-3)
+        return min(max(waiting * elapsed / len(self._admitted_at), 1.0), MOST_RETRY_S)
+
+
+UNREPORTED_S = RESERVATION_MS / 1000
+"""That a request has gone takes as long to be in a report as that one has come."""
+
+
+class _Place(NamedTuple):
+    since: float
+    worker: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Turnover:
+    """One per queue; belongs to its event loop."""
+
+    clock: Clock
+    _places: deque[_Place] = field(default_factory=deque)
+    """Oldest first."""
+
+    def __len__(self) -> int:
+        """Places that may be taken now."""
+        oldest = self.clock.now() - UNREPORTED_S
+        while self._places and self._places[0].since < oldest:
+            self._places.popleft()
+        return len(self._places)
+
+    def add(self, places: int, *, worker: str = "") -> None:
+        """So many are free from now on; none if less than one. `worker`: the incarnation where; "" if not known."""
+        self._places.extend([_Place(self.clock.now(), worker)] * places)
+
+    def take(self, serves: Callable[[str], bool] | None = None) -> bool:
+        """Take the oldest place of a worker, by incarnation, that `serves`; of any without. False when there is
+        none."""
+        if not len(self):
+            return False
+        place = next((place for place in self._places if serves is None or serves(place.worker)), None)
+        if place is None:
+            return False
+        self._places.remove(place)
+        return True
+
+    def leave(self) -> int:
+        """Take all of them. Returns how many."""
+        places = len(self)
+        self._places.clear()
+        return places

@@ -1,0 +1,89 @@
+"""Loads of adapters next to a running engine: their order, and an engine that closes while one hangs."""
+
+from threading import Event
+
+import pytest
+import torch
+
+from tandem_engine.base.errors import CheckpointError, EngineStoppedError
+from tandem_engine.config import AdapterConfig
+from tandem_engine.engine import adapter_loads
+from tandem_engine.engine.adapter_loads import AdapterLoads
+from tandem_engine.model.adapters.loaded import LoadedAdapters
+from tandem_engine.model.adapters.table import AdapterTable
+from tandem_engine.parallel.group import SingleRank
+from tandem_testing.random_weights import small_config
+
+LIMIT_S = 60.0
+"""For what does not wait."""
+
+
+class Folders:
+    """What loads read: the folder `hung` does not answer before it is freed."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+        self.reached = Event()
+        self.freed = Event()
+
+    def load(self, config: AdapterConfig, *_: object, **__: object) -> LoadedAdapters:
+        [source] = config.sources
+        self.read.append(source.path)
+        if source.path == "hung":
+            self.reached.set()
+            self.freed.wait(LIMIT_S)
+        if source.path == "large":
+            raise MemoryError("of this machine")
+        return LoadedAdapters()
+
+
+@pytest.fixture
+def folders(monkeypatch):
+    folders = Folders()
+    monkeypatch.setattr(adapter_loads, "LoadedAdapters", folders)
+    yield folders
+    folders.freed.set()
+
+
+@pytest.fixture
+def loads(folders):
+    loads = AdapterLoads(
+        table=AdapterTable(limit=4),
+        config=AdapterConfig(allow_updates=True),
+        base=small_config(),
+        dtype=torch.float32,
+        device="cpu",
+        group=SingleRank(),
+        close_s=0.0,
+    )
+    yield loads
+    folders.freed.set()
+    loads.close()
+
+
+def test_loads_run_in_their_order(loads, folders):
+    first, second = loads.begin("a", "hung"), loads.begin("b", "two")
+    assert folders.reached.wait(LIMIT_S)
+    assert (folders.read, second.done()) == (["hung"], False)
+    folders.freed.set()
+    assert first.result(LIMIT_S) == second.result(LIMIT_S) == LoadedAdapters()
+    assert folders.read == ["hung", "two"]
+
+
+def test_error_of_any_kind_names_the_adapter(loads):
+    with pytest.raises(CheckpointError, match="'a' cannot be loaded: MemoryError: of this machine"):
+        loads.begin("a", "large").result(LIMIT_S)
+    assert loads.begin("b", "two").result(LIMIT_S) == LoadedAdapters()
+
+
+def test_engine_closes_while_a_file_system_hangs(loads, folders):
+    hung, waiting = loads.begin("a", "hung"), loads.begin("b", "two")
+    assert folders.reached.wait(LIMIT_S)
+    loads.close()
+    assert (hung.done(), waiting.cancelled(), folders.freed.is_set()) == (False, True, False)
+    loads.close()
+    with pytest.raises(EngineStoppedError):
+        loads.begin("c", "two")
+    folders.freed.set()
+    assert hung.result(LIMIT_S) == LoadedAdapters()
+    assert folders.read == ["hung"]
