@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.logs import about_request
 from tandem_engine.messages.requests import AdapterRef
-from tandem_services.common.errors import ApiError, timed_out
+from tandem_services.common.errors import ApiError
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.api.interface import (
     AnswerFormat,
@@ -40,18 +40,18 @@ from tandem_services.gateway.dispatch.generation import Generator, Job
 from tandem_services.gateway.dispatch.plan import GenerationPlan
 from tandem_services.gateway.http.body import decode_body, read_body
 from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error
+from tandem_services.gateway.http.interruption import Closing, Limit, client_of
 from tandem_services.gateway.http.middleware import (
     CLIENT_CLOSED_REQUEST,
-    Closing,
     RequestIdentity,
     deadline_of,
     identify_request,
     identity_of,
-    run_until_disconnect,
 )
 from tandem_services.gateway.http.sse import EventStream, send_json
 from tandem_services.gateway.models.catalog import ModelCatalog
 from tandem_services.gateway.models.prompts import TokenizerThreads
+from tandem_services.gateway.models.service import ModelService
 from tandem_services.gateway.observe.explain import ChoiceRecord, RequestJournal, RequestRecord, log_finished
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.output.choice_text import ChoicePiece
@@ -86,20 +86,16 @@ class Answering:
 
         Raises `ApiError` 504 at the deadline and `ClientGoneError` when the client leaves.
         """
-        deadline = self.deadline(identity_of(request.scope), None)
-
-        async def limited() -> T:
-            async with self.bounded(deadline):
+        limit = self.limit(self.deadline(identity_of(request.scope), None))
+        try:
+            with client_of(request.scope), limit:
                 return await work()
+        finally:
+            limit.stop()
 
-        return await run_until_disconnect(limited(), request.receive)
-
-    @asynccontextmanager
-    async def bounded(self, deadline: float) -> AsyncIterator[None]:
-        """Raises `ApiError` in the block: 504 at the deadline, 503 when the gateway ends what still runs."""
-        with self.closing.running():
-            async with time_limit(self.remaining(deadline)):
-                yield
+    def limit(self, deadline: float) -> Limit:
+        """Raises `ApiError` in its blocks: 504 at the deadline, 503 when the gateway ends what still runs."""
+        return Limit(self.closing, self.remaining(deadline))
 
     @asynccontextmanager
     async def accepted(
@@ -147,16 +143,6 @@ class Answering:
             parts = filter(None, (error.kind, error.reason, error.param))
             record.error = ": ".join(parts)[:MAX_REFUSAL_CHARACTERS]
         self.journal.refuse(record)
-
-
-@asynccontextmanager
-async def time_limit(seconds: float) -> AsyncIterator[None]:
-    """Raises `ApiError` 504 in the caller when the block takes longer."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise timed_out("The request did not finish before its deadline.") from error
 
 
 def new_record(
@@ -257,21 +243,37 @@ class GenerationEndpoint(Generic[R]):
         self._shared = answering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        serving = self._serve(await read_body(Request(scope, receive)), scope, send)
-        await run_until_disconnect(serving, receive)
+        body = await read_body(Request(scope, receive))
+        with client_of(scope):
+            request = await decode_body(self._planner.decode, body)
+            del body  # a request may run for minutes
+            await self._serve(request, scope, send)
 
-    async def _serve(self, body: bytes, scope: Scope, send: Send) -> None:
-        request = await decode_body(self._planner.decode, body)
-        del body  # a request may run for minutes
+    async def _serve(self, request: R, scope: Scope, send: Send) -> None:
         identify_request(scope, request.request_id or request.rid)
         served, adapter = self._models.of_request(scope, request.model)
         request.model = request.model or served.model.name
         identity = identity_of(scope)
         caller = identity.caller
         deadline = self._shared.deadline(identity, request.timeout)
-        async with self._shared.bounded(deadline):
-            plan = (await self._planner.plan(request, served, caller)).owned_by(caller).computed_by(adapter)
-        identity.body.release()
+        limit = self._shared.limit(deadline)
+        try:
+            with limit:
+                plan = (await self._planner.plan(request, served, caller)).owned_by(caller).computed_by(adapter)
+            identity.body.release()
+            await self._answer(plan, served, identity, limit, deadline, send)
+        finally:
+            limit.stop()
+
+    async def _answer(
+        self,
+        plan: GenerationPlan,
+        served: ModelService,
+        identity: RequestIdentity,
+        limit: Limit,
+        deadline: float,
+        send: Send,
+    ) -> None:
         record = new_record(
             identity,
             endpoint=self._planner.endpoint,
@@ -280,7 +282,7 @@ class GenerationEndpoint(Generic[R]):
             choices=len(plan.choices),
             n=plan.n,
             stream=plan.stream,
-            adapter=adapter,
+            adapter=plan.adapter,
         )
         async with self._shared.accepted(record, identity, served.metrics, tokens=plan.expected_tokens):
             job = Job(
@@ -288,12 +290,12 @@ class GenerationEndpoint(Generic[R]):
                 record=record,
                 arrived=identity.arrived,
                 deadline=deadline,
-                caller=caller,
+                caller=identity.caller,
                 ticket=identity.ticket,
                 trace=identity.trace,
             )
             answer_format = self._planner.format(plan, served, identity.request_id, record.created)
-            answer = Answer(job, answer_format, served.generator, self._shared, send, served.prompts.threads)
+            answer = Answer(job, answer_format, served.generator, limit, send, served.prompts.threads)
             await (answer.stream() if plan.stream else answer.whole())
 
 
@@ -305,21 +307,21 @@ class Answer:
         job: Job,
         answer_format: AnswerFormat,
         generator: Generator,
-        shared: Answering,
+        limit: Limit,
         send: Send,
         threads: TokenizerThreads,
     ) -> None:
         self._job = job
         self._format = answer_format
         self._generator = generator
-        self._shared = shared
+        self._limit = limit
         self._send = send
         self._threads = threads
 
     async def whole(self) -> None:
         """Gather everything, then answer once."""
         choices = [WholeChoice(index=c.index, texts=[c.echo or ""]) for c in self._job.plan.choices]
-        async with self._shared.bounded(self._job.deadline):
+        with self._limit:
             await self._gather(choices)
             share_prompt_logprobs(choices, self._job.plan.n)
             best = keep_best(choices, generated=self._job.plan.n, kept=self._job.plan.kept)
@@ -330,7 +332,7 @@ class Answer:
         """Answer while it is generated. Raises only before the first event."""
         async with EventStream(self._send) as events:
             try:
-                async with self._shared.bounded(self._job.deadline):
+                with self._limit:
                     await self._write_events(events)
                 await events.finish(self._format.closing(self._usage()))
             except Exception as error:  # the status is out: the client learns in the stream

@@ -24,8 +24,9 @@ from starlette.requests import ClientDisconnect, Request
 from tandem_engine.base.logs import quoted
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.tokens import is_json
+from tandem_services.gateway.http.interruption import ClientGoneError
 from tandem_services.gateway.http.known_fields import Refusals, nested_refusal
-from tandem_services.gateway.http.middleware import ClientGoneError, identity_of
+from tandem_services.gateway.http.middleware import identity_of
 from tandem_services.gateway.limits import BODY_TIMEOUT_S, PARSED_HERE_BYTES, BodyCharge
 
 _STEP = re.compile(r"\w+|\[[^]]*\]")

@@ -24,6 +24,7 @@ import logging
 import math
 import sys
 import uuid
+from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -33,6 +34,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem_services.common.errors import ApiError, bad_request, unavailable
 from tandem_services.gateway.http.errors import UNEXPECTED, error_json
+from tandem_services.gateway.http.interruption import Client, introduce
 from tandem_services.gateway.limits import (
     HEAD_TIMEOUT_S,
     LINGER_S,
@@ -67,11 +69,14 @@ class GatewayConnection(HttpToolsProtocol):
     _body_bytes = 0
     _rests_since: float | None = None
     """Event loop time at which the last request was answered; None before the first and during the next."""
+    _clients: deque[tuple[Any, Client]]
+    """Of the requests that have no whole response yet, oldest first, with uvicorn's cycles."""
     _last_word: ApiError | None = None
     """What is wrong with the bytes after the requests that are being answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._clients = deque()
         if len(self.connections) > MAX_CONNECTIONS and not self._end_an_idle_one():
             message = f"This gateway takes at most {MAX_CONNECTIONS} connections at once. Try again later."
             self._end_with(unavailable(message, retry_after=CONNECTIONS_RETRY_S))
@@ -84,6 +89,14 @@ class GatewayConnection(HttpToolsProtocol):
         if self._lingers is not None:
             self._lingers.cancel()
         super().connection_lost(exc)
+        self._clients_left()
+
+    def _clients_left(self) -> None:
+        """uvicorn notes it for the newest request alone."""
+        for cycle, client in self._clients:
+            cycle.disconnected = True
+            client.left()
+        self._clients.clear()
 
     def shutdown(self) -> None:
         """Called by the server once, when it ends."""
@@ -141,7 +154,10 @@ class GatewayConnection(HttpToolsProtocol):
         self._expect_head()
 
     def on_headers_complete(self) -> None:
+        client = Client()
         super().on_headers_complete()
+        introduce(self.scope, client)
+        self._clients.append((self.cycle, client))
         self._in_head = False
         self._head_arrived()
         if self._lingers is not None:
@@ -158,6 +174,8 @@ class GatewayConnection(HttpToolsProtocol):
             self._end_with(bad_request(message))
 
     def on_response_complete(self) -> None:
+        while self._clients and self._clients[0][0].response_complete:
+            self._clients.popleft()
         super().on_response_complete()
         if not self.answering:
             self._rests_since = self.loop.time()

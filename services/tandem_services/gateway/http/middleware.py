@@ -12,33 +12,31 @@
 `deadline_of` computes the deadline: the shortest of the gateway's limit, the header `X-Request-Timeout` and the body's
 `timeout`, in seconds. It goes with the request to the queue, the workers and every retry.
 
-`run_until_disconnect` cancels work when its client disconnects, which Starlette does not. The `finally` blocks of the
-work then abort the request on every worker.
-
-`Closing` ends the requests that still run at the end of a drain. It cancels their tasks and turns the cancellation into
-an `ApiError`: a stream gets it as its last event, a response that has not started becomes a 503.
+`interruption` cancels the work when its client disconnects, which Starlette does not, at the deadline, and at the end
+of a drain. A stream gets the error as its last event; before the response has started, it has a status of its own.
 """
 
 import asyncio
 import logging
 import random
 import re
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.logs import about_request, quoted
 from tandem_services.common.allowed_hosts import AllowedHosts
-from tandem_services.common.errors import ApiError, bad_request, unavailable
+from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import bounded_label
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.http.errors import PATH as ANTHROPIC_PATH
 from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error, error_body, send_error, speaks_anthropic
+from tandem_services.gateway.http.interruption import ClientGoneError, shutting_down
 from tandem_services.gateway.limits import (
     MAX_HEADER_BYTES,
     MAX_HEADER_FIELDS,
@@ -50,84 +48,6 @@ from tandem_services.gateway.limits import (
 )
 from tandem_services.gateway.observe.tracing import UNTRACED, RequestTrace, Traces, pass_on
 from tandem_services.router.tickets import TICKET_HEADER, RouteTicket
-
-RETRY_S = 1.0
-
-
-@dataclass(slots=True)
-class Closing:
-    """One per gateway; belongs to its event loop."""
-
-    ended: bool = False
-    _tasks: "set[asyncio.Task[object]]" = field(default_factory=set)
-    _cancelled: "frozenset[asyncio.Task[object]]" = frozenset()
-
-    def end(self) -> None:
-        """End every answer that is being made, and each that begins later. Idempotent."""
-        if self.ended:
-            return
-        self.ended = True
-        self._cancelled = frozenset(self._tasks)
-        for task in self._cancelled:
-            task.cancel()
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """The current task makes an answer while the block lasts. Raises `ApiError` 503 where `end` ends it."""
-        if self.ended:
-            raise shutting_down()
-        task = asyncio.current_task()
-        assert task is not None, "an answer is made by a task"
-        self._tasks.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            # Not where the client has left as well.
-            if task not in self._cancelled or task.uncancel():
-                raise
-            raise shutting_down() from None
-        finally:
-            self._tasks.discard(task)
-
-
-def shutting_down() -> ApiError:
-    return unavailable("The gateway is shutting down. Send the request again.", retry_after=RETRY_S)
-
-
-T = TypeVar("T")
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection; there is no receiver of a response."""
-
-
-async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """What `work` returns at its end. Raises `ClientGoneError`, after `work` was cancelled, when the client goes first.
-
-    The request body must have been read: what `receive` yields next is the disconnect.
-    """
-    job = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((job, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not job.done():
-            failure = watcher.exception()
-            if failure is None:
-                raise ClientGoneError
-            # A watch that has failed says nothing about the client.
-            logger.error("disconnect cannot be noticed", exc_info=failure)
-        return await job
-    finally:
-        watcher.cancel()
-        if not job.done():
-            job.cancel()
-            await asyncio.wait((job,))
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
 
 logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
