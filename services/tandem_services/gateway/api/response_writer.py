@@ -40,7 +40,7 @@ from tandem_services.gateway.dispatch.generation import Generator, Job
 from tandem_services.gateway.dispatch.plan import GenerationPlan
 from tandem_services.gateway.http.body import decode_body, read_body
 from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error
-from tandem_services.gateway.http.interruption import Closing, Limit, client_of
+from tandem_services.gateway.http.interruption import Client, Closing, Limit, client_of
 from tandem_services.gateway.http.middleware import (
     CLIENT_CLOSED_REQUEST,
     RequestIdentity,
@@ -244,12 +244,12 @@ class GenerationEndpoint(Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(Request(scope, receive))
-        with client_of(scope):
+        with client_of(scope) as client:
             request = await decode_body(self._planner.decode, body)
             del body  # a request may run for minutes
-            await self._serve(request, scope, send)
+            await self._serve(request, scope, client, send)
 
-    async def _serve(self, request: R, scope: Scope, send: Send) -> None:
+    async def _serve(self, request: R, scope: Scope, client: Client, send: Send) -> None:
         identify_request(scope, request.request_id or request.rid)
         served, adapter = self._models.of_request(scope, request.model)
         request.model = request.model or served.model.name
@@ -261,7 +261,7 @@ class GenerationEndpoint(Generic[R]):
             with limit:
                 plan = (await self._planner.plan(request, served, caller)).owned_by(caller).computed_by(adapter)
             identity.body.release()
-            await self._answer(plan, served, identity, limit, deadline, send)
+            await self._answer(plan, served, identity, limit, deadline, client, send)
         finally:
             limit.stop()
 
@@ -272,6 +272,7 @@ class GenerationEndpoint(Generic[R]):
         identity: RequestIdentity,
         limit: Limit,
         deadline: float,
+        client: Client,
         send: Send,
     ) -> None:
         record = new_record(
@@ -295,8 +296,23 @@ class GenerationEndpoint(Generic[R]):
                 trace=identity.trace,
             )
             answer_format = self._planner.format(plan, served, identity.request_id, record.created)
-            answer = Answer(job, answer_format, served.generator, limit, send, served.prompts.threads)
+            answer = Answer(job, answer_format, served.generator, limit, client, send, served.prompts.threads)
             await (answer.stream() if plan.stream else answer.whole())
+
+
+@dataclass(slots=True)
+class _DirectWriter:
+    """Writes events of a single choice that has been opened. Implements `PieceWriter`."""
+
+    events: EventStream
+    opened: set[int]
+    encode: Callable[[ChoicePiece], bytes]
+
+    def is_ready(self) -> bool:
+        return bool(self.opened) and self.events.is_ready()
+
+    def write(self, piece: ChoicePiece) -> None:
+        self.events.write_now(self.encode(piece))
 
 
 class Answer:
@@ -308,6 +324,7 @@ class Answer:
         answer_format: AnswerFormat,
         generator: Generator,
         limit: Limit,
+        client: Client,
         send: Send,
         threads: TokenizerThreads,
     ) -> None:
@@ -315,6 +332,7 @@ class Answer:
         self._format = answer_format
         self._generator = generator
         self._limit = limit
+        self._client = client
         self._send = send
         self._threads = threads
 
@@ -330,7 +348,7 @@ class Answer:
 
     async def stream(self) -> None:
         """Answer while it is generated. Raises only before the first event."""
-        async with EventStream(self._send) as events:
+        async with EventStream(self._send, self._client.body) as events:
             try:
                 with self._limit:
                     await self._write_events(events)
@@ -348,7 +366,8 @@ class Answer:
 
     async def _write_events(self, events: EventStream) -> None:
         opened: set[int] = set()
-        async with aclosing(self._generator.pieces(self._job)) as batches:
+        writer = _DirectWriter(events, opened, lambda piece: self._piece_events(piece, opened))
+        async with aclosing(self._generator.pieces(self._job, writer)) as batches:
             async for batch in batches:
                 await events.write(await self._written(batch, partial(self._batch_events, batch, opened)))
 

@@ -154,8 +154,8 @@ class GatewayConnection(HttpToolsProtocol):
         self._expect_head()
 
     def on_headers_complete(self) -> None:
-        client = Client()
         super().on_headers_complete()
+        client = Client(_ChunkWriter(self.cycle))
         introduce(self.scope, client)
         self._clients.append((self.cycle, client))
         self._in_head = False
@@ -279,6 +279,29 @@ class GatewayConnection(HttpToolsProtocol):
             # What still arrives of a body whose request was refused has had its answer.
             return not cycle.more_body
         return cycle.more_body and not cycle.response_started and not self.pipeline
+
+
+class _ChunkWriter:
+    """Writes chunks of one response past the application's messages. Implements `BodyWriter`."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle = cycle
+
+    def is_ready(self) -> bool:
+        cycle = self._cycle
+        return (
+            cycle.response_started
+            and cycle.chunked_encoding is True
+            and not cycle.response_complete
+            and not cycle.disconnected
+            and not cycle.flow.write_paused
+            and not cycle.transport.is_closing()
+        )
+
+    def write(self, data: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def end_one(connections: set[Any], may_end: Callable[[GatewayConnection], bool]) -> bool:

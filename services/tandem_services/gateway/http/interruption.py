@@ -12,7 +12,7 @@ disconnect in one iteration of the event loop, the disconnect counts, because th
 import asyncio
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from starlette.types import Scope
 
@@ -58,14 +58,28 @@ class _Cancelling:
         return self._cancelled and task.uncancel() <= self._before
 
 
+class BodyWriter(Protocol):
+    """Writes the body of a response that has begun, without a task."""
+
+    def is_ready(self) -> bool:
+        """Whether `write` can write now: the response has begun, and its client reads."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Some more of the body, which is not the end."""
+        ...
+
+
 class Client(_Cancelling):
     """The client of one request, as its connection sees it. A block ends with `ClientGoneError` when it leaves."""
 
-    __slots__ = ("_gone",)
+    __slots__ = ("_gone", "body")
 
-    def __init__(self) -> None:
+    def __init__(self, body: BodyWriter | None = None) -> None:
         super().__init__()
         self._gone = False
+        self.body = body
+        """None where the server is not ours: what the application sends is the only way."""
 
     def left(self) -> None:
         """Called by the connection, when it ends before the response is complete."""

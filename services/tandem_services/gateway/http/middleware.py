@@ -22,7 +22,7 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -67,9 +67,9 @@ PROBE_PATHS = frozenset({"/live", "/ready", "/health"})
 """They say nothing of the deployment, and load balancers ask for them by any name."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class RequestIdentity:
-    """The client, and the time of arrival (the gateway's clock)."""
+    """The client, and the time of arrival (the gateway's clock). One per request: what is learned later is added."""
 
     request_id: str
     client_request_id: str | None
@@ -84,7 +84,7 @@ class RequestIdentity:
     model: str = ""
     """Name of the model service that answers; "" until one is known to."""
     trace: RequestTrace = UNTRACED
-    on_end: tuple[Callable[[], None], ...] = ()
+    on_end: list[Callable[[], None]] = field(default_factory=list)
     """Called after the last byte, or when there will be none."""
 
     @property
@@ -101,20 +101,21 @@ def identity_of(scope: Scope) -> RequestIdentity:
 
 def identify_caller(scope: Scope, caller: Caller) -> None:
     """From now on the request is known to be `caller`'s."""
-    scope[_SCOPE_KEY] = replace(identity_of(scope), caller=caller)
+    identity_of(scope).caller = caller
 
 
 def identify_request(scope: Scope, name: str | None) -> None:
     """From now on the request is known by the `name` in its body, if that is sane and its head gave it none."""
     identity = identity_of(scope)
     if identity.client_request_id is None and name is not None and _SANE_ID.fullmatch(name):
-        scope[_SCOPE_KEY] = replace(identity, client_request_id=name)
+        identity.client_request_id = name
 
 
 def identify_model(scope: Scope, model: str, *, on_end: Callable[[], None]) -> None:
     """From now on the request is known to be answered by the model service of this name. `on_end`: when it has been."""
     identity = identity_of(scope)
-    scope[_SCOPE_KEY] = replace(identity, model=model, on_end=(*identity.on_end, on_end))
+    identity.model = model
+    identity.on_end.append(on_end)
 
 
 class AnswerMetrics(Protocol):

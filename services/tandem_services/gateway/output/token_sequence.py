@@ -47,6 +47,10 @@ class TokenSequence:
     def has_gap(self) -> bool:
         return bool(self._waiting)
 
+    def takes_next(self, output: TokenOutput) -> bool:
+        """Whether all tokens of `output` follow directly on those accepted so far."""
+        return output.index == self._next and not self._waiting and not self.awaits_prompt
+
     def accept(self, output: TokenOutput, into: Accepted) -> Accepted:
         """`into` with what `output` adds, and what had been waiting for it. Raises `SequenceGapError`."""
         if self.awaits_prompt and output.prompt_logprobs is not None:
