@@ -302,14 +302,14 @@ class GenerationEndpoint(Generic[R]):
 
 @dataclass(slots=True)
 class _DirectWriter:
-    """Writes events of a single choice that has been opened. Implements `PieceWriter`."""
+    """Writes events of a single choice. A stream that has begun has opened it. Implements `PieceWriter`."""
 
     events: EventStream
-    opened: set[int]
     encode: Callable[[ChoicePiece], bytes]
 
-    def is_ready(self) -> bool:
-        return bool(self.opened) and self.events.is_ready()
+    @property
+    def is_ready(self) -> Callable[[], bool]:
+        return self.events.is_ready
 
     def write(self, piece: ChoicePiece) -> None:
         self.events.write_now(self.encode(piece))
@@ -335,6 +335,8 @@ class Answer:
         self._client = client
         self._send = send
         self._threads = threads
+        self._opened: set[int] = set()
+        """Choices whose first events are out."""
 
     async def whole(self) -> None:
         """Gather everything, then answer once."""
@@ -365,11 +367,10 @@ class Answer:
                     choices[piece.index].add(piece)
 
     async def _write_events(self, events: EventStream) -> None:
-        opened: set[int] = set()
-        writer = _DirectWriter(events, opened, lambda piece: self._piece_events(piece, opened))
+        writer = _DirectWriter(events, self._piece_events)
         async with aclosing(self._generator.pieces(self._job, writer)) as batches:
             async for batch in batches:
-                await events.write(await self._written(batch, partial(self._batch_events, batch, opened)))
+                await events.write(await self._written(batch, partial(self._batch_events, batch)))
 
     async def _written(self, parts: Sequence[WholeChoice] | Sequence[ChoicePiece], write: Callable[[], bytes]) -> bytes:
         """Texts of all tokens of a prompt, and of what else they could have been, are not for the event loop."""
@@ -378,14 +379,14 @@ class Answer:
             return write()
         return await self._threads.run(write, characters=entries, refusable=False)
 
-    def _batch_events(self, batch: Sequence[ChoicePiece], opened: set[int]) -> bytes:
-        return b"".join([self._piece_events(piece, opened) for piece in batch])
+    def _batch_events(self, batch: Sequence[ChoicePiece]) -> bytes:
+        return b"".join([self._piece_events(piece) for piece in batch])
 
-    def _piece_events(self, piece: ChoicePiece, opened: set[int]) -> bytes:
+    def _piece_events(self, piece: ChoicePiece) -> bytes:
         usage = self._usage() if self._job.plan.continuous_usage else None
-        if piece.index in opened:
+        if piece.index in self._opened:
             return self._format.chunk(piece, usage)
-        opened.add(piece.index)
+        self._opened.add(piece.index)
         opening = self._format.opening(self._job.plan.choices[piece.index], piece, usage)
         return opening + self._format.chunk(piece, usage)
 

@@ -16,6 +16,7 @@ counts only until the decode worker has sent its first output.
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -75,7 +76,8 @@ class AttemptFailedError(Exception):
 class TokenSink(Protocol):
     """Takes outputs of a choice that waits for them. Belongs to its task; must not block."""
 
-    def is_ready(self) -> bool:
+    @property
+    def is_ready(self) -> Callable[[], bool]:
         """Whether `take` can pass tokens on now."""
         ...
 
@@ -191,28 +193,16 @@ class Attempt:
         if wake is None or wake.done() or self._arrivals:
             return False
         try:
-            if side.is_prefill or not self._is_ordinary(output) or not sink.is_ready():
+            if side.is_prefill or not _is_ordinary(output) or not sink.is_ready():
                 return False
-            if not sink.take(self._accept(side, output, Accepted([], [], None))):
+            if not self._sequence.accept_next(output):
+                return False
+            side.spoke = True
+            if not sink.take(Accepted([*output.token_ids], [], None)):
                 wake.set_result(True)
         except Exception as error:  # noqa: BLE001  # raised where the choice waits
             wake.set_exception(error)
         return True
-
-    def _is_ordinary(self, output: TokenOutput) -> bool:
-        """New tokens, and nothing else that the choice has to know."""
-        return (
-            bool(output.token_ids)
-            and output.finish is None
-            and output.logprobs is None
-            and output.cached_tokens is None
-            and output.prefill_s is None
-            and output.transfer is None
-            and output.prompt_logprobs is None
-            and output.embedding is None
-            and not output.leaving
-            and self._sequence.takes_next(output)
-        )
 
     async def _within_gap(self, wake: "asyncio.Future[bool]") -> bool:
         try:
@@ -257,6 +247,21 @@ class Attempt:
 
     def _output_lost(self) -> AttemptFailedError:
         return AttemptFailedError(FailureCause.OUTPUT_LOST, self._sides[-1].connection.worker.incarnation)
+
+
+def _is_ordinary(output: TokenOutput) -> bool:
+    """New tokens, and nothing else that the choice has to know."""
+    return (
+        bool(output.token_ids)
+        and output.finish is None
+        and output.logprobs is None
+        and output.cached_tokens is None
+        and output.prefill_s is None
+        and output.transfer is None
+        and output.prompt_logprobs is None
+        and output.embedding is None
+        and not output.leaving
+    )
 
 
 def _failure(output: TokenOutput | None, side: Side) -> Exception | None:

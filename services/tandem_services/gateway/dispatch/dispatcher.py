@@ -20,7 +20,7 @@ However the iteration ends, also by a disconnected client, its `finally` aborts 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -105,28 +105,32 @@ def _address(worker: WorkerView) -> Peer:
 
 @dataclass(slots=True)
 class _Receipt:
-    """What is noted of the tokens of one attempt, before the choice gets them: from its generator or, as a
-    `TokenSink`, on the way to its own."""
+    """What is noted of the tokens of one attempt, before the choice gets them."""
 
     progress: Progress
     decode: WorkerView
     trace: AttemptTrace
     placing: Placing
     tenant: Tenant
-    sink: TokenSink | None
 
     def note(self, accepted: Accepted) -> None:
         self.progress.receive(accepted, by=self.decode)
         self.trace.received(len(accepted.token_ids))
         self.placing.admission.binding.charge_output(self.tenant, len(accepted.token_ids))
 
-    def is_ready(self) -> bool:
-        return self.sink is not None and self.sink.is_ready()
+
+@dataclass(frozen=True, slots=True)
+class _Pouring:
+    """The sink of one attempt. Implements `TokenSink`."""
+
+    receipt: _Receipt
+    is_ready: Callable[[], bool]
+    """Of the choice's sink, as is `pass_on`."""
+    pass_on: Callable[[Accepted], bool]
 
     def take(self, accepted: Accepted) -> bool:
-        assert self.sink is not None, "it is ready"
-        self.note(accepted)
-        return self.sink.take(accepted)
+        self.receipt.note(accepted)
+        return self.pass_on(accepted)
 
 
 logger = logging.getLogger(__name__)
@@ -185,13 +189,10 @@ class Dispatcher:
                     await request.turn.bind(workers.decode.incarnation, about=request.about)
                 await self._enter(attempt, request, workers, progress)
                 self._send(attempt, request, workers, progress, trace, moving=place is not None)
-                received = _Receipt(progress, workers.decode, trace, self.placing, request.caller.tenant, sink)
+                received = _Receipt(progress, workers.decode, trace, self.placing, request.caller.tenant)
+                pouring = None if sink is None else _Pouring(received, sink.is_ready, sink.take)
                 while True:
-                    waiting = (
-                        attempt.next(None if sink is None else received)
-                        if progress.silent_since is None
-                        else self._next(attempt, progress)
-                    )
+                    waiting = attempt.next(pouring) if progress.silent_since is None else self._next(attempt, progress)
                     accepted = await waiting
                     received.note(accepted)
                     if accepted.finish is not None:

@@ -5,7 +5,7 @@ the request.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +45,8 @@ class Job:
 class PieceWriter(Protocol):
     """Writes pieces at once, while the consumer of the generator waits. Must not block."""
 
-    def is_ready(self) -> bool:
+    @property
+    def is_ready(self) -> Callable[[], bool]:
         """Whether `write` can write now. Otherwise the consumer does."""
         ...
 
@@ -169,12 +170,14 @@ class _ChoiceOutput:
         """Whether there is a writer, and pieces that are for it."""
         return self._writer is not None and self._job.plan.generate
 
-    def is_ready(self) -> bool:
-        return self._writer is not None and self._last_piece is None and self._writer.is_ready()
+    @property
+    def is_ready(self) -> Callable[[], bool]:
+        assert self._writer is not None, "it may write"
+        return self._writer.is_ready
 
     def take(self, accepted: Accepted) -> bool:
         """False: the output has ended."""
-        assert self._writer is not None, "it is ready"
+        assert self._writer is not None, "it may write"
         piece = self._absorb(accepted)
         if piece is None:
             return True
