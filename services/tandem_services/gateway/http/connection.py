@@ -173,6 +173,11 @@ class GatewayConnection(HttpToolsProtocol):
             message = f"request body comes in more than {MAX_BODY_PIECES} pieces of under {MIN_PIECE_BYTES} bytes each"
             self._end_with(bad_request(message))
 
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self._clients and self._clients[-1][0] is self.cycle:
+            self._clients[-1][1].has_sent_all = True
+
     def on_response_complete(self) -> None:
         while self._clients and self._clients[0][0].response_complete:
             self._clients.popleft()

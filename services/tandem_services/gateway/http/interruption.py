@@ -73,13 +73,15 @@ class BodyWriter(Protocol):
 class Client(_Cancelling):
     """The client of one request, as its connection sees it. A block ends with `ClientGoneError` when it leaves."""
 
-    __slots__ = ("_gone", "body")
+    __slots__ = ("_gone", "body", "has_sent_all")
 
     def __init__(self, body: BodyWriter | None = None) -> None:
         super().__init__()
         self._gone = False
         self.body = body
         """None where the server is not ours: what the application sends is the only way."""
+        self.has_sent_all = False
+        """The body of the request is known to be here."""
 
     def left(self) -> None:
         """Called by the connection, when it ends before the response is complete."""
