@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import INF, floatToGoString
 
 Point = tuple[str, dict[str, str], float]
-"""One sample: suffix of its name, labels of its own, value."""
+"""One sample: suffix of its name, further labels, value."""
 
 _TELLS_CREATED = os.environ.get("PROMETHEUS_DISABLE_CREATED_SERIES", "").lower() not in ("true", "1", "t")
 """As prometheus_client reads it."""
@@ -73,7 +73,7 @@ class HistogramSeries:
         count = 0
         for bound, more in zip(self._bounds, self._counts, strict=True):
             count += more
-            yield "_bucket", {"le": floatToGoString(bound)}, float(count)
+            yield "_bucket", {"le": floatToGoString(bound)}, float(count)  # type: ignore[no-untyped-call]
         yield "_count", {}, float(count)
         yield "_sum", {}, self._sum
         if _TELLS_CREATED:
@@ -107,8 +107,8 @@ class _Family(Collector, Generic[S]):
         metric = Metric(self._name, self._text, self._kind)
         for values, series in self._series.items():
             named = dict(zip(self._labels, values, strict=True))
-            for suffix, own, value in series.points():
-                metric.add_sample(self._name + suffix, named | own, value)
+            for suffix, further, value in series.points():
+                metric.add_sample(self._name + suffix, named | further, value)
         return [metric]
 
     def _add(self, values: tuple[str, ...]) -> S:

@@ -190,12 +190,10 @@ class Attempt:
     def _poured(self, sink: TokenSink, side: Side, output: TokenOutput) -> bool:
         """Whether `output` went into `sink`: the choice waits for nothing but the next tokens, and these are they."""
         wake = self._wake
-        if wake is None or wake.done() or self._arrivals:
+        if wake is None or wake.done():
             return False
         try:
-            if side.is_prefill or not _is_ordinary(output) or not sink.is_ready():
-                return False
-            if not self._sequence.accept_next(output):
+            if not (_is_ordinary(output) and sink.is_ready() and self._sequence.accept_next(output)):
                 return False
             side.spoke = True
             if not sink.take(Accepted([*output.token_ids], [], None)):
