@@ -181,7 +181,8 @@ class Attempt:
         self._wake = asyncio.get_running_loop().create_future()
         if self._sequence.has_gap:
             return await self._within_gap(self._wake)
-        self._sink = sink
+        # A request to leave is answered by the dispatcher, after the next tokens.
+        self._sink = sink if self.leaving is None else None
         try:
             return await self._wake
         finally:

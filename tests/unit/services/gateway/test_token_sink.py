@@ -299,6 +299,18 @@ async def test_lost_worker_after_written_tokens_is_a_failure(tokenizer):
     assert stream.client.written == 1
 
 
+async def test_token_after_a_request_to_leave_is_left_to_the_task(tokenizer):
+    """The dispatcher looks for another worker when it gets the next token."""
+    stream = await begun(tokenizer)
+    stream.send(TokenOutput(rid="r", index=1, leaving=True))
+    await turns()
+    stream.send(one(1))
+    assert stream.client.written == 0
+    await turns()
+    assert [piece.tokens for piece in stream.client.pieces] == [1, 2]
+    stream.task.cancel()
+
+
 async def test_finish_is_left_to_the_generator(tokenizer):
     stream = await begun(tokenizer)
     stream.send(TokenOutput(rid="r", index=1, token_ids=(EOS,), finish=Finish(reason=FinishReason.STOP)))
