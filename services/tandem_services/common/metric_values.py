@@ -8,21 +8,22 @@ Names, buckets and bytes of the exposition are the same.
     series    the numbers of one set of label values; keep it where it is used often
 """
 
-import os
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import CollectorRegistry, Counter, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import INF, floatToGoString
 
 Point = tuple[str, dict[str, str], float]
 """One sample: suffix of its name, further labels, value."""
 
-_TELLS_CREATED = os.environ.get("PROMETHEUS_DISABLE_CREATED_SERIES", "").lower() not in ("true", "1", "t")
-"""As prometheus_client reads it."""
+_PROBE = Counter("probe", "Never exposed", registry=None)
+
+_TELLS_CREATED = any(sample.name == "probe_created" for family in _PROBE.collect() for sample in family.samples)
+"""prometheus_client adds the time of creation, unless its environment variable forbids that."""
 
 
 class Series(Protocol):
