@@ -205,7 +205,8 @@ class Attempt:
 
     async def _within_gap(self, wake: "asyncio.Future[bool]") -> bool:
         try:
-            return await asyncio.wait_for(wake, GAP_TIMEOUT_S)
+            async with asyncio.timeout(GAP_TIMEOUT_S):
+                return await wake
         except TimeoutError as error:
             raise self._output_lost() from error
 
