@@ -14,10 +14,9 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -27,7 +26,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.base.logs import quoted
@@ -220,30 +219,6 @@ LABELLED_PATHS = frozenset({*GENERATION_PATHS, *TOKENIZER_PATHS, *_OTHER_PATHS})
 """Paths that are metric labels; every other one counts as "other"."""
 
 
-class GatewayApp(FastAPI):
-    """Generation routes behind the two layers that all have, without the framework between them: it costs a request
-    more than both. All other requests, also those with another method, take the framework's way."""
-
-    _direct: Mapping[str, ASGIApp] = MappingProxyType({})
-    """Of POST, by path."""
-
-    def serve_directly(self, routes: Iterable[Route], gateway: Gateway, access: Access | None) -> None:
-        """`routes` are plain ASGI applications."""
-        layers = boundary_of(gateway)
-        self._direct = {
-            route.path: layers.cls(Authentication(route.endpoint, access=access), *layers.args, **layers.kwargs)
-            for route in routes
-            if isinstance(route.endpoint, GenerationEndpoint)
-        }
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        direct = self._direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if direct is None:
-            await super().__call__(scope, receive, send)
-        else:
-            await direct(scope, receive, send)
-
-
 def create_app(
     config: GatewayConfig,
     fleets: Sequence[Fleet],
@@ -278,11 +253,15 @@ def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) 
         await gateway.close()
 
     access = gateway.access if console is None else console.admit(gateway.access)
-    app = GatewayApp(
+    generation = generation_routes(gateway)
+    app = FastAPI(
         title="Tandem",
         version=VERSION,
         lifespan=lifespan,
-        middleware=[boundary_of(gateway), Middleware(Authentication, access=access)],
+        middleware=[
+            boundary_of(gateway, direct=_direct(generation, access)),
+            Middleware(Authentication, access=access),
+        ],
         # A redirect would answer `/v1/models/` differently from what access rules see.
         redirect_slashes=False,
         openapi_url=None,
@@ -290,8 +269,6 @@ def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) 
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.add_exception_handler(HTTPException, http_error)
-    generation = generation_routes(gateway)
-    app.serve_directly(generation, gateway, access)
     app.router.routes.extend(generation)
     app.router.routes.extend(_tokenizer_routes(gateway))
     app.router.routes.extend(SessionRoutes(gateway.models).routes())
@@ -309,7 +286,16 @@ def description_route(gateway: Gateway, *, metrics: bool) -> Route:
     return document_route(traits)
 
 
-def boundary_of(gateway: Gateway) -> Middleware:
+def _direct(routes: Sequence[Route], access: Access | None) -> dict[str, ASGIApp]:
+    """Generation endpoints by path, without the framework between them and the two layers that all routes have."""
+    return {
+        route.path: Authentication(route.endpoint, access=access)
+        for route in routes
+        if isinstance(route.endpoint, GenerationEndpoint)
+    }
+
+
+def boundary_of(gateway: Gateway, direct: Mapping[str, ASGIApp] | None = None) -> Middleware:
     """The outermost layer of each of its applications."""
     return Middleware(
         RequestBoundary,
@@ -321,6 +307,7 @@ def boundary_of(gateway: Gateway) -> Middleware:
         hosts=gateway.hosts,
         bodies=gateway.bodies,
         refused=gateway.answering.refused,
+        direct=direct or {},
     )
 
 

@@ -20,9 +20,10 @@ import asyncio
 import logging
 import random
 import re
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -131,7 +132,11 @@ Refused: TypeAlias = Callable[[RequestIdentity, str, int, ApiError | None], None
 
 
 class RequestBoundary:
-    """ASGI middleware. `endpoints` are the paths that may become metric labels."""
+    """ASGI middleware. `endpoints` are the paths that may become metric labels.
+
+    `direct` are applications of POST requests by path, which are called in place of `app`: the framework between costs
+    a request more than all layers of the gateway.
+    """
 
     def __init__(
         self,
@@ -145,6 +150,7 @@ class RequestBoundary:
         hosts: AllowedHosts,
         bodies: BodyBudget | None = None,
         refused: Refused | None = None,
+        direct: Mapping[str, ASGIApp] = MappingProxyType({}),
     ) -> None:
         self._app = app
         self._clock = clock
@@ -155,6 +161,7 @@ class RequestBoundary:
         self._hosts = hosts
         self._bodies = bodies or BodyBudget()
         self._refused = refused
+        self._direct = direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The last boundary: what fails in the one below is answered with bytes that were made before."""
@@ -182,7 +189,8 @@ class RequestBoundary:
         answer = _Answer(send, scope, self._health)
         try:
             _check_head(scope, self._hosts)
-            await self._app(scope, receive, answer.send)
+            direct = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
+            await (direct or self._app)(scope, receive, answer.send)
         except ClientGoneError:
             answer.status = CLIENT_CLOSED_REQUEST
             self._metrics.disconnected(model=identity_of(scope).model)
