@@ -173,7 +173,7 @@ class EngineConnection:
         self._listeners: dict[str, Listener] = {}
         self._unanswered = 0
         self._delivered = 0
-        """Outputs since others had their turn."""
+        """Outputs since the last pause for others."""
         self._closed = False
         self._channel: AsyncDealerChannel[EngineReply, EngineRequest] = AsyncDealerChannel(
             context, worker.request_endpoint, inbound=EngineReply, outbound=EngineRequest
