@@ -27,9 +27,10 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem_services.common.errors import ApiError, bad_request, unavailable
@@ -155,8 +156,8 @@ class GatewayConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        client = Client(_ChunkWriter(self.cycle))
-        introduce(self.scope, client)
+        client, scope = Client(_ChunkWriter(self.cycle)), cast("Scope", self.scope)
+        introduce(scope, client)
         self._clients.append((self.cycle, client))
         self._in_head = False
         self._head_arrived()
