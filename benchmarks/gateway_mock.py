@@ -8,8 +8,8 @@ the CPU time that its process used, so that a busy machine does not blur them. E
 against the prompt that it is a function of.
 
 `--base DIR` measures the gateway of another checkout too, in turn with this one, each case of each round: `ratios` has
-the CPU per request, or per token of streams, of this one over the base's. Of several rounds the one with the least CPU
-counts, on either side. Cases:
+the CPU of this one over the base's in the same round, of several rounds the median. Other figures are of the round with
+the least CPU, on either side. Cases:
 
     whole     chat, not streamed, one output token: cost of a request
     streamed  chat, streamed, one token per step: cost of a token
@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 CHECKOUT = "GATEWAY_MOCK_CHECKOUT"
 """Environment variable: the checkout whose gateway is run."""
@@ -205,11 +206,15 @@ def run_load(options: argparse.Namespace) -> dict[str, object]:
         side: {name: {**asdict(each), **each.figures} for name, each in named.items()} for side, named in least.items()
     }
     machine: dict[str, object] = {"machine": platform.machine(), "cores": os.cpu_count()}
-    return {**machine, **figures.pop("here"), **figures, **({} if options.base is None else {"ratios": ratios(least)})}
+    return {**machine, **figures.pop("here"), **figures, **({} if options.base is None else {"ratios": ratios(runs)})}
 
 
-def ratios(least: dict[str, dict[str, Measured]]) -> dict[str, float]:
-    return {name: round(each.cpu_seconds / least["base"][name].cpu_seconds, 3) for name, each in least["here"].items()}
+def ratios(runs: dict[str, dict[str, list[Measured]]]) -> dict[str, float]:
+    pairs = {name: zip(here, runs["base"][name], strict=True) for name, here in runs["here"].items()}
+    return {
+        name: round(median(here.cpu_seconds / base.cpu_seconds for here, base in both), 3)
+        for name, both in pairs.items()
+    }
 
 
 def main() -> None:
