@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
@@ -173,6 +173,8 @@ def cuts(ids: list[int], lengths: list[int]) -> Iterator[TokenOutput]:
         at += length
 
 
+# A machine may stand still while an example is drawn.
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     text=st.text(alphabet=LETTERS, min_size=1, max_size=24),
     lengths=st.lists(st.integers(1, 3), max_size=24),
