@@ -1,11 +1,15 @@
 """What the gateway costs per request and per streamed token, with a mock engine that costs nothing.
 
-    python benchmarks/gateway_mock.py [--requests 2000] [--streams 64] [--tokens 256] [--step-ms 5] [--rate 200]
-                                      [--many 2000] [--out r.json]
+    python benchmarks/gateway_mock.py [--only whole,streamed] [--base DIR] [--rounds 1] [--requests 2000] [--streams 64]
+                                      [--tokens 256] [--step-ms 5] [--rate 200] [--many 2000] [--out r.json]
 
 Gateway, engine and load run in processes of their own. Figures are per core of the gateway: work divided by
 the CPU time that its process used, so that a busy machine does not blur them. Every token of every answer is checked
-against the prompt that it is a function of. Cases:
+against the prompt that it is a function of.
+
+`--base DIR` measures the gateway of another checkout too, in turn with this one, each case of each round: `ratios` has
+the CPU of this one over the base's in the same round, of several rounds the median. Other figures are of the round with
+the least CPU, on either side. Cases:
 
     whole     chat, not streamed, one output token: cost of a request
     streamed  chat, streamed, one token per step: cost of a token
@@ -15,6 +19,7 @@ against the prompt that it is a function of. Cases:
 """
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -24,8 +29,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
+CHECKOUT = "GATEWAY_MOCK_CHECKOUT"
+"""Environment variable: the checkout whose gateway is run."""
+
+ROOT = Path(os.environ.get(CHECKOUT) or Path(__file__).resolve().parent.parent)
 sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
 
 import uvloop  # noqa: E402
@@ -43,7 +52,8 @@ from tandem_services.router.decision import WorkerView  # noqa: E402
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of  # noqa: E402
 from tandem_testing.mock_engine import MockEngine  # noqa: E402
 
-TICKS = os.sysconf("SC_CLK_TCK")
+SWITCH_S = 0.0005
+"""As `tandem gateway` sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +70,8 @@ class Measured:
     @property
     def figures(self) -> dict[str, float]:
         return {
+            "cpu_us_per_request": round(self.cpu_seconds / self.requests * 1e6, 1),
+            "cpu_us_per_token": round(self.cpu_seconds / self.tokens * 1e6, 2),
             "requests_per_core_s": round(self.requests / self.cpu_seconds),
             "tokens_per_core_s": round(self.tokens / self.cpu_seconds),
             "cores_used": round(self.cpu_seconds / self.seconds, 2),
@@ -87,19 +99,25 @@ def run_gateway(view: str) -> None:
         fleet = fleet_of(config, FakeChooser([WorkerView(**worker)]), SessionShelf(), IpcContext(), tokenizer)
         app = create_app(config, [fleet], health=health)
         with listen("127.0.0.1", 0) as listener:
+            gc.collect()
+            gc.freeze()
+            sys.setswitchinterval(SWITCH_S)
             print(listener.getsockname()[1], flush=True)
             await http_server(app, config, health).serve(sockets=[listener])
 
     uvloop.run(serve())
 
 
-def start(*argv: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, __file__, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def start(*argv: str, checkout: Path | None = None) -> "subprocess.Popen[str]":
+    environment = {**os.environ, CHECKOUT: str(checkout or ROOT)}
+    command = [sys.executable, __file__, *argv]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    """Of its threads, which live as long as it does."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 async def measure(port: int, pid: int, case: "Case", tokenizer: TextTokenizer) -> Measured:
@@ -114,7 +132,7 @@ async def measure(port: int, pid: int, case: "Case", tokenizer: TextTokenizer) -
         requests=len(questions),
         tokens=len(questions) * case.tokens,
         seconds=round(time.perf_counter() - began, 2),
-        cpu_seconds=round(cpu_seconds(pid) - cpu, 2),
+        cpu_seconds=round(cpu_seconds(pid) - cpu, 4),
         timings=timings.figures(),
     )
 
@@ -136,9 +154,19 @@ class Case:
         ]
 
 
+CASES = ("whole", "streamed", "latency", "many")
+
+
+def names_of(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in CASES]:
+        raise argparse.ArgumentTypeError(f"no case {unknown[0]!r}: choose from {', '.join(CASES)}")
+    return names
+
+
 def cases(options: argparse.Namespace) -> dict[str, Case]:
     step_s = options.step_ms / 1000
-    return {
+    known = {
         "whole": Case(requests=options.requests, clients=16, tokens=1, stream=False),
         "streamed": Case(
             requests=2 * options.streams, clients=options.streams, tokens=options.tokens, stream=True, step_s=step_s
@@ -146,14 +174,15 @@ def cases(options: argparse.Namespace) -> dict[str, Case]:
         "latency": Case(requests=options.requests, clients=16, tokens=1, stream=False, rate=options.rate),
         "many": Case(requests=options.many, clients=options.many, tokens=64, stream=True, step_s=0.05),
     }
+    return {name: known[name] for name in options.only or known}
 
 
-def run_case(case: Case, tokenizer: TextTokenizer) -> dict[str, object]:
+def run_case(case: Case, tokenizer: TextTokenizer, checkout: Path | None) -> Measured:
+    """With the gateway of `checkout`, this one if None; engine and load are always of this one."""
     engine = start("--engine", str(case.step_s))
-    gateway = start("--gateway", engine.stdout.readline().strip())
+    gateway = start("--gateway", engine.stdout.readline().strip(), checkout=checkout)
     try:
-        measured = uvloop.run(measure(int(gateway.stdout.readline()), gateway.pid, case, tokenizer))
-        return {**asdict(measured), **measured.figures}
+        return uvloop.run(measure(int(gateway.stdout.readline()), gateway.pid, case, tokenizer))
     finally:
         for process in (gateway, engine):
             process.kill()
@@ -162,12 +191,37 @@ def run_case(case: Case, tokenizer: TextTokenizer) -> dict[str, object]:
 
 def run_load(options: argparse.Namespace) -> dict[str, object]:
     tokenizer = mock_tokenizer()
-    told = {name: run_case(case, tokenizer) for name, case in cases(options).items()}
-    return {"machine": platform.machine(), "cores": os.cpu_count(), **told}
+    sides: dict[str, Path | None] = {"here": None} | ({} if options.base is None else {"base": options.base.resolve()})
+    chosen = cases(options)
+    runs: dict[str, dict[str, list[Measured]]] = {side: {name: [] for name in chosen} for side in sides}
+    for _ in range(options.rounds):
+        for name, case in chosen.items():
+            for side, checkout in sides.items():
+                runs[side][name].append(run_case(case, tokenizer, checkout))
+    least = {
+        side: {name: min(measured, key=lambda each: each.cpu_seconds) for name, measured in named.items()}
+        for side, named in runs.items()
+    }
+    figures = {
+        side: {name: {**asdict(each), **each.figures} for name, each in named.items()} for side, named in least.items()
+    }
+    machine: dict[str, object] = {"machine": platform.machine(), "cores": os.cpu_count()}
+    return {**machine, **figures.pop("here"), **figures, **({} if options.base is None else {"ratios": ratios(runs)})}
+
+
+def ratios(runs: dict[str, dict[str, list[Measured]]]) -> dict[str, float]:
+    pairs = {name: zip(here, runs["base"][name], strict=True) for name, here in runs["here"].items()}
+    return {
+        name: round(median(here.cpu_seconds / base.cpu_seconds for here, base in both), 3)
+        for name, both in pairs.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=names_of, help="cases, separated by commas")
+    parser.add_argument("--base", type=Path, help="another checkout, whose gateway is measured in turn")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)

@@ -16,6 +16,7 @@ from tandem_services.cli.flags import bundled_model
 from tandem_services.common.tokens import order_token
 from tandem_testing.adapters import FLEET_ADAPTERS
 from tandem_testing.system_client import SystemClient
+from tandem_testing.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
@@ -140,3 +141,7 @@ async def command(fleet: SystemClient, path: str, **body: str) -> set[tuple[str,
     answer = await fleet.http.post(path, json=body, headers={"Authorization": f"Bearer {token}"})
     assert answer.status_code == 200, answer.text
     return {(each["worker"], each["state"]) for each in answer.json()["workers"]}
+
+
+async def known(fleet: SystemClient, name: str) -> bool:
+    return name in {card["id"] for card in (await fleet.get("/v1/models"))["data"]}

@@ -98,7 +98,7 @@ class StopWindow:
 class OutputText:
     """A stop string counts when it ends in a token after the first `min_tokens`, as EOS does."""
 
-    __slots__ = ("_count", "_detokenizer", "_min_tokens", "_window", "characters")
+    __slots__ = ("_count", "_detokenizer", "_min_tokens", "_stops", "_window", "characters")
 
     def __init__(
         self,
@@ -110,6 +110,7 @@ class OutputText:
         visible: frozenset[int] = frozenset(),
     ) -> None:
         self._detokenizer = Detokenizer(vocabulary, skip_special_tokens=skip_special_tokens, visible=visible)
+        self._stops = bool(sampling.stop)
         self._window = StopWindow(sampling.stop, keep_match=keep_stop)
         self._min_tokens = sampling.min_tokens
         self._count = 0
@@ -121,6 +122,8 @@ class OutputText:
         self._count += 1
         piece = self._detokenizer.push(token_id)
         self.characters += len(piece)
+        if not self._stops:
+            return Cut(piece, None)
         return self._window.push(piece, armed=self._count > self._min_tokens)
 
     def flush(self) -> Cut:

@@ -20,6 +20,7 @@ import re
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from tandem_engine.base.addresses import Address, AddressError, bare_host, ip_of, is_loopback
@@ -70,15 +71,19 @@ class AllowedHosts:
 
     def allow(self, header: str) -> bool:
         """Whether a request with this Host header is for this port."""
-        if self.everything:
-            return True
-        try:
-            host = _host_of(header)
-        except AddressError:
-            return False
-        if ip_of(host) is not None or host == "localhost" or host.endswith(".localhost"):
-            return True
-        return "." not in host or host in self.names or host.endswith(self.suffixes)
+        return self.everything or _allows(self, header)
+
+
+@lru_cache(maxsize=256)
+def _allows(allowed: AllowedHosts, header: str) -> bool:
+    """Clients of a port repeat a few names, and reading an address takes as long as routing a request."""
+    try:
+        host = _host_of(header)
+    except AddressError:
+        return False
+    if ip_of(host) is not None or host == "localhost" or host.endswith(".localhost"):
+        return True
+    return "." not in host or host in allowed.names or host.endswith(allowed.suffixes)
 
 
 def _host_of(header: str) -> str:

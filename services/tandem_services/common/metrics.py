@@ -8,22 +8,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    GCCollector,
-    Histogram,
-    Metric,
-    PlatformCollector,
-    ProcessCollector,
-)
+from prometheus_client import CollectorRegistry, Gauge, GCCollector, Metric, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from tandem_engine.base.cgroups import cpu_quota, throttling
+from tandem_services.common.metric_values import CounterFamily, HistogramFamily
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -68,25 +59,28 @@ class CpuQuotaCollector(Collector):
             yield CounterMetricFamily(name, text, value)
 
 
-Family = TypeVar("Family", bound=MetricWrapperBase)
+Family = TypeVar("Family", bound=Collector)
 
 
 @dataclass(frozen=True, slots=True)
 class MetricFamilies:
-    """Metric families of one registry, each created at its first use: several may have series of one family."""
+    """Metric families of one registry, each created at its first use: several may have series of one family.
+
+    Counters and histograms are written by one thread, that of the event loop which renders them.
+    """
 
     registry: CollectorRegistry
-    _made: dict[str, MetricWrapperBase] = field(default_factory=dict)
+    _made: dict[str, Collector] = field(default_factory=dict)
 
-    def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+    def counter(self, name: str, text: str, labels: Sequence[str]) -> CounterFamily:
         """`name` without `_total`."""
-        return self._family(name, lambda: Counter(name, text, labels, registry=self.registry))
+        return self._family(name, lambda: CounterFamily(name, text, labels, self.registry))
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
         return self._family(name, lambda: Gauge(name, text, labels, registry=self.registry))
 
-    def histogram(self, name: str, text: str, labels: Sequence[str] = (), *, buckets: Sequence[float]) -> Histogram:
-        return self._family(name, lambda: Histogram(name, text, labels, buckets=buckets, registry=self.registry))
+    def histogram(self, name: str, text: str, labels: Sequence[str], *, buckets: Sequence[float]) -> HistogramFamily:
+        return self._family(name, lambda: HistogramFamily(name, text, labels, self.registry, buckets=buckets))
 
     def _family(self, name: str, make: Callable[[], Family]) -> Family:
         if name not in self._made:

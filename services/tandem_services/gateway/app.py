@@ -15,7 +15,7 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.base.logs import quoted
@@ -255,11 +256,15 @@ def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) 
         await gateway.close()
 
     access = gateway.access if console is None else console.admit(gateway.access)
+    generation = generation_routes(gateway)
     app = FastAPI(
         title="Tandem",
         version=VERSION,
         lifespan=lifespan,
-        middleware=[boundary_of(gateway), Middleware(Authentication, access=access)],
+        middleware=[
+            boundary_of(gateway, direct=_direct(generation, access)),
+            Middleware(Authentication, access=access),
+        ],
         # A redirect would answer `/v1/models/` differently from what access rules see.
         redirect_slashes=False,
         openapi_url=None,
@@ -267,7 +272,7 @@ def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) 
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.add_exception_handler(HTTPException, http_error)
-    app.router.routes.extend(generation_routes(gateway))
+    app.router.routes.extend(generation)
     app.router.routes.extend(_tokenizer_routes(gateway))
     app.router.routes.extend(SessionRoutes(gateway.models).routes())
     _add_model_routes(app, gateway)
@@ -286,7 +291,16 @@ def description_route(gateway: Gateway, *, metrics: bool) -> Route:
     return document_route(traits)
 
 
-def boundary_of(gateway: Gateway) -> Middleware:
+def _direct(routes: Sequence[Route], access: Access | None) -> dict[str, ASGIApp]:
+    """Generation endpoints by path, without the framework between them and the two layers that all routes have."""
+    return {
+        route.path: Authentication(route.endpoint, access=access)
+        for route in routes
+        if isinstance(route.endpoint, GenerationEndpoint)
+    }
+
+
+def boundary_of(gateway: Gateway, direct: Mapping[str, ASGIApp] | None = None) -> Middleware:
     """The outermost layer of each of its applications."""
     return Middleware(
         RequestBoundary,
@@ -298,6 +312,7 @@ def boundary_of(gateway: Gateway) -> Middleware:
         hosts=gateway.hosts,
         bodies=gateway.bodies,
         refused=gateway.answering.refused,
+        direct=direct or {},
     )
 
 

@@ -87,6 +87,13 @@ MAX_METADATA_VALUE_CHARACTERS = 512
 SHORT_TEXT_CHARACTERS = 4096
 """Longer texts have tokenizer threads of their own; these take the tokenizer less than a millisecond."""
 
+BRIEF_TEXT_CHARACTERS = 512
+"""Texts up to this length, without tools and variables, are encoded on the event loop: a few hundred microseconds, of
+which a thread's turns would take as much again."""
+
+BRIEF_TEXTS_S = 0.001
+"""Of an iteration of the event loop; texts that come after so much wait for the threads."""
+
 MAX_TOKENIZER_JOBS = 4096
 
 MAX_TOKENIZER_CHARACTERS = 64 << 20

@@ -61,7 +61,7 @@ from tandem_services.gateway.console.fleet_history import FleetHistory
 from tandem_services.gateway.console.routes import Console, SharedDocument
 from tandem_services.gateway.http.accepting import Acceptor, needs_acceptor
 from tandem_services.gateway.http.connection import GatewayConnection, end_one
-from tandem_services.gateway.http.middleware import Closing
+from tandem_services.gateway.http.interruption import Closing
 from tandem_services.gateway.models.catalog import LiveModels
 from tandem_services.gateway.models.file import ModelsFileMetrics, ModelsWatch
 from tandem_services.gateway.models.service import Fleet

@@ -214,7 +214,7 @@ class VirtualCounters:
 
     def charge(self, tenant: str, cost: float) -> None:
         """`cost`: virtual tokens over its weight; below 0 takes back what was charged too much."""
-        self._values[tenant] = self.value(tenant) + cost
+        self._values[tenant] = self._values.get(tenant, self.floor) + cost
 
     def leave(self, tenant: str) -> None:
         """Nothing of it waits any more."""

@@ -31,7 +31,8 @@ from tandem_services.gateway.api.response_writer import Answering, new_record
 from tandem_services.gateway.dispatch.generation import Generator
 from tandem_services.gateway.dispatch.plan import ChoiceRequest
 from tandem_services.gateway.http.body import BodyDecoder, decode_body, read_body
-from tandem_services.gateway.http.middleware import RequestIdentity, identify_request, identity_of, run_until_disconnect
+from tandem_services.gateway.http.interruption import Limit, client_of
+from tandem_services.gateway.http.middleware import RequestIdentity, identify_request, identity_of
 from tandem_services.gateway.http.sse import encode_json, send_json
 from tandem_services.gateway.limits import (
     MAX_DIMENSIONS,
@@ -204,34 +205,50 @@ class EmbeddingEndpoint:
         self._shared = shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        serving = self._serve(await read_body(Request(scope, receive)), scope, send)
-        await run_until_disconnect(serving, receive)
+        body = await read_body(Request(scope, receive))
+        with client_of(scope):
+            request = await decode_body(self._planner.decode, body)
+            del body  # as in `GenerationEndpoint`
+            await self._serve(request, scope, send)
 
-    async def _serve(self, body: bytes, scope: Scope, send: Send) -> None:
-        request = await decode_body(self._planner.decode, body)
-        del body  # as in `GenerationEndpoint`
+    async def _serve(self, request: EmbeddingRequest, scope: Scope, send: Send) -> None:
         identify_request(scope, request.request_id or request.rid)
         served, adapter = self._models.of_request(scope, request.model)
         request.model = request.model or served.model.name
         identity = identity_of(scope)
         deadline = self._shared.deadline(identity, request.timeout)
-        async with self._shared.bounded(deadline):
-            plan = replace(await self._planner.plan(request, served, identity.caller), adapter=adapter)
-        identity.body.release()
+        limit = self._shared.limit(deadline)
+        try:
+            with limit:
+                plan = replace(await self._planner.plan(request, served, identity.caller), adapter=adapter)
+            identity.body.release()
+            await self._answer(plan, served, identity, limit, deadline, send)
+        finally:
+            limit.stop()
+
+    async def _answer(
+        self,
+        plan: EmbeddingPlan,
+        served: ModelService,
+        identity: RequestIdentity,
+        limit: Limit,
+        deadline: float,
+        send: Send,
+    ) -> None:
         record = new_record(
             identity,
             endpoint=self.path,
             requested_model=plan.model,
             prompt_tokens=plan.prompt_tokens,
             choices=len(plan.inputs),
-            adapter=adapter,
+            adapter=plan.adapter,
         )
         async with self._shared.accepted(record, identity, served.metrics, tokens=plan.prompt_tokens):
             job = EmbeddingJob(plan=plan, record=record, deadline=deadline, identity=identity)
-            vectors = await self._vectors(job, served.generator)
+            vectors = await self._vectors(job, served.generator, limit)
             await send_json(send, 200, _response(plan, vectors))
 
-    async def _vectors(self, job: EmbeddingJob, generator: Generator) -> list[bytes]:
+    async def _vectors(self, job: EmbeddingJob, generator: Generator, limit: Limit) -> list[bytes]:
         """One per input, in their order. The first failure ends all of them."""
         seats = asyncio.Semaphore(CONCURRENT_INPUTS)
 
@@ -241,7 +258,7 @@ class EmbeddingEndpoint:
 
         tasks = [asyncio.create_task(vector(index)) for index in range(len(job.plan.inputs))]
         try:
-            async with self._shared.bounded(job.deadline):
+            with limit:
                 return await asyncio.gather(*tasks)
         finally:
             for task in tasks:

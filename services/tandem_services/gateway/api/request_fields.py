@@ -1,6 +1,6 @@
 """Converts OpenAI's request fields into Tandem's messages. Pure: checks and converts, allocates and sends nothing."""
 
-import secrets
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -66,6 +66,9 @@ def asked_truncation(
         )
     return Truncation(room if wanted == -1 else wanted, request.truncation_side or side)
 
+
+_seeds = random.Random()
+"""Begins with entropy of the system: a system call for each request lets another thread take the GIL."""
 
 _SEED_RANGE = 1 << 64
 _SEED_LOWEST = -(1 << 63)
@@ -147,7 +150,7 @@ def sampling_params(
         top_k=0 if top_k == -1 else top_k,
         top_p=1.0 if request.top_p is None else request.top_p,
         min_p=request.min_p or 0.0,
-        seed=secrets.randbits(63) if request.seed is None else request.seed,
+        seed=_seeds.getrandbits(63) if request.seed is None else request.seed,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         stop=stop_strings(request),
         ignore_eos=bool(request.ignore_eos),

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.logs import about_request
 from tandem_engine.messages.requests import AdapterRef
-from tandem_services.common.errors import ApiError, timed_out
+from tandem_services.common.errors import ApiError
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.api.interface import (
     AnswerFormat,
@@ -40,18 +40,18 @@ from tandem_services.gateway.dispatch.generation import Generator, Job
 from tandem_services.gateway.dispatch.plan import GenerationPlan
 from tandem_services.gateway.http.body import decode_body, read_body
 from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error
+from tandem_services.gateway.http.interruption import Client, Closing, Limit, client_of
 from tandem_services.gateway.http.middleware import (
     CLIENT_CLOSED_REQUEST,
-    Closing,
     RequestIdentity,
     deadline_of,
     identify_request,
     identity_of,
-    run_until_disconnect,
 )
 from tandem_services.gateway.http.sse import EventStream, send_json
 from tandem_services.gateway.models.catalog import ModelCatalog
 from tandem_services.gateway.models.prompts import TokenizerThreads
+from tandem_services.gateway.models.service import ModelService
 from tandem_services.gateway.observe.explain import ChoiceRecord, RequestJournal, RequestRecord, log_finished
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.output.choice_text import ChoicePiece
@@ -86,20 +86,16 @@ class Answering:
 
         Raises `ApiError` 504 at the deadline and `ClientGoneError` when the client leaves.
         """
-        deadline = self.deadline(identity_of(request.scope), None)
-
-        async def limited() -> T:
-            async with self.bounded(deadline):
+        limit = self.limit(self.deadline(identity_of(request.scope), None))
+        try:
+            with client_of(request.scope), limit:
                 return await work()
+        finally:
+            limit.stop()
 
-        return await run_until_disconnect(limited(), request.receive)
-
-    @asynccontextmanager
-    async def bounded(self, deadline: float) -> AsyncIterator[None]:
-        """Raises `ApiError` in the block: 504 at the deadline, 503 when the gateway ends what still runs."""
-        with self.closing.running():
-            async with time_limit(self.remaining(deadline)):
-                yield
+    def limit(self, deadline: float) -> Limit:
+        """Raises `ApiError` in its blocks: 504 at the deadline, 503 when the gateway ends what still runs."""
+        return Limit(self.closing, self.remaining(deadline))
 
     @asynccontextmanager
     async def accepted(
@@ -147,16 +143,6 @@ class Answering:
             parts = filter(None, (error.kind, error.reason, error.param))
             record.error = ": ".join(parts)[:MAX_REFUSAL_CHARACTERS]
         self.journal.refuse(record)
-
-
-@asynccontextmanager
-async def time_limit(seconds: float) -> AsyncIterator[None]:
-    """Raises `ApiError` 504 in the caller when the block takes longer."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise timed_out("The request did not finish before its deadline.") from error
 
 
 def new_record(
@@ -257,21 +243,38 @@ class GenerationEndpoint(Generic[R]):
         self._shared = answering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        serving = self._serve(await read_body(Request(scope, receive)), scope, send)
-        await run_until_disconnect(serving, receive)
+        body = await read_body(Request(scope, receive))
+        with client_of(scope) as client:
+            request = await decode_body(self._planner.decode, body)
+            del body  # a request may run for minutes
+            await self._serve(request, scope, client, send)
 
-    async def _serve(self, body: bytes, scope: Scope, send: Send) -> None:
-        request = await decode_body(self._planner.decode, body)
-        del body  # a request may run for minutes
+    async def _serve(self, request: R, scope: Scope, client: Client, send: Send) -> None:
         identify_request(scope, request.request_id or request.rid)
         served, adapter = self._models.of_request(scope, request.model)
         request.model = request.model or served.model.name
         identity = identity_of(scope)
         caller = identity.caller
         deadline = self._shared.deadline(identity, request.timeout)
-        async with self._shared.bounded(deadline):
-            plan = (await self._planner.plan(request, served, caller)).owned_by(caller).computed_by(adapter)
-        identity.body.release()
+        limit = self._shared.limit(deadline)
+        try:
+            with limit:
+                plan = (await self._planner.plan(request, served, caller)).owned_by(caller).computed_by(adapter)
+            identity.body.release()
+            await self._answer(plan, served, identity, limit, deadline, client, send)
+        finally:
+            limit.stop()
+
+    async def _answer(
+        self,
+        plan: GenerationPlan,
+        served: ModelService,
+        identity: RequestIdentity,
+        limit: Limit,
+        deadline: float,
+        client: Client,
+        send: Send,
+    ) -> None:
         record = new_record(
             identity,
             endpoint=self._planner.endpoint,
@@ -280,7 +283,7 @@ class GenerationEndpoint(Generic[R]):
             choices=len(plan.choices),
             n=plan.n,
             stream=plan.stream,
-            adapter=adapter,
+            adapter=plan.adapter,
         )
         async with self._shared.accepted(record, identity, served.metrics, tokens=plan.expected_tokens):
             job = Job(
@@ -288,13 +291,28 @@ class GenerationEndpoint(Generic[R]):
                 record=record,
                 arrived=identity.arrived,
                 deadline=deadline,
-                caller=caller,
+                caller=identity.caller,
                 ticket=identity.ticket,
                 trace=identity.trace,
             )
             answer_format = self._planner.format(plan, served, identity.request_id, record.created)
-            answer = Answer(job, answer_format, served.generator, self._shared, send, served.prompts.threads)
+            answer = Answer(job, answer_format, served.generator, limit, client, send, served.prompts.threads)
             await (answer.stream() if plan.stream else answer.whole())
+
+
+@dataclass(slots=True)
+class _DirectWriter:
+    """Writes events of a single choice. A stream that has begun has opened it. Implements `PieceWriter`."""
+
+    events: EventStream
+    encode: Callable[[ChoicePiece], bytes]
+
+    @property
+    def is_ready(self) -> Callable[[], bool]:
+        return self.events.is_ready
+
+    def write(self, piece: ChoicePiece) -> None:
+        self.events.write_now(self.encode(piece))
 
 
 class Answer:
@@ -305,21 +323,25 @@ class Answer:
         job: Job,
         answer_format: AnswerFormat,
         generator: Generator,
-        shared: Answering,
+        limit: Limit,
+        client: Client,
         send: Send,
         threads: TokenizerThreads,
     ) -> None:
         self._job = job
         self._format = answer_format
         self._generator = generator
-        self._shared = shared
+        self._limit = limit
+        self._client = client
         self._send = send
         self._threads = threads
+        self._opened: set[int] = set()
+        """Choices whose first events are out."""
 
     async def whole(self) -> None:
         """Gather everything, then answer once."""
         choices = [WholeChoice(index=c.index, texts=[c.echo or ""]) for c in self._job.plan.choices]
-        async with self._shared.bounded(self._job.deadline):
+        with self._limit:
             await self._gather(choices)
             share_prompt_logprobs(choices, self._job.plan.n)
             best = keep_best(choices, generated=self._job.plan.n, kept=self._job.plan.kept)
@@ -328,9 +350,9 @@ class Answer:
 
     async def stream(self) -> None:
         """Answer while it is generated. Raises only before the first event."""
-        async with EventStream(self._send) as events:
+        async with EventStream(self._send, self._client.body) as events:
             try:
-                async with self._shared.bounded(self._job.deadline):
+                with self._limit:
                     await self._write_events(events)
                 await events.finish(self._format.closing(self._usage()))
             except Exception as error:  # the status is out: the client learns in the stream
@@ -345,10 +367,10 @@ class Answer:
                     choices[piece.index].add(piece)
 
     async def _write_events(self, events: EventStream) -> None:
-        opened: set[int] = set()
-        async with aclosing(self._generator.pieces(self._job)) as batches:
+        writer = _DirectWriter(events, self._piece_events)
+        async with aclosing(self._generator.pieces(self._job, writer)) as batches:
             async for batch in batches:
-                await events.write(await self._written(batch, partial(self._batch_events, batch, opened)))
+                await events.write(await self._written(batch, partial(self._batch_events, batch)))
 
     async def _written(self, parts: Sequence[WholeChoice] | Sequence[ChoicePiece], write: Callable[[], bytes]) -> bytes:
         """Texts of all tokens of a prompt, and of what else they could have been, are not for the event loop."""
@@ -357,14 +379,14 @@ class Answer:
             return write()
         return await self._threads.run(write, characters=entries, refusable=False)
 
-    def _batch_events(self, batch: Sequence[ChoicePiece], opened: set[int]) -> bytes:
-        return b"".join([self._piece_events(piece, opened) for piece in batch])
+    def _batch_events(self, batch: Sequence[ChoicePiece]) -> bytes:
+        return b"".join([self._piece_events(piece) for piece in batch])
 
-    def _piece_events(self, piece: ChoicePiece, opened: set[int]) -> bytes:
+    def _piece_events(self, piece: ChoicePiece) -> bytes:
         usage = self._usage() if self._job.plan.continuous_usage else None
-        if piece.index in opened:
+        if piece.index in self._opened:
             return self._format.chunk(piece, usage)
-        opened.add(piece.index)
+        self._opened.add(piece.index)
         opening = self._format.opening(self._job.plan.choices[piece.index], piece, usage)
         return opening + self._format.chunk(piece, usage)
 

@@ -6,15 +6,20 @@
 The readers of the connections accept outputs at once and keep them until the choice takes them. A slow client therefore
 delays no other request, and outputs that have accumulated leave in one piece.
 
+An ordinary output, of tokens alone, that comes while the choice waits goes to its `TokenSink` instead, on the reader's
+call stack: no task is woken for it. Both ways lead through the same objects, so that the choice may change between them
+after each output.
+
 An attempt finishes, or fails with `AttemptFailedError` when another worker may succeed. A failure of the prefill worker
 counts only until the decode worker has sent its first output.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from tandem_engine.base.errors import SessionError, SessionLostError
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenOutput
@@ -68,6 +73,19 @@ class AttemptFailedError(Exception):
         """The worker ended it in order, because it leaves."""
 
 
+class TokenSink(Protocol):
+    """Takes outputs of a choice that waits for them. Belongs to its task; must not block."""
+
+    @property
+    def is_ready(self) -> Callable[[], bool]:
+        """Whether `take` can pass tokens on now."""
+        ...
+
+    def take(self, accepted: Accepted) -> bool:
+        """New tokens. False when the choice has to look at what has become of them. What it raises is raised there."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Side:
     """One of the attempt's workers; the listener of its connection."""
@@ -93,7 +111,7 @@ class Side:
 class Attempt:
     """Single consumer: only the task of the choice calls `next` and `close`."""
 
-    __slots__ = ("_arrivals", "_record", "_rid", "_sequence", "_sides", "_wake", "began", "leaving")
+    __slots__ = ("_arrivals", "_record", "_rid", "_sequence", "_sides", "_sink", "_wake", "began", "leaving")
 
     def __init__(
         self, rid: str, start: int, record: ChoiceRecord, *, began: float, awaits_prompt: bool = False
@@ -107,7 +125,10 @@ class Attempt:
         self._sequence = TokenSequence(start, awaits_prompt=awaits_prompt)
         self._sides: list[Side] = []
         self._arrivals: deque[tuple[Side, TokenOutput | None]] = deque()
-        self._wake: asyncio.Future[None] | None = None
+        self._wake: asyncio.Future[bool] | None = None
+        """Done with True: a sink has taken tokens that the choice has to look at."""
+        self._sink: TokenSink | None = None
+        """While the choice waits."""
 
     def submit(self, connection: EngineConnection, request: GenerateRequest, *, is_prefill: bool) -> None:
         """Send `request` to one worker. Raises `AttemptFailedError` when it cannot be sent."""
@@ -118,15 +139,21 @@ class Attempt:
 
     def arrived(self, side: Side, output: TokenOutput | None) -> None:
         """Called by a connection's reader; None means that the worker is lost."""
+        if self._sink is not None and output is not None and self._poured(self._sink, side, output):
+            return
         self._arrivals.append((side, output))
         if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+            self._wake.set_result(False)
 
-    async def next(self) -> Accepted:
-        """At least one new token, or the finish. Raises `AttemptFailedError`, or `ApiError` for the client."""
+    async def next(self, sink: TokenSink | None = None) -> Accepted:
+        """At least one new token, or the finish. Raises `AttemptFailedError`, or `ApiError` for the client.
+
+        With a `sink`, outputs that come before may go there; without new tokens, it has taken some that need a look.
+        """
         while True:
             while not self._arrivals:
-                await self._arrival()
+                if await self._arrival(sink):
+                    return Accepted([], [], None)
             accepted = self._take()
             if accepted.token_ids or accepted.finish is not None:
                 return accepted
@@ -148,14 +175,38 @@ class Attempt:
             side.connection.forget(self._rid, abort=not side.ended and not self._superseded(side))
         self._sides.clear()
 
-    def _arrival(self) -> Awaitable[None]:
-        """Until something has arrived. Raises `AttemptFailedError` for outputs that stay missing."""
+    async def _arrival(self, sink: TokenSink | None) -> bool:
+        """Until something has arrived, or else the choice has to look at what `sink` has taken: True. Raises
+        `AttemptFailedError` for outputs that stay missing."""
         self._wake = asyncio.get_running_loop().create_future()
-        return self._within_gap(self._wake) if self._sequence.has_gap else self._wake
-
-    async def _within_gap(self, wake: "asyncio.Future[None]") -> None:
+        if self._sequence.has_gap:
+            return await self._within_gap(self._wake)
+        # A request to leave is answered by the dispatcher, after the next tokens.
+        self._sink = sink if self.leaving is None else None
         try:
-            await asyncio.wait_for(wake, GAP_TIMEOUT_S)
+            return await self._wake
+        finally:
+            self._sink = None
+
+    def _poured(self, sink: TokenSink, side: Side, output: TokenOutput) -> bool:
+        """Whether `output` went into `sink`: the choice waits for nothing but the next tokens, and these are they."""
+        wake = self._wake
+        if wake is None or wake.done():
+            return False
+        try:
+            if not (_is_ordinary(output) and sink.is_ready() and self._sequence.accept_next(output)):
+                return False
+            side.spoke = True
+            if not sink.take(Accepted([*output.token_ids], [], None)):
+                wake.set_result(True)
+        except Exception as error:  # noqa: BLE001  # raised where the choice waits
+            wake.set_exception(error)
+        return True
+
+    async def _within_gap(self, wake: "asyncio.Future[bool]") -> bool:
+        try:
+            async with asyncio.timeout(GAP_TIMEOUT_S):
+                return await wake
         except TimeoutError as error:
             raise self._output_lost() from error
 
@@ -196,6 +247,21 @@ class Attempt:
 
     def _output_lost(self) -> AttemptFailedError:
         return AttemptFailedError(FailureCause.OUTPUT_LOST, self._sides[-1].connection.worker.incarnation)
+
+
+def _is_ordinary(output: TokenOutput) -> bool:
+    """New tokens, and nothing else that the choice has to know."""
+    return (
+        bool(output.token_ids)
+        and output.finish is None
+        and output.logprobs is None
+        and output.cached_tokens is None
+        and output.prefill_s is None
+        and output.transfer is None
+        and output.prompt_logprobs is None
+        and output.embedding is None
+        and not output.leaving
+    )
 
 
 def _failure(output: TokenOutput | None, side: Side) -> Exception | None:

@@ -20,7 +20,7 @@ However the iteration ends, also by a disconnected client, its `finally` aborts 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -30,7 +30,8 @@ from tandem_engine.base.errors import WireError
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer, PrefixFetch
 from tandem_services.common.errors import ApiError
-from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError, FailureCause
+from tandem_services.gateway.access.tenants import Tenant
+from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError, FailureCause, TokenSink
 from tandem_services.gateway.dispatch.engine_client import EngineConnection, EnginePool
 from tandem_services.gateway.dispatch.placement import Placing
 from tandem_services.gateway.dispatch.plan import ChoiceRequest, RetryPolicy
@@ -102,6 +103,36 @@ def _address(worker: WorkerView) -> Peer:
     )
 
 
+@dataclass(slots=True)
+class _Receipt:
+    """What is noted of the tokens of one attempt, before the choice gets them."""
+
+    progress: Progress
+    decode: WorkerView
+    trace: AttemptTrace
+    placing: Placing
+    tenant: Tenant
+
+    def note(self, accepted: Accepted) -> None:
+        self.progress.receive(accepted, by=self.decode)
+        self.trace.received(len(accepted.token_ids))
+        self.placing.admission.binding.charge_output(self.tenant, len(accepted.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pouring:
+    """The sink of one attempt. Implements `TokenSink`."""
+
+    receipt: _Receipt
+    is_ready: Callable[[], bool]
+    """Of the choice's sink, as is `pass_on`."""
+    pass_on: Callable[[Accepted], bool]
+
+    def take(self, accepted: Accepted) -> bool:
+        self.receipt.note(accepted)
+        return self.pass_on(accepted)
+
+
 logger = logging.getLogger(__name__)
 
 AWAY_S = 1.0
@@ -123,8 +154,13 @@ class Dispatcher:
     quarantine: Quarantine
     suspects: Suspects = field(default_factory=Suspects)
 
-    async def run(self, request: ChoiceRequest, record: ChoiceRecord) -> AsyncGenerator[Accepted, None]:
+    async def run(
+        self, request: ChoiceRequest, record: ChoiceRecord, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Accepted, None]:
         """New tokens as they come; the last piece carries the finish. Close the generator to abort.
+
+        With a `sink`, ordinary tokens may go there instead. A piece without tokens then says that it has taken some
+        that need a look.
 
         Raises `ApiError` when no attempt succeeded.
         """
@@ -153,12 +189,12 @@ class Dispatcher:
                     await request.turn.bind(workers.decode.incarnation, about=request.about)
                 await self._enter(attempt, request, workers, progress)
                 self._send(attempt, request, workers, progress, trace, moving=place is not None)
+                received = _Receipt(progress, workers.decode, trace, self.placing, request.caller.tenant)
+                pouring = None if sink is None else _Pouring(received, sink.is_ready, sink.take)
                 while True:
-                    waiting = attempt.next() if progress.silent_since is None else self._next(attempt, progress)
+                    waiting = attempt.next(pouring) if progress.silent_since is None else self._next(attempt, progress)
                     accepted = await waiting
-                    progress.receive(accepted, by=workers.decode)
-                    trace.received(len(accepted.token_ids))
-                    self.placing.admission.binding.charge_output(request.caller.tenant, len(accepted.token_ids))
+                    received.note(accepted)
                     if accepted.finish is not None:
                         note.outcome = "finished"
                     yield accepted

@@ -125,6 +125,10 @@ class LivenessTiming:
     unanswered_pings: int = 3
 
 
+MOST_DELIVERED = 256
+"""Outputs, about two milliseconds' worth, after which the reader of a connection lets the event loop serve others."""
+
+
 class Listener(Protocol):
     """Where the outputs of one rid go. Called on the event loop; must not block or raise."""
 
@@ -168,6 +172,8 @@ class EngineConnection:
         self._on_dead = on_dead
         self._listeners: dict[str, Listener] = {}
         self._unanswered = 0
+        self._delivered = 0
+        """Outputs since the last pause for others."""
         self._closed = False
         self._channel: AsyncDealerChannel[EngineReply, EngineRequest] = AsyncDealerChannel(
             context, worker.request_endpoint, inbound=EngineReply, outbound=EngineRequest
@@ -255,6 +261,9 @@ class EngineConnection:
         try:
             while not self._closed:
                 self._hear(await self._channel.receive())
+                if self._delivered >= MOST_DELIVERED:
+                    self._delivered = 0
+                    await asyncio.sleep(0)
         except WireError as error:
             self._die_of(error)
 
@@ -270,6 +279,7 @@ class EngineConnection:
                 self._note_pong(reply)
 
     def _deliver(self, batch: OutputBatch) -> None:
+        self._delivered += len(batch.outputs)
         for output in batch.outputs:
             listener = self._listeners.get(output.rid)
             if listener is None:

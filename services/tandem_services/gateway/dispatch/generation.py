@@ -5,10 +5,11 @@ the request.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.messages.outputs import TokenLogprob
@@ -41,6 +42,17 @@ class Job:
     trace: RequestTrace = UNTRACED
 
 
+class PieceWriter(Protocol):
+    """Writes pieces at once, while the consumer of the generator waits. Must not block."""
+
+    @property
+    def is_ready(self) -> Callable[[], bool]:
+        """Whether `write` can write now. Otherwise the consumer does."""
+        ...
+
+    def write(self, piece: ChoicePiece) -> None: ...
+
+
 @dataclass(kw_only=True, slots=True)
 class Generator:
     """Runs jobs. One per model service."""
@@ -52,10 +64,13 @@ class Generator:
     clock: Clock
     metrics: GatewayMetrics
 
-    def pieces(self, job: Job) -> AsyncGenerator[list[ChoicePiece], None]:
-        """Pieces of all choices; each list is what has gathered since the last one. Close it when done."""
+    def pieces(self, job: Job, writer: PieceWriter | None = None) -> AsyncGenerator[list[ChoicePiece], None]:
+        """Pieces of all choices; each list is what has gathered since the last one. Close it when done.
+
+        Ordinary pieces of a single choice may go to `writer` instead, while the consumer waits for the next ones.
+        """
         if len(job.plan.choices) == 1:
-            return self._choice(job, job.plan.choices[0], None)
+            return self._choice(job, job.plan.choices[0], None, writer)
         return self._merged(job)
 
     async def _merged(self, job: Job) -> AsyncGenerator[list[ChoicePiece], None]:
@@ -92,39 +107,21 @@ class Generator:
         route: SharedRoute | None,
         arrived: "asyncio.Queue[ChoicePiece | BaseException]",
     ) -> None:
-        async with aclosing(self._choice(job, choice, route)) as pieces:
+        async with aclosing(self._choice(job, choice, route, None)) as pieces:
             async for (piece,) in pieces:
                 arrived.put_nowait(piece)
 
     async def _choice(
-        self, job: Job, choice: PlannedChoice, route: SharedRoute | None
+        self, job: Job, choice: PlannedChoice, route: SharedRoute | None, writer: PieceWriter | None
     ) -> AsyncGenerator[list[ChoicePiece], None]:
         """One piece at a time. A refused grammar is called by the name that the client used."""
-        record = job.record.choices[choice.index]
-        text = ChoiceText(
-            choice.index,
-            self.vocabulary,
-            choice.sampling,
-            skip_special_tokens=job.plan.skip_special_tokens,
-            keep_stop=job.plan.keep_stop,
-            reading=job.plan.reading,
-            tells_ids=job.plan.tells_ids,
-            interval=job.plan.stream_interval,
-        )
-        last_token_at: float | None = None
-        scores: tuple[TokenLogprob | None, ...] | None = None
+        output = _ChoiceOutput(self, job, choice, writer)
         try:
-            async with aclosing(self._outputs(job, choice, route)) as outputs:
+            async with aclosing(self._outputs(job, choice, route, output)) as outputs:
                 async for accepted in outputs:
-                    if accepted.token_ids:
-                        last_token_at = self._time_tokens(job, record, last_token_at, len(accepted.token_ids))
-                    scores = accepted.prompt_logprobs or scores
-                    piece = text.absorb(accepted) if job.plan.generate else _prompt_alone(choice, accepted, scores)
-                    # Tokens that are not written yet have been made all the same.
-                    record.output_tokens = text.tokens
+                    piece = output.next_piece(accepted)
                     if piece is None:
                         continue
-                    _note_piece(record, piece)
                     yield [piece]
                     if piece.finish is not None:
                         return
@@ -132,21 +129,89 @@ class Generator:
             name_grammar_field(error, job.plan.grammar_field)
             raise
 
-    def _outputs(self, job: Job, choice: PlannedChoice, route: SharedRoute | None) -> AsyncGenerator[Accepted, None]:
+    def _outputs(
+        self, job: Job, choice: PlannedChoice, route: SharedRoute | None, output: "_ChoiceOutput"
+    ) -> AsyncGenerator[Accepted, None]:
         """What the workers send for one choice."""
-        record = job.record.choices[choice.index]
-        outputs = self.dispatcher.run(_choice_request(self.model, job, choice, route), record)
+        request, record = _choice_request(self.model, job, choice, route), job.record.choices[choice.index]
         if job.plan.turn is None:
-            return outputs
+            return self.dispatcher.run(request, record, output if output.may_write else None)
+        # Each output is written into the session's record.
+        outputs = self.dispatcher.run(request, record)
         return remembered(outputs, job.plan.turn, prompt_tokens=len(choice.input_ids))
 
-    def _time_tokens(self, job: Job, record: ChoiceRecord, last: float | None, count: int) -> float:
-        now = self.clock.now()
-        if last is None:
-            record.ttft_s = now - job.arrived
+
+class _ChoiceOutput:
+    """The output of one choice, from tokens to pieces. Implements `TokenSink`."""
+
+    def __init__(self, generator: Generator, job: Job, choice: PlannedChoice, writer: PieceWriter | None) -> None:
+        self._generator = generator
+        self._job = job
+        self._choice = choice
+        self._writer = writer
+        self._record = job.record.choices[choice.index]
+        self._text = ChoiceText(
+            choice.index,
+            generator.vocabulary,
+            choice.sampling,
+            skip_special_tokens=job.plan.skip_special_tokens,
+            keep_stop=job.plan.keep_stop,
+            reading=job.plan.reading,
+            tells_ids=job.plan.tells_ids,
+            interval=job.plan.stream_interval,
+        )
+        self._last_token_at: float | None = None
+        self._scores: tuple[TokenLogprob | None, ...] | None = None
+        self._last_piece: ChoicePiece | None = None
+        """What a stop string has completed on the way to `writer`: it ends the generator."""
+
+    @property
+    def may_write(self) -> bool:
+        """Whether there is a writer, and pieces that are for it."""
+        return self._writer is not None and self._job.plan.generate
+
+    @property
+    def is_ready(self) -> Callable[[], bool]:
+        assert self._writer is not None, "it may write"
+        return self._writer.is_ready
+
+    def take(self, accepted: Accepted) -> bool:
+        """False: the output has ended."""
+        assert self._writer is not None, "it may write"
+        piece = self._absorb(accepted)
+        if piece is None:
+            return True
+        if piece.finish is not None:
+            self._last_piece = piece
+            return False
+        self._writer.write(piece)
+        return True
+
+    def next_piece(self, accepted: Accepted) -> ChoicePiece | None:
+        """What the generator yields next; None while all new text is held back."""
+        return self._absorb(accepted) if self._last_piece is None else self._last_piece
+
+    def _absorb(self, accepted: Accepted) -> ChoicePiece | None:
+        if accepted.token_ids:
+            self._time_tokens(len(accepted.token_ids))
+        self._scores = accepted.prompt_logprobs or self._scores
+        if self._job.plan.generate:
+            piece = self._text.absorb(accepted)
         else:
-            self.metrics.itl.observe((now - last) / count)
-        return now
+            piece = _prompt_alone(self._choice, accepted, self._scores)
+        # Tokens that are not written yet have been made all the same.
+        self._record.output_tokens = self._text.tokens
+        if piece is not None:
+            _note_piece(self._record, piece)
+        return piece
+
+    def _time_tokens(self, count: int) -> None:
+        now, last = self._generator.clock.now(), self._last_token_at
+        if last is None:
+            self._record.ttft_s = now - self._job.arrived
+        else:
+            self._generator.metrics.itl.observe((now - last) / count)
+        self._last_token_at = now
 
 
 def _note_failure(arrived: "asyncio.Queue[ChoicePiece | BaseException]", task: "asyncio.Task[None]") -> None:

@@ -103,6 +103,8 @@ class GenerationPlan:
     def owned_by(self, caller: Caller) -> "GenerationPlan":
         """As it is carried out for `caller`: apart from what other tenants cache, no more important than it may be."""
         salt, priority = caller.cache_salt(self.cache_salt), caller.priority(self.priority)
+        if salt == self.cache_salt and priority == self.priority:
+            return self
         return replace(self, cache_salt=salt, priority=priority)
 
 

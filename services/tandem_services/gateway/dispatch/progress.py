@@ -67,7 +67,7 @@ class Progress:
         if self.received:
             self.written_by = by
         self.scored = self.scored or accepted.prompt_logprobs is not None
-        if self.gained >= PROOF_TOKENS:
+        if (self.trial is not None or self.suspicion.lost) and self.gained >= PROOF_TOKENS:
             self.suspicion.proved()
             self.end_trial()
 

@@ -24,8 +24,9 @@ from starlette.requests import ClientDisconnect, Request
 from tandem_engine.base.logs import quoted
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.tokens import is_json
+from tandem_services.gateway.http.interruption import ClientGoneError, client_of
 from tandem_services.gateway.http.known_fields import Refusals, nested_refusal
-from tandem_services.gateway.http.middleware import ClientGoneError, identity_of
+from tandem_services.gateway.http.middleware import identity_of
 from tandem_services.gateway.limits import BODY_TIMEOUT_S, PARSED_HERE_BYTES, BodyCharge
 
 _STEP = re.compile(r"\w+|\[[^]]*\]")
@@ -153,6 +154,8 @@ async def read_body(request: Request) -> bytes:
     charge = identity_of(request.scope).body
     charge.announce(_client_of(request), _announced(request))
     try:
+        if client_of(request.scope).has_sent_all:
+            return await _counted_body(request, charge)
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await _counted_body(request, charge)
     except ClientDisconnect as error:

@@ -24,15 +24,18 @@ import logging
 import math
 import sys
 import uuid
+from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem_services.common.errors import ApiError, bad_request, unavailable
 from tandem_services.gateway.http.errors import UNEXPECTED, error_json
+from tandem_services.gateway.http.interruption import Client, introduce
 from tandem_services.gateway.limits import (
     HEAD_TIMEOUT_S,
     LINGER_S,
@@ -67,11 +70,14 @@ class GatewayConnection(HttpToolsProtocol):
     _body_bytes = 0
     _rests_since: float | None = None
     """Event loop time at which the last request was answered; None before the first and during the next."""
+    _clients: deque[tuple[Any, Client]]
+    """Of the requests that have no whole response yet, oldest first, with uvicorn's cycles."""
     _last_word: ApiError | None = None
     """What is wrong with the bytes after the requests that are being answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._clients = deque()
         if len(self.connections) > MAX_CONNECTIONS and not self._end_an_idle_one():
             message = f"This gateway takes at most {MAX_CONNECTIONS} connections at once. Try again later."
             self._end_with(unavailable(message, retry_after=CONNECTIONS_RETRY_S))
@@ -84,6 +90,14 @@ class GatewayConnection(HttpToolsProtocol):
         if self._lingers is not None:
             self._lingers.cancel()
         super().connection_lost(exc)
+        self._clients_left()
+
+    def _clients_left(self) -> None:
+        """uvicorn notes it for the newest request alone."""
+        for cycle, client in self._clients:
+            cycle.disconnected = True
+            client.left()
+        self._clients.clear()
 
     def shutdown(self) -> None:
         """Called by the server once, when it ends."""
@@ -142,6 +156,9 @@ class GatewayConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        client, scope = Client(_ChunkWriter(self.cycle)), cast("Scope", self.scope)
+        introduce(scope, client)
+        self._clients.append((self.cycle, client))
         self._in_head = False
         self._head_arrived()
         if self._lingers is not None:
@@ -157,7 +174,14 @@ class GatewayConnection(HttpToolsProtocol):
             message = f"request body comes in more than {MAX_BODY_PIECES} pieces of under {MIN_PIECE_BYTES} bytes each"
             self._end_with(bad_request(message))
 
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self._clients and self._clients[-1][0] is self.cycle:
+            self._clients[-1][1].has_sent_all = True
+
     def on_response_complete(self) -> None:
+        while self._clients and self._clients[0][0].response_complete:
+            self._clients.popleft()
         super().on_response_complete()
         if not self.answering:
             self._rests_since = self.loop.time()
@@ -261,6 +285,29 @@ class GatewayConnection(HttpToolsProtocol):
             # What still arrives of a body whose request was refused has had its answer.
             return not cycle.more_body
         return cycle.more_body and not cycle.response_started and not self.pipeline
+
+
+class _ChunkWriter:
+    """Writes chunks of one response past the application's messages. Implements `BodyWriter`."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle = cycle
+
+    def is_ready(self) -> bool:
+        cycle = self._cycle
+        return (
+            cycle.response_started
+            and cycle.chunked_encoding is True
+            and not cycle.response_complete
+            and not cycle.disconnected
+            and not cycle.flow.write_paused
+            and not cycle.transport.is_closing()
+        )
+
+    def write(self, data: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def end_one(connections: set[Any], may_end: Callable[[GatewayConnection], bool]) -> bool:

@@ -12,33 +12,32 @@
 `deadline_of` computes the deadline: the shortest of the gateway's limit, the header `X-Request-Timeout` and the body's
 `timeout`, in seconds. It goes with the request to the queue, the workers and every retry.
 
-`run_until_disconnect` cancels work when its client disconnects, which Starlette does not. The `finally` blocks of the
-work then abort the request on every worker.
-
-`Closing` ends the requests that still run at the end of a drain. It cancels their tasks and turns the cancellation into
-an `ApiError`: a stream gets it as its last event, a response that has not started becomes a 503.
+`interruption` cancels the work when its client disconnects, which Starlette does not, at the deadline, and at the end
+of a drain. A stream gets the error as its last event; before the response has started, it has a status of its own.
 """
 
 import asyncio
 import logging
+import random
 import re
-import uuid
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol, TypeAlias
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.logs import about_request, quoted
 from tandem_services.common.allowed_hosts import AllowedHosts
-from tandem_services.common.errors import ApiError, bad_request, unavailable
+from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import bounded_label
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.http.errors import PATH as ANTHROPIC_PATH
 from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error, error_body, send_error, speaks_anthropic
+from tandem_services.gateway.http.interruption import ClientGoneError, shutting_down
 from tandem_services.gateway.limits import (
     MAX_HEADER_BYTES,
     MAX_HEADER_FIELDS,
@@ -51,86 +50,11 @@ from tandem_services.gateway.limits import (
 from tandem_services.gateway.observe.tracing import UNTRACED, RequestTrace, Traces, pass_on
 from tandem_services.router.tickets import TICKET_HEADER, RouteTicket
 
-RETRY_S = 1.0
-
-
-@dataclass(slots=True)
-class Closing:
-    """One per gateway; belongs to its event loop."""
-
-    ended: bool = False
-    _tasks: "set[asyncio.Task[object]]" = field(default_factory=set)
-    _cancelled: "frozenset[asyncio.Task[object]]" = frozenset()
-
-    def end(self) -> None:
-        """End every answer that is being made, and each that begins later. Idempotent."""
-        if self.ended:
-            return
-        self.ended = True
-        self._cancelled = frozenset(self._tasks)
-        for task in self._cancelled:
-            task.cancel()
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """The current task makes an answer while the block lasts. Raises `ApiError` 503 where `end` ends it."""
-        if self.ended:
-            raise shutting_down()
-        task = asyncio.current_task()
-        assert task is not None, "an answer is made by a task"
-        self._tasks.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            # Not where the client has left as well.
-            if task not in self._cancelled or task.uncancel():
-                raise
-            raise shutting_down() from None
-        finally:
-            self._tasks.discard(task)
-
-
-def shutting_down() -> ApiError:
-    return unavailable("The gateway is shutting down. Send the request again.", retry_after=RETRY_S)
-
-
-T = TypeVar("T")
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection; there is no receiver of a response."""
-
-
-async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """What `work` returns at its end. Raises `ClientGoneError`, after `work` was cancelled, when the client goes first.
-
-    The request body must have been read: what `receive` yields next is the disconnect.
-    """
-    job = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((job, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not job.done():
-            failure = watcher.exception()
-            if failure is None:
-                raise ClientGoneError
-            # A watch that has failed says nothing about the client.
-            logger.error("disconnect cannot be noticed", exc_info=failure)
-        return await job
-    finally:
-        watcher.cancel()
-        if not job.done():
-            job.cancel()
-            await asyncio.wait((job,))
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
+_ids = random.Random()
+"""Begins with entropy of the system: a system call for each request lets another thread take the GIL."""
+
 TIMEOUT_HEADER = "X-Request-Timeout"
 _SANE_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 
@@ -144,9 +68,9 @@ PROBE_PATHS = frozenset({"/live", "/ready", "/health"})
 """They say nothing of the deployment, and load balancers ask for them by any name."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class RequestIdentity:
-    """The client, and the time of arrival (the gateway's clock)."""
+    """The client, and the time of arrival (the gateway's clock). One per request: what is learned later is added."""
 
     request_id: str
     client_request_id: str | None
@@ -161,7 +85,7 @@ class RequestIdentity:
     model: str = ""
     """Name of the model service that answers; "" until one is known to."""
     trace: RequestTrace = UNTRACED
-    on_end: tuple[Callable[[], None], ...] = ()
+    on_end: list[Callable[[], None]] = field(default_factory=list)
     """Called after the last byte, or when there will be none."""
 
     @property
@@ -178,20 +102,21 @@ def identity_of(scope: Scope) -> RequestIdentity:
 
 def identify_caller(scope: Scope, caller: Caller) -> None:
     """From now on the request is known to be `caller`'s."""
-    scope[_SCOPE_KEY] = replace(identity_of(scope), caller=caller)
+    identity_of(scope).caller = caller
 
 
 def identify_request(scope: Scope, name: str | None) -> None:
     """From now on the request is known by the `name` in its body, if that is sane and its head gave it none."""
     identity = identity_of(scope)
     if identity.client_request_id is None and name is not None and _SANE_ID.fullmatch(name):
-        scope[_SCOPE_KEY] = replace(identity, client_request_id=name)
+        identity.client_request_id = name
 
 
 def identify_model(scope: Scope, model: str, *, on_end: Callable[[], None]) -> None:
     """From now on the request is known to be answered by the model service of this name. `on_end`: when it has been."""
     identity = identity_of(scope)
-    scope[_SCOPE_KEY] = replace(identity, model=model, on_end=(*identity.on_end, on_end))
+    identity.model = model
+    identity.on_end.append(on_end)
 
 
 class AnswerMetrics(Protocol):
@@ -207,7 +132,11 @@ Refused: TypeAlias = Callable[[RequestIdentity, str, int, ApiError | None], None
 
 
 class RequestBoundary:
-    """ASGI middleware. `endpoints` are the paths that may become metric labels."""
+    """ASGI middleware. `endpoints` are the paths that may become metric labels.
+
+    `direct` are applications of POST requests by path, which are called in place of `app`: the framework between costs
+    a request more than all layers of the gateway.
+    """
 
     def __init__(
         self,
@@ -221,6 +150,7 @@ class RequestBoundary:
         hosts: AllowedHosts,
         bodies: BodyBudget | None = None,
         refused: Refused | None = None,
+        direct: Mapping[str, ASGIApp] = MappingProxyType({}),
     ) -> None:
         self._app = app
         self._clock = clock
@@ -231,6 +161,7 @@ class RequestBoundary:
         self._hosts = hosts
         self._bodies = bodies or BodyBudget()
         self._refused = refused
+        self._direct = direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The last boundary: what fails in the one below is answered with bytes that were made before."""
@@ -258,7 +189,8 @@ class RequestBoundary:
         answer = _Answer(send, scope, self._health)
         try:
             _check_head(scope, self._hosts)
-            await self._app(scope, receive, answer.send)
+            direct = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
+            await (direct or self._app)(scope, receive, answer.send)
         except ClientGoneError:
             answer.status = CLIENT_CLOSED_REQUEST
             self._metrics.disconnected(model=identity_of(scope).model)
@@ -289,7 +221,7 @@ class RequestBoundary:
 
     def _identify(self, scope: Scope, now: float) -> RequestIdentity:
         given = _header(scope, b"x-request-id") or ""
-        request_id = uuid.uuid4().hex
+        request_id = f"{_ids.getrandbits(128):032x}"
         return RequestIdentity(
             request_id=request_id,
             client_request_id=given if _SANE_ID.fullmatch(given) else None,

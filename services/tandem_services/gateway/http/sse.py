@@ -18,6 +18,8 @@ from typing import NamedTuple, Self
 import msgspec
 from starlette.types import Send
 
+from tandem_services.gateway.http.interruption import BodyWriter
+
 _encoder = msgspec.json.Encoder()
 
 encode_json = _encoder.encode
@@ -54,8 +56,10 @@ class EventStream:
     Comments are written between entering and leaving it.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, body: BodyWriter | None = None) -> None:
+        """`body`: for what is written without waiting, if there is such a way."""
         self._send = send
+        self._body = body
         self._loop = asyncio.get_running_loop()
         self._written_at = self._loop.time()
         self._writing = False
@@ -80,6 +84,24 @@ class EventStream:
         """Any number of whole events."""
         if events:
             await self._put(events, more=True)
+
+    def is_ready(self) -> bool:
+        """Whether `write_now` can write: the stream has begun, and nothing waits for the client."""
+        return (
+            self._body is not None
+            and self.started
+            and not self.ended
+            and not self._writing
+            and self._comment is None
+            and self._body.is_ready()
+        )
+
+    def write_now(self, events: bytes) -> None:
+        """As `write`, of a stream that is ready."""
+        assert self._body is not None, "it is ready"
+        if events:
+            self._body.write(events)
+            self._written_at = self._loop.time()
 
     async def finish(self, events: bytes) -> None:
         """The last events."""

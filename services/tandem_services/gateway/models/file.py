@@ -188,11 +188,11 @@ class ModelsFileMetrics:
     def loaded(self, served: int) -> None:
         self._served.set(served)
         self._stale.set(0)
-        self._reloads.labels(outcome="loaded").inc()
+        self._reloads.series("loaded").inc()
 
     def refused(self) -> None:
         self._stale.set(1)
-        self._reloads.labels(outcome="refused").inc()
+        self._reloads.series("refused").inc()
 
     def mended(self) -> None:
         self._stale.set(0)

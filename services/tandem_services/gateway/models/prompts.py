@@ -1,11 +1,11 @@
-"""Converts text and messages to token ids and back in tokenizer threads; rejects prompts that cannot fit.
+"""Converts text and messages to token ids and back; rejects prompts that cannot fit.
 
 `logit_biases`, `allowed_ids` and `bad_word_ids` convert request fields that name tokens. They are pure, and bounded
 before anything is encoded. A bad word is encoded as at the beginning of a text and as after a space. vLLM drops the
 second form if its number of tokens differs from the first; here it is dropped only if it ends in the first, which then
 forbids both.
 
-`TokenizerThreads` keeps this work off the event loop:
+`TokenizerThreads` keeps this work off the event loop, except for a few brief texts in each of its iterations:
 
     call ─▶ queue of short or of long work ─▶ thread ─▶ all results so far, in one wake-up of the loop
 
@@ -17,6 +17,7 @@ disconnected or its deadline has passed.
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer, Truncation
 from tandem_services.common.errors import bad_request, unavailable
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.limits import (
+    BRIEF_TEXT_CHARACTERS,
+    BRIEF_TEXTS_S,
     MAX_BAD_WORD_CHARACTERS,
     MAX_TOKENIZER_CHARACTERS,
     MAX_TOKENIZER_JOBS,
@@ -139,7 +142,7 @@ class _Job:
         except Exception as error:  # noqa: BLE001  # raised where the result is awaited
             self.error = error
         except BaseException as panic:  # noqa: BLE001  # of a tokenizer in Rust: the thread must go on
-            self.error = RuntimeError("text could not be converted")
+            self.error = _unconverted(panic)
             self.error.__cause__ = panic
 
     def deliver(self) -> None:
@@ -150,6 +153,11 @@ class _Job:
             self.answer.set_result(self.value)
         else:
             self.answer.set_exception(self.error)
+
+
+def _unconverted(panic: BaseException) -> RuntimeError:
+    """For a panic of a tokenizer, which is no `Exception`."""
+    return RuntimeError(f"text could not be converted: {type(panic).__name__}")
 
 
 class _Line:
@@ -208,7 +216,7 @@ class _Line:
 
 @dataclass(kw_only=True)
 class TokenizerThreads:
-    """Those of one event loop: one for short work, `long_threads` for long."""
+    """Those of one event loop: one for short work, `long_threads` for long. Brief work needs none of them."""
 
     long_threads: int
     most_jobs: int = MAX_TOKENIZER_JOBS
@@ -218,15 +226,19 @@ class TokenizerThreads:
     characters: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self._brief_s = 0.0
+        """Of brief work in this iteration of the event loop."""
         self._short = _Line(1, at_once=MOST_AT_ONCE, name="tokenizer")
         self._long = _Line(self.long_threads, at_once=1, name="tokenizer-long")
 
-    async def run(self, work: Callable[[], T], *, characters: int, refusable: bool = True) -> T:
-        """What `work` returns, or raises. `characters`: about how many it reads.
+    async def run(self, work: Callable[[], T], *, characters: int, refusable: bool = True, brief: bool = False) -> T:
+        """What `work` returns, or raises. `characters`: about how many it reads. `brief`: a few take it no time.
 
         Raises `ApiError` 503 when too much waits already and it is `refusable`: not the last step of what others have
         computed. Cancelled, it gives up its place.
         """
+        if brief and characters <= BRIEF_TEXT_CHARACTERS and self._brief_s < BRIEF_TEXTS_S:
+            return self._run_here(work)
         # A single text is accepted whatever its length: the caller limits it.
         full = self.jobs >= self.most_jobs or self.characters + characters > self.most_characters
         if refusable and self.jobs and full:
@@ -239,6 +251,22 @@ class TokenizerThreads:
         finally:
             self.jobs -= 1
             self.characters -= characters
+
+    def _run_here(self, work: Callable[[], T]) -> T:
+        if not self._brief_s:
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
+        began = time.perf_counter()
+        try:
+            return work()
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as panic:
+            raise _unconverted(panic) from panic
+        finally:
+            self._brief_s += time.perf_counter() - began
+
+    def _begin_iteration(self) -> None:
+        self._brief_s = 0.0
 
     def close(self) -> None:
         """Start no further work; no caller waits for it."""
@@ -348,7 +376,7 @@ class PromptEncoder:
             )
             return [tuple(encode(text)) for text in texts]
 
-        return await self.threads.run(work, characters=sum(map(len, texts)))
+        return await self.threads.run(work, characters=sum(map(len, texts)), brief=True)
 
     async def encode_chat(
         self,
@@ -371,7 +399,7 @@ class PromptEncoder:
             variables=variables,
         )
         characters = self._characters(messages, tools, variables, may_be_cut=truncation is not None)
-        ids = await self.threads.run(work, characters=characters)
+        ids = await self.threads.run(work, characters=characters, brief=not (tools or variables))
         return tuple(ids) if truncation is None else truncation.of(ids)
 
     async def encode_chat_turn(
@@ -392,7 +420,8 @@ class PromptEncoder:
             tools=tools,
             variables=variables,
         )
-        return tuple(await self.threads.run(work, characters=self._characters(messages, tools, variables)))
+        characters = self._characters(messages, tools, variables)
+        return tuple(await self.threads.run(work, characters=characters, brief=not (tools or variables)))
 
     async def bad_words(self, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
         """Token sequences of `words`: see `bad_word_ids`."""

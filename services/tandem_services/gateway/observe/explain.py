@@ -204,7 +204,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, gc=False):
 
 def log_finished(record: RequestRecord) -> None:
     """One INFO line with the facts that `explain` answers, flat enough to query."""
-    logger.info("request finished", extra={"fields": _summary(record)})
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("request finished", extra={"fields": _summary(record)})
 
 
 def _summary(record: RequestRecord) -> dict[str, Any]:

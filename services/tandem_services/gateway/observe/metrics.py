@@ -7,8 +7,7 @@ labels: it is "" if a request names no served model.
 from collections.abc import Callable
 from itertools import pairwise
 
-from prometheus_client import Counter, Histogram
-
+from tandem_services.common.metric_values import CounterSeries, HistogramSeries
 from tandem_services.common.metrics import REQUEST_SECONDS, TOKEN_SECONDS, TRANSFER_SECONDS, MetricFamilies
 from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord, RequestRecord
 from tandem_services.router.decision import Source
@@ -37,22 +36,22 @@ class HttpMetrics:
         self._bodies.set_function(held)
 
     def answered(self, endpoint: str, status: int, *, model: str) -> None:
-        self._requests.labels(model_name=model, endpoint=endpoint, code=str(status)).inc()
+        self._requests.series(model, endpoint, str(status)).inc()
 
     def disconnected(self, *, model: str) -> None:
-        self._disconnects.labels(model_name=model).inc()
+        self._disconnects.series(model).inc()
 
 
 class GatewayMetrics:
     """The series of one model service."""
 
     def __init__(self, families: MetricFamilies, *, model: str) -> None:
-        def seconds(name: str, text: str, buckets: tuple[float, ...] = REQUEST_SECONDS) -> Histogram:
+        def seconds(name: str, text: str, buckets: tuple[float, ...] = REQUEST_SECONDS) -> HistogramSeries:
             family = families.histogram(f"tandem_gateway_{name}_seconds", text, [MODEL], buckets=buckets)
-            return family.labels(model_name=model)
+            return family.series(model)
 
-        def total(name: str, text: str) -> Counter:
-            return families.counter(f"tandem_gateway_{name}", text, [MODEL]).labels(model_name=model)
+        def total(name: str, text: str) -> CounterSeries:
+            return families.counter(f"tandem_gateway_{name}", text, [MODEL]).series(model)
 
         self._model = model
         self._attempts = families.counter(
@@ -114,7 +113,7 @@ class GatewayMetrics:
         self.moved_bytes = total("transferred_bytes", "KV bytes moved from prefill to decode workers")
 
     def attempt_ended(self, outcome: str) -> None:
-        self._attempts.labels(model_name=self._model, outcome=outcome).inc()
+        self._attempts.series(self._model, outcome).inc()
 
     def finished(self, record: RequestRecord) -> None:
         """Count what a finished request has used."""
@@ -128,11 +127,11 @@ class GatewayMetrics:
 
     def _count_choice(self, choice: ChoiceRecord) -> None:
         for attempt in choice.attempts:
-            self._placements.labels(model_name=self._model, placement=attempt.placement).inc()
-            self._routes.labels(model_name=self._model, source=attempt.source, reason=route_reason(attempt)).inc()
+            self._placements.series(self._model, attempt.placement).inc()
+            self._routes.series(self._model, attempt.source, route_reason(attempt)).inc()
         for before, attempt in pairwise(choice.attempts):
             if attempt.resumed_tokens:
-                self._resumptions.labels(model_name=self._model, cause=before.outcome).inc()
+                self._resumptions.series(self._model, before.outcome).inc()
         if choice.ttft_s is not None:
             self.ttft.observe(choice.ttft_s)
         if choice.queue_s is not None:

@@ -100,7 +100,8 @@ class ChoiceText:
         """The next piece, or None while all new text is held back. Nothing follows a piece with a finish."""
         text, self._held = self._held, ""
         self._prompt = accepted.prompt_logprobs or self._prompt
-        shown = len(accepted.token_ids) - self._hidden_tokens(accepted.finish)
+        finish, reads = accepted.finish, self._reader is not None
+        shown = len(accepted.token_ids) if finish is None else len(accepted.token_ids) - self._hidden_tokens(finish)
         for position, token_id in enumerate(accepted.token_ids):
             self.tokens += 1
             if self._tells_ids:
@@ -111,19 +112,20 @@ class ChoiceText:
                 continue
             piece, matched = self._output.push(token_id)
             text += piece
-            self._read(piece)
+            if reads:
+                self._read(piece)
             if matched is not None:
                 return self._end(text, ChoiceFinish("stop", matched))
-        if accepted.finish is not None:
-            return self._last_piece(text, accepted.finish)
-        if self._says(text) and self._is_due():
+        if finish is not None:
+            return self._last_piece(text, finish)
+        if (self._parts if reads else text) and self._is_due():
             return self._piece(text, None)
         self._held = text
         return None
 
-    def _hidden_tokens(self, finish: Finish | None) -> int:
+    def _hidden_tokens(self, finish: Finish) -> int:
         """A stop token ends the output and is not part of its text; it counts all the same."""
-        if finish is None or finish.reason is not FinishReason.STOP or self._keep_stop:
+        if finish.reason is not FinishReason.STOP or self._keep_stop:
             return 0
         return 0 if finish.by_grammar or isinstance(finish.matched_stop, str) else 1
 
@@ -133,9 +135,6 @@ class ChoiceText:
         if matched is not None:
             return self._end(text + rest, ChoiceFinish("stop", matched))
         return self._end(text + rest, ChoiceFinish(finish.reason.value, finish.matched_stop))
-
-    def _says(self, text: str) -> bool:
-        return bool(text if self._reader is None else self._parts)
 
     def _is_due(self) -> bool:
         return not self._written or self.tokens - self._written >= self._interval

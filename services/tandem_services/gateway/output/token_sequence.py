@@ -47,6 +47,14 @@ class TokenSequence:
     def has_gap(self) -> bool:
         return bool(self._waiting)
 
+    def accept_next(self, output: TokenOutput) -> bool:
+        """Accept all tokens of `output` if they follow directly on those accepted so far. False, and nothing accepted,
+        if not."""
+        if output.index != self._next or self._waiting or self.awaits_prompt:
+            return False
+        self._next += len(output.token_ids)
+        return True
+
     def accept(self, output: TokenOutput, into: Accepted) -> Accepted:
         """`into` with what `output` adds, and what had been waiting for it. Raises `SequenceGapError`."""
         if self.awaits_prompt and output.prompt_logprobs is not None:

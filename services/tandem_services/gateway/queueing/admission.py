@@ -107,7 +107,7 @@ class QueueMetrics:
             "Time in this gateway's queue, of requests that got a worker; 0 for those that found one at once",
             [MODEL],
             buckets=(0.0, *REQUEST_SECONDS),
-        ).labels(model_name=model)
+        ).series(model)
         self._refused = families.counter(
             "tandem_gateway_queue_refusals",
             "Requests that got no worker: full and pushed_out for want of a seat, no_worker and no_room in time",
@@ -115,12 +115,12 @@ class QueueMetrics:
         )
         self._asked = families.counter(
             "tandem_gateway_asked_prompt_tokens", "Prompt tokens of requests that came for a worker", [MODEL]
-        ).labels(model_name=model)
+        ).series(model)
         self._predicted = families.counter(
             "tandem_gateway_predicted_cached_tokens",
             "Of prompt tokens that came for a worker, those that the worker that got them was predicted to have",
             [MODEL],
-        ).labels(model_name=model)
+        ).series(model)
         self._tokens = families.gauge(
             "tandem_gateway_waiting_prompt_tokens", "Prompt tokens of requests that wait here", [MODEL]
         ).labels(model_name=model)
@@ -148,7 +148,7 @@ class QueueMetrics:
         self._predicted.inc(matched_tokens)
 
     def refused(self, reason: str) -> None:
-        self._refused.labels(model_name=self._model, reason=reason).inc()
+        self._refused.series(self._model, reason).inc()
 
     def waiting(self, lengths: Mapping[str, int]) -> None:
         """How many wait, by tenant."""

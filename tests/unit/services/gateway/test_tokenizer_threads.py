@@ -1,4 +1,4 @@
-"""Text becomes ids, and ids text, in threads: never on the event loop, in bounded numbers, for those who still wait."""
+"""Text becomes ids, and ids text, in threads, in bounded numbers, for those who still wait; brief text on the loop."""
 
 import asyncio
 import threading
@@ -73,6 +73,13 @@ def tokenizing_in(monkeypatch) -> list[bool]:
     return seen
 
 
+@pytest.fixture
+def nothing_brief(monkeypatch):
+    """Every text is for the threads."""
+    monkeypatch.setattr(prompts, "BRIEF_TEXT_CHARACTERS", 0)
+
+
+@pytest.mark.usefixtures("nothing_brief")
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_no_request_is_tokenized_on_the_event_loop(gateway, tokenizing_in, name):
     path, body = REQUESTS[name]
@@ -128,8 +135,42 @@ async def test_what_is_raised_in_a_thread_is_raised_where_it_was_asked_for(threa
     assert (threads.jobs, threads.characters) == (0, 0)
 
 
-async def test_a_panic_in_a_thread_ends_only_its_request(gateway, monkeypatch):
+BRIEF = "hello " * 80
+LONGER = "hello " * 90
+ON_THE_LOOP = {
+    "chat": ({"messages": MESSAGES}, True),
+    "variables": ({"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, False),
+    "brief text": ({"prompt": BRIEF}, True),
+    "longer text": ({"prompt": LONGER}, False),
+    "brief texts, longer together": ({"messages": [*MESSAGES, {"role": "user", "content": LONGER}]}, False),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_LOOP)
+async def test_brief_text_alone_is_tokenized_on_the_loop(gateway, tokenizing_in, monkeypatch, name):
+    # However slow the machine is.
+    monkeypatch.setattr(prompts, "BRIEF_TEXTS_S", PATIENCE_S)
+    body, expected = ON_THE_LOOP[name]
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    answer = await gateway.http.post(path, json={"model": "mock", "max_tokens": 1, **body})
+    assert answer.status_code == 200, answer.text
+    assert tokenizing_in
+    assert set(tokenizing_in) == {expected}
+
+
+async def test_brief_work_beyond_its_time_is_for_the_threads(threads, monkeypatch):
+    monkeypatch.setattr(prompts, "BRIEF_TEXTS_S", 1e-9)
+    asked = [asyncio.create_task(threads.run(threading.get_ident, characters=1, brief=True)) for _ in range(3)]
+    first, *others = await asyncio.gather(*asked)
+    assert first == threading.get_ident()
+    assert threading.get_ident() not in others
+    assert await threads.run(threading.get_ident, characters=1, brief=True) == threading.get_ident(), "a new iteration"
+
+
+@pytest.mark.parametrize("brief", [False, True])
+async def test_a_panic_of_a_tokenizer_ends_only_its_request(gateway, monkeypatch, brief):
     """A panic of the tokenizer's Rust code is no `Exception`."""
+    monkeypatch.setattr(prompts, "BRIEF_TEXT_CHARACTERS", 512 if brief else 0)
 
     class PanicException(BaseException):  # pyo3's name
         pass
@@ -146,6 +187,7 @@ async def test_a_panic_in_a_thread_ends_only_its_request(gateway, monkeypatch):
     assert (await gateway.complete("hello")).status_code == 200
 
 
+@pytest.mark.usefixtures("nothing_brief")
 async def test_a_fault_in_a_thread_is_an_error_of_openais_shape(gateway, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("/secret/path")
@@ -233,7 +275,7 @@ async def test_a_single_text_is_never_too_much(threads):
 
 
 @pytest.fixture
-def slow_tokenizer(monkeypatch):
+def slow_tokenizer(monkeypatch, nothing_brief):
     """Nothing is encoded before the gate opens."""
     gate, encode = Gate(), text_tokenizer._encode
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tandem_services.common.errors import ApiError
-from tandem_services.gateway.http.middleware import Closing
+from tandem_services.gateway.http.interruption import Closing, Limit
 from tandem_services.gateway.http.sse import WAITING_S, EventStream
 from tandem_services.gateway.queueing.late_binding import AdmissionPolicy
 from tandem_testing.gateway_builders import config_of, live_gateway
@@ -120,8 +120,12 @@ async def test_closing_ends_answers_with_an_error():
     closing = Closing()
 
     async def answer():
-        with closing.running():
-            await asyncio.Event().wait()
+        limit = Limit(closing, 600.0)
+        try:
+            with limit:
+                await asyncio.Event().wait()
+        finally:
+            limit.stop()
 
     answers = [asyncio.create_task(answer()) for _ in range(3)]
     await turns()

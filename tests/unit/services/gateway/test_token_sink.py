@@ -1,0 +1,321 @@
+"""Tokens that are written on the reader's call stack: whatever comes in which order, the output is the same.
+
+The real `Generator` and `Attempt`; engine and client are played. The oracle is `ChoiceText` with all tokens at once.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from tandem_engine.messages.outputs import Finish, FinishReason, TokenOutput
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_services.common.metrics import MetricFamilies
+from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError, Side, TokenSink
+from tandem_services.gateway.dispatch.generation import Generator, Job
+from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.observe.explain import ChoiceRecord, RequestRecord
+from tandem_services.gateway.observe.metrics import GatewayMetrics
+from tandem_services.gateway.output.choice_text import ChoicePiece, ChoiceText
+from tandem_services.gateway.output.token_sequence import Accepted
+from tandem_services.router.tickets import RouteTicket
+from tandem_testing.service_clock import ServiceClock
+from tandem_testing.tokenizer_builders import EOS
+
+TURNS = 4
+LETTERS = "the quick brown fox é 漢字 🦊"
+STOPS = ((), ("fox",), ("ick b", "zz"))
+
+
+@dataclass
+class Engine:
+    """Stands for the connection to both workers: keeps the listeners of the attempt."""
+
+    sides: list[Side] = field(default_factory=list)
+    worker: Any = field(default_factory=lambda: SimpleNamespace(incarnation="w@1"))
+    heard_at = 0.0
+
+    def submit(self, request: Any, side: Side) -> bool:
+        self.sides.append(side)
+        return True
+
+    def forget(self, rid: str, *, abort: bool) -> None:
+        pass
+
+
+@dataclass
+class OneAttempt:
+    """Stands for the dispatcher."""
+
+    engine: Engine
+    attempt: Attempt
+
+    async def run(
+        self, request: Any, record: ChoiceRecord, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Accepted, None]:
+        while True:
+            accepted = await self.attempt.next(sink)
+            yield accepted
+            if accepted.finish is not None:
+                return
+
+
+@dataclass
+class Client:
+    """Gets pieces from the generator and from the sink."""
+
+    pieces: list[ChoicePiece] = field(default_factory=list)
+    written: int = 0
+    """Of them, by the sink."""
+    reads: asyncio.Event = field(default_factory=asyncio.Event)
+    """As long as it does, the sink may write."""
+    fails: Exception | None = None
+
+    @property
+    def is_ready(self) -> Callable[[], bool]:
+        return lambda: self.reads.is_set() and bool(self.pieces)
+
+    def write(self, piece: ChoicePiece) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.pieces.append(piece)
+        self.written += 1
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+
+class Stream:
+    """One choice being streamed."""
+
+    def __init__(self, tokenizer, sampling: SamplingParams) -> None:
+        self.engine, self.client = Engine(), Client()
+        self.client.reads.set()
+        choice = PlannedChoice(index=0, input_ids=(5,), sampling=sampling)
+        plan = GenerationPlan(
+            model="m",
+            choices=(choice,),
+            shows_logprobs=False,
+            n=1,
+            kept=1,
+            stream=True,
+            include_usage=False,
+            continuous_usage=False,
+            tells_ids=True,
+        )
+        self.record = ChoiceRecord(index=0)
+        request = RequestRecord(
+            request_id="r",
+            client_request_id=None,
+            endpoint="/v1/completions",
+            model="m",
+            requested_model="m",
+            stream=True,
+            prompt_tokens=1,
+            n=1,
+            created=0,
+            choices=[self.record],
+        )
+        attempt = Attempt("r", 0, self.record, began=0.0)
+        for is_prefill in (False, True):
+            attempt.submit(self.engine, None, is_prefill=is_prefill)  # type: ignore[arg-type]
+        generator = Generator(
+            model="m",
+            dispatcher=OneAttempt(self.engine, attempt),  # type: ignore[arg-type]
+            vocabulary=tokenizer.vocabulary,
+            clock=ServiceClock(),
+            metrics=GatewayMetrics(MetricFamilies(CollectorRegistry()), model="m"),
+        )
+        job = Job(plan=plan, record=request, arrived=0.0, deadline=1e9, caller=Caller(), ticket=RouteTicket())
+        self.task = asyncio.create_task(self._consume(generator, job))
+
+    async def _consume(self, generator: Generator, job: Job) -> None:
+        async for batch in generator.pieces(job, self.client):
+            await self.client.reads.wait()
+            self.client.pieces += batch
+
+    def send(self, output: TokenOutput, *, by_prefill: bool = False) -> None:
+        self.engine.sides[by_prefill].on_output(output)
+
+
+async def turns(number: int = TURNS) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+def expected(tokenizer, sampling: SamplingParams, ids: list[int], finish: Finish) -> ChoicePiece:
+    text = ChoiceText(
+        0, tokenizer.vocabulary, sampling, skip_special_tokens=True, keep_stop=False, tells_ids=True, interval=1
+    )
+    piece = text.absorb(Accepted(ids, [], finish))
+    assert piece is not None
+    return piece
+
+
+def cuts(ids: list[int], lengths: list[int]) -> Iterator[TokenOutput]:
+    """Outputs of these lengths, the last with the finish."""
+    at = 0
+    for length in [*lengths, len(ids)]:
+        part = tuple(ids[at : at + length])
+        last = at + length >= len(ids)
+        finish = Finish(reason=FinishReason.LENGTH) if last else None
+        yield TokenOutput(rid="r", index=at, token_ids=part, finish=finish)
+        if last:
+            return
+        at += length
+
+
+# A machine may stand still while an example is drawn.
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(
+    text=st.text(alphabet=LETTERS, min_size=1, max_size=24),
+    lengths=st.lists(st.integers(1, 3), max_size=24),
+    before=st.lists(
+        st.sampled_from(["turn", "stop reading", "read", "late", "again", "leaving", "prefill"]), max_size=40
+    ),
+    stop=st.sampled_from(STOPS),
+)
+def test_sink_and_generator_write_each_token_once(tokenizer, text, lengths, before, stop):
+    ids = [*tokenizer.encode(text, add_special_tokens=False)]
+    sampling = SamplingParams(max_tokens=len(ids), stop=stop)
+    outputs = [*cuts(ids, lengths)]
+
+    async def run() -> Stream:
+        stream = Stream(tokenizer, sampling)
+        await turns()
+        held: list[TokenOutput] = []
+        for number, output in enumerate(outputs):
+            action = before[number] if number < len(before) else ""
+            if action == "turn":
+                await turns()
+            elif action == "leaving":
+                stream.send(TokenOutput(rid="r", index=output.index, leaving=True))
+            elif action == "stop reading":
+                stream.client.reads.clear()
+            elif action == "read":
+                stream.client.reads.set()
+            if action == "late" and output.finish is None:
+                held.append(output)
+                continue
+            stream.send(output, by_prefill=action == "prefill" and output.finish is None)
+            if action == "again":
+                stream.send(output, by_prefill=True)
+        for output in held:
+            stream.send(output, by_prefill=True)
+        stream.client.reads.set()
+        await stream.task
+        return stream
+
+    stream = asyncio.run(run())
+    whole = expected(tokenizer, sampling, ids, Finish(reason=FinishReason.LENGTH))
+    assert stream.client.text == whole.text
+    last = stream.client.pieces[-1]
+    assert (last.finish, last.tokens) == (whole.finish, whole.tokens)
+    told = [token for piece in stream.client.pieces for token in piece.token_ids]
+    assert told == [*whole.token_ids]
+    assert all(piece.finish is None for piece in stream.client.pieces[:-1])
+    assert stream.record.output_tokens == whole.tokens
+
+
+def one(index: int, token: int = 5) -> TokenOutput:
+    return TokenOutput(rid="r", index=index, token_ids=(token,))
+
+
+async def begun(tokenizer, **sampling) -> Stream:
+    """A stream whose first token is out."""
+    stream = Stream(tokenizer, SamplingParams(max_tokens=100, **sampling))
+    await turns()
+    stream.send(one(0))
+    await turns()
+    assert (len(stream.client.pieces), stream.client.written) == (1, 0)
+    return stream
+
+
+async def test_ordinary_token_is_written_before_the_call_returns(tokenizer):
+    stream = await begun(tokenizer)
+    for index in range(1, 4):
+        stream.send(one(index))
+        assert (len(stream.client.pieces), stream.client.written) == (index + 1, index)
+    stream.task.cancel()
+
+
+async def test_token_behind_a_queued_one_is_queued(tokenizer):
+    stream = await begun(tokenizer)
+    stream.client.reads.clear()
+    stream.send(one(1))
+    stream.client.reads.set()
+    stream.send(one(2))
+    assert stream.client.written == 0
+    await turns()
+    assert [piece.tokens for piece in stream.client.pieces] == [1, 3]
+    stream.send(one(3))
+    assert stream.client.written == 1
+    stream.task.cancel()
+
+
+async def test_token_after_the_cancellation_is_not_written(tokenizer):
+    stream = await begun(tokenizer)
+    stream.task.cancel()
+    stream.send(one(1))
+    assert stream.client.written == 0
+    with pytest.raises(asyncio.CancelledError):
+        await stream.task
+    stream.send(one(2))
+    assert stream.client.written == 0
+
+
+async def test_error_of_the_sink_is_raised_in_the_task(tokenizer):
+    stream = await begun(tokenizer)
+    stream.client.fails = RuntimeError("cannot write")
+    stream.send(one(1))
+    stream.send(one(2))
+    with pytest.raises(RuntimeError, match="cannot write"):
+        await stream.task
+
+
+async def test_stop_string_in_the_sink_ends_the_choice(tokenizer):
+    first, *others = tokenizer.encode("the fox jumps", add_special_tokens=False)
+    stream = await begun(tokenizer, stop=("fox",))
+    for index, token in enumerate([first, *others], start=1):
+        stream.send(one(index, token))
+    await stream.task
+    assert stream.client.pieces[-1].finish is not None
+    assert stream.client.pieces[-1].finish.stop == "fox"
+    assert "fox" not in stream.client.text
+
+
+async def test_lost_worker_after_written_tokens_is_a_failure(tokenizer):
+    stream = await begun(tokenizer)
+    stream.send(one(1))
+    stream.engine.sides[0].on_lost()
+    with pytest.raises(AttemptFailedError):
+        await stream.task
+    assert stream.client.written == 1
+
+
+async def test_token_after_a_request_to_leave_is_left_to_the_task(tokenizer):
+    """The dispatcher looks for another worker when it gets the next token."""
+    stream = await begun(tokenizer)
+    stream.send(TokenOutput(rid="r", index=1, leaving=True))
+    await turns()
+    stream.send(one(1))
+    assert stream.client.written == 0
+    await turns()
+    assert [piece.tokens for piece in stream.client.pieces] == [1, 2]
+    stream.task.cancel()
+
+
+async def test_finish_is_left_to_the_generator(tokenizer):
+    stream = await begun(tokenizer)
+    stream.send(TokenOutput(rid="r", index=1, token_ids=(EOS,), finish=Finish(reason=FinishReason.STOP)))
+    assert stream.client.written == 0
+    await stream.task
+    assert stream.client.pieces[-1].finish is not None
