@@ -412,7 +412,7 @@ def make_parts(
     loaded: LoadedModel, config: EngineConfig, *, sink: Sink | None, platform: Platform | None, has_peers: bool
 ) -> EngineParts:
     """See `Engine.build`."""
-    require_supported(loaded.model_config, config, has_peers=has_peers)
+    require_supported(loaded.model_config, config)
     geometry = kv_geometry(loaded, config)
     draft = read_draft(config.speculative, target=loaded.model_config, target_path=loaded.config.model_path)
     platform = platform or platform_for(loaded.config.device)

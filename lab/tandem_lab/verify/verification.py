@@ -92,7 +92,9 @@ class Verification:
             graphs=GraphConfig(enabled=path.graphs, sizes=GRAPH_ROWS),
         )
         peers = path.disaggregated or path.drained or path.fetched
-        reason = unsupported(self.model.model_config, config, has_peers=peers)
+        reason = unsupported(self.model.model_config, config)
+        if path.fetched and self.model.model_config.delta is not None:
+            reason = "its layers keep states, which no prefix fetch brings"
         if reason is not None:
             return not_run(path, reason)
         if path.restart:
