@@ -16,9 +16,11 @@ States of a request with `handoff.side` RECEIVE
                    here, so the client has it even if the prefill worker dies. Gateways drop duplicates
 
 No wait is unbounded: 1 and 2 end when the writer was silent for `grant_timeout` (`leases`), 3 the same time after its
-handoff record, and all with the request's own deadline. Where layers keep states, the row of the request is granted
-with its pages: the writer puts the state after all tokens there, so decodes continue from it. A request that ends early leaves its pages to its hold
+handoff record, and all with the request's own deadline. A request that ends early leaves its pages to its hold
 (`holds`) and notifies the writer [abort-both-ways].
+
+Where layers keep states, the row of the request is granted with its pages: the writer puts the state after all tokens
+there, and the first decode continues from it.
 """
 
 import logging

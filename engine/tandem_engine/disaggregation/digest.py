@@ -1,7 +1,7 @@
 """Digests of KV pages: the proof that a page arrived complete, and in the right place.
 
-The key of a page's digest is its place (room, generation, group, index within the grant). A page that was meant for another
-request, attempt or position does not verify even if its bytes are intact. The sender digests what it has written, the
+The key of a page's digest is its place (room, generation, group, index within the grant). A page that was meant for
+another request, attempt or position does not verify even if its bytes are intact. The sender digests what it has written, the
 receiver what has arrived; the receiver's grant states the kind:
 
     sampled   words of every layer and group of slots (`digest_words`): detects whatever a transfer can do to a page as
@@ -9,7 +9,8 @@ receiver what has arrived; the receiver's grant states the kind:
     full      every byte (`digest_words`), so flipped bits are detected too; on a CPU it takes about as long as the
               transfer
 
-A state is one page of a pool of its own, and its digest is always full: a sequence has one, and any layer may be missing.
+A state is one page of a pool of its own, and its digest is always full: a sequence has one, and any layer may be
+missing.
 
 Between engines with different numbers of ranks, a rank writes some heads of each page, and a digest is of those heads.
 

@@ -128,8 +128,13 @@ def problem_with(
     if len(record.digests) != granted:
         return f"{len(record.digests)} digests for {granted} pages"
     groups = () if record.groups is UNSET else record.groups
-    if [(each.group, len(each.digests)) for each in groups] != ([(STATES, 1)] if stateful else []):
-        return f"digests of groups {[each.group for each in groups]} next to pages, granted {int(stateful)} states"
+    found = [(each.group, len(each.digests)) for each in groups]
+    if found != ([(STATES, 1)] if stateful else []):
+        return f"digests of further groups, as (group, number): {found}; {int(stateful)} states were granted"
+    return _problem_with_output(record, req, vocab_size)
+
+
+def _problem_with_output(record: HandoffRecord, req: Request, vocab_size: int) -> str | None:
     if len(record.output_ids) != 1:
         return f"{len(record.output_ids)} tokens handed over instead of one"
     if not 0 <= record.output_ids[0] < vocab_size:

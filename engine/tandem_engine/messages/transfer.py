@@ -25,8 +25,9 @@
 
 Every message names the sender's incarnation, and the room (or rooms) with the generation.
 
-Where layers keep states (`memory.state_pool`), these are one more group of layers: `groups` of a `Hello`, a `WriteGrant`
-and a `HandoffRecord` say of them what the other fields say of pages. Engines without states leave them out.
+Where layers keep states (`memory.state_pool`), these are one more group of layers: `groups` of a `Hello`, of a
+`WriteGrant` and of a `HandoffRecord` are for states what the other fields are for pages. Engines without states leave
+them out.
 """
 
 from typing import Annotated

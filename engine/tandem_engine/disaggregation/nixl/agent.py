@@ -172,7 +172,8 @@ class NixlAgent:
         network: Mapping[str, str] | None = None,
         further: Sequence[Region] = (),
     ) -> None:
-        """`further`: regions of other groups of layers, on the device of the first one. `network`: variables of UCX (`interfaces.ucx_network`); those that the user has set count instead.
+        """`network`: variables of UCX (`interfaces.ucx_network`); those that the user has set count instead. `further`:
+        regions of other groups of layers, on the same device.
 
         Raises `TransportUnavailableError` when NIXL is not installed or cannot start here.
         """

@@ -50,8 +50,8 @@ class NixlTransport:
         states: StateSlots | None = None,
         leave: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`states`: of layers that keep them, where `pool` is. `leave` is called, on another thread and more than once, with the reason why this process should make way
-        for a new one.
+        """`leave` is called, on another thread and more than once, with the reason why this process should make way
+        for a new one. `states`: of layers that keep them, on the device of `pool`.
 
         Raises `TransportUnavailableError` when NIXL is not installed or cannot start here.
         """
