@@ -1,8 +1,8 @@
 """Digests of KV pages: the proof that a page arrived complete, and in the right place.
 
 The key of a page's digest is its place (room, generation, group, index within the grant). A page that was meant for
-another request, attempt or position does not verify even if its bytes are intact. The sender digests what it has written, the
-receiver what has arrived; the receiver's grant states the kind:
+another request, attempt or position does not verify even if its bytes are intact. The sender digests what it has
+written, the receiver what has arrived; the receiver's grant states the kind:
 
     sampled   words of every layer and group of slots (`digest_words`): detects whatever a transfer can do to a page as
               a whole (missed, torn, stale, foreign), for about a hundredth of the time that a long transfer takes

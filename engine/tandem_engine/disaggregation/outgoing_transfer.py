@@ -136,7 +136,7 @@ class SendRoom:
             return True
         if key.group == STATES:
             self.state_digests = digests
-            return self.req.kv is not None and source == (self.req.kv.row,)
+            return self.req.kv is not None and source == (PageId(self.req.kv.row),)
         self.digests[key.first] = digests
         return self._owned(key, source)
 

@@ -259,10 +259,10 @@ class TransferThread:
         if theirs != ours:
             raise TransferError(f"its states have {theirs} bytes, ours {ours}")
         pages = self._region_of(hello)
-        place = {"device": pages.device, "device_id": pages.device_id}
+        there = [own._replace(device=pages.device, device_id=pages.device_id) for own in self.further]
         further = (
-            _checked(own._replace(address=group.address, num_pages=group.num_slots, **place))
-            for group, own in zip(groups, self.further, strict=True)
+            _checked(region._replace(address=group.address, num_pages=group.num_slots))
+            for group, region in zip(groups, there, strict=True)
         )
         return pages, *further
 
