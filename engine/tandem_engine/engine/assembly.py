@@ -34,6 +34,7 @@ from tandem_engine.executor.platform import Executor, ExecutorParts, Platform, R
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.kernels.interface import FLOAT8
 from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool
+from tandem_engine.memory.anchored_cache import AnchoredCache
 from tandem_engine.memory.cache_groups import ALL_TOKENS, CacheLayout
 from tandem_engine.memory.group_pools import Demand, GroupPools, group_pages, page_ids_in
 from tandem_engine.memory.host.memory import HostMemory
@@ -262,7 +263,7 @@ def _prefix_cache(
     if not config.enable_prefix_cache:
         return NoPrefixCache()
     if anchors is not None:
-        return RadixCache(config.page_size, usable=anchors.usable_blocks)
+        return AnchoredCache(config.page_size, anchors)
     return RadixCache(config.page_size, usable=partial(usable_blocks, windows) if windows else None)
 
 
