@@ -34,8 +34,6 @@ def unsupported(facts: ModelConfig, config: EngineConfig) -> str | None:
     host, algorithm = config.cache.host, config.speculative.algorithm
     if host.enable_cache:
         return "its layers keep states, which are not kept in host memory yet: leave out --enable-hierarchical-cache"
-    if host.swap_bytes:
-        return "its layers keep states, which are not swapped yet: leave out --swap-space"
     if algorithm is not None:
         return (
             f"its layers keep states, which rejected drafts would change: leave out --speculative-algorithm {algorithm}"

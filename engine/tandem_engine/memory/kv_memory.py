@@ -173,12 +173,14 @@ class KvMemory:
     def ensure(self, kv: RequestKv, total_tokens: int, writer: Writer = Writer.STREAM) -> bool:
         """Make `kv` hold pages for `total_tokens`, evicting as needed. False, and no page taken, if it cannot.
 
-        With `Writer.PEER` it cannot, either, while copies still touch the pages that are free: ask again.
+        With `Writer.PEER` it cannot, either, while copies still touch the pages that are free, or states: ask again.
         """
         self._assert_live(kv)
         missing = self.pages_for(total_tokens) - len(kv.pages)
         if missing <= 0:
             return True
+        if writer is Writer.PEER and not self.copies.passed(self.copies.newest_of_state):
+            return False
         pages = self.reserve_pages(missing, writer)
         if pages is None:
             return False
@@ -275,11 +277,17 @@ class KvMemory:
         return StateMoves((*reads, *writes), tuple(snapshots))
 
     def expect_state(self, kv: RequestKv) -> None:
-        """A peer writes the state after all tokens that `kv` begins with. So it continues from no anchor, and no step
-        here has the states at which anchors were to be made."""
+        """A peer or a copy writes the state after all tokens that `kv` begins with. So it continues from no anchor, and
+        no step here has the states at which anchors were to be made."""
         if self.anchors is not None:
             self._drop_anchors(kv, self.anchors)
             kv.anchor_lens.clear()
+
+    def kept_blocks(self, kv: RequestKv) -> int:
+        """Leading blocks that `kv` is expected to find again after a while: others have locked them, too."""
+        assert kv.lock is not None, f"row {kv.row} holds no lock"
+        shared = self.cache.shared_pages(kv.lock)
+        return shared if self.anchors is None else self.anchors.usable_blocks(kv.pages[:shared])
 
     def is_news(self, kv: RequestKv, token_ids: Sequence[int]) -> bool:
         """Whether a checkpoint would exchange no page: the cache has nothing of `token_ids` but what `kv` borrows."""
