@@ -20,6 +20,7 @@ from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSid
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_lab.verify.engine_pairs import MAX_TURNS, Pair
 from tandem_lab.verify.engines import Alone, platform_of_device
+from tandem_testing.poisoned_states import poisoned_states
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
 LEASE_S = 120.0
@@ -39,7 +40,9 @@ def config_of(model: LoadedModel) -> EngineConfig:
     config = model.config
     return replace(
         config,
-        scheduler=SchedulerConfig(context_length=400, max_running_requests=4, audit_every_step=True),
+        scheduler=SchedulerConfig(
+            context_length=400, max_running_requests=4, audit_every_step=True, enable_overlap=False
+        ),
         cache=CacheConfig(num_pages=80),
         disagg=replace(config.disagg, grant_timeout=LEASE_S, hold_timeout=LEASE_S, drain_timeout=LEASE_S),
     )
@@ -48,7 +51,7 @@ def config_of(model: LoadedModel) -> EngineConfig:
 @contextmanager
 def pair_of(model: LoadedModel) -> Iterator[Pair]:
     maker = Alone(model=model, platform=platform_of_device)
-    with Pair.build(maker, maker, config_of(model)) as pair:
+    with Pair.build(maker, maker, config_of(model)) as pair, poisoned_states(pair.prefill, pair.decode):
         yield pair
 
 

@@ -50,7 +50,6 @@ def engine(loaded: LoadedModel, **cache: Any) -> Engine:
     ("config", "flag"),
     [
         (replace(PLAIN, cache=CacheConfig(host=HostConfig(enable_cache=True))), "--enable-hierarchical-cache"),
-        (replace(PLAIN, cache=CacheConfig(host=HostConfig(swap_bytes=1 << 20))), "--swap-space"),
         (replace(PLAIN, speculative=SpecConfig(algorithm=SpecAlgorithm.NGRAM)), "--speculative-algorithm NGRAM"),
     ],
 )
@@ -269,3 +268,8 @@ def test_reloaded_weights_continue_from_no_former_state(hybrid):
 
 def request(rid: str, tokens: Sequence[int], *, max_tokens: int = 2) -> GenerateRequest:
     return GenerateRequest(rid=rid, input_ids=tuple(tokens), sampling=SamplingParams(max_tokens=max_tokens))
+
+
+def test_swap_space_without_room_for_a_state_is_refused(hybrid):
+    with pytest.raises(ConfigError, match="--swap-space .* holds not one request: a state and one KV page take"):
+        engine(hybrid, num_pages=40, host=HostConfig(swap_bytes=12_000))
