@@ -83,7 +83,7 @@ ADDED_PATHS = {
         f"{DISAGGREGATED}, 2 to 2 ranks",
     ),
     # The same from matrices that hold several projections.
-    "qwen3.5": (CHUNKED, RETRACTED, SHARED, DISAGGREGATED, MOVED),
+    "qwen3.5": (CHUNKED, RETRACTED, SHARED, DISAGGREGATED, MOVED, SWAPPED),
     "qwen3.5-moe": (MIXED,),
     # A gated shared expert next to experts in every second layer.
     "qwen2-moe": (MIXED, SHARED),
