@@ -251,7 +251,7 @@ class DecodeStage:
     def _problem_with(self, waiting: Waiting) -> str | None:
         peer = waiting.handoff.peer
         if peer.compat_hash != self.peers.me.compat_hash:
-            return f"prefill worker {peer.incarnation} holds KV of another shape"
+            return f"prefill worker {peer.incarnation} holds KV or states of another shape"
         if waiting.key in self.holds or self.prealloc.in_room(waiting.key) is not None:
             return f"room {waiting.key} is in use"
         if peer.incarnation == self.peers.me.incarnation:

@@ -13,7 +13,7 @@ the local transports become one event that all ranks see in the same iteration.
     poll()                ──▶   reports of this rank's transport       ◀─  events
           ◀── joined events ──  exchanged with all ranks (`gather`), joined (`slices`)
 
-States are not divided anew: engines whose layers keep them have equally many ranks, and rank i writes to rank i.
+States are not divided again: engines whose layers keep them have equally many ranks, and rank i writes to rank i.
 
 Ranks exchange reports only in iterations with an open push or proof, which is the same on all ranks [same-collectives].
 Between two engines with one rank each nothing is sliced, renamed or joined.

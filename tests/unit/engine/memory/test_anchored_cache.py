@@ -58,7 +58,7 @@ class Router:
         self.memory.commit(kv, stop)
         self.memory.checkpoint(kv, tokens[:stop])
 
-    def hear(self) -> list[KvEvent]:
+    def read_events(self) -> list[KvEvent]:
         events = self.cache.take_events()
         for event in events:
             assert not isinstance(event, AllCleared)
@@ -95,31 +95,31 @@ def test_blocks_behind_the_last_anchor_are_not_announced():
     router = Router()
     tokens = [*range(100)]
     router.compute(tokens)
-    assert sum(len(event.hashes) for event in router.hear()) == 4
+    assert sum(len(event.hashes) for event in router.read_events()) == 4
     assert router.found(tokens) == router.usable(tokens) == 4
 
 
 def test_a_prompt_without_an_anchor_is_not_announced():
     router = Router()
     router.compute([*range(60)])
-    assert router.hear() == []
+    assert router.read_events() == []
     assert router.found([*range(60)]) == 0
 
 
 def test_an_output_that_passes_a_boundary_is_announced_up_to_it():
     router = Router()
     router.compute([*range(100)], decodes=40)
-    router.hear()
+    router.read_events()
     assert router.found([*range(100), *range(900, 940)]) == 8
 
 
-def test_an_anchor_that_gives_its_slot_away_takes_its_blocks_back():
+def test_an_anchor_without_its_slot_takes_its_blocks_back():
     router = Router(slots=1)
     first, second = [*range(100)], [*range(500, 600)]
     router.compute(first)
-    router.hear()
+    router.read_events()
     router.compute(second)
-    events = router.hear()
+    events = router.read_events()
     assert [type(event) for event in events] == [BlockRemoved, BlockStored]
     assert (router.found(first), router.found(second)) == (0, 4)
 
@@ -131,19 +131,19 @@ def test_blocks_before_another_anchor_stay_announced():
     first, second = [*shared, *range(100, 170)], [*shared, *range(200, 270)]
     router.compute(first)
     router.compute(second)
-    router.hear()
+    router.read_events()
     assert (router.found(first), router.found(second)) == (8, 8)
     router.compute([*range(500, 600)])
-    router.hear()
+    router.read_events()
     assert (router.found(first), router.found(second), router.usable(shared)) == (4, 8, 4)
 
 
 def test_eviction_takes_back_what_was_announced():
     router = Router(pages=12)
     router.compute([*range(100)])
-    router.hear()
+    router.read_events()
     router.compute([*range(500, 640)])
-    router.hear()
+    router.read_events()
     assert router.found([*range(100)]) == 0
     assert router.known == router.leading_to_anchors()
 
@@ -151,13 +151,13 @@ def test_eviction_takes_back_what_was_announced():
 def test_a_replay_names_what_is_announced_and_nothing_else():
     router = Router()
     router.compute([*range(200)])
-    router.hear()
+    router.read_events()
     cleared, stored = router.cache.snapshot_events()
     assert isinstance(cleared, AllCleared)
     assert isinstance(stored, BlockStored)
     assert stored.hashes == tuple(chain_hashes([*range(192)], PAGE, parent=BASE_SPACE.seed))
     router.memory.clear_cache()
-    router.hear()
+    router.read_events()
     assert (router.known, len(router.cache.snapshot_events())) == (set(), 1)
 
 
@@ -174,7 +174,7 @@ def test_a_router_knows_what_leads_to_anchors_at_any_time(seed):
         prompts.append(prompt)
         router.compute(prompt, decodes=rng.choice([0, 0, 30]))
         if rng.random() < 0.7:
-            router.hear()
+            router.read_events()
             assert router.known == router.leading_to_anchors()
             for each in prompts[-10:]:
                 assert router.found(each) >= router.usable(each)

@@ -224,7 +224,7 @@ def test_the_grain_holds_whole_blocks_and_whole_chunks(page_size, grain):
     assert StateAnchors((), page_size=page_size).grain == grain
 
 
-def test_a_state_that_a_peer_writes_is_no_anchors():
+def test_a_received_state_continues_from_no_anchor():
     """Nothing pins what it would have continued from, and none of its steps has the states before."""
     memory, tokens = make(), [*range(150)]
     end(memory, compute(memory, tokens), tokens)
