@@ -6,12 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from tandem_engine.config import CacheConfig, DisaggConfig, EngineConfig, SchedulerConfig
+from tandem_engine.config import (
+    CacheConfig,
+    DisaggConfig,
+    EngineConfig,
+    HostConfig,
+    PreemptionMode,
+    SchedulerConfig,
+)
 from tandem_engine.engine import Engine
 from tandem_engine.engine.loaded_model import LoadedModel, load
 from tandem_engine.engine.stats import Generation
 from tandem_engine.messages.requests import GenerateRequest, Pooling, PoolingParams, SessionRef
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_testing.poisoned_states import poisoned_states
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
 PROMPT = tuple(range(150))
@@ -83,3 +91,32 @@ def test_requests_of_all_kinds_get_the_same_with_anchors_and_faults(model):
     assert len(mine) == len(PROMPT)
     assert np.allclose(mine[1:], theirs[1:], atol=CLOSE)
     assert found["turn 1"].cached_tokens > 0
+
+
+SWAPPED = replace(
+    PLAIN,
+    max_running_requests=3,
+    enable_overlap=False,
+    force_retract_every=2,
+    max_retractions=1000,
+    preemption_mode=PreemptionMode.SWAP,
+)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_swapped_states_come_back_in_rows_of_others(model, cached):
+    """Every row has NaN when it is given out, so a state that does not come back shows."""
+    asked = [request(f"r{n}", range(n, 90 + 9 * n), max_tokens=24) for n in range(6)]
+    plain = replace(model.config, scheduler=PLAIN, cache=PAGES)
+    with Engine.build(model, plain) as engine:
+        expected = [each.token_ids for each in engine.generate(asked)]
+    host = HostConfig(swap_bytes=4 << 20)
+    cache = replace(PAGES, host=host, enable_prefix_cache=cached)
+    with Engine.build(model, replace(plain, scheduler=SWAPPED, cache=cache)) as engine:
+        with poisoned_states(engine):
+            found = [each.token_ids for each in engine.generate(asked)]
+        stats = engine.scheduler.stats()
+        assert engine.audit().problems == ()
+    assert found == expected
+    assert stats.swapped_in_total > 10
+    assert stats.engine_errors_total == 0

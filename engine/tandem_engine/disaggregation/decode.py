@@ -18,24 +18,36 @@ States of a request with `handoff.side` RECEIVE
 No wait is unbounded: 1 and 2 end when the writer was silent for `grant_timeout` (`leases`), 3 the same time after its
 handoff record, and all with the request's own deadline. A request that ends early leaves its pages to its hold
 (`holds`) and notifies the writer [abort-both-ways].
+
+Where layers keep states, the row of the request is granted with its pages: the writer puts the state after all tokens
+there, and the first decode continues from it.
 """
 
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
 from tandem_engine.base.names import RequestId
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.base import RoomKey, StageHost, TransferCounters, room_key
 from tandem_engine.disaggregation.holds import HoldTable, TransferHold
-from tandem_engine.disaggregation.notifications import HANDOFF, ask_for_ack, problem_with, tell_ended, transfer_failed
+from tandem_engine.disaggregation.notifications import (
+    HANDOFF,
+    ask_for_ack,
+    digests_of,
+    problem_with,
+    tell_ended,
+    transfer_failed,
+)
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.prealloc import PreallocQueue, Waiting
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, KvTransport
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.outputs import Finish, FinishReason, TransferReport
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
-from tandem_engine.messages.transfer import DrainAck, HandoffRecord, TransferAborted, WriteGrant
+from tandem_engine.messages.transfer import STATES, DrainAck, GroupGrant, HandoffRecord, TransferAborted, WriteGrant
 from tandem_engine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -69,6 +81,8 @@ class DecodeStage:
     peers: PeerLink
     config: DisaggConfig
     page_bytes: int
+    state_bytes: int
+    """Of a sequence; 0 where no layer keeps a state."""
     holds: HoldTable
     counters: TransferCounters
     prealloc: PreallocQueue
@@ -166,6 +180,7 @@ class DecodeStage:
             granted=len(receiving.hold.pages),
             first_token=receiving.first_token,
             vocab_size=self.host.vocab_size,
+            stateful=self.host.memory.stateful,
         )
         if problem is not None:
             self._fail(receiving, problem)
@@ -185,6 +200,7 @@ class DecodeStage:
                 kind=self.config.kv_digest,
                 tail=tail,
                 writers=record.ranks,
+                states=receiving.hold.states,
             )
         )
 
@@ -194,7 +210,7 @@ class DecodeStage:
         if receiving is None or receiving.record is None:
             self.counters.ignored += 1
             return
-        if event.digests == receiving.record.digests:
+        if event.digests == digests_of(receiving.record):
             self._commit(receiving, receiving.record)
         else:
             self._refuse_pages(receiving, receiving.record, event.digests)
@@ -235,7 +251,7 @@ class DecodeStage:
     def _problem_with(self, waiting: Waiting) -> str | None:
         peer = waiting.handoff.peer
         if peer.compat_hash != self.peers.me.compat_hash:
-            return f"prefill worker {peer.incarnation} holds KV of another shape"
+            return f"prefill worker {peer.incarnation} holds KV or states of another shape"
         if waiting.key in self.holds or self.prealloc.in_room(waiting.key) is not None:
             return f"room {waiting.key} is in use"
         if peer.incarnation == self.peers.me.incarnation:
@@ -262,7 +278,9 @@ class DecodeStage:
             writer=waiting.handoff.peer,
             pages=tuple(kv.private_pages),
             valid_s=self.config.grant_timeout,
+            row=kv.row if self.host.memory.stateful else None,
         )
+        self.host.memory.expect_state(kv)
         receiving = Receiving(req=waiting.req, kv=kv, hold=hold, tokens=waiting.tokens, first_token=kv.committed_len)
         self._receiving[waiting.key] = receiving
         self.counters.moves += 1
@@ -287,6 +305,7 @@ class DecodeStage:
             valid_s=self.config.grant_timeout - self.config.renewal_period,
             digest=self.config.kv_digest,
             adapter=receiving.req.space.adapter,
+            groups=(GroupGrant(group=STATES, slots=hold.states),) if hold.states else UNSET,
         )
         return self.peers.send(hold.writer, grant)
 
@@ -299,18 +318,18 @@ class DecodeStage:
     def _refuse_pages(self, receiving: Receiving, record: HandoffRecord, found: tuple[int, ...]) -> None:
         self.counters.digest_mismatches += 1
         hold = receiving.hold
-        pairs = zip(found, record.digests, strict=True)
+        pairs = zip(found, digests_of(record), strict=True)
         wrong = [index for index, (here, there) in enumerate(pairs) if here != there]
         logger.error(
             "room %r: digest mismatch in %d of %d pages written by %s, first in page %d",
             str(hold.key),
             len(wrong),
-            len(hold.pages),
+            len(found),
             hold.writer.incarnation,
             wrong[0],
             extra={"fields": receiving.req.about},
         )
-        self._fail(receiving, f"{len(wrong)} of {len(hold.pages)} pages did not verify")
+        self._fail(receiving, f"{len(wrong)} of {len(found)} pages did not verify")
 
     # 4. admitted
 
@@ -323,7 +342,7 @@ class DecodeStage:
         self.host.memory.checkpoint(kv, receiving.tokens)
         self._take_over(req, receiving, record)
         self.counters.committed += 1
-        self.counters.bytes_received += len(hold.pages) * self.page_bytes
+        self.counters.bytes_received += len(hold.pages) * self.page_bytes + self.state_bytes
         stop = self.host.stop_of(req)
         if stop is None:
             self.host.admit_prebuilt(req)
@@ -340,7 +359,7 @@ class DecodeStage:
         req.transferred_at = self.host.clock.now()
         req.transfer = TransferReport(
             pages=pages,
-            bytes=pages * self.page_bytes,
+            bytes=pages * self.page_bytes + self.state_bytes,
             pages_reused=receiving.first_token // self.host.memory.page_size,
             wait_s=req.transferred_at - receiving.hold.granted_at,
             exposed_s=record.exposed_s,
@@ -365,7 +384,8 @@ class DecodeStage:
         hold = receiving.hold
         del self._receiving[hold.key]
         receiving.req.kv = None
-        self.holds.drain(hold.key, self.host.memory.detach(receiving.kv))
+        pages = self.host.memory.detach(receiving.kv, keep_row=hold.row is not None)
+        self.holds.drain(hold.key, pages)
         self._tell(hold.writer, hold.key, reason)
         self._end(receiving.req, finish)
 

@@ -1,13 +1,16 @@
 """Digests of KV pages: the proof that a page arrived complete, and in the right place.
 
-The key of a page's digest is its place (room, generation, index within the grant). A page that was meant for another
-request, attempt or position does not verify even if its bytes are intact. The sender digests what it has written, the
-receiver what has arrived; the receiver's grant states the kind:
+The key of a page's digest is its place (room, generation, group, index within the grant). A page that was meant for
+another request, attempt or position does not verify even if its bytes are intact. The sender digests what it has
+written, the receiver what has arrived; the receiver's grant states the kind:
 
     sampled   words of every layer and group of slots (`digest_words`): detects whatever a transfer can do to a page as
               a whole (missed, torn, stale, foreign), for about a hundredth of the time that a long transfer takes
     full      every byte (`digest_words`), so flipped bits are detected too; on a CPU it takes about as long as the
               transfer
+
+A state is one page of a pool of its own, and its digest is always full: a sequence has one, and any layer may be
+missing.
 
 Between engines with different numbers of ranks, a rank writes some heads of each page, and a digest is of those heads.
 
@@ -31,6 +34,7 @@ from tandem_engine.disaggregation.digest_words import (
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool, Push
 from tandem_engine.kernels.cpu.page_digests import SLOT_GROUP, Indices, Keys, full_digests, sampled_digests
 from tandem_engine.memory.pool import PageLayout
+from tandem_engine.messages.transfer import STATES
 
 WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -41,7 +45,9 @@ Digester = Callable[[Indices, Keys, int, range], Keys]
 class PageDigester:
     """Digests pages of one pool. Compiles its kernels when it is made: a second, once per machine."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, *, states: "PageDigester | None" = None) -> None:
+        """`states`: of the pool of states that is next to `pool`."""
+        self._states = states
         self._slots, self._heads = pool.layout.slots, range(pool.layout.heads)
         words = pool.bytes_view().view(WORD_TYPES[word_bytes(pool.layout)])
         make = _on_cpu if words.device.type == "cpu" else digesters_on_device
@@ -57,13 +63,15 @@ class PageDigester:
         kind: DigestKind = DigestKind.SAMPLED,
         tail: int = 0,
         heads: range | None = None,
+        group: int = 0,
     ) -> tuple[int, ...]:
         """One unsigned 64-bit digest per page; `pages[i]` has index `first + i` in the grant of the room.
 
         tail   slots in use of the last of `pages`, or 0 when it is full like the others
         heads  of a page, these alone
         """
-        origin = np.uint64(xxhash.xxh3_64_intdigest(f"{generation}|{room}".encode()))
+        attempt = f"{generation}/{group}" if group else f"{generation}"
+        origin = np.uint64(xxhash.xxh3_64_intdigest(f"{attempt}|{room}".encode()))
         keys = origin + np.arange(first, first + len(pages), dtype=np.uint64)
         where = np.fromiter(pages, np.int64, len(pages))
         digests, full = self._by_kind[kind], len(pages) - (tail > 0)
@@ -76,14 +84,15 @@ class PageDigester:
     def sent(self, push: Push) -> tuple[int, ...]:
         """Digests of the pages that `push` sends, as they are now."""
         key = push.key
-        return self.digest(
+        return self._of_group(key.group).digest(
             push.source,
             room=key.room,
             generation=key.generation,
             first=key.first,
-            kind=push.digest,
+            kind=DigestKind.FULL if key.group else push.digest,
             tail=push.tail,
             heads=None if push.heads is None else push.heads.source,
+            group=key.group,
         )
 
     def carry_out(self, order: DigestOrder) -> Digests:
@@ -97,12 +106,27 @@ class PageDigester:
             tail=order.tail,
             heads=order.heads,
         )
+        if order.states:
+            digests += self._of_group(STATES).digest(
+                order.states,
+                room=order.room,
+                generation=order.generation,
+                first=0,
+                kind=DigestKind.FULL,
+                group=STATES,
+            )
         return Digests(room=order.room, generation=order.generation, digests=digests)
+
+    def _of_group(self, group: int) -> "PageDigester":
+        if not group:
+            return self
+        assert self._states is not None, f"group {group} of an engine that has pages alone"
+        return self._states
 
 
 def unproved(order: DigestOrder) -> Digests:
     """The answer to `order` when it cannot be carried out: no page counts as what its writer sent."""
-    return Digests(room=order.room, generation=order.generation, digests=(0,) * len(order.pages))
+    return Digests(room=order.room, generation=order.generation, digests=(0,) * len(order.pages + order.states))
 
 
 def _on_cpu(signed_words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, Digester]:

@@ -30,13 +30,15 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.base import RoomKey, room_key
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.transport import PushKey
 from tandem_engine.messages.requests import HandoffSide, Peer
-from tandem_engine.messages.transfer import GrantsRenewed, OpenRoom, StillOpen, WriteGrant
+from tandem_engine.messages.transfer import STATES, GrantsRenewed, GroupGrant, OpenRoom, StillOpen, WriteGrant
 
 DRIFT = 2e-4
 """Seconds per second that two clocks may differ by: twice what quartz does, each way."""
@@ -93,6 +95,8 @@ class Grant:
     digest: DigestKind
     adapter: bytes = b""
     """Digest of the adapter that the pages are for, b"" for the base model."""
+    groups: tuple[GroupGrant, ...] = ()
+    """For what the sequence leaves in further groups of layers."""
 
     @staticmethod
     def received(message: WriteGrant, clock: Clock, clocks: PeerClocks) -> "Grant":
@@ -107,7 +111,13 @@ class Grant:
             answer_by=now + message.valid_s,
             digest=message.digest,
             adapter=message.adapter,
+            groups=() if message.groups is UNSET else message.groups,
         )
+
+    @property
+    def state(self) -> PageId | None:
+        """The peer's slot for the state after the last token; None where there is none."""
+        return PageId(self.groups[0].slots[0]) if self.groups else None
 
     @property
     def ends(self) -> float:
@@ -130,9 +140,14 @@ class Grant:
         """The same, good until `expires` if that is later."""
         return replace(self, expires=max(self.expires, expires))
 
-    def problem(self, *, tokens: int, page_size: int, peer: str, adapter: bytes) -> str | None:
-        """Why this grant cannot serve `tokens` tokens, computed by `adapter`, that go to `peer`; None if it can."""
+    def problem(self, *, tokens: int, page_size: int, peer: str, adapter: bytes, stateful: bool = False) -> str | None:
+        """Why this grant cannot serve `tokens` tokens, computed by `adapter`, that go to `peer`; None if it can.
+
+        `stateful`: and the state after them.
+        """
         foreign = self._foreign(peer, adapter)
+        if foreign is None and [group.group for group in self.groups] != ([STATES] if stateful else []):
+            foreign = f"grant for groups {[group.group for group in self.groups]} next to pages"
         if foreign is not None:
             return foreign
         if not 0 <= self.first_token < tokens or self.first_token % page_size:

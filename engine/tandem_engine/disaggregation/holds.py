@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tandem_engine.base.clock import Clock
-from tandem_engine.base.names import PageId
+from tandem_engine.base.names import PageId, ReqPoolIdx
 from tandem_engine.disaggregation.base import RoomKey
 from tandem_engine.messages.requests import Peer
 
@@ -34,6 +34,14 @@ FENCED_AT_MOST_S = 600.0
 
 GiveBack = Callable[[Sequence[PageId]], None]
 """Takes pages that no writer will write to any more."""
+
+GiveBackRow = Callable[[ReqPoolIdx], None]
+"""The same of the row of a request, whose state the writer has written."""
+
+
+def no_rows(row: ReqPoolIdx) -> None:
+    """Of transfers of pages alone."""
+    raise AssertionError(f"a hold of pages alone has row {row}")
 
 
 class HoldState(Enum):
@@ -67,6 +75,13 @@ class TransferHold:
     state: HoldState = HoldState.GRANTED
     written: int = 0
     """Pages that hold their final bytes, as far as the writer has reported."""
+    row: ReqPoolIdx | None = None
+    """Whose state the writer may write, too. Like the pages, it is the hold's own once the request has given it up."""
+
+    @property
+    def states(self) -> tuple[PageId, ...]:
+        """Slots of states that are granted with the pages."""
+        return () if self.row is None else (PageId(self.row),)
 
     @property
     def complete(self) -> bool:
@@ -80,6 +95,7 @@ class HoldTable:
     clock: Clock
     give_back: GiveBack
     drain_timeout: float
+    give_back_row: GiveBackRow = no_rows
     _holds: dict[RoomKey, TransferHold] = field(default_factory=dict)
 
     def __contains__(self, key: RoomKey) -> bool:
@@ -88,12 +104,20 @@ class HoldTable:
     def get(self, key: RoomKey) -> TransferHold | None:
         return self._holds.get(key)
 
-    def grant(self, key: RoomKey, *, writer: Peer, pages: tuple[PageId, ...], valid_s: float) -> TransferHold:
+    def grant(
+        self,
+        key: RoomKey,
+        *,
+        writer: Peer,
+        pages: tuple[PageId, ...],
+        valid_s: float,
+        row: ReqPoolIdx | None = None,
+    ) -> TransferHold:
         """Begin a hold. The room must have none: a second attempt has another generation."""
         assert key not in self._holds, f"room {key} has a hold already, {self._holds[key].state.value}"
         assert pages, f"room {key} was granted no pages"
         now = self.clock.now()
-        hold = TransferHold(key=key, writer=writer, pages=pages, granted_at=now, deadline=now + valid_s)
+        hold = TransferHold(key=key, writer=writer, pages=pages, granted_at=now, deadline=now + valid_s, row=row)
         self._holds[key] = hold
         return hold
 
@@ -184,6 +208,10 @@ class HoldTable:
         """Pages that belong to a hold and to no request (audit)."""
         return (page for hold in self._with_pages() for page in hold.pages)
 
+    def held_rows(self) -> Iterator[ReqPoolIdx]:
+        """Rows that belong to a hold and to no request (audit)."""
+        return (hold.row for hold in self._with_pages() if hold.row is not None)
+
     def quarantined_pages(self) -> int:
         """Those of fenced writers, too."""
         return sum(len(hold.pages) for hold in self._holds.values() if hold.state in SHUT)
@@ -209,3 +237,5 @@ class HoldTable:
     def _free(self, hold: TransferHold) -> None:
         del self._holds[hold.key]
         self.give_back(hold.pages)
+        if hold.row is not None:
+            self.give_back_row(hold.row)

@@ -18,7 +18,10 @@ A receiver validates the record of a peer (`problem_with`) as strictly as a clie
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
+
+from msgspec import UNSET
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import TransferError
@@ -29,7 +32,7 @@ from tandem_engine.disaggregation.outgoing_transfer import SendRoom
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import HandoffSide, Peer, about_attempt
-from tandem_engine.messages.transfer import HandoffRecord, TransferAborted
+from tandem_engine.messages.transfer import STATES, GroupDigests, HandoffRecord, TransferAborted
 from tandem_engine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -99,11 +102,24 @@ def record_of(room: SendRoom, grant: Grant, *, sender: Peer, ranks: int, exposed
         cache_hits=req.cache_hits,
         exposed_s=exposed_s,
         ranks=ranks,
+        groups=UNSET if grant.state is None else (GroupDigests(group=STATES, digests=room.state_digests),),
     )
 
 
-def problem_with(record: HandoffRecord, req: Request, *, granted: int, first_token: int, vocab_size: int) -> str | None:
-    """Why `req`, for which `granted` pages from `first_token` on were granted, cannot go on from `record`."""
+def digests_of(record: HandoffRecord) -> tuple[int, ...]:
+    """Of its pages, then of the state where there is one: in the order of a `DigestOrder`."""
+    if record.groups is UNSET:
+        return record.digests
+    return (*record.digests, *chain.from_iterable(group.digests for group in record.groups))
+
+
+def problem_with(
+    record: HandoffRecord, req: Request, *, granted: int, first_token: int, vocab_size: int, stateful: bool = False
+) -> str | None:
+    """Why `req`, for which `granted` pages from `first_token` on were granted, cannot go on from `record`.
+
+    `stateful`: and a place for its state.
+    """
     if record.first_token != first_token or record.pages != granted:
         return (
             f"the writer reports {record.pages} pages from token {record.first_token}; "
@@ -111,6 +127,14 @@ def problem_with(record: HandoffRecord, req: Request, *, granted: int, first_tok
         )
     if len(record.digests) != granted:
         return f"{len(record.digests)} digests for {granted} pages"
+    groups = () if record.groups is UNSET else record.groups
+    found = [(each.group, len(each.digests)) for each in groups]
+    if found != ([(STATES, 1)] if stateful else []):
+        return f"digests of further groups, as (group, number): {found}; {int(stateful)} states were granted"
+    return _problem_with_output(record, req, vocab_size)
+
+
+def _problem_with_output(record: HandoffRecord, req: Request, vocab_size: int) -> str | None:
     if len(record.output_ids) != 1:
         return f"{len(record.output_ids)} tokens handed over instead of one"
     if not 0 <= record.output_ids[0] < vocab_size:

@@ -11,6 +11,9 @@ its tokens are there, and the last, partial one once the whole prompt is.
 Early pushes are final unless their step fails, or one before it that it was launched on. Then the request is recomputed
 from its last committed token, and what was pushed of later ones is pushed again, which costs the receiver only bytes.
 It reads no page before the handoff record, and that follows the last good push.
+
+Where layers keep states, the state after the last token goes last, from the request's row: once the prompt is computed,
+no step here changes it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,6 +25,7 @@ from tandem_engine.disaggregation.transport import Push, PushKey
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.transfer import STATES
 from tandem_engine.scheduler.request import Request
 
 
@@ -55,6 +59,9 @@ class SendRoom:
     """Monotonic. When a push last started or ended, or more could be pushed."""
     progress: KvProgress | None = None
     """Of the newest step that computes part of the prompt."""
+    state_pushed: bool = False
+    """Or being pushed."""
+    state_digests: tuple[int, ...] = ()
 
     def next_push(self, max_pages: int) -> Push | None:
         """The next run of settled pages that was not pushed yet, at most `max_pages`; None if there is none."""
@@ -71,6 +78,20 @@ class SendRoom:
         pages = -(-stop // page_size) if stop == self.total else stop // page_size
         push = self._push(pages, max_pages)
         return None if push is None else replace(push, progress=progress)
+
+    def state_push(self) -> Push | None:
+        """That of the state after the whole prompt, which is settled by then; None if it was, or there is none."""
+        grant, kv = self.grant, self.req.kv
+        if self.state_pushed or self.keep_until is None or grant is None or grant.state is None or kv is None:
+            return None
+        return Push(
+            key=PushKey(room=self.key.room, generation=self.key.generation, first=0, count=1, group=STATES),
+            peer=self.peer.incarnation,
+            source=(PageId(kv.row),),
+            target=(grant.state,),
+            digest=grant.digest,
+            start_before=grant.expires,
+        )
 
     def _push(self, pages: int, max_pages: int) -> Push | None:
         """The next run of the sequence's first `pages` pages."""
@@ -93,7 +114,10 @@ class SendRoom:
         )
 
     def started(self, push: Push) -> None:
-        self.pushed += push.key.count
+        if push.key.group == STATES:
+            self.state_pushed = True
+        else:
+            self.pushed += push.key.count
         self.outstanding[push.key] = push.source
         if push.progress is not None:
             self.early.add(push.key)
@@ -110,6 +134,9 @@ class SendRoom:
         if key in self.void:
             self.void.remove(key)
             return True
+        if key.group == STATES:
+            self.state_digests = digests
+            return self.req.kv is not None and source == (PageId(self.req.kv.row),)
         self.digests[key.first] = digests
         return self._owned(key, source)
 
@@ -128,8 +155,10 @@ class SendRoom:
 
     @property
     def complete(self) -> bool:
-        """Every granted page has been written."""
-        return self.grant is not None and not self.outstanding and self.pushed == len(self.grant.pages)
+        """Every granted page has been written, and the state where there is one."""
+        if self.grant is None or self.outstanding or self.pushed != len(self.grant.pages):
+            return False
+        return self.state_pushed or self.grant.state is None
 
     @property
     def written(self) -> int:
@@ -157,10 +186,11 @@ class SendRoom:
     def _take_back(self, first: int) -> None:
         """What was pushed from granted page `first` on is of no use, nor is the rest of a push that has it."""
         pushes = {start: len(digests) for start, digests in self.digests.items()}
-        pushes |= {key.first: key.count for key in self.outstanding}
+        pages = {key for key in self.outstanding if key.group != STATES}
+        pushes |= {key.first: key.count for key in pages}
         self.pushed = min([self.pushed, first, *(start for start, count in pushes.items() if start + count > first)])
         self.digests = {start: digests for start, digests in self.digests.items() if start < self.pushed}
-        self.void |= {key for key in self.outstanding if key.first >= self.pushed}
+        self.void |= {key for key in pages if key.first >= self.pushed}
 
     def _settled_pages(self) -> int:
         kv = self.req.held_kv

@@ -60,6 +60,8 @@ class PrefillStage:
     page_bytes: int
     layers: int
     """Of a page."""
+    state_bytes: int
+    """Of a sequence; 0 where no layer keeps a state."""
     early: EarlyGrants
     drains: DrainBook
     closed: ClosedRooms
@@ -243,6 +245,7 @@ class PrefillStage:
             page_size=self.host.memory.page_size,
             peer=room.peer.incarnation,
             adapter=room.req.space.adapter,
+            stateful=self.host.memory.stateful,
         )
         if problem is not None:
             self._fail(room, problem)
@@ -260,6 +263,8 @@ class PrefillStage:
         if room.req.kv is not None and not self.host.memory.readable(room.req.kv):
             return  # a prefix is still on its way from host memory [settled-only-sent]; the next iteration checks again
         while (push := room.next_push(self.max_pages)) is not None:
+            self._start(room, push)
+        if (push := room.state_push()) is not None:
             self._start(room, push)
 
     def _start(self, room: SendRoom, push: Push) -> None:
@@ -304,7 +309,7 @@ class PrefillStage:
         room.req.transferred_at = now
         room.req.transfer = TransferReport(
             pages=pages,
-            bytes=pages * self.page_bytes,
+            bytes=pages * self.page_bytes + self.state_bytes,
             pages_reused=grant.first_token // self.host.memory.page_size,
             wait_s=0.0 if room.began_at is None else now - room.began_at,
             exposed_s=exposed,

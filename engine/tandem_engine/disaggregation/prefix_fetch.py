@@ -48,7 +48,7 @@ from tandem_engine.disaggregation.transport import (
     TransportEvent,
 )
 from tandem_engine.memory.allocator import Writer
-from tandem_engine.memory.pinned_prefix import BorrowedPrefix, caches_prefixes
+from tandem_engine.memory.pinned_prefix import BorrowedPrefix, fetches_prefixes
 from tandem_engine.messages.kv_events import CacheSpace, pack_tokens
 from tandem_engine.messages.outputs import FetchReport
 from tandem_engine.messages.requests import HandoffSide, Peer, PrefixFetch
@@ -237,7 +237,7 @@ class PrefixFetcher:
         return tuple(req.token_ids(0, pages * page_size))
 
     def _begin(self, req: Request, wanted: PrefixFetch, tokens: tuple[int, ...]) -> Fetch | None:
-        if not self._may_ask(wanted.peer) or not caches_prefixes(self.host.memory):
+        if not self._may_ask(wanted.peer) or not fetches_prefixes(self.host.memory):
             return None
         spare = self.host.spare_pages() - self.host.kept_back(req).pages
         here = BorrowedPrefix.of(self.host.memory, tokens, space=req.space, spare_pages=max(0, spare))

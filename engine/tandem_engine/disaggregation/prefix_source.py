@@ -170,6 +170,8 @@ class PrefixLender:
             self._give_up(loan, "the cache is being emptied")
 
     def _problem_with(self, message: PrefixAsk, grant: Grant) -> str | None:
+        if self.host.memory.stateful:
+            return "its layers keep states, and a prefix is not continued from pages alone"
         if len(self._loans) >= MAX_LOANS:
             return f"{MAX_LOANS} prefixes are being sent already"
         try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Self
 
-from tandem_engine.base.names import PageId, RequestId
+from tandem_engine.base.names import PageId, ReqPoolIdx, RequestId
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.base import StageHost, TransferCounters, room_key
 from tandem_engine.disaggregation.decode import DecodeStage
@@ -38,6 +38,7 @@ from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish
 from tandem_engine.messages.requests import HandoffSide, Peer
 from tandem_engine.messages.transfer import (
+    STATES,
     DrainAck,
     GrantsRenewed,
     HandoffRecord,
@@ -76,6 +77,7 @@ class HandoffStage:
         config: DisaggConfig,
         page_bytes: int,
         layers: int,
+        state_bytes: int = 0,
     ) -> Self:
         """Both sides around one transport, one set of peers and one set of counters."""
         counters = TransferCounters()
@@ -86,6 +88,7 @@ class HandoffStage:
             config=config,
             page_bytes=page_bytes,
             layers=layers,
+            state_bytes=state_bytes,
             early=EarlyGrants(clock=host.clock),
             drains=DrainBook(),
             closed=ClosedRooms(),
@@ -93,13 +96,19 @@ class HandoffStage:
             clocks=PeerClocks(),
             counters=counters,
         )
-        holds = HoldTable(clock=host.clock, give_back=host.memory.give_back, drain_timeout=config.drain_timeout)
+        holds = HoldTable(
+            clock=host.clock,
+            give_back=host.memory.give_back,
+            give_back_row=host.memory.rows.free,
+            drain_timeout=config.drain_timeout,
+        )
         decode = DecodeStage(
             host=host,
             transport=transport,
             peers=peers,
             config=config,
             page_bytes=page_bytes,
+            state_bytes=state_bytes,
             prealloc=PreallocQueue(host=host),
             holds=holds,
             counters=counters,
@@ -180,6 +189,9 @@ class HandoffStage:
 
     def held_pages(self) -> Iterator[PageId]:
         return chain(self.decode.holds.held_pages(), self.links.held_pages(), self.prefixes.held_pages())
+
+    def held_rows(self) -> Iterator[ReqPoolIdx]:
+        return self.decode.holds.held_rows()
 
     def holds_for_a_while(self) -> bool:
         return self.prefixes.holds_for_a_while()
@@ -280,7 +292,8 @@ class HandoffStage:
     def _measure(self, event: PushDone) -> None:
         peer = self._receiver_of(event.key)
         if peer is not None:
-            self.links.pushed(peer, size=event.key.count * self.prefill.page_bytes, seconds=event.seconds)
+            each = self.prefill.state_bytes if event.key.group == STATES else self.prefill.page_bytes
+            self.links.pushed(peer, size=event.key.count * each, seconds=event.seconds)
 
     def _note_lost(self, event: PushFailed) -> None:
         peer = self._receiver_of(event.key)

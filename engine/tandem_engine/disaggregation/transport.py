@@ -54,6 +54,15 @@ class PagePool(Protocol):
         ...
 
 
+class StateSlots(PagePool, Protocol):
+    """The states of sequences: a page is one slot, of all layers that keep states."""
+
+    @property
+    def name(self) -> str:
+        """What the bytes of a slot are, for people and for comparison."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushKey:
     """Identifies one push. (room, generation) alone determines which transfer an event concerns."""
@@ -63,6 +72,8 @@ class PushKey:
     first: int
     """Index, within the grant, of the first pushed page."""
     count: int
+    group: int = 0
+    """Of layers: pages, or states (`messages.transfer.STATES`)."""
 
 
 class HeadPart(NamedTuple):
@@ -130,6 +141,8 @@ class DigestOrder:
     """Ranks of the peer: what each of them has written is digested by itself."""
     heads: range | None = None
     """Of each page these heads alone. None: whole pages."""
+    states: tuple[PageId, ...] = ()
+    """Slots of states; their digests follow those of pages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

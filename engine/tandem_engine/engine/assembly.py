@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.base.errors import ConfigError
@@ -23,7 +22,8 @@ from tandem_engine.config import (
     SchedulerConfig,
     SpecConfig,
 )
-from tandem_engine.engine.loaded_model import LoadedModel, compat_hash, kv_geometry, scales_of_rank
+from tandem_engine.engine.host_parts import make_host_memory, make_host_pool
+from tandem_engine.engine.loaded_model import LoadedModel, kv_geometry, scales_of_rank
 from tandem_engine.engine.stateful_models import log_states, require_supported, state_shares
 from tandem_engine.engine.stats import Generations
 from tandem_engine.executor.cuda.graphs import graph_sizes
@@ -34,11 +34,11 @@ from tandem_engine.executor.platform import Executor, ExecutorParts, Platform, R
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.kernels.interface import FLOAT8
 from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool
+from tandem_engine.memory.anchored_cache import AnchoredCache
 from tandem_engine.memory.cache_groups import ALL_TOKENS, CacheLayout
 from tandem_engine.memory.group_pools import Demand, GroupPools, group_pages, page_ids_in
 from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.host.pages import HostPool
-from tandem_engine.memory.host.storage import DiskStorage
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.page_copies import CopyQueue
 from tandem_engine.memory.pool import KvPool, kv_dtype
@@ -199,32 +199,6 @@ def _pools(
     )
 
 
-def make_host_pool(pool: KvPool, config: CacheConfig, platform: Platform) -> HostPool | None:
-    """Pages of host memory for the cache and for swapping; None without either."""
-    if not config.host.enabled:
-        return None
-    cached = config.host.cache_pages(device_pages=pool.num_pages, page_bytes=pool.page_bytes)
-    swapped = config.host.swap_pages(pool.page_bytes)
-    return platform.host_pool(num_pages=cached + swapped, page_bytes=pool.page_bytes)
-
-
-def make_host_memory(
-    pool: HostPool | None, copies: CopyQueue, config: CacheConfig, geometry: KvGeometry
-) -> HostMemory | None:
-    """What `pool` is used for, files below it included."""
-    if pool is None:
-        return None
-    storage = None
-    if config.host.storage_dir:
-        storage = DiskStorage(
-            Path(config.host.storage_dir),
-            fingerprint=bytes.fromhex(compat_hash(geometry, geometry.num_kv_heads)),
-            page_bytes=pool.page_bytes,
-            max_bytes=config.host.storage_bytes,
-        )
-    return HostMemory.build(pool, copies, config.host, page_size=config.page_size, storage=storage)
-
-
 def make_memory(pools: GroupPools, config: EngineConfig, copies: CopyQueue, host: HostMemory | None) -> KvMemory:
     """Rows, pages and prefix cache over `pools`."""
     page_size, windows, states = pools.first.page_size, pools.windows, pools.states
@@ -262,7 +236,7 @@ def _prefix_cache(
     if not config.enable_prefix_cache:
         return NoPrefixCache()
     if anchors is not None:
-        return RadixCache(config.page_size, usable=anchors.usable_blocks)
+        return AnchoredCache(config.page_size, anchors)
     return RadixCache(config.page_size, usable=partial(usable_blocks, windows) if windows else None)
 
 
@@ -412,23 +386,23 @@ def make_parts(
     loaded: LoadedModel, config: EngineConfig, *, sink: Sink | None, platform: Platform | None, has_peers: bool
 ) -> EngineParts:
     """See `Engine.build`."""
-    require_supported(loaded.model_config, config, has_peers=has_peers)
+    require_supported(loaded.model_config, config)
     geometry = kv_geometry(loaded, config)
     draft = read_draft(config.speculative, target=loaded.model_config, target_path=loaded.config.model_path)
     platform = platform or platform_for(loaded.config.device)
     agreement = Agreement(loaded.parallel.schedule)
     layout = cache_layout(loaded, geometry, config, has_peers=agreement.share(has_peers, bool))
     pools = sized_pools(geometry, config, loaded, draft, platform, layout)
-    host_pool = make_host_pool(pools.first, config.cache, platform)
+    host_pool = make_host_pool(pools, config.cache, platform)
     target = make_target(loaded, config, pools, platform)
     states = keep_states(draft, target)
     adapters = AdapterTable.of(loaded.adapters, limit=config.adapters.max_loaded)
     runner_parts = make_runner_parts(loaded, pools, config, states, adapters=adapters, graphs=True)
     runner = platform.runner(replace(runner_parts, agree_time=lambda seconds: agreement.share(seconds, float)))
     joint = JointWork(group=loaded.parallel.forward, failure=loaded.parallel.failure)
-    executor = platform.executor(_executor_parts(loaded, config, runner, joint, host_pool))
+    executor = platform.executor(_executor_parts(loaded, config, runner, joint, host_pool, pools.states))
     copies = CopyQueue(submit=executor.copy, least=None if loaded.parallel.size == 1 else agreement.least)
-    memory = make_memory(pools, config, copies, make_host_memory(host_pool, copies, config.cache, geometry))
+    memory = make_memory(pools, config, copies, make_host_memory(host_pool, pools, copies, config.cache, geometry))
     generations = Generations()
     grammars = make_grammars(loaded, config.grammar)
     local_clock, agreed_clock = MonotonicClock(), AgreedClock()
@@ -475,7 +449,12 @@ def make_parts(
 
 
 def _executor_parts(
-    loaded: LoadedModel, config: EngineConfig, runner: Runner, joint: JointWork, host_pool: HostPool | None
+    loaded: LoadedModel,
+    config: EngineConfig,
+    runner: Runner,
+    joint: JointWork,
+    host_pool: HostPool | None,
+    states: StatePool | None,
 ) -> ExecutorParts:
     return ExecutorParts(
         runner=runner,
@@ -485,6 +464,7 @@ def _executor_parts(
         threads=loaded.threads,
         cpus=config.cpus,
         host_pool=host_pool,
+        states=states,
     )
 
 

@@ -101,8 +101,7 @@ def launched_engine(
         with _shown(progress) as bar:
             stack.enter_context(kernels_built(config, late_step=self_test))
             START.report(Phase.WEIGHTS)
-            has_peers = port is not None and config.disagg.transport != "none"
-            loaded = load(config, progress=bar, parallel=parallel, has_peers=has_peers)
+            loaded = load(config, progress=bar, parallel=parallel)
             START.report(Phase.MEMORY)
             engine = stack.enter_context(Engine.build(loaded, loaded.config, sink=sink, port=port))
         yield engine

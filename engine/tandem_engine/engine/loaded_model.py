@@ -29,6 +29,7 @@ from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.loader import load_kv_scales, load_model, load_progress, resolve_dtype
 from tandem_engine.model.long_context import default_context, fingerprint_of
 from tandem_engine.model.quantization.kv_scales import scales_digest
+from tandem_engine.model.recurrent.blocks import state_spec
 from tandem_engine.model.weights import heads_of_rank, require_shareable
 from tandem_engine.parallel.group import Parallel, device_of_rank, require_device
 from tandem_engine.parallel.sharding import OUTPUTS
@@ -94,19 +95,15 @@ class LoadedModel:
         return self.model.config
 
 
-def load(
-    config: EngineConfig, *, progress: bool, parallel: Parallel | None = None, has_peers: bool = False
-) -> LoadedModel:
+def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = None) -> LoadedModel:
     """Read the checkpoint, or this rank's part of it. `parallel`: the ranks, if there are several (see `launch`).
-
-    `has_peers`: the engine will exchange KV with others.
 
     Raises `CheckpointError` and `ConfigError` before anything large is allocated.
     """
     parallel = parallel or Parallel()
     assert parallel.size == config.parallel.tp_size, f"{parallel.size} ranks for {config.parallel}"
     facts = require_loadable(config)
-    require_supported(facts, config, has_peers=has_peers)
+    require_supported(facts, config)
     config = replace(config, device=device_of_rank(config.device, config.parallel.local_rank(parallel.rank)))
     read_draft(config.speculative, target=facts, target_path=config.model_path)
     context_length = _context_length(config, facts)
@@ -227,7 +224,15 @@ def kv_geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
         model_dtype="" if dtype is loaded.dtype else dtype_name(loaded.dtype),
         kv_scales=kv_scales_name(loaded, dtype),
         value_width=loaded.model.attention[0].value_width or 0,
+        states=states_name(loaded),
     )
+
+
+def states_name(loaded: LoadedModel) -> str:
+    """See `KvGeometry.states`. Ranks divide states evenly, so those of other numbers of ranks fit nowhere."""
+    size = loaded.parallel.size
+    spec = state_spec(loaded.model_config, loaded.dtype, size)
+    return "" if spec is None else f"{spec.name}, 1 of {size} ranks"
 
 
 def kv_scales_name(loaded: LoadedModel, dtype: torch.dtype) -> str:

@@ -91,6 +91,7 @@ class PeerSide:
             config=config,
             page_bytes=served.geometry.page_bytes * parallel.size,
             layers=parts.pool.layout.layers,
+            state_bytes=0 if parts.pools.states is None else parts.pools.states.page_bytes * parallel.size,
         )
         parts.inputs.peers = PeerInputs(stage=self.handoff, peers=self.ranked)
         parts.scheduler.attach(self.handoff)
@@ -140,7 +141,13 @@ def _nixl(parts: EngineParts, me: Peer, place: RankPlace, parallel: Parallel) ->
 
     agreement, clock = parts.agreement, MonotonicClock()
     return RankedTransport.build(
-        local=NixlTransport(pool=parts.pool, me=place.agent(me), clock=clock, leave=parallel.departure.ask),
+        local=NixlTransport(
+            pool=parts.pool,
+            states=parts.pools.states,
+            me=place.agent(me),
+            clock=clock,
+            leave=parallel.departure.ask,
+        ),
         me=me,
         place=place,
         gather_hellos=lambda hello: agreement.gather(hello, Hello),

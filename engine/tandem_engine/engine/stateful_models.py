@@ -20,27 +20,20 @@ from tandem_engine.memory.state_pool import StatePool, StateSpec
 logger = logging.getLogger(__name__)
 
 
-def require_supported(facts: ModelConfig, config: EngineConfig, *, has_peers: bool) -> None:
+def require_supported(facts: ModelConfig, config: EngineConfig) -> None:
     """Raise `ConfigError`, naming the flag, unless an engine of `config` serves a model of `facts`."""
-    reason = unsupported(facts, config, has_peers=has_peers)
+    reason = unsupported(facts, config)
     if reason is not None:
         raise ConfigError(f"{facts.family}: {reason}")
 
 
-def unsupported(facts: ModelConfig, config: EngineConfig, *, has_peers: bool) -> str | None:
+def unsupported(facts: ModelConfig, config: EngineConfig) -> str | None:
     """What of `config` does not go with layers that keep states; None where all does, or there are none."""
     if facts.delta is None:
         return None
     host, algorithm = config.cache.host, config.speculative.algorithm
-    if has_peers:
-        return (
-            "its layers keep states, which workers do not exchange yet, so there are no prefill and decode roles: use "
-            "--transport none"
-        )
     if host.enable_cache:
         return "its layers keep states, which are not kept in host memory yet: leave out --enable-hierarchical-cache"
-    if host.swap_bytes:
-        return "its layers keep states, which are not swapped yet: leave out --swap-space"
     if algorithm is not None:
         return (
             f"its layers keep states, which rejected drafts would change: leave out --speculative-algorithm {algorithm}"

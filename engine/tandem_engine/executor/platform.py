@@ -100,6 +100,8 @@ class ExecutorParts:
     cpus: tuple[int, ...]
     """That they stay on; none: wherever the process may be."""
     host_pool: HostPool | None
+    states: StatePool | None = None
+    """Of layers that keep them: swapped requests take theirs along."""
 
 
 class Platform(Protocol):
@@ -177,7 +179,7 @@ class OnHost:
     def executor(self, parts: ExecutorParts) -> Executor:
         """With one rank a step is called without a word between."""
         joint, settle, runner = parts.joint, parts.settle, parts.runner
-        copier = PageCopier(runner.pool, parts.host_pool)
+        copier = PageCopier(runner.pool, parts.host_pool, parts.states)
 
         def compute(batch: ForwardBatch) -> ForwardResult:
             return settle(batch, runner.forward(batch))
@@ -239,7 +241,7 @@ class OnStreams:
         """Both modes queue; without overlap the loop settles a step before it launches the next."""
         joint, settle, runner = parts.joint, parts.settle, parts.runner
         assert isinstance(runner, StreamRunner), f"{type(runner).__name__} does not queue its steps"
-        pages = PageStreams(self.streams, runner.pool, parts.host_pool)
+        pages = PageStreams(self.streams, runner.pool, parts.host_pool, parts.states)
         runner.before = pages.before
 
         def enqueue(batch: ForwardBatch) -> Queued[ForwardResult]:

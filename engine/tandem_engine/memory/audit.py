@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tandem_engine.base.names import DUMMY_PAGE, PADDING_ROW, PageId
+from tandem_engine.base.names import DUMMY_PAGE, PADDING_ROW, PageId, ReqPoolIdx
 from tandem_engine.memory.allocator import each_once
 from tandem_engine.memory.host.memory import HostReport
 from tandem_engine.memory.host.tier import SwappedKv
@@ -41,9 +41,16 @@ class ConservationReport:
 
 
 def check_conservation(
-    memory: KvMemory, kvs: Iterable[RequestKv], held: Iterable[PageId], swapped: Iterable[SwappedKv] = ()
+    memory: KvMemory,
+    kvs: Iterable[RequestKv],
+    held: Iterable[PageId],
+    swapped: Iterable[SwappedKv] = (),
+    *,
+    held_rows: Sequence[ReqPoolIdx] = (),
 ) -> ConservationReport:
-    """`kvs` and `swapped`: of every live request. `held`: pages of holds that no request owns. Changes nothing."""
+    """`kvs` and `swapped`: of every live request. `held` and `held_rows`: of holds, that no request owns. Changes
+    nothing.
+    """
     live = [*kvs]
     host = HostReport() if memory.host is None else memory.host.audit(swapped)
     claims = {
@@ -65,7 +72,7 @@ def check_conservation(
         problems=(
             *host.problems,
             *_page_problems(claims, memory.allocator.num_pages),
-            *_row_problems(memory, live),
+            *_row_problems(memory, live, held_rows),
             *_request_problems(memory, live, {*tree}),
             *_window_problems(memory, live, tree=tree, pending=[*free, *holds]),
             *_anchor_problems(memory, live, tree=tree),
@@ -89,16 +96,16 @@ def _page_problems(claims: dict[str, list[PageId]], num_pages: int) -> list[str]
     return problems
 
 
-def _row_problems(memory: KvMemory, live: Sequence[RequestKv]) -> list[str]:
+def _row_problems(memory: KvMemory, live: Sequence[RequestKv], held: Sequence[ReqPoolIdx]) -> list[str]:
     in_use = {*memory.rows.in_use()}
-    claimed = Counter(kv.row for kv in live)
+    claimed = Counter([*(kv.row for kv in live), *held])
     problems = []
     if lost := sorted(in_use - claimed.keys()):
-        problems.append(f"{_listed('row', lost)} leaked: no request has it")
+        problems.append(f"{_listed('row', lost)} leaked: no request or hold has it")
     if stale := sorted(claimed.keys() - in_use):
-        problems.append(f"{_listed('row', stale)} free but still used by a request")
+        problems.append(f"{_listed('row', stale)} free but still used by a request or hold")
     if shared := sorted(row for row, count in claimed.items() if count > 1):
-        problems.append(f"{_listed('row', shared)} used by more than one request")
+        problems.append(f"{_listed('row', shared)} used by more than one request or hold")
     if bool(memory.rows.table[PADDING_ROW].any()):
         problems.append("the padding row was written to")
     return problems

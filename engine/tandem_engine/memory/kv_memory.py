@@ -173,12 +173,14 @@ class KvMemory:
     def ensure(self, kv: RequestKv, total_tokens: int, writer: Writer = Writer.STREAM) -> bool:
         """Make `kv` hold pages for `total_tokens`, evicting as needed. False, and no page taken, if it cannot.
 
-        With `Writer.PEER` it cannot, either, while copies still touch the pages that are free: ask again.
+        With `Writer.PEER` it cannot, either, while copies still touch the pages that are free, or states: ask again.
         """
         self._assert_live(kv)
         missing = self.pages_for(total_tokens) - len(kv.pages)
         if missing <= 0:
             return True
+        if writer is Writer.PEER and not self.copies.passed(self.copies.newest_of_state):
+            return False
         pages = self.reserve_pages(missing, writer)
         if pages is None:
             return False
@@ -274,6 +276,19 @@ class KvMemory:
                     snapshots.append(Snapshot(sequence, length, slot))
         return StateMoves((*reads, *writes), tuple(snapshots))
 
+    def expect_state(self, kv: RequestKv) -> None:
+        """A peer or a copy writes the state after all tokens that `kv` begins with. So it continues from no anchor, and
+        no step here has the states at which anchors were to be made."""
+        if self.anchors is not None:
+            self._drop_anchors(kv, self.anchors)
+            kv.anchor_lens.clear()
+
+    def kept_blocks(self, kv: RequestKv) -> int:
+        """Leading blocks that `kv` is expected to find again after a while: others have locked them, too."""
+        assert kv.lock is not None, f"row {kv.row} holds no lock"
+        shared = self.cache.shared_pages(kv.lock)
+        return shared if self.anchors is None else self.anchors.usable_blocks(kv.pages[:shared])
+
     def is_news(self, kv: RequestKv, token_ids: Sequence[int]) -> bool:
         """Whether a checkpoint would exchange no page: the cache has nothing of `token_ids` but what `kv` borrows."""
         assert kv.lock is not None, f"row {kv.row} holds no lock"
@@ -312,12 +327,13 @@ class KvMemory:
         kv.released, kv.lock = True, None
         return renewed
 
-    def detach(self, kv: RequestKv) -> list[PageId]:
+    def detach(self, kv: RequestKv, *, keep_row: bool = False) -> list[PageId]:
         """Give back row and lock, and hand the private pages to a hold that outlives the request.
 
-        No step in flight may have this request in it. The pages come back through `give_back`.
+        No step in flight may have this request in it. The pages come back through `give_back`. With `keep_row` a peer
+        may still write the state of its row, which is the hold's as well, and comes back through `rows.free`.
         """
-        return self._let_go(kv, None)
+        return self._let_go(kv, None, keep_row=keep_row)
 
     def give_back(self, pages: Sequence[PageId]) -> None:
         """Pages from `detach` or `reserve_pages` that will not be written to any more."""
@@ -354,8 +370,8 @@ class KvMemory:
         self.allocator.free(pages)
         return len(pages)
 
-    def _let_go(self, kv: RequestKv, after_step: int | None) -> list[PageId]:
-        """Row and lock back; the private pages are the caller's now."""
+    def _let_go(self, kv: RequestKv, after_step: int | None, *, keep_row: bool = False) -> list[PageId]:
+        """Row and lock back; the private pages, and with `keep_row` the row, are the caller's now."""
         self._assert_live(kv)
         kv.released = True
         if kv.slower is not None:
@@ -369,6 +385,8 @@ class KvMemory:
         private, kv.pages = kv.private_pages, []
         kv.cache_protected_len = kv.committed_len = 0
         self._unlock(kv)
+        if keep_row:
+            return private
         if after_step is None:
             self.rows.free(kv.row)
         else:

@@ -16,6 +16,9 @@ Work on the executor (forwards, later copies) never waits: launch order is enoug
 over NIXL, a peer's read, the disk) may touch a page that a copy reads or writes only after the ack [copy-acked]
 [page-fence]. `CopyFence` withholds such pages.
 
+A state (`state_pool`) goes to host pages as parts of a page's size, the last one shorter. Part p of the state in slot s
+has number s · (parts of a state) + p.
+
 A failed copy is fatal: requests were launched on the pages that it should have filled. `poll` re-raises its exception,
 which ends the process.
 """
@@ -41,6 +44,35 @@ class CopyKind(Enum):
 
     DEVICE_TO_HOST = "device_to_host"
     HOST_TO_DEVICE = "host_to_device"
+    STATE_TO_HOST = "state_to_host"
+    HOST_TO_STATE = "host_to_state"
+
+    @property
+    def is_of_state(self) -> bool:
+        return self in (CopyKind.STATE_TO_HOST, CopyKind.HOST_TO_STATE)
+
+    @property
+    def is_load(self) -> bool:
+        """To the device."""
+        return self in (CopyKind.HOST_TO_DEVICE, CopyKind.HOST_TO_STATE)
+
+
+def parts_of_state(state_bytes: int, page_bytes: int) -> int:
+    """Host pages of `page_bytes` that hold a state."""
+    return -(-state_bytes // page_bytes)
+
+
+def copy_state(copy: "PageCopy", states: torch.Tensor, host: torch.Tensor) -> None:
+    """Carry out a `copy` of states between uint8 [slots, state_bytes] and uint8 [pages, page_bytes]."""
+    page_bytes = host.shape[1]
+    parts = parts_of_state(states.shape[1], page_bytes)
+    on_device, pages = (copy.target, copy.source) if copy.kind.is_load else (copy.source, copy.target)
+    for number, page in zip(on_device, pages, strict=True):
+        slot, part = divmod(number, parts)
+        here = states[slot, part * page_bytes : (part + 1) * page_bytes]
+        there = host[page, : len(here)]
+        source, target = (there, here) if copy.kind.is_load else (here, there)
+        target.copy_(source, non_blocking=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +108,11 @@ class Pages(Protocol):
 
 
 class PageCopier:
-    """A `Copier` between a KV pool and, if there is one, host pages. Both in the memory of this machine's CPU."""
+    """A `Copier` between a KV pool, or states, and host pages if there are any. All in the memory of this machine's
+    CPU."""
 
-    def __init__(self, device: Pages, host: Pages | None = None) -> None:
+    def __init__(self, device: Pages, host: Pages | None = None, states: Pages | None = None) -> None:
+        self._states = None if states is None or host is None else (states.bytes_view(), host.bytes_view())
         self._ends: dict[CopyKind, tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = {}
         if host is not None:
             pages, mirror = device.bytes_view().numpy(), host.bytes_view().numpy()
@@ -88,6 +122,10 @@ class PageCopier:
     def __call__(self, copy: PageCopy) -> CopyReport:
         """Raises KeyError without host pages."""
         began = perf_counter()
+        if copy.kind.is_of_state:
+            assert self._states is not None, f"{copy.kind.value} of a model without states, or without host pages"
+            copy_state(copy, *self._states)
+            return CopyReport(pages=len(copy.source), seconds=perf_counter() - began)
         source, target = self._ends[copy.kind]
         # Row by row through numpy is a memcpy per page without the interpreter lock; gathering and scattering
         # with torch moves every byte twice and took three to fifty times as long for pages of 6 KiB to 2 MiB.
@@ -135,6 +173,8 @@ class CopyQueue:
     """Number of the newest copy known to be done."""
     newest_load: int = 0
     """The newest HOST_TO_DEVICE copy."""
+    newest_of_state: int = 0
+    """The newest copy of a state, either way: a peer must not write to any row before it is acked [page-fence]."""
     _in_flight: deque[_Queued] = field(default_factory=deque)
     _pages_per_s: dict[CopyKind, float] = field(default_factory=dict)
 
@@ -143,6 +183,8 @@ class CopyQueue:
         self.launched += 1
         if copy.kind is CopyKind.HOST_TO_DEVICE:
             self.newest_load = self.launched
+        elif copy.kind.is_of_state:
+            self.newest_of_state = self.launched
         self._in_flight.append(_Queued(number=self.launched, kind=copy.kind, future=self.submit(copy), acked=acked))
         return self.launched
 

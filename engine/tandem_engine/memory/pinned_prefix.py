@@ -70,6 +70,6 @@ class BorrowedPrefix:
         self.memory.give_back([page for page in pages if page not in adopted])
 
 
-def caches_prefixes(memory: KvMemory) -> bool:
-    """Whether what is computed or received can be found again."""
-    return not isinstance(memory.cache, NoPrefixCache)
+def fetches_prefixes(memory: KvMemory) -> bool:
+    """Whether a prefix that is received can be found again, and be continued from its pages alone."""
+    return not memory.stateful and not isinstance(memory.cache, NoPrefixCache)

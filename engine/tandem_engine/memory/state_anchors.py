@@ -36,6 +36,7 @@ class StateAnchors:
         self._free = [*reversed(slots)]
         self._slot_of: OrderedDict[PageId, int] = OrderedDict()
         self._pins: Counter[PageId] = Counter()
+        self._changes: list[tuple[PageId, bool]] = []
 
     def at_most(self, tokens: int) -> int:
         """The longest length of an anchor within so many tokens."""
@@ -68,6 +69,7 @@ class StateAnchors:
             if oldest is None:
                 return None
             self._free.append(self._slot_of.pop(oldest))
+            self._changes.append((oldest, False))
         return self._free.pop()
 
     def attach(self, page: PageId, slot: int) -> None:
@@ -77,6 +79,7 @@ class StateAnchors:
             self._slot_of.move_to_end(page)
         else:
             self._slot_of[page] = slot
+            self._changes.append((page, True))
 
     def give_back(self, slot: int) -> None:
         """A pending anchor comes to nothing."""
@@ -91,6 +94,12 @@ class StateAnchors:
             if slot is not None:
                 assert page not in self._pins, f"page {page} is freed and a request continues from its anchor"
                 self._free.append(slot)
+                self._changes.append((page, False))
+
+    def take_changes(self) -> list[tuple[PageId, bool]]:
+        """Pages that have got an anchor (True) or lost it since the last call, in order."""
+        taken, self._changes = self._changes, []
+        return taken
 
     def problems(self, *, tree: Iterable[PageId], pending: Sequence[int], pins: Counter[PageId]) -> list[str]:
         """What is wrong if requests have these `pending` slots and `pins`, and the cache these pages (audit)."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tandem_engine.forward.batch import ForwardBatch, Snapshot
 from tandem_engine.kernels.interface import DeltaStep, DeltaWeights
-from tandem_engine.memory.pool import zeroed
+from tandem_engine.memory.pool import PageLayout, zeroed
 
 ALIGNMENT = 256
 """Bytes that a slot is a multiple of."""
@@ -65,6 +65,12 @@ class StateSpec:
         used = self.matrix_bytes + prod(self.inputs) * self.dtype.itemsize
         return -(-used // ALIGNMENT) * ALIGNMENT
 
+    @property
+    def name(self) -> str:
+        """What the bytes of a slot are."""
+        matrices, inputs = ("x".join(map(str, shape)) for shape in (self.matrices, self.inputs))
+        return f"{matrices} float32 and {inputs} {str(self.dtype).removeprefix('torch.')}"
+
 
 class Run(NamedTuple):
     """Tokens [start, stop) of a step, which are of one sequence."""
@@ -79,7 +85,7 @@ class Run(NamedTuple):
 
 
 class StatePool:
-    """States of the sequences of an engine. Read and written by forwards alone."""
+    """States of the sequences of an engine. Read and written by forwards and, of rows that wait for one, by peers."""
 
     def __init__(self, spec: StateSpec, *, rows: int, anchors: int = 0, device: torch.device | str) -> None:
         """Of so many requests, and copies."""
@@ -97,6 +103,28 @@ class StatePool:
     @property
     def total_bytes(self) -> int:
         return self._bytes.numel()
+
+    # As transfers see it: slots are pages.
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._bytes)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.spec.slot_bytes
+
+    @property
+    def layout(self) -> PageLayout:
+        return PageLayout(layers=1, heads=1, slots=1, row_bytes=self.spec.slot_bytes, parts=1)
+
+    @property
+    def address(self) -> int:
+        return self._bytes.data_ptr()
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Whole slots, (source, target) each, one after the other."""

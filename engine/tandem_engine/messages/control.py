@@ -37,6 +37,8 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Digest of the scales of pages of float8; "" for pages of another dtype, and where all scales are 1."""
     value_width: int = 0
     """Of pages of latents, the numbers at the beginning of each that are V; 0 for pages of K and V."""
+    states: str = ""
+    """What a rank keeps of a sequence in layers with states, and of how many ranks; "" where there are none."""
 
     @property
     def page_bytes(self) -> int:

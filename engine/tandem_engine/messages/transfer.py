@@ -24,11 +24,16 @@
       │ TransferAborted ◀────────────▶ │   as above, and so is the DrainAck that follows one
 
 Every message names the sender's incarnation, and the room (or rooms) with the generation.
+
+Where layers keep states (`memory.state_pool`), these are one more group of layers: `groups` of a `Hello`, of a
+`WriteGrant` and of a `HandoffRecord` are for states what the other fields are for pages. Engines without states leave
+them out.
 """
 
 from typing import Annotated
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from tandem_engine.base.names import DigestKind, LinkTransport
 from tandem_engine.messages.outputs import CacheHits, TokenLogprob
@@ -43,6 +48,41 @@ TransportNames = Annotated[tuple[LinkTransport, ...], msgspec.Meta(max_length=8)
 MAX_RANKS = 64
 """Ranks of one engine."""
 
+MAX_GROUPS = 15
+"""Of layers, next to those whose K and V are pages."""
+
+STATES = 1
+"""The group of layers that keep states. Pages are group 0."""
+
+
+class GroupPool(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a further group of layers has its slots: slot s starts at `address + s * slot_bytes`."""
+
+    address: int
+    slot_bytes: int
+    num_slots: int
+    layout: Annotated[str, msgspec.Meta(max_length=256)]
+    """What the bytes of a slot are. Both sides of a transfer have the same."""
+
+
+class GroupGrant(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to write what one sequence leaves in a further group of layers."""
+
+    group: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUPS)]
+    slots: Annotated[tuple[int, ...], msgspec.Meta(min_length=1, max_length=1)]
+
+
+class GroupDigests(msgspec.Struct, frozen=True, kw_only=True):
+    """Of what was written there."""
+
+    group: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUPS)]
+    digests: tuple[int, ...]
+
+
+GroupPools = Annotated[tuple[GroupPool, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+GroupGrants = Annotated[tuple[GroupGrant, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+DigestsOfGroups = Annotated[tuple[GroupDigests, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+
 
 class RankPool(msgspec.Struct, frozen=True, kw_only=True):
     """The pool of one of several ranks, where it is not like rank 0's."""
@@ -52,6 +92,8 @@ class RankPool(msgspec.Struct, frozen=True, kw_only=True):
     device_id: int
     first_head: int
     """Of the model's KV heads; `Hello.heads` of them lie there from this one on."""
+    groups: GroupPools | UnsetType = UNSET
+    """As `Hello.groups`."""
 
 
 RankPools = Annotated[tuple[RankPool, ...], msgspec.Meta(max_length=MAX_RANKS)]
@@ -77,6 +119,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Of `LinkTransport`, those that the sender's process could use."""
     ranks: RankPools = ()
     """Of an engine with several, all of them in order; what is not said here they have in common. Else none."""
+    groups: GroupPools | UnsetType = UNSET
+    """Further groups of layers, from group 1 on."""
 
     @property
     def num_ranks(self) -> int:
@@ -104,6 +148,8 @@ class WriteGrant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     adapter: bytes = b""
     """Digest of the adapter that the KV shall be of, b"" for the base model. The writer gives up where its own differs,
     so no engine takes KV of another one."""
+    groups: GroupGrants | UnsetType = UNSET
+    """For what the whole prompt leaves in further groups of layers, whatever the receiver has of its pages."""
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
@@ -127,6 +173,8 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     """What the transfer took beyond the computation: from the end of the prompt's last step to this record."""
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     """Of the sender. A page's digest is made of those of what each has written to each rank of the receiver."""
+    groups: DigestsOfGroups | UnsetType = UNSET
+    """Of each that was granted, in order."""
 
 
 class TransferAborted(msgspec.Struct, frozen=True, kw_only=True, tag="transfer_aborted"):

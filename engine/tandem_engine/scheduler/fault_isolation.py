@@ -230,7 +230,8 @@ class Health:
         live = [*self.queues.live()]
         kvs = [req.kv for req in live if req.kv is not None]
         swapped = [req.swapped for req in live if req.swapped is not None]
-        return check_conservation(self.memory, kvs, self.queues.held_pages(), swapped)
+        held_rows = [*self.queues.held_rows()]
+        return check_conservation(self.memory, kvs, self.queues.held_pages(), swapped, held_rows=held_rows)
 
     def after_turn(self, *, idle: bool) -> None:
         """Audit if the configuration or the situation requires it."""

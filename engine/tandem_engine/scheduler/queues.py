@@ -43,7 +43,7 @@ from itertools import chain, count, islice
 from typing import NamedTuple
 from weakref import ref
 
-from tandem_engine.base.names import PageId, RequestId
+from tandem_engine.base.names import PageId, ReqPoolIdx, RequestId
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.scheduler.request import Request, sends_kv
 from tandem_engine.scheduler.stage import AwaitedPages, QueueStage
@@ -412,6 +412,11 @@ class Queues:
         """Pages in transfer holds."""
         for stage in self.stages:
             yield from stage.held_pages()
+
+    def held_rows(self) -> Iterator[ReqPoolIdx]:
+        """Rows in transfer holds."""
+        for stage in self.stages:
+            yield from stage.held_rows()
 
     @property
     def head(self) -> Request | None:

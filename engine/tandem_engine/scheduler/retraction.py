@@ -88,8 +88,7 @@ class Swapping:
         if self.memory.host is None or self.config.preemption_mode is PreemptionMode.RECOMPUTE:
             return False
         swap, kv = self.memory.host.swap, req.held_kv
-        assert kv.lock is not None, f"request {req.rid} holds no lock"
-        shared = self.memory.cache.shared_pages(kv.lock)
+        shared = self.memory.kept_blocks(kv)
         if not self._pays(swap.pages_to_move(kv, shared=shared)):
             return False
         swapped = swap.out(kv, shared=shared)
@@ -120,6 +119,7 @@ class Swapping:
             self.memory.release(kv, (), checkpoint=False, after_step=None)
             return Return.LATER if complete else self._recompute(req)
         self.memory.load_back(kv, tokens)
+        self.memory.expect_state(kv)
         swap.back(swapped, kv)
         self._resume(req, kv)
         return Return.BACK

@@ -21,7 +21,7 @@ Every method runs on the scheduler thread and must not block.
 from collections.abc import Iterator
 from typing import Protocol
 
-from tandem_engine.base.names import PageId, RequestId
+from tandem_engine.base.names import PageId, ReqPoolIdx, RequestId
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish
 from tandem_engine.scheduler.request import Request
@@ -99,6 +99,10 @@ class QueueStage(Protocol):
 
     def held_pages(self) -> Iterator[PageId]:
         """Pages in transfer holds that no request owns (any more): for the audit."""
+        ...
+
+    def held_rows(self) -> Iterator[ReqPoolIdx]:
+        """Rows in those holds."""
         ...
 
     def holds_for_a_while(self) -> bool:

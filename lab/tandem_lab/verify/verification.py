@@ -92,7 +92,7 @@ class Verification:
             graphs=GraphConfig(enabled=path.graphs, sizes=GRAPH_ROWS),
         )
         peers = path.disaggregated or path.drained or path.fetched
-        reason = unsupported(self.model.model_config, config, has_peers=peers)
+        reason = unsupported(self.model.model_config, config) or self._without_states(path)
         if reason is not None:
             return not_run(path, reason)
         if path.restart:
@@ -110,6 +110,16 @@ class Verification:
             if path.sessions or path.appended:
                 generate = in_turns(generate) if path.sessions else appended(generate)
             return self._compare(path, generate, (engine,), began)
+
+    def _without_states(self, path: Path) -> str | None:
+        """Why only models whose layers keep no states take `path`; None where all do, or there are none."""
+        if self.model.model_config.delta is None:
+            return None
+        if path.fetched:
+            return "its layers keep states, which no prefix fetch brings"
+        if (path.disaggregated or path.drained) and path.tp_size != path.receiver_tp_size:
+            return "its layers keep states, which only equal numbers of ranks exchange"
+        return None
 
     def _on_two(self, path: Path, config: EngineConfig, began: float) -> PathResult:
         """NIXL between them."""

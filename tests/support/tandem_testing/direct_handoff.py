@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tandem_engine.base.names import PageId, RequestId
+from tandem_engine.base.names import PageId, ReqPoolIdx, RequestId
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.memory.allocator import Writer
 from tandem_engine.messages.outputs import Finish
@@ -72,6 +72,9 @@ class DirectReceiver(FetchesNothing):
         yield from self.waiting.values()
 
     def held_pages(self) -> Iterator[PageId]:
+        yield from ()
+
+    def held_rows(self) -> Iterator[ReqPoolIdx]:
         yield from ()
 
     def _admit(self, room: str) -> bool:
@@ -155,6 +158,9 @@ class DirectSender(FetchesNothing):
         yield from (req for req, _ in self.kept)
 
     def held_pages(self) -> Iterator[PageId]:
+        yield from ()
+
+    def held_rows(self) -> Iterator[ReqPoolIdx]:
         yield from ()
 
     def _send(self, req: Request) -> None:

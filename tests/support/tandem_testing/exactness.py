@@ -29,6 +29,7 @@ TWICE = "twice, to the bit"
 DISAGGREGATED = "disaggregated over NIXL"
 SWAPPED, HOST, FILES = "swapped (forced)", "host cache, write_back", "files, after a restart"
 FETCHED = "prefix fetched over NIXL"
+MOVED, FAULTY = "drained mid-stream", "every fifth step raises, disaggregated"
 SHARED = "mixed, staggered, 2 ranks"
 UNEQUAL = ("disaggregated over NIXL, 1 to 2 ranks", "disaggregated over NIXL, 2 to 1 ranks")
 
@@ -69,10 +70,20 @@ ADDED_PATHS = {
     "minimax-m2": (RETRACTED, SHARED, *UNEQUAL),
     # Two rotations and windows; blocks that read the hidden states as they are.
     "olmo3": (CHUNKED, RETRACTED),
-    # States of requests: carried from chunk to chunk, given to other requests, of each rank's heads.
-    "qwen3-next": (CHUNKED, CACHED, MIXED, RETRACTED, SHARED),
+    # States of requests: carried from chunk to chunk, given to other requests and engines, of each rank's heads.
+    "qwen3-next": (
+        CHUNKED,
+        CACHED,
+        MIXED,
+        RETRACTED,
+        SHARED,
+        DISAGGREGATED,
+        MOVED,
+        FAULTY,
+        f"{DISAGGREGATED}, 2 to 2 ranks",
+    ),
     # The same from matrices that hold several projections.
-    "qwen3.5": (CHUNKED, RETRACTED, SHARED),
+    "qwen3.5": (CHUNKED, RETRACTED, SHARED, DISAGGREGATED, MOVED, SWAPPED),
     "qwen3.5-moe": (MIXED,),
     # A gated shared expert next to experts in every second layer.
     "qwen2-moe": (MIXED, SHARED),

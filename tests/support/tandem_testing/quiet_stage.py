@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from tandem_engine.base.names import PageId, RequestId
+from tandem_engine.base.names import PageId, ReqPoolIdx, RequestId
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish
 from tandem_engine.scheduler.request import Request
@@ -65,3 +65,6 @@ class QuietStage(FetchesNothing):
 
     def held_pages(self) -> Iterator[PageId]:
         yield from self.held
+
+    def held_rows(self) -> Iterator[ReqPoolIdx]:
+        yield from ()

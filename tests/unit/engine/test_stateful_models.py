@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -20,13 +21,14 @@ from tandem_engine.config import (
     SpecConfig,
 )
 from tandem_engine.engine import Engine
-from tandem_engine.engine.loaded_model import LoadedModel, load
+from tandem_engine.engine.loaded_model import LoadedModel, compat_hash, kv_geometry, load
 from tandem_engine.engine.stateful_models import StateShares, state_shares, unsupported
 from tandem_engine.memory.group_pools import Demand
 from tandem_engine.memory.sizing import MemoryFacts, MemoryPlan
 from tandem_engine.memory.state_pool import StatePool, StateSpec
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.parallel.group import Parallel, SingleRank
 from tandem_engine.speculative.assembly import read_draft
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
@@ -48,7 +50,6 @@ def engine(loaded: LoadedModel, **cache: Any) -> Engine:
     ("config", "flag"),
     [
         (replace(PLAIN, cache=CacheConfig(host=HostConfig(enable_cache=True))), "--enable-hierarchical-cache"),
-        (replace(PLAIN, cache=CacheConfig(host=HostConfig(swap_bytes=1 << 20))), "--swap-space"),
         (replace(PLAIN, speculative=SpecConfig(algorithm=SpecAlgorithm.NGRAM)), "--speculative-algorithm NGRAM"),
     ],
 )
@@ -57,15 +58,28 @@ def test_what_continues_from_pages_alone_is_refused(hybrid, config, flag):
         load(replace(config, model_path=hybrid.config.model_path), progress=False)
 
 
-def test_peers_are_refused_before_weights_are_read(hybrid):
-    with pytest.raises(ConfigError, match="--transport none"):
-        load(hybrid.config, progress=False, has_peers=True)
-
-
 def test_a_model_without_states_refuses_nothing(hybrid):
     dense = replace(hybrid.model_config, delta=None)
     config = replace(PLAIN, cache=CacheConfig(host=HostConfig(swap_bytes=1 << 20)))
-    assert unsupported(dense, config, has_peers=True) is None
+    assert unsupported(dense, config) is None
+
+
+def test_engines_with_other_states_have_no_common_hash(hybrid):
+    own = kv_geometry(hybrid, hybrid.config)
+    assert own.states.endswith("float32, 1 of 1 ranks")
+    halves = replace(hybrid, parallel=Parallel(forward=replace(SingleRank(), size=2)))
+    rounded = replace(hybrid, dtype=torch.bfloat16)
+    names = {kv_geometry(each, hybrid.config).states for each in (hybrid, halves, rounded)}
+    assert len(names) == 3
+    hashes = {
+        compat_hash(msgspec.structs.replace(own, states=name), hybrid.model_config.num_kv_heads) for name in names
+    }
+    assert len(hashes) == 3
+
+
+def test_a_geometry_without_states_does_not_name_them(hybrid):
+    own = msgspec.structs.replace(kv_geometry(hybrid, hybrid.config), states="")
+    assert "states" not in msgspec.msgpack.decode(msgspec.msgpack.encode(own))
 
 
 def test_a_draft_with_states_is_refused_by_its_family(hybrid):
@@ -254,3 +268,8 @@ def test_reloaded_weights_continue_from_no_former_state(hybrid):
 
 def request(rid: str, tokens: Sequence[int], *, max_tokens: int = 2) -> GenerateRequest:
     return GenerateRequest(rid=rid, input_ids=tuple(tokens), sampling=SamplingParams(max_tokens=max_tokens))
+
+
+def test_swap_space_without_room_for_a_state_is_refused(hybrid):
+    with pytest.raises(ConfigError, match="--swap-space .* holds not one request: a state and one KV page take"):
+        engine(hybrid, num_pages=40, host=HostConfig(swap_bytes=12_000))

@@ -1,7 +1,7 @@
 """NIXL behind a typed interface, and a watch on the network interfaces below it. The only module that imports `nixl`.
 
-    1. start       named after the incarnation, so that peers see a restarted worker as a new agent; the whole pool is
-                   registered once
+    1. start       named after the incarnation, so that peers see a restarted worker as a new agent; the whole pool, and
+                   that of states, is registered once
     2. add_peer    once per peer incarnation (nixl #2109), from the metadata in its `Hello`
     3. write       a WRITE; `progress` until it is done, which is when it has arrived
     4. remove_peer, close
@@ -28,7 +28,7 @@ of other pods, and UCX would use them as well, so `own_devices` excludes them.
 import fcntl
 import logging
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,9 +164,16 @@ class NixlAgent:
     """One nixl_agent with the UCX backend."""
 
     def __init__(
-        self, name: str, region: Region, interfaces: Interfaces, *, network: Mapping[str, str] | None = None
+        self,
+        name: str,
+        region: Region,
+        interfaces: Interfaces,
+        *,
+        network: Mapping[str, str] | None = None,
+        further: Sequence[Region] = (),
     ) -> None:
-        """`network`: variables of UCX (`interfaces.ucx_network`); those that the user has set count instead.
+        """`network`: variables of UCX (`interfaces.ucx_network`); those that the user has set count instead. `further`:
+        regions of other groups of layers, on the same device.
 
         Raises `TransportUnavailableError` when NIXL is not installed or cannot start here.
         """
@@ -188,7 +195,8 @@ class NixlAgent:
                 config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
                 self._agent = api.nixl_agent(name, config)
             self._registered = self._agent.register_memory(
-                [(region.address, region.num_pages * region.page_bytes, region.device_id, "")], region.device
+                [(each.address, each.num_pages * each.page_bytes, each.device_id, "") for each in (region, *further)],
+                region.device,
             )
             self.metadata: bytes = self._agent.get_agent_metadata()
         except self._errors as error:

@@ -34,6 +34,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from msgspec import UNSET
+
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import TransferError
 from tandem_engine.disaggregation.digest import PageDigester, unproved
@@ -118,12 +120,15 @@ class TransferThread:
     clock: Clock
     inbox: "queue.SimpleQueue[Command]"
     outbox: Outbox
+    further: tuple[Region, ...] = ()
+    """Of groups of layers next to pages, from group 1 on."""
     interfaces: Interfaces = field(default_factory=Interfaces)
     """Those of the agent."""
     leave: Callable[[str], None] = lambda _: None
     """Reports that this process should be replaced by a new one, with the reason."""
     mishaps: Mishaps = field(init=False)
-    _peers: dict[str, Region] = field(default_factory=dict)
+    _peers: dict[str, tuple[Region, ...]] = field(default_factory=dict)
+    """Of each group."""
     _outstanding: dict[PushKey, _Outstanding] = field(default_factory=dict)
     _expected: int = 0
     _pause: float = FIRST_PAUSE
@@ -242,11 +247,24 @@ class TransferThread:
         if peer in self._peers:
             return
         try:
-            self._peers[peer] = self._region_of(hello)
+            self._peers[peer] = self._regions_of(hello)
             self.agent.add_peer(peer, hello.nixl_metadata)
         except TransferError as error:
             self._peers.pop(peer, None)
             logger.warning("cannot connect to %r: %s", peer, error)
+
+    def _regions_of(self, hello: Hello) -> tuple[Region, ...]:
+        groups = () if hello.groups is UNSET else hello.groups
+        theirs, ours = [group.slot_bytes for group in groups], [region.page_bytes for region in self.further]
+        if theirs != ours:
+            raise TransferError(f"its states have {theirs} bytes, ours {ours}")
+        pages = self._region_of(hello)
+        there = [own._replace(device=pages.device, device_id=pages.device_id) for own in self.further]
+        further = (
+            _checked(region._replace(address=group.address, num_pages=group.num_slots))
+            for group, region in zip(groups, there, strict=True)
+        )
+        return pages, *further
 
     def _region_of(self, hello: Hello) -> Region:
         """Raises `TransferError` for a pool that our pages do not fit into."""
@@ -257,13 +275,7 @@ class TransferThread:
             )
         if hello.device not in ("DRAM", "VRAM"):
             raise TransferError(f"its pool is on {hello.device!r}, not on DRAM or VRAM")
-        end = hello.pool_address + hello.page_bytes * hello.num_pages
-        if not (0 < hello.pool_address < end < ADDRESS_LIMIT and 0 <= hello.device_id < DEVICE_LIMIT):
-            raise TransferError(
-                f"its pool of {hello.num_pages} pages at address {hello.pool_address} of device {hello.device_id} "
-                "is nowhere"
-            )
-        return Region(
+        region = Region(
             hello.pool_address,
             hello.page_bytes,
             hello.num_pages,
@@ -272,6 +284,7 @@ class TransferThread:
             layers=self.region.layers,
             heads=hello.heads,
         )
+        return _checked(region)
 
     def _lose(self, peer: str, reason: str) -> None:
         """End every push to `peer` and drop its mappings. Unknown peers are ignored."""
@@ -298,12 +311,13 @@ class TransferThread:
             push.progress.on_end(lambda: self.inbox.put(Wake()))
 
     def _refusal(self, push: Push) -> PushFailed | None:
-        there = self._peers.get(push.peer)
-        if there is None:
+        regions = self._peers.get(push.peer)
+        if regions is None:
             return PushFailed(key=push.key, reason=f"not connected to {push.peer}", peer_lost=True)
         if self.clock.now() >= push.start_before:
             return PushFailed(key=push.key, reason="the grant expired", peer_lost=False)
-        if push.heads is None and there.heads != self.region.heads:
+        there = regions[push.key.group]
+        if push.heads is None and there.heads != self._region(push).heads:
             reason = f"whole pages of {self.region.heads} KV heads for a pool of pages of {there.heads}"
             return PushFailed(key=push.key, reason=reason, peer_lost=False)
         lowest, highest = min(push.target), max(push.target)
@@ -324,7 +338,8 @@ class TransferThread:
 
     def _write_more(self, outstanding: _Outstanding) -> bool:
         """Start to write the layers that are ready. False: there are too few, or the push has failed."""
-        push, total = outstanding.push, self.region.layers
+        push = outstanding.push
+        total = self._region(push).layers
         ready = total if push.progress is None else min(push.progress.layers, total)
         if ready == VOID:
             self._fail(outstanding, "the step that computed its pages failed", peer_lost=False)
@@ -337,10 +352,10 @@ class TransferThread:
 
     def _write(self, outstanding: _Outstanding, layers: range) -> None:
         push = outstanding.push
-        there = self._peers[push.peer]
-        descriptors = describe(self.region, push.source, there, push.target, layers, push.heads)
+        here, there = self._region(push), self._peers[push.peer][push.key.group]
+        descriptors = describe(here, push.source, there, push.target, layers, push.heads)
         outstanding.began = self.clock.now()
-        patience = STUCK_S + len(push.source) * self.region.page_bytes / SLOWEST_RATE
+        patience = STUCK_S + len(push.source) * here.page_bytes / SLOWEST_RATE
         outstanding.give_up = outstanding.began + patience
         try:
             outstanding.write = self.agent.write(push.peer, descriptors, there.device)
@@ -367,10 +382,14 @@ class TransferThread:
     def _wrote(self, outstanding: _Outstanding) -> None:
         released = self._release(outstanding)
         outstanding.seconds += self.clock.now() - outstanding.began
-        if outstanding.layers == self.region.layers:
+        if outstanding.layers == self._region(outstanding.push).layers:
             self._done(outstanding)
         if not released:
             self._lose(outstanding.push.peer, UNEXPECTED)
+
+    def _region(self, push: Push) -> Region:
+        """That its group has here."""
+        return self.further[push.key.group - 1] if push.key.group else self.region
 
     def _done(self, outstanding: _Outstanding) -> None:
         push = outstanding.push
@@ -393,3 +412,13 @@ class TransferThread:
         write, outstanding.write = outstanding.write, None
         peer = outstanding.push.peer
         return write is None or self._tidy("giving back a write", partial(self.agent.release, write), peer)
+
+
+def _checked(region: Region) -> Region:
+    """Raises `TransferError` for one that a peer cannot have."""
+    end = region.address + region.page_bytes * region.num_pages
+    if not (0 < region.address < end < ADDRESS_LIMIT and 0 <= region.device_id < DEVICE_LIMIT):
+        raise TransferError(
+            f"its pool of {region.num_pages} pages at address {region.address} of device {region.device_id} is nowhere"
+        )
+    return region

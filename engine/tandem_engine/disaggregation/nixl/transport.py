@@ -7,6 +7,7 @@ import queue
 from collections.abc import Callable
 
 import msgspec
+from msgspec import UNSET
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.environment import read_environment
@@ -20,6 +21,7 @@ from tandem_engine.disaggregation.transport import (
     DigestOrder,
     PagePool,
     Push,
+    StateSlots,
     TransportEvent,
     machine_name,
     rdma_is_up,
@@ -27,7 +29,7 @@ from tandem_engine.disaggregation.transport import (
     usable_transports,
 )
 from tandem_engine.messages.requests import Peer
-from tandem_engine.messages.transfer import Hello
+from tandem_engine.messages.transfer import GroupPool, Hello
 
 CLOSE_TIMEOUT = 5.0
 """Seconds for the thread to finish the write it is in."""
@@ -40,10 +42,16 @@ class NixlTransport:
     """Registers `pool` and serves it to peers under the name of this incarnation."""
 
     def __init__(
-        self, *, me: Peer, pool: PagePool, clock: Clock, leave: Callable[[str], None] = lambda _: None
+        self,
+        *,
+        me: Peer,
+        pool: PagePool,
+        clock: Clock,
+        states: StateSlots | None = None,
+        leave: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`leave` is called, on another thread and more than once, with the reason why this process should make way
-        for a new one.
+        for a new one. `states`: of layers that keep them, on the device of `pool`.
 
         Raises `TransportUnavailableError` when NIXL is not installed or cannot start here.
         """
@@ -52,7 +60,9 @@ class NixlTransport:
         environment = read_environment()
         net_devices = environment.ucx_net_devices or own_devices(me.endpoint, rdma_ports())
         interfaces = Interfaces(watched(me.endpoint, net_devices))
-        agent = NixlAgent(me.incarnation, self._region, interfaces, network=ucx_network(me.endpoint, net_devices))
+        further = () if states is None else (region_of(states),)
+        network = ucx_network(me.endpoint, net_devices)
+        agent = NixlAgent(me.incarnation, self._region, interfaces, network=network, further=further)
         self._hello = Hello(
             sender=me,
             nixl_metadata=agent.metadata,
@@ -64,16 +74,18 @@ class NixlTransport:
             device_id=self._region.device_id,
             machine=machine_name(),
             transports=usable_transports(environment.ucx_tls, device=self._region.device, rdma=rdma_is_up()),
+            groups=UNSET if states is None else (group_pool(states),),
         )
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox = Outbox()
         self._expected = 0
         self._closed = False
-        self._digester = PageDigester(pool)
+        self._digester = PageDigester(pool, states=None if states is None else PageDigester(states))
         thread = TransferThread(
             agent=agent,
             digester=self._digester,
             region=self._region,
+            further=further,
             clock=clock,
             inbox=self._inbox,
             outbox=self._outbox,
@@ -100,8 +112,9 @@ class NixlTransport:
         self._inbox.put(StartPush(push))
 
     def digest(self, order: DigestOrder) -> None:
+        sampled = order.kind is DigestKind.SAMPLED and not order.states
         short = len(order.pages) * self._region.page_bytes <= SHORT_BYTES
-        if order.kind is DigestKind.SAMPLED and short and self._region.device == "DRAM":
+        if sampled and short and self._region.device == "DRAM":
             self._outbox.put(self._digester.carry_out(order))
         else:
             self._inbox.put(order)
@@ -133,6 +146,13 @@ class NixlTransport:
         self._thread.join(CLOSE_TIMEOUT)
         if not self._thread.is_alive():
             self._outbox.close()
+
+
+def group_pool(states: StateSlots) -> GroupPool:
+    """Where they lie, for peers."""
+    return GroupPool(
+        address=states.address, slot_bytes=states.page_bytes, num_slots=states.num_pages, layout=states.name
+    )
 
 
 def region_of(pool: PagePool) -> Region:

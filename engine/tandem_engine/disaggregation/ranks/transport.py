@@ -13,6 +13,8 @@ the local transports become one event that all ranks see in the same iteration.
     poll()                ──▶   reports of this rank's transport       ◀─  events
           ◀── joined events ──  exchanged with all ranks (`gather`), joined (`slices`)
 
+States are not divided again: engines whose layers keep them have equally many ranks, and rank i writes to rank i.
+
 Ranks exchange reports only in iterations with an open push or proof, which is the same on all ranks [same-collectives].
 Between two engines with one rank each nothing is sliced, renamed or joined.
 """
@@ -24,6 +26,7 @@ from hashlib import blake2b
 from typing import Self
 
 import msgspec
+from msgspec import UNSET
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.disaggregation.base import RoomKey, room_key
@@ -154,7 +157,7 @@ class RankedTransport:
 
     def connect(self, hello: Hello) -> None:
         peer, ranks = hello.sender.incarnation, hello.num_ranks
-        problem = _problem_with(hello, ranks, self.place.kv_heads)
+        problem = _problem_with(hello, ranks, self.place.kv_heads) or _problem_with_groups(hello, self._hello)
         if problem is not None:
             self._refused[peer] = problem
             logger.warning("cannot write to %r: %s", peer, problem)
@@ -302,6 +305,7 @@ def _joined_hello(me: Peer, hellos: Sequence[Hello], place: RankPlace) -> Hello:
             pool_address=hello.pool_address,
             device_id=hello.device_id,
             first_head=heads_on(place.kv_heads, rank=rank, size=place.size).start,
+            groups=hello.groups,
         )
         for rank, hello in enumerate(hellos)
     )
@@ -327,6 +331,7 @@ def _hello_of(hello: Hello, rank: int) -> Hello:
         nixl_metadata=pool.nixl_metadata,
         pool_address=pool.pool_address,
         device_id=pool.device_id,
+        groups=pool.groups,
         ranks=(),
     )
 
@@ -345,3 +350,16 @@ def _problem_with(hello: Hello, ranks: int, kv_heads: int) -> str | None:
     if theirs != firsts:
         return f"its ranks' KV heads begin at {theirs}, ours would at {firsts}"
     return None
+
+
+def _problem_with_groups(hello: Hello, own: Hello) -> str | None:
+    """Why what a peer keeps in further groups of layers is not what this engine keeps; None if it is."""
+    if _layouts(hello) != _layouts(own):
+        return f"its states are {_layouts(hello)}, ours {_layouts(own)}"
+    if own.groups is not UNSET and hello.num_ranks != own.num_ranks:
+        return f"its states are divided among {hello.num_ranks} ranks, ours among {own.num_ranks}"
+    return None
+
+
+def _layouts(hello: Hello) -> list[str]:
+    return [] if hello.groups is UNSET else [group.layout for group in hello.groups]

@@ -42,7 +42,7 @@ from torch import Tensor
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.kv_progress import Event
 from tandem_engine.kernels.interface import by_triton
-from tandem_engine.memory.page_copies import CopyKind, CopyReport, PageCopy, Pages
+from tandem_engine.memory.page_copies import CopyKind, CopyReport, PageCopy, Pages, copy_state, parts_of_state
 
 ALIGNMENT = 64
 """Of each tensor in an upload: kernels are compiled again for addresses with a smaller alignment."""
@@ -346,13 +346,18 @@ class InFlight:
     """Of the device."""
     event: Event
     """Behind it."""
+    rows: frozenset[int] = frozenset()
+    """Whose states it copies."""
 
 
 class PageStreams:
     """Copies of pages between a pool on a device and, if there is one, pinned host memory. Scheduler thread only."""
 
-    def __init__(self, streams: DeviceStreams, device: Pages, host: Pages | None = None) -> None:
+    def __init__(
+        self, streams: DeviceStreams, device: Pages, host: Pages | None = None, states: Pages | None = None
+    ) -> None:
         self._streams = streams
+        self._states = None if states is None else states.bytes_view()
         self._device = device.bytes_view()
         self._host = None if host is None else host.bytes_view()
         self._has_kernels = by_triton(self._device.device)
@@ -364,21 +369,36 @@ class PageStreams:
         """Queue `copy` after everything that was queued before."""
         self._streams.wait(StreamName.PAGES, self._streams.record(StreamName.FORWARD))
         began = self._streams.record(StreamName.PAGES, timed=True)
-        source, target = self._ends(copy.kind)
         with self._streams.on(StreamName.PAGES):
-            runs = [*runs_of(copy)]
-            if self._has_kernels and are_short(runs, page_bytes=source.shape[1]):
-                self._gather(source, target, copy)
+            if copy.kind.is_of_state:
+                pages, rows = frozenset[int](), self._copy_state(copy)
             else:
-                _copy_runs(source, target, runs)
+                pages, rows = self._copy_pages(copy), frozenset[int]()
         ended = self._streams.record(StreamName.PAGES, timed=True)
-        on_device = copy.source if copy.kind is CopyKind.DEVICE_TO_HOST else copy.target
-        self._in_flight.append(InFlight(frozenset(on_device), ended))
+        self._in_flight.append(InFlight(pages, ended, rows))
 
         def report() -> CopyReport:
             return CopyReport(pages=len(copy.source), seconds=began.elapsed_time(ended) * MILLISECOND)
 
         return Queued(ended.query, report)
+
+    def _copy_pages(self, copy: PageCopy) -> frozenset[int]:
+        """Returns the pages on the device."""
+        source, target = self._ends(copy.kind)
+        runs = [*runs_of(copy)]
+        if self._has_kernels and are_short(runs, page_bytes=source.shape[1]):
+            self._gather(source, target, copy)
+        else:
+            _copy_runs(source, target, runs)
+        return frozenset(copy.target if copy.kind.is_load else copy.source)
+
+    def _copy_state(self, copy: PageCopy) -> frozenset[int]:
+        """Returns the rows."""
+        assert self._states is not None, f"{copy.kind.value} of a model without states"
+        assert self._host is not None, f"{copy.kind.value} without host pages"
+        copy_state(copy, self._states, self._host)
+        parts = parts_of_state(self._states.shape[1], self._host.shape[1])
+        return frozenset(number // parts for number in (copy.target if copy.kind.is_load else copy.source))
 
     def _warm_up(self) -> None:
         """Compile the copy kernels before requests need them, with unused pages: the dummy one, the host's first."""
@@ -398,16 +418,16 @@ class PageStreams:
         gather_pages(source, target, *there.view(torch.int64).view(indices.shape).unbind(0))
 
     def before(self, batch: ForwardBatch) -> None:
-        """Have the forward stream wait for copies of pages that `batch`, on the host, names."""
+        """Have the forward stream wait for copies of pages and states that `batch`, on the host, names."""
         if self._in_flight:
             copied = (page for pair in batch.page_copies for page in pair)
-            self._wait_for({*np.unique(batch.page_table.numpy()).tolist(), *copied})
+            self._wait_for({*np.unique(batch.page_table.numpy()).tolist(), *copied}, {*batch.rows.tolist()})
 
-    def _wait_for(self, pages: set[int]) -> None:
-        """Have the forward stream wait for copies of any of `pages`."""
+    def _wait_for(self, pages: set[int], rows: set[int]) -> None:
+        """Have the forward stream wait for copies of any of `pages` and of states of `rows`."""
         self._in_flight = [copy for copy in self._in_flight if not copy.event.query()]
         for copy in self._in_flight:
-            if not copy.pages.isdisjoint(pages):
+            if not (copy.pages.isdisjoint(pages) and copy.rows.isdisjoint(rows)):
                 self._streams.wait(StreamName.FORWARD, copy.event)
 
     def _ends(self, kind: CopyKind) -> tuple[Tensor, Tensor]:

@@ -306,9 +306,16 @@ class HostMemory:
 
     @classmethod
     def build(
-        cls, pool: HostPool, copies: CopyQueue, config: HostConfig, *, page_size: int, storage: HostStorage | None
+        cls,
+        pool: HostPool,
+        copies: CopyQueue,
+        config: HostConfig,
+        *,
+        page_size: int,
+        storage: HostStorage | None,
+        state_pages: int = 0,
     ) -> Self:
-        """Host memory around `pool`, with a prefix cache if `config` enables one."""
+        """Host memory around `pool`, with a prefix cache if `config` enables one. `state_pages`: of `SwapSpace`."""
         reserve = min(pool.num_pages, config.swap_pages(pool.page_bytes))
         pages, blocks, events = HostPages(pool.num_pages, reserve=reserve), HostBlocks(), TierEvents()
         traffic = None
@@ -318,7 +325,7 @@ class HostMemory:
         cache = None
         if config.enable_cache:
             cache = TieredCache(page_size=page_size, page_bytes=pool.page_bytes, host=tier, policy=config.write_policy)
-        swap = SwapSpace(host=tier, copies=copies, leaving=CopyFence(copies=copies))
+        swap = SwapSpace(host=tier, copies=copies, leaving=CopyFence(copies=copies), state_pages=state_pages)
         return cls(pool=pool, tier=tier, swap=swap, cache=cache, prefetch_timeout=config.prefetch_timeout)
 
     def poll(self) -> bool:
@@ -341,7 +348,7 @@ class HostMemory:
         claims = {
             "the host free list": [*self.tier.pages.free_page_ids()],
             "a cached host block": [*self.tier.blocks.pages()],
-            "a swapped request": [page for kv in swapped for page in kv.pages],
+            "a swapped request": [page for kv in swapped for page in kv.all_pages],
             "a copy": [*self.swap.leaving_pages()],
         }
         free, cached, taken, leaving = claims.values()

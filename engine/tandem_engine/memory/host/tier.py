@@ -201,6 +201,12 @@ class SwappedKv:
     first_page: int
     pages: tuple[HostPageId, ...]
     committed_len: int
+    state: tuple[HostPageId, ...] = ()
+    """Of the state after those tokens, where layers keep one."""
+
+    @property
+    def all_pages(self) -> tuple[HostPageId, ...]:
+        return (*self.pages, *self.state)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -210,22 +216,29 @@ class SwapSpace:
     host: HostTier
     copies: CopyQueue
     leaving: CopyFence[HostPageId]
+    state_pages: int = 0
+    """Host pages that hold a state; 0 where no layer keeps one."""
 
     def pages_to_move(self, kv: RequestKv, *, shared: int) -> int:
-        """Pages that `out` would copy when the first `shared` stay in the cache."""
-        return -(-kv.committed_len // kv.page_size) - shared
+        """Pages that `out` would copy when the first `shared` stay in the cache, those of its state included."""
+        return -(-kv.committed_len // kv.page_size) - shared + self.state_pages
 
     def out(self, kv: RequestKv, *, shared: int) -> SwappedKv | None:
-        """Queue the copy of the settled KV of `kv`. None, and nothing happened, if host memory has no room."""
+        """Queue the copy of the settled KV of `kv`, and of its state. None, and nothing happened, if host memory has no
+        room. No step is in flight, so the state is that after the settled tokens.
+        """
         wanted = self.pages_to_move(kv, shared=shared)
         self.poll()
         if not self.host.make_room(wanted):
             return None
         pages = self.host.pages.take_for_swap(wanted)
         assert pages is not None, f"no {wanted} host pages after room was made for them"
-        source = kv.pages[shared : shared + wanted]
-        self.copies.launch(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=source, target=pages))
-        return SwappedKv(first_page=shared, pages=tuple(pages), committed_len=kv.committed_len)
+        state, taken = pages[: self.state_pages], pages[self.state_pages :]
+        source = kv.pages[shared : shared + len(taken)]
+        self.copies.launch(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=source, target=taken))
+        if state:
+            self.copies.launch(PageCopy(kind=CopyKind.STATE_TO_HOST, source=self._parts(kv), target=state))
+        return SwappedKv(first_page=shared, pages=tuple(taken), committed_len=kv.committed_len, state=tuple(state))
 
     def completes(self, swapped: SwappedKv, kv: RequestKv) -> bool:
         """Whether the prefix that `kv` matched reaches to where `swapped` begins."""
@@ -242,20 +255,27 @@ class SwapSpace:
         if source:
             target = kv.pages[found : found + len(source)]
             kv.copy = self.copies.launch(PageCopy(kind=CopyKind.HOST_TO_DEVICE, source=source, target=target))
+        if swapped.state:
+            copy = PageCopy(kind=CopyKind.HOST_TO_STATE, source=swapped.state, target=self._parts(kv))
+            kv.copy = self.copies.launch(copy)
         kv.committed_len = kv.computed_from = swapped.committed_len
         self.drop(swapped)
 
     def drop(self, swapped: SwappedKv) -> None:
         """The host pages are not needed beyond the copies that are queued now."""
         if self.leaving.needed:
-            self.leaving.hold(swapped.pages)
+            self.leaving.hold(swapped.all_pages)
         else:
-            self.host.pages.free_swapped(swapped.pages)
+            self.host.pages.free_swapped(swapped.all_pages)
 
     def poll(self) -> None:
         """Free what left, as far as its copies are acked."""
         if len(self.leaving):
             self.host.pages.free_swapped(self.leaving.passed())
+
+    def _parts(self, kv: RequestKv) -> range:
+        """Of the state in its row."""
+        return range(kv.row * self.state_pages, (kv.row + 1) * self.state_pages)
 
     def leaving_pages(self) -> Iterator[HostPageId]:
         """Pages of no request that copies may still touch (audit)."""

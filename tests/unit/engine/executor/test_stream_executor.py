@@ -16,6 +16,7 @@ from tandem_engine.executor.cuda.streams import (
 from tandem_engine.forward.batch import ForwardResult
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.page_copies import CopyKind, PageCopy
+from tandem_engine.memory.state_pool import StatePool, StateSpec
 from tandem_testing.device_twin import TwinStreams
 from tandem_testing.forward_builders import Seq, make_batch, make_pool
 
@@ -197,3 +198,40 @@ def test_pages_go_to_the_host_and_come_back_elsewhere():
     assert all(report.seconds > 0 for report in reports)
     for target, source in ((20, 7), (21, 9)):
         assert torch.equal(pool.data[target], before[source])
+
+
+def pages_and_states(streams: TwinStreams) -> tuple[PageStreams, StatePool]:
+    pool = make_pool()
+    states = StatePool(StateSpec(**STATE, dtype=torch.float32), rows=3, device="cpu")
+    states.bytes_view().random_(0, 256)
+    host = HostPool(num_pages=4, page_bytes=pool.page_bytes)
+    for data in (pool.data, states.bytes_view()):
+        streams.adopt(data, shared=True)
+    memory = streams.know(host.data)
+    memory.pinned = memory.shared = True
+    return PageStreams(streams, pool, host, states), states
+
+
+STATE = {"layers": 1, "history": 1, "channels": 4, "heads": 1, "key_size": 4, "value_size": 4}
+
+
+@torch.inference_mode()
+def test_a_step_waits_for_the_copy_of_its_own_state_alone(monkeypatch):
+    streams = TwinStreams(looks=1000)
+    pages, _ = pages_and_states(streams)
+    waits = []
+    monkeypatch.setattr(streams, "wait", lambda stream, _: waits.append(stream))
+    pages.enqueue(PageCopy(kind=CopyKind.STATE_TO_HOST, source=[2], target=[0]))
+    pages.before(make_batch([Seq(seq_len=2, decode=True, pages=(2,), row=1, input_ids=[5])]))
+    assert waits == [StreamName.PAGES]
+    pages.before(make_batch([Seq(seq_len=2, decode=True, pages=(3,), row=2, input_ids=[5])]))
+    assert waits == [StreamName.PAGES, StreamName.FORWARD]
+
+
+@torch.inference_mode()
+def test_states_go_to_the_host_and_come_back_elsewhere():
+    pages, states = pages_and_states(TwinStreams())
+    before = states.bytes_view().clone()
+    for kind, source, target in ((CopyKind.STATE_TO_HOST, [2], [3]), (CopyKind.HOST_TO_STATE, [3], [1])):
+        assert StreamFuture(pages.enqueue(PageCopy(kind=kind, source=source, target=target))).result().pages == 1
+    assert torch.equal(states.bytes_view()[1], before[2])

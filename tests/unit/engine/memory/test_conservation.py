@@ -76,13 +76,13 @@ def test_a_page_outside_the_pool_is_named(memory: KvMemory) -> None:
 
 def test_a_leaked_row_is_named(memory: KvMemory) -> None:  # [admission-unwinds]
     row = memory.rows.alloc()
-    assert audit(memory).problems == (f"row {row} leaked: no request has it",)
+    assert audit(memory).problems == (f"row {row} leaked: no request or hold has it",)
 
 
 def test_a_freed_row_still_in_use_is_named(memory: KvMemory, kv: RequestKv) -> None:
     memory.rows.free(kv.row)
     assert audit(memory, kv).problems == (
-        f"row {kv.row} free but still used by a request",
+        f"row {kv.row} free but still used by a request or hold",
         f"row {kv.row}: the table does not list exactly the pages that the request holds",
     )
 
@@ -91,7 +91,7 @@ def test_a_row_of_two_requests_is_named(memory: KvMemory) -> None:
     kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=0)
     assert kv is not None
     twin = RequestKv(row=kv.row, space=BASE_SPACE, page_size=4)
-    assert audit(memory, kv, twin).problems == (f"row {kv.row} used by more than one request",)
+    assert audit(memory, kv, twin).problems == (f"row {kv.row} used by more than one request or hold",)
 
 
 def test_a_written_padding_row_is_reported(memory: KvMemory) -> None:

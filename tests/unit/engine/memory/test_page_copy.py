@@ -1,7 +1,9 @@
 import pytest
+import torch
 
 from tandem_engine.memory.host.pages import HostPool
-from tandem_engine.memory.page_copies import CopyKind, PageCopier, PageCopy, refuse_copies
+from tandem_engine.memory.page_copies import CopyKind, PageCopier, PageCopy, parts_of_state, refuse_copies
+from tandem_engine.memory.state_pool import StatePool, StateSpec
 from tandem_testing.fake_executor import make_fake_pool
 
 PAGES = 4
@@ -46,3 +48,27 @@ def test_sources_and_targets_are_as_many(device):
 def test_an_executor_without_a_copier_says_so():
     with pytest.raises(AssertionError, match="has no copier"):
         refuse_copies(copy(CopyKind.DEVICE_TO_HOST, [1], [2]))
+
+
+SPEC = StateSpec(layers=2, history=3, channels=20, heads=2, key_size=6, value_size=5, dtype=torch.float32)
+"""A state of 1,024 bytes."""
+
+
+@pytest.mark.parametrize("page_bytes", [1024, 300, 4096])
+def test_a_state_goes_to_pages_of_any_size_and_back(device, page_bytes):
+    states = StatePool(SPEC, rows=3, device="cpu")
+    states.bytes_view().copy_(torch.arange(4 * 1024).view(4, 1024) % 251)
+    before, parts = states.bytes_view().clone(), parts_of_state(1024, page_bytes)
+    host = HostPool(num_pages=2 * parts, page_bytes=page_bytes)
+    copier, pages = PageCopier(device, host, states), [*range(parts)][::-1]
+    copier(copy(CopyKind.STATE_TO_HOST, [*range(2 * parts, 3 * parts)], pages))
+    states.bytes_view().fill_(0xFF)
+    report = copier(copy(CopyKind.HOST_TO_STATE, pages, [*range(parts, 2 * parts)]))
+    assert report.pages == parts
+    assert torch.equal(states.bytes_view()[1], before[2])
+    assert bool((states.bytes_view()[[0, 2, 3]] == 0xFF).all())
+
+
+def test_a_model_without_states_copies_none(device, host):
+    with pytest.raises(AssertionError, match="state_to_host of a model without states"):
+        PageCopier(device, host)(copy(CopyKind.STATE_TO_HOST, [1], [2]))

@@ -222,3 +222,34 @@ def test_the_audit_names_a_slot_without_an_owner():
 @pytest.mark.parametrize(("page_size", "grain"), [(1, 64), (16, 64), (64, 64), (48, 192)])
 def test_the_grain_holds_whole_blocks_and_whole_chunks(page_size, grain):
     assert StateAnchors((), page_size=page_size).grain == grain
+
+
+def test_a_received_state_continues_from_no_anchor():
+    """Nothing pins what it would have continued from, and none of its steps has the states before."""
+    memory, tokens = make(), [*range(150)]
+    end(memory, compute(memory, tokens), tokens)
+    kv = memory.begin(tokens, space=BASE_SPACE, max_match=149)
+    assert kv is not None
+    assert kv.continues_from is not None
+    memory.expect_state(kv)
+    assert memory.ensure(kv, 150)
+    assert (kv.continues_from, kv.anchor_lens) == (None, [])
+    memory.commit(kv, 150)
+    assert memory.state_moves(9, [kv], [150], [151]) == ((), ())
+    assert check_conservation(memory, [kv], ()).problems == ()
+    memory.release(kv, tokens, checkpoint=True, after_step=None)
+    assert check_conservation(memory, [], ()).problems == ()
+
+
+def test_a_row_that_a_peer_may_write_is_no_other_requests():
+    memory = make()
+    kv = memory.begin([*range(20)], space=BASE_SPACE, max_match=19)
+    assert kv is not None
+    assert memory.ensure(kv, 20)
+    pages = memory.detach(kv, keep_row=True)
+    assert memory.rows.available == 3
+    assert check_conservation(memory, [], pages, held_rows=[kv.row]).problems == ()
+    [leaked] = check_conservation(memory, [], pages).problems
+    assert leaked == f"row {kv.row} leaked: no request or hold has it"
+    memory.rows.free(kv.row)
+    assert memory.rows.available == 4

@@ -1,5 +1,6 @@
 import pytest
 
+from tandem_engine.memory.allocator import Writer
 from tandem_engine.memory.page_copies import CopyKind
 from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_testing.memory_builders import assert_conserved, start_request
@@ -95,3 +96,48 @@ def test_cached_blocks_give_way_to_a_swapped_request(tiers):
     assert second is not None
     assert len(tiers.host.tier.blocks) == 0
     assert_conserved(tiers.memory, swapped=[first, second])
+
+
+def stateful_tiers(host_pages: int = 8) -> Tiers:
+    """Of a model whose states take two host pages."""
+    tiers = make_tiers(host_pages=host_pages, swap_pages=6)
+    tiers.host.swap.state_pages = 2
+    return tiers
+
+
+def test_a_state_goes_with_the_pages_of_its_request():
+    tiers = stateful_tiers()
+    kv = start_request(tiers.memory, PROMPT)
+    row, swap = kv.row, tiers.host.swap
+    assert swap.pages_to_move(kv, shared=0) == 5
+    swapped = swap.out(kv, shared=0)
+    tiers.memory.release(kv, PROMPT, checkpoint=False, after_step=None)
+    assert swapped is not None
+    assert (len(swapped.pages), len(swapped.state)) == (3, 2)
+    assert len({*swapped.all_pages}) == 5
+    assert_conserved(tiers.memory, swapped=[swapped])
+    start_request(tiers.memory, [*range(50, 53)])  # takes the row
+    kv = begin_again(tiers, swapped, PROMPT)
+    swap.back(swapped, kv)
+    out, back = (copy for copy in tiers.device.seen if copy.kind.is_of_state)
+    assert kv.row != row
+    assert ([*out.source], [*back.target]) == ([2 * row, 2 * row + 1], [2 * kv.row, 2 * kv.row + 1])
+    assert [*out.target] == [*back.source] == [*swapped.state]
+    assert not tiers.memory.readable(kv)
+
+
+def test_a_request_whose_state_has_no_room_is_not_swapped():
+    tiers = stateful_tiers(host_pages=4)
+    assert swap_out(tiers, PROMPT) is None
+    assert tiers.host.tier.pages.available == 4
+
+
+def test_no_peer_gets_a_row_before_copies_of_states_are_acked():  # [page-fence]
+    tiers = stateful_tiers()
+    swap_out(tiers, PROMPT)
+    kv = tiers.memory.begin([*range(60, 63)], space=BASE_SPACE, max_match=2)
+    assert kv is not None
+    assert not tiers.memory.ensure(kv, 3, Writer.PEER)
+    assert kv.pages == []
+    tiers.turn()
+    assert tiers.memory.ensure(kv, 3, Writer.PEER)
