@@ -3,6 +3,7 @@
 decode    time of a step from two lengths of output, so that neither prefill nor start counts
 sampled   the same with temperature, filters and penalties, against greedy
 prefill   a prompt alone, from request to its only token
+prompts   the same of short ones, against the same engine without graphs of prompts, and how long the device waits
 idle      share of the time in which the device has nothing to do, in the middle of a batch's decode, from a trace
 mixed     requests of mixed lengths; afterwards, when the engine has given its memory back, the same by transformers
 """
@@ -28,12 +29,16 @@ from gpu.shapes import Shape
 from gpu.spans import idle_share, launches_of, spans_of
 from gpu.transformers_peer import Job, Peer, measure_peer
 from tandem_engine import LLM, SamplingParams
+from tandem_engine.executor.cuda.prompt_graphs import NO_PROMPT_GRAPHS
+from tandem_engine.executor.cuda.runner import StreamRunner
+from tandem_engine.executor.cuda.step_graphs import StepGraphs
 from tandem_engine.kernels.compiles import COMPILED
 
 ROUNDS = 2
 SHORT, LONG = 16, 144
 """Output tokens of the two runs that a step's time is the difference of."""
 FILTERED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "repetition_penalty": 1.1, "presence_penalty": 0.1}
+PROMPT_ROUNDS = 7
 PREFILL_RATE = 20_000
 """Tokens per second that a model surely computes: for how long a case will take."""
 PEER_S = 90.0
@@ -46,7 +51,9 @@ class Loads:
     decode: tuple[tuple[int, int], ...] = ((1, 512), (64, 4096), (64, 512), (256, 512), (1, 4096), (1, 32768))
     """Sequences, and tokens that each of them has."""
     sampled: tuple[tuple[int, int], ...] = ((64, 512), (1, 512))
-    prefill: tuple[int, ...] = (8192, 2048, 512, 32768)
+    prefill: tuple[int, ...] = (8192, 2048, 32768)
+    prompts: tuple[int, ...] = (128, 16, 512, 1024)
+    """By a graph and without."""
     float8: tuple[tuple[int, int], ...] = ((64, 4096), (1, 512))
     idle: int = 64
     idle_prompt: int = 64
@@ -63,8 +70,8 @@ class Loads:
 
 
 TINY = Loads(
-    decode=((1, 16), (2, 16)), sampled=((2, 16),), prefill=(64,), float8=((2, 16),), idle=4, idle_prompt=8, mixed=4,
-    mixed_prompts=(8, 16), mixed_outputs=(4, 8),
+    decode=((1, 16), (2, 16)), sampled=((2, 16),), prefill=(64,), prompts=(16,), float8=((2, 16),), idle=4,
+    idle_prompt=8, mixed=4, mixed_prompts=(8, 16), mixed_outputs=(4, 8),
 )  # fmt: skip
 
 
@@ -142,7 +149,11 @@ class EngineRun:
         ]
         idle = [] if self.bench.device.type == "cpu" else [EngineCase("idle share", self._idle, 15)]
         mixed = EngineCase(f"mixed load of {loads.mixed} requests", self._run_mixed, 15)
-        return [first, prefill, *others, *idle, *sampled, *prefills, mixed]
+        prompts = [
+            EngineCase(f"prompt of {tokens} tokens by a graph", partial(self._by_graph, tokens), 6)
+            for tokens in loads.prompts
+        ]
+        return [first, prefill, *prompts, *others, *idle, *sampled, *prefills, mixed]
 
     def _float8_cases(self) -> list[EngineCase]:
         return self._decodes(self.loads.float8, ", KV in fp8", 0.5)
@@ -233,13 +244,33 @@ class EngineRun:
         target = (0.35 if self.shape.experts else 0.7) if tokens >= 2048 else None
         self._add(f"prefill of {tokens} tokens", rate / self.bench.ceilings.matmul_flops, "matmul rate", target, facts)
 
+    def _by_graph(self, tokens: int, llm: LLM) -> None:
+        """Steps of one prompt, alternately by a graph and without: what changes on a machine changes both."""
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(PROMPT_ROUNDS + 1):
+            for graphs, found in seconds.items():
+                with prompt_graphs(llm, graphs=graphs):
+                    found.append(run_s(llm, self._prompts(1, tokens), [1]))
+        with_s, without_s = (statistics.median(found[1:]) for found in seconds.values())
+        rate = self.shape.prefill_flops(tokens) / with_s
+        facts = {
+            "ms": with_s * 1e3,
+            "ms without": without_s * 1e3,
+            "share of matmul rate": rate / self.bench.ceilings.matmul_flops,
+        }
+        if self.bench.device.type != "cpu":
+            for graphs, name in ((True, "device idle"), (False, "device idle without")):
+                with prompt_graphs(llm, graphs=graphs):
+                    prompts = [self._prompts(1, tokens) for _ in range(PROMPT_ROUNDS)]
+                    facts[name] = idle_share(launches_of(traced(llm, prompts, 1)))
+        self._add(
+            f"prompt of {tokens} tokens by a graph", with_s / without_s, "time without", None, facts, at_most=True
+        )
+
     def _idle(self, llm: LLM) -> None:
         prompts = self._prompts(self.loads.idle, self.loads.idle_prompt)
         run_s(llm, prompts, [LONG] * len(prompts))
-        with tempfile.TemporaryDirectory() as folder:
-            llm.start_profile(folder)
-            run_s(llm, prompts, [LONG] * len(prompts))
-            events = json.loads(llm.stop_profile().read_text("utf-8"))["traceEvents"]
+        events = traced(llm, [prompts], LONG)
         name = f"device idle between launches of decodes at batch {self.loads.idle}"
         facts = {"with gaps within graphs": idle_share(spans_of(events))}
         self._add(name, idle_share(launches_of(events)), "time", 0.05, facts, at_most=True)
@@ -293,6 +324,31 @@ def run_s(llm: LLM, prompts: Sequence[list[int]], output_lens: Sequence[int], **
     lengths = [len(output.outputs[0].token_ids) for output in outputs]
     assert lengths == list(output_lens), f"outputs of {lengths} tokens, {list(output_lens)} were expected"
     return seconds
+
+
+def traced(llm: LLM, loads: Sequence[list[list[int]]], output_len: int) -> list[dict[str, Any]]:
+    """Events of torch's profiler while prompts are answered, one load after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        llm.start_profile(folder)
+        for prompts in loads:
+            run_s(llm, prompts, [output_len] * len(prompts))
+        events: list[dict[str, Any]] = json.loads(llm.stop_profile().read_text("utf-8"))["traceEvents"]
+    return events
+
+
+@contextmanager
+def prompt_graphs(llm: LLM, *, graphs: bool) -> Iterator[None]:
+    """Without `graphs`, steps with prompts are launched one operation at a time, by an engine that has any."""
+    runner = llm._engine._parts.runner
+    if graphs or not isinstance(runner, StreamRunner):
+        yield
+        return
+    whole = runner._graphs
+    runner._graphs = StepGraphs(whole.decodes, NO_PROMPT_GRAPHS)
+    try:
+        yield
+    finally:
+        runner._graphs = whole
 
 
 def compiled_so_far() -> int:

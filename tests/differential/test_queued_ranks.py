@@ -26,7 +26,7 @@ def test_ranks_replay_their_collectives_and_give_what_transformers_gives(tmp_pat
     first, second = platforms
     assert first.replays == second.replays > 0
     for each in platforms:
-        for tape in each.capturer.tapes:
-            captured = [func.name() for func, *_ in tape.operations]
-            assert f"{NAMESPACE}::all_reduce" in captured
-            assert f"{NAMESPACE}::all_gather" in captured
+        captured = [[func.name() for func, *_ in tape.operations] for tape in each.capturer.tapes]
+        assert all(f"{NAMESPACE}::all_reduce" in names for names in captured)
+        # Of logits, which graphs of prompts do not have.
+        assert [f"{NAMESPACE}::all_gather" in names for names in captured] == [True] * 3 + [False] * 2

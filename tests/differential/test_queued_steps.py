@@ -58,8 +58,7 @@ def run(model: LoadedModel, paths: list[str]) -> list[TwinPlatform]:
 def test_every_way_to_compute_a_token_gives_the_same_with_graphs(model):
     platforms = run(model, PATHS)
     assert len(platforms) == len(PATHS) + 1, "two engines hand over"
-    # The one that prefills has nothing to decode.
-    assert sum(platform.replays > 0 for platform in platforms) >= len(PATHS)
+    assert all(platform.replays for platform in platforms)
 
 
 def test_and_without(model):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tandem_engine.forward.prompt_shape import PromptShape, as_prompt
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_testing.forward_builders import PageDealer, make_batch
@@ -76,6 +77,7 @@ def test_a_captured_graph_gives_the_bits_of_a_plan_and_nothing_waits_for_the_hos
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        graph_plan.prepare()
         out = graph_plan(0, q, k, v)
     dealer = PageDealer(pool=pool)
     for lengths in ((1, 5000, 17, 4096), (30,), (400,) * rows):
@@ -91,6 +93,55 @@ def test_a_captured_graph_gives_the_bits_of_a_plan_and_nothing_waits_for_the_hos
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(out[: len(lengths)], plain)
         assert not out[len(lengths) :].any()
+
+
+@MODELS
+def test_a_captured_prompt_graph_gives_the_bits_of_a_plan(shape):
+    from tandem_engine.model.attention.triton import TritonBackend
+
+    num_heads, kv_heads, head_dim = shape["heads"], shape["kv_heads"], shape["head_dim"]
+    pool = KvPool(
+        num_pages=3000,
+        num_layers=1,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=16,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    pool.data.normal_()
+    backend = TritonBackend(pool, num_heads=num_heads, specs=(AttentionSpec(scale=head_dim**-0.5),))
+    backend.warm_up()
+    size = PromptShape(tokens=640, rows=9, extends=5)
+    graph_plan = backend.prompt_graph_plan(size, max_pages=600)
+    q, k, v = (
+        torch.randn((size.tokens, n, head_dim), dtype=torch.bfloat16, device="cuda")
+        for n in (num_heads, kv_heads, kv_heads)
+    )
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graph_plan.prepare()
+        out = graph_plan(0, q, k, v)
+    dealer = PageDealer(pool=pool)
+    steps = [
+        [dealer.seq(5000, 513), dealer.seq(100, 100), dealer.decode(17), dealer.decode(4096)],
+        [dealer.seq(16, 16)],
+        [dealer.seq(640, 640)],
+    ]
+    for sequences in steps:
+        batch = make_batch(sequences)
+        tokens, padded = batch.num_tokens, batch_on(as_prompt(batch, size), "cuda")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            graph_plan.load(padded)
+            graph.replay()
+            plain = backend.plan(batch_on(batch, "cuda"))(0, *(part[:tokens] for part in (q, k, v)))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(out[:tokens], plain)
+        assert bool(out.isfinite().all())
 
 
 def batch_on(batch, device):

@@ -36,15 +36,22 @@ class GrammarConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphConfig:
-    """Decode steps that a GPU runs again without being told each operation. Names follow SGLang flags."""
+    """Steps that a GPU runs again by one launch. Names follow SGLang flags."""
 
     enabled: bool = True
     max_rows: int = 0
     """Of the largest graph, a token of output each; 0 is what `--max-running-requests` can need, within bounds."""
     sizes: tuple[int, ...] = ()
     """Rows of each graph; () is a few up to the largest."""
+    prompts: bool = True
+    """Whether steps with prompts have graphs as well."""
+    max_prompt_tokens: int = 0
+    """Of the largest of these; 0 is what a step can have, within bounds."""
+    prompt_sizes: tuple[int, ...] = ()
+    """Tokens of each; () is a few up to the largest."""
 
     def __post_init__(self) -> None:
+        self._check_prompts()
         if self.max_rows < 0:
             raise ConfigError(f"--cuda-graph-max-bs must be at least 1, got {self.max_rows}")
         if self.sizes and min(self.sizes) < 1:
@@ -53,6 +60,16 @@ class GraphConfig:
             raise ConfigError(
                 f"--cuda-graph-max-bs {self.max_rows} leaves none of --cuda-graph-bs {' '.join(map(str, self.sizes))}"
             )
+
+    def _check_prompts(self) -> None:
+        most, sizes = self.max_prompt_tokens, self.prompt_sizes
+        if most < 0:
+            raise ConfigError(f"--cuda-graph-max-bs-prefill must be at least 1, got {most}")
+        if sizes and min(sizes) < 1:
+            raise ConfigError(f"--cuda-graph-bs-prefill must be numbers of at least 1, got {min(sizes)}")
+        if sizes and most and min(sizes) > most:
+            given = " ".join(map(str, sizes))
+            raise ConfigError(f"--cuda-graph-max-bs-prefill {most} leaves none of --cuda-graph-bs-prefill {given}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,3 +159,14 @@ class EngineConfig:
                 f"--hicache-storage-dir needs --tensor-parallel-size 1, got {self.parallel.tp_size}: a file may be "
                 "there for one rank and not for another. Drop it; host memory works with several ranks"
             )
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of logits that a step of decodes has, those of drafts included, at most."""
+        drafts = 0 if self.speculative.algorithm is None else self.speculative.num_draft_tokens
+        return self.scheduler.max_running_requests * (1 + drafts)
+
+    @property
+    def most_tokens(self) -> int:
+        """That a step computes, at most."""
+        return self.scheduler.max_prefill_tokens + self.most_rows

@@ -27,6 +27,7 @@ from tandem_engine.engine.loaded_model import LoadedModel, kv_geometry, scales_o
 from tandem_engine.engine.stateful_models import log_states, require_supported, state_shares
 from tandem_engine.engine.stats import Generations
 from tandem_engine.executor.cuda.graphs import graph_sizes
+from tandem_engine.executor.cuda.prompt_graphs import prompt_sizes
 from tandem_engine.executor.forward_thread import Forward
 from tandem_engine.executor.interface import HiddenObserver, LosesResults, Runner
 from tandem_engine.executor.memory_profile import Footprint, longest_chunk, plan_pool
@@ -250,8 +251,7 @@ def make_runner_parts(
     graphs: bool,
 ) -> RunnerParts:
     """What the platform makes a runner of; `graphs`: with the sizes of steps to capture."""
-    limits, spec = config.scheduler, config.speculative
-    most = limits.max_running_requests * (1 if spec.algorithm is None else 1 + spec.num_draft_tokens)
+    limits = config.scheduler
     return RunnerParts(
         model=loaded.model,
         pool=pools.first,
@@ -263,7 +263,8 @@ def make_runner_parts(
         observer=observer,
         group=loaded.parallel.forward,
         max_pages=_max_pages(limits, pools.first.page_size),
-        graph_sizes=graph_sizes(config.graphs, most=most) if graphs else (),
+        graph_sizes=graph_sizes(config.graphs, most=config.most_rows) if graphs else (),
+        prompt_sizes=prompt_sizes(config.graphs, loaded.model_config, most=config.most_tokens) if graphs else (),
         adapters=adapters.weights,
     )
 

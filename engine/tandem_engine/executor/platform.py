@@ -14,16 +14,10 @@ from typing import Protocol, TypeVar
 import torch
 
 from tandem_engine.base.linux import bind_thread
-from tandem_engine.executor.cuda.graphs import (
-    CudaGraphCapturer,
-    DecodeGraphs,
-    Decoding,
-    GraphCapturer,
-    can_capture,
-    capture_decodes,
-    measure_graphs,
-)
+from tandem_engine.executor.cuda.graphs import CudaGraphCapturer, Decoding, GraphCapturer, can_capture
+from tandem_engine.executor.cuda.prompt_graphs import can_capture_prompts
 from tandem_engine.executor.cuda.runner import StreamRunner
+from tandem_engine.executor.cuda.step_graphs import StepGraphs, capture_steps, measure_steps
 from tandem_engine.executor.cuda.streams import (
     CudaStreams,
     DeviceStreams,
@@ -34,7 +28,7 @@ from tandem_engine.executor.cuda.streams import (
 )
 from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor
 from tandem_engine.executor.interface import HiddenObserver, Runner
-from tandem_engine.executor.memory_profile import MemoryMeter, meter_for
+from tandem_engine.executor.memory_profile import meter_for
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap
@@ -82,6 +76,8 @@ class RunnerParts:
     """Of one sequence."""
     graph_sizes: tuple[int, ...] = ()
     """Rows of decodes that are captured, on a device with graphs."""
+    prompt_sizes: tuple[int, ...] = ()
+    """Tokens of steps with prompts that are captured there too."""
     adapters: Sequence[AdapterWeights] = ()
     """By slot."""
     agree_time: Callable[[float], float] = float
@@ -225,17 +221,21 @@ class OnStreams:
         )
         runner.agree_time = parts.agree_time
         self.streams.synchronize()
-        if parts.graph_sizes and can_capture(parts.model.config, self.streams.device):
-            runner.capture(lambda model: self._capture(model, decoding, parts.graph_sizes))
+        decodes, prompts = self._sizes(parts)
+        if decodes or prompts:
+            runner.capture(lambda model: self._capture(decoding.of(model), decodes, prompts))
         return runner
 
     def graph_bytes(self, make: Callable[[], RunnerParts]) -> int:
         parts = make()
-        if not parts.graph_sizes or not can_capture(parts.model.config, self.streams.device):
+        decodes, prompts = self._sizes(parts)
+        if not decodes and not prompts:
             return 0
         with self.streams.on(StreamName.FORWARD):
             decoding = self._decoding(parts)
-            return measure_graphs(self._capturer, decoding, parts.graph_sizes, meter=self._meter())
+            return measure_steps(
+                self._capturer, decoding, decodes=decodes, prompts=prompts, meter=meter_for(self.streams.device)
+            )
 
     def executor(self, parts: ExecutorParts) -> Executor:
         """Both modes queue; without overlap the loop settles a step before it launches the next."""
@@ -270,12 +270,20 @@ class OnStreams:
         ]
         return GroupedGraphAttention(backends, windows=groups.layout.windows, places=groups.layout.places)
 
-    def _capture(self, model: StepModel, decoding: Decoding, sizes: Sequence[int]) -> DecodeGraphs:
+    def _capture(self, decoding: Decoding, decodes: Sequence[int], prompts: Sequence[int]) -> StepGraphs:
         with self.streams.on(StreamName.FORWARD):
-            return capture_decodes(self._capturer, decoding.of(model), sizes, meter=self._meter())
+            return capture_steps(
+                self._capturer, decoding, decodes=decodes, prompts=prompts, meter=meter_for(self.streams.device)
+            )
 
-    def _meter(self) -> MemoryMeter:
-        return meter_for(self.streams.device)
+    def _sizes(self, parts: RunnerParts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows of decodes and tokens of steps with prompts to capture: none where the model cannot be captured."""
+        config, device = parts.model.config, self.streams.device
+        prompts = can_capture_prompts(config, device, states=parts.states is not None)
+        return (
+            parts.graph_sizes if can_capture(config, device) else (),
+            parts.prompt_sizes if prompts else (),
+        )
 
 
 def platform_for(device: str) -> Platform:

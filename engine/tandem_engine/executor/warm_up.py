@@ -3,7 +3,7 @@
 What Triton compiles follows from the types, the alignment and some values of a launch's arguments. The code that queues
 a step determines those, so this is a list of steps, not of kernels: each takes the path of a request's step.
 
-    of a model       a prompt, a decode, by a graph and without; greedy and sampled; more rows than one list holds
+    of a model       a prompt, a decode, each by a graph and without; greedy and sampled; more rows than one list holds
     of a request     edits of whole rows of logits in each combination; of single logits; logprobs; copied pages
                      (page digests and copies to the host are not part of a step: `disaggregation.digest` and
                      `executor.cuda.streams` warm their own)
@@ -23,11 +23,9 @@ from itertools import product
 
 import torch
 
-from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.names import DUMMY_PAGE, PADDING_ROW, PageId
 from tandem_engine.executor.self_test import lone_batch
 from tandem_engine.forward.batch import ForwardBatch, ForwardMode, PromptPositions, SamplingBatch, TokenMasks
-from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.logit_edits import BadWords, History, LogitEdits, Penalties, TokenBiases, TokenSets
 from tandem_engine.forward.results import PooledTokens
 from tandem_engine.kernels.compiles import COMPILED
@@ -89,10 +87,10 @@ def model_steps(room: Room) -> Iterator[WarmStep]:
     for greedy in (True, False):
         how = "greedy" if greedy else "sampled"
         sampling = greedy_row() if greedy else filtered_row()
-        yield WarmStep(f"a prompt, {how}", replace(room.prompt(), sampling=sampling))
-        yield WarmStep(f"a decode, {how}", replace(room.decode(), sampling=sampling))
-        told = replace(room.decode(), sampling=sampling, kv_progress=KvProgress(MonotonicClock()))
-        yield WarmStep(f"a decode without a graph, {how}", told)
+        for name, batch in (("a prompt", room.prompt()), ("a decode", room.decode())):
+            step = replace(batch, sampling=sampling)
+            yield WarmStep(f"{name}, {how}", step)
+            yield WarmStep(f"{name} without a graph, {how}", replace(step, eager=True))
     for rows in list_sizes(room.max_rows):
         yield WarmStep(f"{rows} decodes", padding(rows))
 

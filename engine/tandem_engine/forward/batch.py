@@ -300,6 +300,8 @@ class ForwardBatch:
     """Of the sequences that have one; None when none has, and then nothing of a forward looks for adapters."""
     kv_progress: KvProgress | None = None
     """Told of each layer whose KV is written, when somebody sends pages meanwhile."""
+    eager: bool = False
+    """Its operations are launched one by one, even where a graph of a device has room for it."""
     on_host: "ForwardBatch | None" = None
     """The same step as host tensors, when these are on a device: whoever looks at those waits for the device
     [no-device-wait]."""

@@ -5,7 +5,7 @@
 What follows from lengths, lists and flags is computed here, on the host: once a step is queued, reading any of its
 tensors would wait for the device [no-device-wait]. Decodes, runs of drafts, and the text that a draft network has to
 compute can also be written as `as_decodes`: every token is a separate decode, padded to a number of rows that a graph
-was captured for.
+was captured for. Prompts are padded to the shape of a graph (`forward.prompt_shape`).
 """
 
 from dataclasses import dataclass, replace
@@ -26,6 +26,7 @@ from tandem_engine.forward.batch import (
 )
 from tandem_engine.forward.future_map import token_rows
 from tandem_engine.forward.logit_edits import History, LogitEdits, TokenSets
+from tandem_engine.forward.prompt_shape import PromptShape, as_prompt
 
 LONGEST_CATCH_UP = 4
 """Tokens of one sequence, each of which reads its KV. Mostly they are the last draft, if right, and one behind it."""
@@ -64,13 +65,15 @@ class StepInputs:
     """Rows behind those of the step."""
 
 
-def step_inputs(batch: ForwardBatch, *, pad_to: int | None = None) -> StepInputs:
-    """What `batch`, on the host, needs. `pad_to`: as decodes, padded to so many rows; only what `can_be_decodes`."""
+def step_inputs(batch: ForwardBatch, *, pad_to: int | PromptShape | None = None) -> StepInputs:
+    """What `batch`, on the host, needs. `pad_to`: as decodes, padded to so many rows, only what `can_be_decodes`; or a
+    shape that it fits, only what `can_be_prompt`.
+    """
     assert batch.on_host is None, "a step is prepared from its host tensors"
     wanted = wanted_tokens(batch)
     sampling = over_runs(batch)
     runs = len(batch.sample_index) + sum(batch.draft_lens)
-    view = batch if pad_to is None else as_decodes(batch, pad_to)
+    view = _padded_step(batch, pad_to)
     return StepInputs(
         batch=replace(view, sampling=NO_SAMPLING),
         token_rows=token_rows(view),
@@ -83,7 +86,7 @@ def step_inputs(batch: ForwardBatch, *, pad_to: int | None = None) -> StepInputs
         ahead=drafts_ahead(batch),
         filtered=not sampling.all_greedy and _is_filtered(sampling),
         page_copies=torch.tensor(list(zip(*batch.page_copies, strict=True))) if batch.page_copies else None,
-        padding=0 if pad_to is None else pad_to - batch.num_tokens,
+        padding=view.num_tokens - batch.num_tokens,
     )
 
 
@@ -91,7 +94,7 @@ def can_be_decodes(batch: ForwardBatch) -> bool:
     """Whether every token of the step may be a decode of its own: each is sampled after, or belongs to a short text
     that a draft network catches up with; and nothing else is asked of it while it computes.
     """
-    if batch.prompt_positions or batch.pooled or batch.kv_progress is not None:
+    if batch.eager or batch.prompt_positions or batch.pooled or batch.kv_progress is not None:
         return False
     if batch.mode is ForwardMode.DRAFT_EXTEND:
         return int(batch.extend_lens.max()) <= LONGEST_CATCH_UP
@@ -142,6 +145,12 @@ NO_SAMPLING = SamplingBatch(
     position=NO_IDS,
     all_greedy=True,
 )
+
+
+def _padded_step(batch: ForwardBatch, to: int | PromptShape | None) -> ForwardBatch:
+    if to is None:
+        return batch
+    return as_prompt(batch, to) if isinstance(to, PromptShape) else as_decodes(batch, to)
 
 
 def _padded(values: "np.ndarray[tuple[int], np.dtype[np.int64]]", rows: int, *, fill: int = 0) -> Tensor:

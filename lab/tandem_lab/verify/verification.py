@@ -49,6 +49,9 @@ LEASE_S = 120.0
 GRAPH_ROWS = (2, 8, 32)
 """Of the graphs of each path's engines, on a device with graphs: some steps fill one, most are padded."""
 
+GRAPH_TOKENS = (8, 24, 64)
+"""The same of steps with prompts."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Verification:
@@ -89,7 +92,7 @@ class Verification:
             cache=self._cache(path),
             scheduler=path.scheduler,
             speculative=path.speculative,
-            graphs=GraphConfig(enabled=path.graphs, sizes=GRAPH_ROWS),
+            graphs=GraphConfig(enabled=path.graphs, sizes=GRAPH_ROWS, prompt_sizes=GRAPH_TOKENS),
         )
         peers = path.disaggregated or path.drained or path.fetched
         reason = unsupported(self.model.model_config, config) or self._without_states(path)

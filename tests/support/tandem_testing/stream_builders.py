@@ -24,6 +24,7 @@ class Beside:
 
     platform: TwinPlatform = field(default_factory=TwinPlatform)
     graph_sizes: tuple[int, ...] = ()
+    prompt_sizes: tuple[int, ...] = ()
     model: CausalLM = field(default_factory=ToyModel.random)
     streams: StreamRunner = field(init=False)
     host: ModelRunner = field(init=False)
@@ -38,6 +39,7 @@ class Beside:
                 rows=ROWS,
                 max_pages=4,
                 graph_sizes=self.graph_sizes,
+                prompt_sizes=self.prompt_sizes,
             )
         )
         pool = make_pool()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.forward.prompt_shape import PromptShape
 from tandem_engine.kernels.interface import HeadTurn
 from tandem_engine.model.attention.backend import GraphPlan, TurningPlan
 from tandem_engine.model.attention.reference import TorchReferenceBackend, TorchReferencePlan
@@ -26,6 +27,9 @@ class TurningReference(TorchReferenceBackend):
 
     def graph_plan(self, max_rows: int, max_pages: int) -> "TurningReferencePlan":
         return TurningReferencePlan(super().graph_plan(max_rows, max_pages), self)
+
+    def prompt_graph_plan(self, shape: PromptShape, max_pages: int) -> "TurningReferencePlan":
+        return TurningReferencePlan(super().prompt_graph_plan(shape, max_pages), self)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,7 +21,9 @@ from tandem_testing.turning_reference import TurningReference
 
 
 class TwinPlatform(OnStreams):
-    """A `Platform` whose device is the twin."""
+    """A `Platform` whose device is the twin. Graphs of prompts have at most so many tokens."""
+
+    MOST_TOKENS = 32
 
     streams: TwinStreams
 
@@ -39,16 +42,10 @@ class TwinPlatform(OnStreams):
         return self.backends[-1]
 
     def runner(self, parts: RunnerParts) -> StreamRunner:
-        self._adopt(parts)
-        return super().runner(parts)
+        return super().runner(self._adopted(parts))
 
     def graph_bytes(self, make: Callable[[], RunnerParts]) -> int:
-        def adopted() -> RunnerParts:
-            parts = make()
-            self._adopt(parts)
-            return parts
-
-        return super().graph_bytes(adopted)
+        return super().graph_bytes(lambda: self._adopted(make()))
 
     def host_pool(self, *, num_pages: int, page_bytes: int) -> HostPool:
         pool = super().host_pool(num_pages=num_pages, page_bytes=page_bytes)
@@ -77,12 +74,15 @@ class TwinPlatform(OnStreams):
         """Of all graphs."""
         return sum(tape.replays for tape in self.capturer.tapes)
 
-    def _adopt(self, parts: RunnerParts) -> None:
+    def _adopted(self, parts: RunnerParts) -> RunnerParts:
+        """`parts` on the device."""
         self.streams.adopt(parts.model, parts.observer)
         pools = [parts.pool] if parts.groups is None else parts.groups.pools
         self.streams.adopt(*(pool.data for pool in pools), shared=True)
         if parts.states is not None:
             self.streams.adopt(parts.states.bytes_view(), shared=True)
+        prompts = tuple(tokens for tokens in parts.prompt_sizes if tokens <= self.MOST_TOKENS)
+        return replace(parts, prompt_sizes=prompts)
 
 
 def load_for_twin(checkpoint: Path, **config: object) -> LoadedModel:

@@ -134,6 +134,7 @@ def test_what_is_measured_after_an_engine_finds_its_memory_free(monkeypatch, tmp
     assert names == [
         "decode step at batch 1 × 16 (tiny)",
         "prefill of 64 tokens (tiny)",
+        "prompt of 16 tokens by a graph (tiny)",
         "mixed load of 4 requests (tiny)",
         "decode step at batch 2 × 16, KV in fp8 (tiny)",
     ]

@@ -360,6 +360,9 @@ def test_flags_of_a_gpu_reach_the_config_and_a_child_process() -> None:
         assert config.device == "cuda:2"
         assert config.graphs == GraphConfig(sizes=(1, 4, 16), max_rows=16)
     assert not engine_config(parse("--disable-cuda-graph")).graphs.enabled
+    assert not engine_config(parse("--disable-prefill-cuda-graph")).graphs.prompts
+    prompts = engine_config(parse("--cuda-graph-bs-prefill", "16", "64", "--cuda-graph-max-bs-prefill", "64"))
+    assert prompts.graphs == GraphConfig(prompt_sizes=(16, 64), max_prompt_tokens=64)
 
 
 @pytest.mark.parametrize("value", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "cuda:1000", ""])

@@ -107,7 +107,27 @@ def _add_graph_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="rows of each CUDA graph (default: 1, 2, 4, 8, then every 8th to 64, 16th to 256)",
     )
-    group.add_argument("--disable-cuda-graph", action="store_true", help="run decode steps without CUDA graphs")
+    group.add_argument(
+        "--cuda-graph-max-bs-prefill",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="tokens of the largest step with prompts that a GPU replays as a graph (default: what a step can have, "
+        "at most 1024, or up to 4096 of narrow models)",
+    )
+    group.add_argument(
+        "--cuda-graph-bs-prefill",
+        type=positive_int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="tokens of each CUDA graph of steps with prompts (default: 16, 32, 64, 128, 192, then every 64th to 512, "
+        "128th to 1024, 256th beyond)",
+    )
+    group.add_argument(
+        "--disable-prefill-cuda-graph", action="store_true", help="run steps with prompts without CUDA graphs"
+    )
+    group.add_argument("--disable-cuda-graph", action="store_true", help="run all steps without CUDA graphs")
 
 
 def graph_config(args: argparse.Namespace) -> GraphConfig:
@@ -115,6 +135,9 @@ def graph_config(args: argparse.Namespace) -> GraphConfig:
         enabled=not args.disable_cuda_graph,
         max_rows=args.cuda_graph_max_bs,
         sizes=tuple(args.cuda_graph_bs),
+        prompts=not args.disable_prefill_cuda_graph,
+        max_prompt_tokens=args.cuda_graph_max_bs_prefill,
+        prompt_sizes=tuple(args.cuda_graph_bs_prefill),
     )
 
 

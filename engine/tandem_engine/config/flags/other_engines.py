@@ -137,9 +137,9 @@ NOT_SUPPORTED: dict[str, str] = {
 
 NO_EQUIVALENT = frozenset(
     """
-    --allowed-methods --attention-data-parallel-size --c128-page-size --config-format --cuda-graph-bs-prefill
-    --cuda-graph-max-bs-prefill --dbo-prefill-token-threshold --dcp-size --debug-cuda-graph --device-ids
-    --disable-cuda-graph-padding --disable-prefill-cuda-graph --dwdp-size --enable-cudagraph-gc --enable-dbo
+    --allowed-methods --attention-data-parallel-size --c128-page-size --config-format --cuda-graph-backend-prefill
+    --cuda-graph-max-seq-len-prefill --dbo-prefill-token-threshold --dcp-size --debug-cuda-graph --device-ids
+    --disable-cuda-graph-padding --dwdp-size --enable-cudagraph-gc --enable-dbo --enable-profile-cuda-graph
     --hicache-storage-prefetch-policy --hicache-storage-prefetch-retry-max-attempts
     --long-prefill-token-threshold-adaptive --mamba-backend --mamba-block-size --mamba-cache-dtype --max-log-len
     --max-logprobs --max-num-active-seqs --max-num-queued-reqs --max-num-queued-tokens --max-num-scheduled-tokens

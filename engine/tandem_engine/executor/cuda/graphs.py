@@ -10,7 +10,7 @@ metadata is that of the padded step [pad-then-metadata]. Python numbers keep the
 
 A run of drafts is as many rows as it has tokens (`forward.step_inputs.as_decodes`), so verification uses the same
 graphs. So does a draft network that computes the last one or two tokens of a sequence: it samples after some rows only.
-Steps that fit no graph, such as prompts, are queued operation by operation.
+Prompts have graphs of their own (`prompt_graphs`). Steps that fit no graph are queued operation by operation.
 """
 
 import gc
@@ -20,7 +20,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Protocol, TypeVar
 
 import torch
@@ -163,6 +162,11 @@ class DecodeGraph:
     computed: Computed
     """Where the graph writes it."""
 
+    @property
+    def pad_to(self) -> int:
+        """What a step is padded to."""
+        return self.rows
+
     def replay(self, inputs: StepInputs) -> Computed:
         """Queue the step `inputs`, which was padded to `rows`. The answer is good until the next replay."""
         batch = inputs.batch
@@ -200,7 +204,8 @@ def capture_decodes(
     capturer: GraphCapturer, decoding: Decoding, sizes: Sequence[int], *, meter: MemoryMeter
 ) -> DecodeGraphs:
     """Capture every size, which takes seconds, with a bar on a terminal; one line says how long and how much."""
-    capturer.new_pool()
+    if not sizes:
+        return DecodeGraphs(())
     began, before = time.perf_counter(), meter.used()
     bar = tqdm(sorted(sizes, reverse=True), desc="capturing graphs", unit="graph", disable=None)
     with no_garbage_collection():
@@ -238,6 +243,7 @@ def capture_decode(capturer: GraphCapturer, decoding: Decoding, rows: int) -> De
 
     def run() -> Computed:
         ids = decoding.future_map.resolve(input_ids, token_rows)
+        plan.prepare()
         attend = with_states(plan, decoding.states, decodes)
         hidden = every_hidden_state(
             decoding.model, decoding.observer, decodes, input_ids=ids, attend=attend, every=every
@@ -255,21 +261,6 @@ def capture_decode(capturer: GraphCapturer, decoding: Decoding, rows: int) -> De
         graph=graph,
         computed=computed,
     )
-
-
-@torch.inference_mode()
-def measure_graphs(capturer: GraphCapturer, decoding: Decoding, sizes: Sequence[int], *, meter: MemoryMeter) -> int:
-    """Bytes that graphs of `sizes` will take: of the largest, and of a further one in the same pool for each other."""
-    if not sizes:
-        return 0
-    capturer.new_pool()
-    kept, used = [], [meter.used()]
-    with no_garbage_collection():
-        for rows in sorted(sizes, reverse=True)[:2]:
-            kept.append(capture_decode(capturer, decoding, rows))
-            used.append(meter.used())
-    largest, *further = (max(0, after - before) for before, after in pairwise(used))
-    return largest + sum(further) * (len(sizes) - 1)
 
 
 def graph_sizes(config: GraphConfig, *, most: int) -> tuple[int, ...]:

@@ -20,7 +20,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tandem_engine.executor.cuda.graphs import Computed, DecodeGraph, DecodeGraphs
+from tandem_engine.executor.cuda.graphs import Computed, DecodeGraph
+from tandem_engine.executor.cuda.prompt_graphs import PromptGraph
+from tandem_engine.executor.cuda.step_graphs import NO_GRAPHS, StepGraphs
 from tandem_engine.executor.cuda.streams import (
     DeviceStreams,
     Download,
@@ -37,7 +39,7 @@ from tandem_engine.forward.batch import ForwardBatch, ForwardResult, Guesses, Pr
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.results import Outcome, PooledSum, queue_pooled
-from tandem_engine.forward.step_inputs import StepInputs, can_be_decodes, step_inputs
+from tandem_engine.forward.step_inputs import StepInputs, step_inputs
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.model.attention.backend import AttentionPlan, GraphBackend
@@ -97,7 +99,8 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 MILLISECOND = 1e-3
-Capture = Callable[[StepModel], DecodeGraphs]
+Capture = Callable[[StepModel], StepGraphs]
+Graph = DecodeGraph | PromptGraph
 AgreeTime = Callable[[float], float]
 Before = Callable[[ForwardBatch], None]
 
@@ -145,7 +148,7 @@ class StreamRunner:
         self._group = group or SingleRank()
         self._states = states
         self._capture: Capture | None = None
-        self._graphs = DecodeGraphs(())
+        self._graphs = NO_GRAPHS
 
     @property
     def model(self) -> StepModel:
@@ -163,7 +166,7 @@ class StreamRunner:
         """Run steps that fit by the graphs that `capture` makes, now and for other weights."""
         self._capture = capture
         # Their memory first: two sets at a time may be too much.
-        self._graphs = DecodeGraphs(())
+        self._graphs = NO_GRAPHS
         self._graphs = capture(self._model)
 
     def enqueue(self, batch: ForwardBatch) -> Queued[ForwardResult]:
@@ -241,21 +244,26 @@ class StreamRunner:
             self.sampler.record(inputs, sound[:, None])
         return token_ids, answers
 
-    def _prepare(self, batch: ForwardBatch) -> tuple[DecodeGraph | None, StepInputs]:
+    def _prepare(self, batch: ForwardBatch) -> tuple[Graph | None, StepInputs]:
         """The graph for `batch`, if one fits, and what is to be computed, on the device."""
-        graph = self._graphs.fitting(batch.num_tokens) if can_be_decodes(batch) else None
-        on_host = step_inputs(batch, pad_to=None if graph is None else graph.rows)
+        graph = self._graphs.fitting(batch)
+        on_host = step_inputs(batch, pad_to=None if graph is None else graph.pad_to)
         inputs = with_tensors(on_host, upload(self.streams, tensors_of(on_host)))
         return graph, replace(inputs, batch=replace(inputs.batch, on_host=on_host.batch))
 
-    def _compute(self, inputs: StepInputs, graph: DecodeGraph | None) -> Computed:
+    def _compute(self, inputs: StepInputs, graph: Graph | None) -> Computed:
         if inputs.page_copies is not None:
             self.pool.copy_pages_of(*inputs.page_copies)
         if self._states is not None:
             self._states.copy(inputs.batch.state_copies)
         if inputs.batch.guessed is not None:
             inputs.batch.guessed.fill(inputs.batch.input_ids)
-        computed = self._compute_queued(inputs) if graph is None else graph.replay(inputs)
+        if graph is None:
+            computed = self._compute_queued(inputs)
+        elif isinstance(graph, DecodeGraph):
+            computed = graph.replay(inputs)
+        else:
+            computed = self._compute_prompt(inputs, graph)
         keep_guesses(self._model, inputs.batch, computed.hidden, inputs.wanted)
         return computed
 
@@ -270,6 +278,14 @@ class StreamRunner:
         hidden = hidden_states(
             self._model, self._observer, batch, input_ids=input_ids, attend=stateful, wanted=inputs.wanted
         )
+        return Computed(hidden, self._model.logits(hidden[: inputs.sampled]))
+
+    def _compute_prompt(self, inputs: StepInputs, graph: PromptGraph) -> Computed:
+        """By a graph that ends at hidden states. All layers have been written when it ends."""
+        every, progress = graph.replay(inputs), inputs.batch.kv_progress
+        if progress is not None:
+            self._wrote(progress, len(self._model.attention) - 1)
+        hidden = every.index_select(0, inputs.wanted)
         return Computed(hidden, self._model.logits(hidden[: inputs.sampled]))
 
     def _wrote(self, progress: KvProgress, layer: int) -> None:

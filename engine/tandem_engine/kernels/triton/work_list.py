@@ -135,10 +135,11 @@ class Splitting:
         return bounds.rows * min(self.max_splits, -(-bounds.longest // self.min_split) + 1)
 
     def tiles(self, bounds: "Bounds") -> int:
-        """How many there can be: each row may have one that is not full."""
+        """How many there can be: each row with tiles may have one that is not full."""
         if not bounds.extend_tokens:
             return 0
-        return -(-bounds.extend_tokens * self.group // self.block_m) + bounds.rows
+        rows = bounds.rows if bounds.extends is None else bounds.extends
+        return -(-bounds.extend_tokens * self.group // self.block_m) + rows
 
 
 class Bounds(NamedTuple):
@@ -149,6 +150,8 @@ class Bounds(NamedTuple):
     """Tokens of a row, at most."""
     extend_tokens: int
     """Queries of rows that may have more than `max_queries`; 0 if none has."""
+    extends: int | None = None
+    """Rows of more than one query, at most; None: perhaps all."""
 
 
 def splitting_of(*, num_heads: int, kv_heads: int, max_queries: int, block_m: int) -> Splitting:

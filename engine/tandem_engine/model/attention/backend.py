@@ -28,6 +28,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.forward.prompt_shape import PromptShape
 from tandem_engine.kernels.interface import HeadTurn
 from tandem_engine.kernels.span import Span
 
@@ -89,6 +90,23 @@ class GraphPlan(AttentionPlan, Protocol):
         """
         ...
 
+    def prepare(self) -> None:
+        """Compute what all layers share from what is loaded. A part of what is captured, before the layers."""
+        ...
+
+
+class PromptGraphPlan(GraphPlan, Protocol):
+    """The same of steps with prompts, which are padded to a shape (`forward.prompt_shape`).
+
+    Sequences may have several tokens. As made it is a step of padding alone: its last sequence has all tokens, and no
+    other has any. That sequence has the dummy page alone, whatever is loaded.
+    """
+
+    @property
+    def extend_lens(self) -> Tensor:
+        """[rows] int32"""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToldPlan:
@@ -121,6 +139,10 @@ class GraphBackend(AttentionBackend, Protocol):
 
     def graph_plan(self, max_rows: int, max_pages: int) -> GraphPlan:
         """A plan for decodes of `max_rows` sequences, each of at most `max_pages` pages."""
+        ...
+
+    def prompt_graph_plan(self, shape: PromptShape, max_pages: int) -> PromptGraphPlan:
+        """A plan for steps padded to `shape`, whose sequences have at most `max_pages` pages each."""
         ...
 
 

@@ -12,9 +12,17 @@ import torch
 from torch import Tensor
 
 from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.forward.prompt_shape import PromptShape
 from tandem_engine.kernels.interface import HeadTurn
 from tandem_engine.memory.cache_groups import Place
-from tandem_engine.model.attention.backend import AttentionBackend, AttentionPlan, GraphBackend, GraphPlan, TurningPlan
+from tandem_engine.model.attention.backend import (
+    AttentionBackend,
+    AttentionPlan,
+    GraphBackend,
+    GraphPlan,
+    PromptGraphPlan,
+    TurningPlan,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +65,7 @@ class GroupedGraphPlan(TurningPlan):
     batches: Callable[[ForwardBatch], list[ForwardBatch]]
     """A step as each group has it."""
     slots: Tensor
-    """[rows] int64 slots as steps name them: a group with a window has other ones."""
+    """int64 slots as steps name them: a group with a window has other ones."""
 
     @property
     def page_table(self) -> Tensor:
@@ -81,6 +89,24 @@ class GroupedGraphPlan(TurningPlan):
         self.slots.copy_(batch.out_cache_loc, non_blocking=True)
         for graph, each in zip(self.graphs, self.batches(batch), strict=True):
             graph.load(each)
+
+    def prepare(self) -> None:
+        """See `GraphPlan.prepare`."""
+        for graph in self.graphs:
+            graph.prepare()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedPromptPlan(GroupedGraphPlan):
+    """Implements `PromptGraphPlan`."""
+
+    first: PromptGraphPlan
+    """Of `graphs`."""
+
+    @property
+    def extend_lens(self) -> Tensor:
+        """See `PromptGraphPlan`."""
+        return self.first.extend_lens
 
 
 class GroupedAttention:
@@ -129,11 +155,25 @@ class GroupedGraphAttention(GroupedAttention):
     def graph_plan(self, max_rows: int, max_pages: int) -> GroupedGraphPlan:
         """See `GraphBackend.graph_plan`."""
         graphs = tuple(backend.graph_plan(max_rows, max_pages) for backend in self._graph_backends)
-        turning = tuple(graph for graph in graphs if isinstance(graph, TurningPlan))
-        assert len(turning) == len(graphs), "attention of a device turns heads"
         return GroupedGraphPlan(
             graphs=graphs,
-            plan=GroupedTurningPlan(plans=turning, places=self._places),
+            plan=self._turning(graphs),
             batches=self.batches,
             slots=torch.zeros_like(graphs[0].slots),
         )
+
+    def prompt_graph_plan(self, shape: PromptShape, max_pages: int) -> GroupedPromptPlan:
+        """See `GraphBackend.prompt_graph_plan`."""
+        graphs = tuple(backend.prompt_graph_plan(shape, max_pages) for backend in self._graph_backends)
+        return GroupedPromptPlan(
+            graphs=graphs,
+            first=graphs[0],
+            plan=self._turning(graphs),
+            batches=self.batches,
+            slots=torch.zeros_like(graphs[0].slots),
+        )
+
+    def _turning(self, graphs: Sequence[GraphPlan]) -> GroupedTurningPlan:
+        turning = tuple(graph for graph in graphs if isinstance(graph, TurningPlan))
+        assert len(turning) == len(graphs), "attention of a device turns heads"
+        return GroupedTurningPlan(plans=turning, places=self._places)

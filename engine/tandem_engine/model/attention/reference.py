@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.forward.prompt_shape import PromptShape
 from tandem_engine.kernels.span import Span
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec
+from tandem_engine.model.attention.prompt_tensors import PromptTensors, load_prompt
 
 MAX_SCORES = 1 << 26
 """Numbers of float32: those of a long prompt's tokens with all their keys do not fit memory."""
@@ -80,24 +82,41 @@ class TorchGraphPlan:
         self.seq_lens.copy_(batch.seq_lens)
         self.slots.copy_(batch.out_cache_loc)
 
+    def prepare(self) -> None:
+        """Nothing: each layer looks at what is loaded."""
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionPlan.__call__`."""
         self.pool.store(layer, k, v, self.slots)
-        spec, page_size = self.specs[layer], self.pool.page_size
-        pages = self.page_table.long()[:, :, None].expand(-1, -1, page_size).flatten()
-        slots = torch.arange(page_size, device=q.device).repeat(self.page_table.numel())
-        # [rows * tokens, kv_heads, D] to [rows, tokens, kv_heads, D]
-        keys, values = (part.view(len(q), -1, *part.shape[1:]) for part in self.pool.gathered(layer, pages, slots))
-        scores = torch.einsum("rkgd,rskd->rkgs", _grouped(q.float(), k.shape[1]), keys) * spec.scale
-        if spec.soft_cap is not None:
-            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-        position = torch.arange(self.page_table.shape[1] * page_size, device=q.device)
-        seen = position < self.seq_lens[:, None]
-        if spec.span is not None:
-            seen &= position >= _first_seen(self.seq_lens[:, None] - 1, spec.span)
-        sinks = None if spec.sinks is None else spec.sinks.view(k.shape[1], -1)[..., None]
-        weights = _softmax(scores.masked_fill(~seen[:, None, None], -torch.inf), sinks)
-        return torch.einsum("rkgs,rskd->rkgd", weights, values).to(q.dtype).flatten(1)
+        return attend_each(q, self.pool, layer, self.specs[layer], self.page_table, self.seq_lens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchPromptPlan:
+    """Implements `PromptGraphPlan`: every token attends as a decode that has the pages of its sequence."""
+
+    pool: KvPool
+    specs: Ordered[AttentionSpec]
+    page_table: Tensor
+    extend_lens: Tensor
+    seq_lens: Tensor
+    slots: Tensor
+
+    def load(self, batch: ForwardBatch) -> None:
+        """See `GraphPlan.load`."""
+        load_prompt(self, batch)
+
+    def prepare(self) -> None:
+        """Nothing: each layer looks at what is loaded."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `AttentionPlan.__call__`."""
+        self.pool.store(layer, k, v, self.slots)
+        ends = self.extend_lens.cumsum(0)
+        token = torch.arange(len(q), device=q.device)
+        row = torch.searchsorted(ends, token, right=True)
+        seq_lens = self.seq_lens.index_select(0, row) - (ends.index_select(0, row) - 1 - token)
+        return attend_each(q, self.pool, layer, self.specs[layer], self.page_table.index_select(0, row), seq_lens)
 
 
 class TorchReferenceBackend:
@@ -134,8 +153,37 @@ class TorchReferenceBackend:
             slots=torch.zeros(max_rows, dtype=torch.int64, device=device),
         )
 
+    def prompt_graph_plan(self, shape: PromptShape, max_pages: int) -> TorchPromptPlan:
+        """See `GraphBackend.prompt_graph_plan`."""
+        pool = self._pool
+        tensors = PromptTensors.of_padding(shape, max_pages, page_size=pool.page_size, device=pool.data.device)
+        return TorchPromptPlan(pool=pool, specs=self._specs, **tensors._asdict())
+
     def warm_up(self) -> None:
         """Nothing to compile."""
+
+
+def attend_each(
+    q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, page_table: Tensor, seq_lens: Tensor
+) -> Tensor:
+    """q [T, heads, D] over what `pool` has of `layer`, to [T, heads * W]: token t sees `seq_lens[t]` tokens in the
+    pages `page_table[t]`.
+    """
+    page_size, kv_heads = pool.page_size, pool.data.shape[3]
+    pages = page_table.long()[:, :, None].expand(-1, -1, page_size).flatten()
+    slots = torch.arange(page_size, device=q.device).repeat(page_table.numel())
+    # [T * tokens, kv_heads, D] to [T, tokens, kv_heads, D]
+    keys, values = (part.view(len(q), -1, *part.shape[1:]) for part in pool.gathered(layer, pages, slots))
+    scores = torch.einsum("rkgd,rskd->rkgs", _grouped(q.float(), kv_heads), keys) * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    position = torch.arange(page_table.shape[1] * page_size, device=q.device)
+    seen = position < seq_lens[:, None]
+    if spec.span is not None:
+        seen &= position >= _first_seen(seq_lens[:, None] - 1, spec.span)
+    sinks = None if spec.sinks is None else spec.sinks.view(kv_heads, -1)[..., None]
+    weights = _softmax(scores.masked_fill(~seen[:, None, None], -torch.inf), sinks)
+    return torch.einsum("rkgs,rskd->rkgd", weights, values).to(q.dtype).flatten(1)
 
 
 def attend_dense(q: Tensor, keys: Tensor, values: Tensor, prefix_len: int, spec: AttentionSpec) -> Tensor:

@@ -7,9 +7,10 @@
 
 The kernel of a row depends on that row alone, and so does its result. The host needs no lengths: the device lists which
 program computes what (`kernels.triton.work_list`), once per step for each distinct span, and all sizes are upper
-bounds. So nothing here waits for the device, and a step of decodes can be captured in a CUDA graph.
+bounds. So nothing here waits for the device, and a step of decodes, or of prompts, can be captured in a CUDA graph.
 
-A `TritonGraphPlan` is the plan of a captured step: its tensors keep their addresses, `load` writes a batch into them.
+A `TritonGraphPlan` or `TritonPromptPlan` is the plan of a captured step: its tensors keep their addresses, `load`
+writes a batch into them.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.forward.batch import ForwardBatch
+from tandem_engine.forward.prompt_shape import PromptShape
 from tandem_engine.kernels.interface import HeadTurn
 from tandem_engine.kernels.span import Span
 from tandem_engine.kernels.triton.decode_attention import Partials
@@ -26,6 +28,7 @@ from tandem_engine.kernels.triton.work_list import Bounds, Rows, WorkList
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec, TurningPlan
 from tandem_engine.model.attention.paged_kernels import PagedAttention, PagedKernels, PagedLatents
+from tandem_engine.model.attention.prompt_tensors import PromptTensors, load_prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +99,39 @@ class TritonGraphPlan(TurningPlan):
         for static, given in ((self.seq_lens, batch.seq_lens), (self.slots, batch.out_cache_loc)):
             static[:rows].copy_(given, non_blocking=True)
             static[rows:].zero_()
+
+    def prepare(self) -> None:
+        """See `GraphPlan.prepare`."""
+        self.plan.fill()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TritonPromptPlan(TurningPlan):
+    """Implements `PromptGraphPlan`: as `TritonGraphPlan`, where sequences may have several tokens."""
+
+    plan: TritonPlan
+    page_table: Tensor
+    """[rows, pages] int32; the last row is 0 at all times."""
+    extend_lens: Tensor
+    """[rows] int32"""
+    seq_lens: Tensor
+    """[rows] int32"""
+    slots: Tensor
+    """[tokens] int64"""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.plan(layer, q, k, v)
+
+    def turn_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> Tensor:
+        """See `TurningPlan.turn_and_attend`."""
+        return self.plan.turn_and_attend(layer, q, k, v, turn)
+
+    def load(self, batch: ForwardBatch) -> None:
+        """See `TritonGraphPlan.load`; of a step padded to the shape of the graph."""
+        load_prompt(self, batch)
+
+    def prepare(self) -> None:
+        """See `GraphPlan.prepare`."""
         self.plan.fill()
 
 
@@ -146,6 +182,15 @@ class TritonBackend:
         bounds = self._bounds(page_table, extend_tokens=0)
         plan = self._plan(rows, slots, bounds, self._shared_partials(bounds))
         return TritonGraphPlan(plan=plan, page_table=page_table, seq_lens=seq_lens, slots=slots)
+
+    def prompt_graph_plan(self, shape: PromptShape, max_pages: int) -> TritonPromptPlan:
+        """See `GraphBackend.prompt_graph_plan`."""
+        pool = self._attention.pool
+        tensors = PromptTensors.of_padding(shape, max_pages, page_size=pool.page_size, device=pool.data.device)
+        rows = Rows(tensors.page_table, tensors.extend_lens, tensors.seq_lens)
+        bounds = self._bounds(rows.page_table, extend_tokens=shape.tokens)._replace(extends=shape.extends)
+        plan = self._plan(rows, tensors.slots, bounds, self._shared_partials(bounds))
+        return TritonPromptPlan(plan=plan, **tensors._asdict())
 
     def warm_up(self) -> None:
         """Compile every kernel for every distinct spec, with sinks and without, by launches that have no work."""

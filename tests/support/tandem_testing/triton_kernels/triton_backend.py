@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from tandem_engine.forward.prompt_shape import PromptShape, as_prompt
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_engine.model.attention.triton import TritonBackend
@@ -92,6 +93,7 @@ def check_a_graph_gives_the_bits_of_a_plan(device: str) -> None:
         padded = [part.to(device) for part in make_qkv(4)]
         for layer in range(2):
             graph.load(batch)
+            graph.prepare()
             out = graph(layer, *padded)
             plain = backend.plan(batch)(layer, *(part[: len(lengths)] for part in padded))
             assert torch.equal(out[: len(lengths)], plain), lengths
@@ -99,11 +101,33 @@ def check_a_graph_gives_the_bits_of_a_plan(device: str) -> None:
     assert [tensor.data_ptr() for tensor in tensors] == places
 
 
+def check_a_prompt_graph_gives_the_bits_of_a_plan(device: str) -> None:
+    """Of any step that is not larger: prompts, chunks and decodes, whatever was loaded before."""
+    _, pool = pools(device)
+    dealer = PageDealer(pool=pool)
+    backend = TritonBackend(pool, num_heads=NUM_HEADS, specs=SPECS)
+    shape = PromptShape(tokens=72, rows=5, extends=3)
+    graph = backend.prompt_graph_plan(shape, max_pages=30)
+    large = [dealer.seq(60, 60), dealer.seq(40, 3), dealer.decode(300), dealer.decode(17)]
+    for sequences in (large, [dealer.seq(33, 1)], [dealer.seq(72, 72)], [dealer.seq(90, 20), dealer.decode(5)]):
+        batch = make_batch(sequences, page_size=pool.page_size)
+        tokens = batch.num_tokens
+        padded = [part.to(device) for part in make_qkv(shape.tokens)]
+        for layer in range(2):
+            graph.load(as_prompt(batch, shape))
+            graph.prepare()
+            out = graph(layer, *padded)
+            plain = backend.plan(batch)(layer, *(part[:tokens] for part in padded))
+            assert torch.equal(out[:tokens], plain), sequences
+            assert bool(out.isfinite().all()), "every token of padding has a result"
+
+
 def check_padding_writes_to_the_dummy_page_alone(device: str) -> None:  # [dummy-page]
     _, pool = pools(device)
     graph = TritonBackend(pool, num_heads=NUM_HEADS, specs=PLAIN).graph_plan(max_rows=3, max_pages=4)
     seq = PageDealer(pool=pool).decode(20)
     graph.load(make_batch([seq]))
+    graph.prepare()
     before = pool.data.clone()
     graph(0, *(part.to(device) for part in make_qkv(3)))
     changed = [page for page in range(pool.num_pages) if not torch.equal(pool.data[page], before[page])]
@@ -142,7 +166,13 @@ def nothing_compiles_later(dtype: torch.dtype, *, warmed: set[str]) -> None:
                 plan(layer, *make_qkv(batch.num_tokens, dtype=torch.bfloat16))
         graph = backend.graph_plan(max_rows=8, max_pages=5)
         graph.load(make_batch(decodes[:3]))
+        graph.prepare()
         graph(0, *make_qkv(8, dtype=torch.bfloat16))
+        shape = PromptShape(tokens=64, rows=9, extends=4)
+        prompts = backend.prompt_graph_plan(shape, max_pages=5)
+        prompts.load(as_prompt(make_batch([prompt, decodes[0]]), shape))
+        prompts.prepare()
+        prompts(0, *make_qkv(64, dtype=torch.bfloat16))
     assert compiled == first
 
 

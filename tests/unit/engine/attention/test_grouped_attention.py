@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tandem_engine.forward.batch import ForwardBatch, GroupPages
+from tandem_engine.forward.prompt_shape import PromptShape, as_prompt
 from tandem_engine.forward.step_inputs import as_decodes
 from tandem_engine.memory.cache_groups import Place
 from tandem_engine.memory.pool import KvPool
@@ -85,6 +86,24 @@ def test_a_graph_loads_the_tables_of_every_group() -> None:
     assert tables == [[[3, 0, 0, 0, 0], [0] * 5], [[2, 0, 0, 0, 0], [0] * 5]]
     assert [graph.slots.tolist() for graph in plan.graphs] == [[3 * PAGE + 2, 0], [2 * PAGE + 2, 0]]
     assert [graph.seq_lens.tolist() for graph in plan.graphs] == [[3, 1], [3, 1]]
+
+
+def test_a_graph_of_prompts_loads_the_tables_of_every_group() -> None:
+    backends = [TurningReference(pool(1), specs=SPECS[1:2]), TurningReference(pool(2, pages=5), specs=SPECS[::2])]
+    shape = PromptShape(tokens=8, rows=3, extends=2)
+    plan = GroupedGraphAttention(backends, windows=1, places=PLACES).prompt_graph_plan(shape, 4)
+    two = make_batch(
+        [Seq(seq_len=9, extend_len=5, pages=[5, 9, 2]), Seq(seq_len=2, decode=True, pages=[7])], page_size=PAGE
+    )
+    one = make_batch([Seq(seq_len=3, extend_len=3, pages=[3])], page_size=PAGE)
+    for batch, page_of in ((two, {5: 1, 9: 2, 2: 3, 7: 4}), (one, {3: 2})):
+        plan.load(as_prompt(mapped(batch, page_of), shape))
+        assert [graph.page_table[-1].tolist() for graph in plan.graphs] == [[0] * 4] * 2
+    assert [graph.page_table[0].tolist() for graph in plan.graphs] == [[3, 9, 2, 0], [2, 2, 3, 0]]
+    assert [graph.slots.tolist() for graph in plan.graphs] == [
+        [*range(first, first + 3), *[0] * 5] for first in (3 * PAGE, 2 * PAGE)
+    ]
+    assert plan.extend_lens.tolist() == plan.seq_lens.tolist() == [3, 0, 5]
 
 
 @pytest.mark.parametrize("windows", [(), (1,)])

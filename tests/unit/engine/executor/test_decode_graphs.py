@@ -12,11 +12,10 @@ from tandem_engine.base.names import DUMMY_PAGE
 from tandem_engine.config import GraphConfig, ModelImpl, MoeConfig
 from tandem_engine.executor.cuda.graphs import (
     can_capture,
-    capture_decodes,
     graph_sizes,
-    measure_graphs,
     no_garbage_collection,
 )
+from tandem_engine.executor.cuda.step_graphs import capture_steps, measure_steps
 from tandem_engine.executor.cuda.streams import StreamName
 from tandem_engine.forward.step_inputs import as_decodes
 from tandem_testing.device_twin import HostWaitError, reachable
@@ -133,7 +132,7 @@ def test_garbage_is_collected_before_a_capture_and_not_within(enabled):
         gc.enable()
 
 
-def test_all_captures_of_an_engine_are_within_one_collection(monkeypatch):
+def test_all_captures_of_a_kind_are_within_one_collection(monkeypatch):
     both, collected, within = Beside(graph_sizes=(1, 2)), [], []
     capture = both.platform.capturer.capture
 
@@ -145,9 +144,10 @@ def test_all_captures_of_an_engine_are_within_one_collection(monkeypatch):
     monkeypatch.setattr(gc, "collect", lambda *_: collected.append(len(within)))
     decoding = both.platform.decoding_of(both.streams)
     with both.platform.streams.on(StreamName.FORWARD):
-        measure_graphs(both.platform.capturer, decoding, (1, 2), meter=RisingMemory(0, 1, 2))
-        capture_decodes(both.platform.capturer, decoding, (1, 2), meter=RisingMemory(0, 1))
-    assert (within, collected) == ([False] * 4, [0, 2])
+        sizes = {"decodes": (1, 2), "prompts": (4,)}
+        measure_steps(both.platform.capturer, decoding, **sizes, meter=RisingMemory(0, 1, 2, 2, 3))
+        capture_steps(both.platform.capturer, decoding, **sizes, meter=RisingMemory(0, 1, 1, 2))
+    assert (within, collected) == ([False] * 6, [0, 2, 3, 5])
     assert gc.isenabled()
 
 
@@ -207,7 +207,7 @@ class RisingMemory:
 def test_memory_of_all_graphs_is_told_from_the_two_largest():
     both = Beside(graph_sizes=(4,))
     decoding = both.platform.decoding_of(both.streams)
-    meter = RisingMemory(1000, 1600, 1620)
+    meter = RisingMemory(1000, 1600, 1620, 1620, 1700, 1705)
     with both.platform.streams.on(StreamName.FORWARD):
-        assert measure_graphs(both.platform.capturer, decoding, (1, 2, 4, 8), meter=meter) == 600 + 3 * 20
-    assert measure_graphs(both.platform.capturer, decoding, (), meter=RisingMemory()) == 0
+        taken = measure_steps(both.platform.capturer, decoding, decodes=(1, 2, 4, 8), prompts=(4, 16, 32), meter=meter)
+    assert taken == 600 + 3 * 20 + 80 + 2 * 5
