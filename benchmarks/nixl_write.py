@@ -41,7 +41,7 @@ from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.transport import NixlTransport, region_of
 from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
-from tandem_engine.disaggregation.prefill import PUSH_BYTES
+from tandem_engine.disaggregation.prefill import portions_of
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, Push, PushDone, PushKey
 from tandem_engine.ipc.channels import IpcContext, Poller
 from tandem_engine.memory.pool import KvPool
@@ -118,7 +118,7 @@ class End:
 
     def digest_seconds(self, pages: Sequence[PageId], kind: DigestKind) -> float:
         began = time.perf_counter()
-        self.digester.digest(pages, room="room", generation=1, first=0, kind=kind)
+        self.digester.begin(pages, room="room", generation=1, first=0, kind=kind).take()
         return time.perf_counter() - began
 
 
@@ -245,7 +245,8 @@ class Sender:
         agent.release_xfer_handle(handle)
 
     def _hand_over(self, room: str, source: tuple[PageId, ...], target: tuple[PageId, ...], kind: DigestKind) -> None:
-        step = max(1, PUSH_BYTES // self.end.pool.page_bytes)
+        portions = portions_of(region_of(self.end.pool).device)
+        step = max(1, portions.push_bytes // self.end.pool.page_bytes)
         for first in range(0, len(source), step):
             pages = source[first : first + step]
             key = PushKey(room=room, generation=1, first=first, count=len(pages))

@@ -11,7 +11,7 @@ import msgspec
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.environment import read_environment
 from tandem_engine.base.names import DigestKind
-from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.digest import PageDigester, answer
 from tandem_engine.disaggregation.nixl.agent import Interfaces, NixlAgent, own_devices, ucx_network, watched
 from tandem_engine.disaggregation.nixl.layout import Region, warm_up
 from tandem_engine.disaggregation.nixl.queues import Command, Connect, Expect, Forget, Outbox, StartPush, Stop
@@ -102,7 +102,7 @@ class NixlTransport:
     def digest(self, order: DigestOrder) -> None:
         short = len(order.pages) * self._region.page_bytes <= SHORT_BYTES
         if order.kind is DigestKind.SAMPLED and short and self._region.device == "DRAM":
-            self._outbox.put(self._digester.carry_out(order))
+            self._outbox.put(answer(order, self._digester.begin_order(order)))
         else:
             self._inbox.put(order)
 
