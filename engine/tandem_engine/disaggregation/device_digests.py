@@ -65,7 +65,9 @@ class DeviceQueue:
 
     def host_memory(self, *shape: int) -> Tensor:
         """int64, and pinned: copies to and from the device do not block the host."""
-        return torch.empty(shape, dtype=torch.int64, pin_memory=self.on_gpu)
+        # Pinned by the context of the current device, which need not be this one.
+        with torch.cuda.device(self.device) if self.on_gpu else nullcontext():
+            return torch.empty(shape, dtype=torch.int64, pin_memory=self.on_gpu)
 
     def record(self) -> "Arrival":
         """What is queued until now."""
