@@ -24,6 +24,7 @@ from tandem_engine.disaggregation.decode import DecodeStage
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl import thread
 from tandem_engine.disaggregation.nixl.agent import NixlAgent
+from tandem_engine.disaggregation.nixl.queues import Outbox
 from tandem_engine.disaggregation.peers import PeerChannels
 from tandem_engine.disaggregation.prefill import PrefillStage
 from tandem_engine.disaggregation.transport import PushDone
@@ -79,7 +80,7 @@ class Marks:
         self.watch(NixlAgent, "write", POST)
         self.watch(NixlAgent, "release", GIVE_BACK)
         self.watch(PageDigester, "begin", DIGEST)
-        self.watch(thread.Outbox, "put", MADE, only=lambda _, event: isinstance(event, PushDone))
+        self.watch(Outbox, "put", MADE, only=lambda _, event: isinstance(event, PushDone))
         self.watch(PeerChannels, "send", SEND, only=lambda _, __, message: isinstance(message, HandoffRecord))
 
     def watch_stages(self) -> None:
