@@ -166,9 +166,8 @@ class FakeTransport:
             page_bytes=self.pool.page_bytes,
             num_pages=self.pool.num_pages,
             heads=self.pool.layout.heads,
-            device="DRAM",
             device_id=0,
-            **self.facts,
+            **({"device": "DRAM"} | self.facts),
         )
 
     def rename(self, me: Peer) -> None:

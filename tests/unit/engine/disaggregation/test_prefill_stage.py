@@ -8,6 +8,7 @@ import pytest
 from tandem_engine.base.names import PageId, RequestId
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.prefill import Portions
+from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.disaggregation.transport import PushFailed
 from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_engine.messages.outputs import CacheHits, FinishReason
@@ -279,6 +280,22 @@ def test_a_chunk_of_many_bytes_goes_with_as_many_layers_as_are_worth_a_write():
     sender.allow()
     sender.turn(6)
     assert [push.least_layers for push in pushed] == [2]
+
+
+@pytest.mark.parametrize(("device", "pages"), [("DRAM", 8), ("VRAM", 32)])
+def test_pushes_from_a_device_have_more_pages(sender, device, pages):
+    """Of 8 MiB each. What a push costs its host is the same wherever they are."""
+    side = sender.side
+    side.transport.facts["device"] = device
+    stage = HandoffStage.build(
+        host=side.engine.scheduler.for_stages,
+        transport=side.transport,
+        peers=side.link,
+        config=CONFIG,
+        page_bytes=8 << 20,
+        layers=32,
+    )
+    assert (stage.prefill.max_pages, stage.prefixes.lender.max_pages) == (pages, pages)
 
 
 def test_time_between_the_computation_and_the_record_is_exposed():
