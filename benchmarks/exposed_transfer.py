@@ -13,7 +13,8 @@ length in each mode, in random order, so that whatever else the machine does hit
     N layers    with the chunk, N layers at once
 
 Prints one JSON object. `exposed_ms` is the time from the end of the prompt's last step to the handoff record, and
-`share` that of the prefill time, from request to first token; medians of all rounds.
+`share` that of the prefill time, from request to first token; medians of all rounds. `phases` divide the time from the
+end of the prompt's last step until the decode engine has the request (`handoff_spans`), `counts` are of one handoff.
 """
 
 import argparse
@@ -27,6 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import NamedTuple
+
+from handoff_spans import COMPUTED, Marks, counts, medians, phases
 
 from tandem_engine.base import environment
 from tandem_engine.base.names import RequestId
@@ -53,6 +56,8 @@ class Prompt(NamedTuple):
 class Measured(NamedTuple):
     prefill_s: float
     exposed_s: float
+    phases: dict[str, float]
+    counts: dict[str, int]
 
 
 @dataclass(kw_only=True)
@@ -79,16 +84,19 @@ class Writer:
     engine: Engine
     arrivals: Arrivals
     poller: Poller
+    marks: Marks
 
     @classmethod
-    def build(cls, loaded: LoadedModel, config: EngineConfig, name: str, context: IpcContext) -> "Writer":
+    def build(cls, loaded: LoadedModel, config: EngineConfig, name: str, context: IpcContext, marks: Marks) -> "Writer":
         arrivals = Arrivals()
         port = EnginePort(worker_id=name, incarnation=f"{name}@1", context=context)
         engine = Engine.build(loaded, config, sink=arrivals, port=port)
-        return cls(engine=engine, arrivals=arrivals, poller=Poller(engine.sockets(), engine.descriptors()))
+        poller = Poller(engine.sockets(), engine.descriptors())
+        return cls(engine=engine, arrivals=arrivals, poller=poller, marks=marks)
 
-    def hand_over(self, prompt: Prompt, receiver: Peer) -> Measured:
-        """Compute a prompt and send it; returns once the handoff record is out."""
+    def hand_over(self, prompt: Prompt, decode: Connection, receiver: Peer) -> Measured:
+        """Compute a prompt and send it; returns once the receiver has its output."""
+        self.marks.taken()
         before = self.engine.stats()
         began = time.perf_counter()
         self.engine.add(_request(prompt, HandoffSide.SEND, receiver))
@@ -97,7 +105,11 @@ class Writer:
             if not self.engine.step():
                 self.poller.wait(PATIENCE)
         exposed = now.transfer_exposed_s - before.transfer_exposed_s
-        return Measured(self.arrivals.first[prompt.rid] - began, exposed)
+        rid, theirs = decode.recv()
+        assert rid == prompt.rid
+        ours = self.marks.taken()
+        computed = max(mark.began for mark in ours if mark.label == COMPUTED)
+        return Measured(self.arrivals.first[prompt.rid] - began, exposed, phases(ours, theirs, computed), counts(ours))
 
 
 def _request(prompt: Prompt, side: HandoffSide, peer: Peer) -> GenerateRequest:
@@ -129,9 +141,17 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     )
 
 
+def noting() -> Marks:
+    """Of this process, from now on."""
+    marks = Marks()
+    marks.watch_transport()
+    marks.watch_stages()
+    return marks
+
+
 def receive(parent: Connection, config: EngineConfig) -> None:
     """The decode process: takes prompts from `parent` and tells when each has its output."""
-    arrivals = Arrivals()
+    arrivals, marks = Arrivals(), noting()
     port = EnginePort(worker_id="decode", incarnation="decode@1", context=IpcContext())
     engine = Engine.build(load(config, progress=False), config, sink=arrivals, port=port)
     poller = Poller(engine.sockets(), [*engine.descriptors(), parent.fileno()])
@@ -139,7 +159,7 @@ def receive(parent: Connection, config: EngineConfig) -> None:
     while True:
         worked = engine.step()
         for rid in arrivals.ended:
-            parent.send(rid)
+            parent.send((rid, marks.taken()))
         arrivals.ended.clear()
         if parent.poll(0):
             prompt = parent.recv()
@@ -153,9 +173,9 @@ def measure(args: argparse.Namespace, config: EngineConfig, decode: Connection) 
     receiver: Peer = decode.recv()
     layers = loaded.model_config.num_layers
     modes = {"after": 0, "one shot": layers, "auto": None} | {f"{n} layers": n for n in args.layers}
-    context = IpcContext()
+    context, marks = IpcContext(), noting()
     writers = {
-        name: Writer.build(loaded, replace(config, disagg=DisaggConfig(kv_push_layers=pushed)), f"p{i}", context)
+        name: Writer.build(loaded, replace(config, disagg=DisaggConfig(kv_push_layers=pushed)), f"p{i}", context, marks)
         for i, (name, pushed) in enumerate(modes.items())
     }
     dice = random.Random(0)
@@ -167,8 +187,7 @@ def measure(args: argparse.Namespace, config: EngineConfig, decode: Connection) 
             prompt = Prompt(f"{name}-{length}-{turn}", tokens, writers[name].engine.me)
             decode.send(prompt)
             time.sleep(PATIENCE)  # the grant shall be there, as it is wherever decode has memory
-            result = writers[name].hand_over(prompt, receiver)
-            assert decode.recv() == prompt.rid
+            result = writers[name].hand_over(prompt, decode, receiver)
             if turn > 0:
                 measured[name, length].append(result)
     token_bytes = writers["after"].engine.geometry.page_bytes // writers["after"].engine.geometry.page_size
@@ -186,13 +205,16 @@ def measure(args: argparse.Namespace, config: EngineConfig, decode: Connection) 
 
 
 def _row(mode: str, length: int, measured: list[Measured]) -> dict[str, object]:
-    prefill, exposed = (statistics.median(column) for column in zip(*measured, strict=True))
+    prefill = statistics.median(one.prefill_s for one in measured)
+    exposed = statistics.median(one.exposed_s for one in measured)
     return {
         "tokens": length,
         "mode": mode,
         "prefill_ms": round(prefill * 1e3, 2),
         "exposed_ms": round(exposed * 1e3, 3),
         "share": round(statistics.median(one.exposed_s / one.prefill_s for one in measured), 4),
+        "phases": medians([one.phases for one in measured]),
+        "counts": measured[-1].counts,
     }
 
 

@@ -17,8 +17,9 @@ For each prompt every round moves the same pages in four ways, in random order, 
 
 and times the digests of both sides alone, of pages that have just been written. Prints one JSON object; milliseconds
 and ratios are medians of the rounds. `ratio` is raw over sampled, `ratio_best` that of the fastest rounds, `of_bare`
-bare over sampled, `digest_share` the digests of both sides over the bare WRITE. Pages are in shuffled order unless
-`--contiguous`, and of the bundled model's shape unless other flags say so.
+bare over sampled, `digest_share` the digests of both sides over the bare WRITE. `phases` divide the time of `sampled`
+(`handoff_spans`), `counts` are what it costs the host. Pages are in shuffled order unless `--contiguous`, and of the
+bundled model's shape unless other flags say so.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
+from handoff_spans import HEARD, PROVED, RECORD, Marks, counts, medians, phases
 
 from tandem_engine.base import environment
 from tandem_engine.base.clock import MonotonicClock
@@ -41,7 +43,7 @@ from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.transport import NixlTransport, region_of
 from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
-from tandem_engine.disaggregation.prefill import PUSH_BYTES
+from tandem_engine.disaggregation.prefill import portions_of
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, Push, PushDone, PushKey
 from tandem_engine.ipc.channels import IpcContext, Poller
 from tandem_engine.memory.pool import KvPool
@@ -99,10 +101,12 @@ class End:
     bare: Any
     """Another agent: a notification would keep the next WRITE waiting."""
     digester: PageDigester
+    marks: Marks
 
     @classmethod
     def build(cls, name: str, shape: Shape) -> "End":
-        pool, context = shape.pool(), IpcContext()
+        pool, context, marks = shape.pool(), IpcContext(), Marks()
+        marks.watch_transport()
         inbound: PeerInbound = PeerInbound(context, "127.0.0.1", 0, inbound=PeerMessage, outbound=PeerMessage)
         me = Peer(worker_id=name, incarnation=f"{name}@1", endpoint=inbound.endpoint, compat_hash="")
         transport = NixlTransport(me=me, pool=pool, clock=MonotonicClock())
@@ -114,11 +118,12 @@ class End:
             raw=make_raw_agent(f"raw-{name}", pool),
             bare=make_raw_agent(f"bare-{name}", pool),
             digester=PageDigester(pool),
+            marks=marks,
         )
 
     def digest_seconds(self, pages: Sequence[PageId], kind: DigestKind) -> float:
         began = time.perf_counter()
-        self.digester.digest(pages, room="room", generation=1, first=0, kind=kind)
+        self.digester.begin(pages, room="room", generation=1, first=0, kind=kind).take()
         return time.perf_counter() - began
 
 
@@ -163,7 +168,8 @@ def receive(parent: Connection, shape: Shape) -> None:
             case way:
                 end.transport.expect(1)
                 parent.send(None)
-                parent.send(verified(end, turn, DigestKind(way)))
+                end.marks.taken()
+                parent.send((verified(end, turn, DigestKind(way)), end.marks.taken()))
                 end.transport.expect(0)
     end.transport.close()
 
@@ -175,9 +181,11 @@ def verified(end: End, turn: Turn, kind: DigestKind) -> float:
         for message in end.peers.receive():
             assert isinstance(message, HandoffRecord)
             sent = message.digests
+            end.marks.note(RECORD)
             end.transport.digest(DigestOrder(room=turn.room, generation=1, pages=turn.target, kind=kind, tail=0))
         for event in end.transport.poll():
             assert isinstance(event, Digests)
+            end.marks.note(PROVED)
             assert event.digests == sent, "a page arrived wrong"
             return time.perf_counter()
         end.poller.wait(PATIENCE)
@@ -196,6 +204,10 @@ class Sender:
     raw_target: int
     """Address of the receiver's pool."""
     dice: random.Random = field(default_factory=lambda: random.Random(0))
+    phases: list[dict[str, float]] = field(default_factory=list)
+    """Of each handoff with sampled digests."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Of the last one."""
     _rooms: int = 0
 
     @classmethod
@@ -222,9 +234,15 @@ class Sender:
             return seconds, [mine + theirs for mine, theirs in zip(here, self.receiver.recv(), strict=True)]
         if way == "raw":
             self._write_raw(self.end.raw, "raw-receiver", source, target, NOTIFIED)
-        else:
-            self._hand_over(room, source, target, DigestKind(way))
-        return self.receiver.recv() - began, []
+            return self.receiver.recv() - began, []
+        self.end.marks.taken()
+        self._hand_over(room, source, target, DigestKind(way))
+        ended, theirs = self.receiver.recv()
+        if way == DigestKind.SAMPLED:
+            ours = self.end.marks.taken()
+            self.phases.append(phases(ours, theirs, began))
+            self.counts = counts(ours)
+        return ended - began, []
 
     def _write_raw(
         self, agent: Any, peer: str, source: tuple[PageId, ...], target: tuple[PageId, ...], notification: bytes
@@ -245,7 +263,8 @@ class Sender:
         agent.release_xfer_handle(handle)
 
     def _hand_over(self, room: str, source: tuple[PageId, ...], target: tuple[PageId, ...], kind: DigestKind) -> None:
-        step = max(1, PUSH_BYTES // self.end.pool.page_bytes)
+        portions = portions_of(region_of(self.end.pool).device)
+        step = max(1, portions.push_bytes // self.end.pool.page_bytes)
         for first in range(0, len(source), step):
             pages = source[first : first + step]
             key = PushKey(room=room, generation=1, first=first, count=len(pages))
@@ -258,6 +277,7 @@ class Sender:
             for event in self.end.transport.poll():
                 assert isinstance(event, PushDone), event
                 digests[event.key.first] = event.digests
+                self.end.marks.note(HEARD)
         record = HandoffRecord(
             room=room,
             generation=1,
@@ -283,6 +303,7 @@ def measure(sender: Sender, shape: Shape, prompt: int, args: argparse.Namespace)
     if not args.contiguous:
         sender.dice.shuffle(source)
         sender.dice.shuffle(target)
+    sender.phases.clear()
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     digests: list[list[float]] = []
     for turn in range(args.rounds + 1):
@@ -291,7 +312,8 @@ def measure(sender: Sender, shape: Shape, prompt: int, args: argparse.Namespace)
             if turn > 0:
                 times[way].append(seconds)
                 digests += [alone] if alone else []
-    return summary(prompt, count * sender.end.pool.page_bytes, times, digests)
+    found = summary(prompt, count * sender.end.pool.page_bytes, times, digests)
+    return found | {"phases": medians(sender.phases[1:]), "counts": sender.counts}
 
 
 def summary(prompt: int, size: int, times: dict[str, list[float]], digests: list[list[float]]) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Attention over pages, as decodes and as prompts, compared with torch's kernels over dense K and V."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu.cases import PAGE, Case, CaseMaker
 from tandem_engine.forward.batch import ForwardBatch, ForwardMode, SamplingBatch
+from tandem_engine.kernels.triton.decode_attention import DecodeTiling
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.attention.triton import TritonBackend, TritonPlan
@@ -23,16 +24,27 @@ FLEX_DECODE, FLEX_PROMPT = (16, 4096), 8192
 POOL_SHARE = 0.75
 """Of the device's free memory, for the pool that fills it."""
 
+FLOAT8_TILINGS = (
+    DecodeTiling(block_n=128, num_stages=3, resident=2),
+    DecodeTiling(block_n=128, num_stages=3, resident=1, num_warps=8),
+    DecodeTiling(block_n=64, num_stages=4, resident=3, most_registers=168),
+)
+"""Measured next to the engine's. A block of 128 keys takes 14 % fewer instructions a key, and more registers."""
+
 
 @dataclass(frozen=True)
 class Setting:
-    """How a case holds K and V."""
+    """How a case holds K and V, and how it is computed; None: as an engine does."""
 
     page: int = PAGE
     float8: bool = False
+    tiling: DecodeTiling | None = None
 
     def __str__(self) -> str:
-        return f"pages of {self.page}{' in fp8' if self.float8 else ''}"
+        named = f"pages of {self.page}{' in fp8' if self.float8 else ''}"
+        if (tiling := self.tiling) is None:
+            return named
+        return f"{named}, {tiling.block_n} keys, {tiling.num_stages} stages, {tiling.num_warps} warps"
 
 
 class AttentionCases(CaseMaker):
@@ -45,6 +57,8 @@ class AttentionCases(CaseMaker):
         yield self._unequal
         for batch, context in self.sizes.float8:
             yield partial(self._decode, batch, context, Setting(float8=True))
+        for tiling in FLOAT8_TILINGS:
+            yield partial(self._decode, *self.sizes.float8[0], Setting(page=LARGE_PAGE, float8=True, tiling=tiling))
         for tokens, before in self.sizes.prompts[1:]:
             yield partial(self._prompt, tokens, before)
         for batch, context in self.sizes.decode[1:]:
@@ -153,7 +167,10 @@ class AttentionCases(CaseMaker):
         specs = (AttentionSpec(scale=shape.head_dim**-0.5),) * held.data.shape[1]
         backend = TritonBackend(held, num_heads=shape.heads, specs=specs, dtype=self.dtype)
         batch = on_scrambled_pages(seq_lens, extend_lens, counts, setting.page, held.num_pages - 1, self.device)
-        return backend.plan(batch), self.randn(sum(extend_lens), shape.heads, shape.head_dim)
+        plan = backend.plan(batch)
+        if setting.tiling is not None:
+            plan = replace(plan, attention=replace(plan.attention, decode=setting.tiling))
+        return plan, self.randn(sum(extend_lens), shape.heads, shape.head_dim)
 
     def _decode_bytes(self, lens: Sequence[int], setting: Setting) -> int:
         shape = self.shape

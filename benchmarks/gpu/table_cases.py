@@ -10,7 +10,7 @@ from gpu.cases import PAGE, Case, CaseMaker
 from tandem_engine.base.names import DigestKind
 from tandem_engine.disaggregation import digest_triton
 from tandem_engine.disaggregation.digest import WORD_TYPES
-from tandem_engine.disaggregation.digest_words import sampled_digests_torch, sampled_rows, word_bytes
+from tandem_engine.disaggregation.digest_words import mix_torch, sampled_digests_torch, sampled_rows, word_bytes
 from tandem_engine.kernels.triton.page_copy import copy_pages, gather_pages
 from tandem_engine.kernels.triton.penalties import RowPenalties, edit_logits
 from tandem_engine.kernels.triton.row_tables import gather_rows
@@ -121,16 +121,18 @@ class TableCases(CaseMaker):
         pages = torch.randperm(count, device=self.device) + 1
         keys = torch.arange(count, device=self.device)
         rows = torch.from_numpy(sampled_rows(layout, layout.slots)).to(self.device)
+        used, sums = torch.full_like(keys, layout.slots), torch.zeros_like(keys)
+        table = torch.stack((pages, mix_torch(keys), used, sums))
         if kind is DigestKind.FULL:
             return Case(
                 name=f"digests of every byte, {count} pages",
-                run=lambda: digest_triton.full_digests(words, pages, keys),
+                run=lambda: digest_triton.add_words(words, table),
                 ceiling="copy",
                 work=count * pool.page_bytes,
             )
         return Case(
             name=f"digests of samples, {count} pages",
-            run=lambda: digest_triton.sampled_digests(words, pages, keys, layout, rows),
+            run=lambda: digest_triton.add_samples(words, table, layout, range(layout.heads)),
             ceiling="copy",
             work=count * len(rows) * SECTOR,
             peers={"torch": lambda: sampled_digests_torch(words, pages, keys, layout, rows)},

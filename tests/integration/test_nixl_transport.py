@@ -81,7 +81,7 @@ def test_both_sides_compute_the_same_digests(sender, receiver):
     receiver.transport.digest(DigestOrder(room="room", generation=1, pages=pages, kind=DigestKind.SAMPLED, tail=0))
     (there,) = receiver.wait_for(Digests)
     assert there.digests == done.digests
-    assert done.digests == PageDigester(sender.pool).digest(page_ids(1, 2), room="room", generation=1, first=0)
+    assert done.digests == PageDigester(sender.pool).begin(page_ids(1, 2), room="room", generation=1, first=0).take()
 
 
 def test_many_pushes_at_once_all_end(sender, receiver):
@@ -237,7 +237,7 @@ def test_each_layer_moves_once_it_is_written_and_the_push_ends_with_the_last(sen
     (done,) = sender.wait_for(PushDone)
     assert same(sender, 3, receiver, 20)
     assert same(sender, 4, receiver, 11)
-    assert done.digests == PageDigester(sender.pool).digest(page_ids(3, 4), room="layers", generation=1, first=0)
+    assert done.digests == PageDigester(sender.pool).begin(page_ids(3, 4), room="layers", generation=1, first=0).take()
 
 
 def test_the_end_of_a_step_sends_what_is_left(sender, receiver):

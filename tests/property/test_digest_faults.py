@@ -48,8 +48,8 @@ class Pages:
 
     def verifies(self, generation: int, first: int = 0, sent_as: int = 0) -> bool:
         tail = 0 if self.used == self.slots else self.used
-        sent = self.digester.digest([HERE], room="r", generation=generation, first=sent_as or first, tail=tail)
-        return sent == self.digester.digest([THERE], room="r", generation=generation, first=first, tail=tail)
+        sent = self.digester.begin([HERE], room="r", generation=generation, first=sent_as or first, tail=tail).take()
+        return sent == self.digester.begin([THERE], room="r", generation=generation, first=first, tail=tail).take()
 
 
 faults = settings(max_examples=150, deadline=None)

@@ -49,7 +49,8 @@ def _pages(bench: Bench, shape: Shape, tokens: tuple[int, ...]) -> None:
                 ratio=moved / bench.ceilings.copy_bytes_per_s,
                 of="copy bandwidth",
                 target=0.7,
-                facts={"ms": row["sampled_ms"], "raw ms": row["raw_ms"], "bare ms": row["bare_ms"], "MiB": row["mib"]},
+                facts={"ms": row["sampled_ms"], "raw ms": row["raw_ms"], "bare ms": row["bare_ms"], "MiB": row["mib"]}
+                | _breakdown(row),
             )
         )
 
@@ -71,9 +72,14 @@ def _engines(bench: Bench, shape: Shape, tokens: int) -> None:
                 of="milliseconds",
                 target=3.0 if row["mode"] == "auto" else None,
                 at_most=True,
-                facts={"prefill ms": row["prefill_ms"]},
+                facts={"prefill ms": row["prefill_ms"]} | _breakdown(row),
             )
         )
+
+
+def _breakdown(row: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of each phase, and how many pieces there were."""
+    return {f"{name} ms": ms for name, ms in row["phases"].items()} | dict(row["counts"])
 
 
 def _device(bench: Bench) -> str:

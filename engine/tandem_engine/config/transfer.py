@@ -50,7 +50,7 @@ class DisaggConfig:
     """Largest write of a link's self-test. 0 measures only what requests move."""
     kv_push_layers: int | None = None
     """Layers that prefill sends at once while later ones compute; 0 sends pages once their chunk is settled. None
-    goes by bytes: see `disaggregation.prefill.WRITE_BYTES`."""
+    goes by bytes: see `disaggregation.prefill.Portions`."""
 
     @property
     def renewal_period(self) -> float:

@@ -14,11 +14,16 @@ missing.
 
 Between engines with different numbers of ranks, a rank writes some heads of each page, and a digest is of those heads.
 
-Pages are read in place: on a CPU by compiled loops, on a device by Triton kernels (`digest_triton`), or by torch where
+Pages are read in place: on a CPU by compiled loops, on a device by Triton kernels (`device_digests`), or by torch where
 Triton is missing. All agree to the bit, so each side may use another one.
+
+A CPU digests while the caller waits. A device digests while the caller does something else: `begin` queues the work,
+and the caller looks whether it is `ready`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,12 +32,13 @@ import xxhash
 from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest_words import (
     full_digests_torch,
+    gathered,
     sampled_digests_torch,
     sampled_rows,
     word_bytes,
 )
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool, Push
-from tandem_engine.kernels.cpu.page_digests import SLOT_GROUP, Indices, Keys, full_digests, sampled_digests
+from tandem_engine.kernels.cpu.page_digests import Indices, Keys, full_digests, sampled_digests
 from tandem_engine.memory.pool import PageLayout
 from tandem_engine.messages.transfer import STATES
 
@@ -42,18 +48,35 @@ Digester = Callable[[Indices, Keys, int, range], Keys]
 """Digests under keys of these heads of pages with so many slots in use."""
 
 
+class Making(Protocol):
+    """Digests that are being made."""
+
+    def ready(self) -> bool:
+        """Whether `take` does not wait for a device. Raises what the device raised."""
+        ...
+
+    def take(self) -> tuple[int, ...]:
+        """The digests."""
+        ...
+
+
+Maker = Callable[[DigestKind, Indices, Keys, int, range], Making]
+"""Begins digests of a kind under keys of these heads of pages; of the last one so many slots are in use, or all (0)."""
+
+
 class PageDigester:
     """Digests pages of one pool. Compiles its kernels when it is made: a second, once per machine."""
 
     def __init__(self, pool: PagePool, *, states: "PageDigester | None" = None) -> None:
         """`states`: of the pool of states that is next to `pool`."""
         self._states = states
-        self._slots, self._heads = pool.layout.slots, range(pool.layout.heads)
+        self._heads = range(pool.layout.heads)
         words = pool.bytes_view().view(WORD_TYPES[word_bytes(pool.layout)])
-        make = _on_cpu if words.device.type == "cpu" else digesters_on_device
-        self._by_kind = make(words, pool.layout)
+        self.in_background = words.device.type != "cpu"
+        """Whether digests that were begun are made while the caller does something else."""
+        self._make = makers_on_device(words, pool.layout) if self.in_background else _on_cpu(words, pool.layout)
 
-    def digest(
+    def begin(
         self,
         pages: Sequence[PageId],
         *,
@@ -64,27 +87,20 @@ class PageDigester:
         tail: int = 0,
         heads: range | None = None,
         group: int = 0,
-    ) -> tuple[int, ...]:
-        """One unsigned 64-bit digest per page; `pages[i]` has index `first + i` in the grant of the room.
+    ) -> Making:
+        """Have one unsigned 64-bit digest made per page; `pages[i]` has index `first + i` in the grant of the room.
 
         tail   slots in use of the last of `pages`, or 0 when it is full like the others
         heads  of a page, these alone
         """
-        attempt = f"{generation}/{group}" if group else f"{generation}"
-        origin = np.uint64(xxhash.xxh3_64_intdigest(f"{attempt}|{room}".encode()))
-        keys = origin + np.arange(first, first + len(pages), dtype=np.uint64)
+        keys = keys_of(len(pages), room, generation, first, group)
         where = np.fromiter(pages, np.int64, len(pages))
-        digests, full = self._by_kind[kind], len(pages) - (tail > 0)
-        part = self._heads if heads is None else heads
-        found = digests(where[:full], keys[:full], self._slots, part).tolist()
-        if tail:
-            found += digests(where[full:], keys[full:], tail, part).tolist()
-        return tuple(found)
+        return self._make(kind, where, keys, tail, self._heads if heads is None else heads)
 
-    def sent(self, push: Push) -> tuple[int, ...]:
-        """Digests of the pages that `push` sends, as they are now."""
+    def begin_sent(self, push: Push) -> Making:
+        """Have the pages that `push` sends digested, as they are."""
         key = push.key
-        return self._of_group(key.group).digest(
+        return self._of_group(key.group).begin(
             push.source,
             room=key.room,
             generation=key.generation,
@@ -95,9 +111,9 @@ class PageDigester:
             group=key.group,
         )
 
-    def carry_out(self, order: DigestOrder) -> Digests:
-        """The answer to `order`."""
-        digests = self.digest(
+    def begin_order(self, order: DigestOrder) -> Making:
+        """Have what `order` names digested."""
+        pages = self.begin(
             order.pages,
             room=order.room,
             generation=order.generation,
@@ -106,16 +122,17 @@ class PageDigester:
             tail=order.tail,
             heads=order.heads,
         )
-        if order.states:
-            digests += self._of_group(STATES).digest(
-                order.states,
-                room=order.room,
-                generation=order.generation,
-                first=0,
-                kind=DigestKind.FULL,
-                group=STATES,
-            )
-        return Digests(room=order.room, generation=order.generation, digests=digests)
+        if not order.states:
+            return pages
+        states = self._of_group(STATES).begin(
+            order.states,
+            room=order.room,
+            generation=order.generation,
+            first=0,
+            kind=DigestKind.FULL,
+            group=STATES,
+        )
+        return _InTurn((pages, states))
 
     def _of_group(self, group: int) -> "PageDigester":
         if not group:
@@ -124,12 +141,65 @@ class PageDigester:
         return self._states
 
 
+def keys_of(count: int, room: str, generation: int, first: int, group: int = 0) -> Keys:
+    """The places of so many pages, from index `first` on, in the grant of the room for a group."""
+    attempt = f"{generation}/{group}" if group else f"{generation}"
+    origin = np.uint64(xxhash.xxh3_64_intdigest(f"{attempt}|{room}".encode()))
+    return origin + np.arange(first, first + count, dtype=np.uint64)
+
+
+def answer(order: DigestOrder, making: Making) -> Digests:
+    """The answer to `order`, for which `making` was begun."""
+    return Digests(room=order.room, generation=order.generation, digests=making.take())
+
+
 def unproved(order: DigestOrder) -> Digests:
     """The answer to `order` when it cannot be carried out: no page counts as what its writer sent."""
     return Digests(room=order.room, generation=order.generation, digests=(0,) * len(order.pages + order.states))
 
 
-def _on_cpu(signed_words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, Digester]:
+@dataclass(frozen=True, slots=True)
+class _WhenTaken:
+    """Digests that are made by the caller that takes them."""
+
+    make: Callable[[], Keys]
+
+    def ready(self) -> bool:
+        return True
+
+    def take(self) -> tuple[int, ...]:
+        return tuple(self.make().tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class _InTurn:
+    """Digests of several groups, one after the other."""
+
+    makings: tuple[Making, ...]
+
+    def ready(self) -> bool:
+        return all(making.ready() for making in self.makings)
+
+    def take(self) -> tuple[int, ...]:
+        return tuple(digest for making in self.makings for digest in making.take())
+
+
+def _when_taken(digesters: dict[DigestKind, Digester], slots: int) -> Maker:
+    """Full pages and the last, partial one in turn."""
+
+    def make(kind: DigestKind, pages: Indices, keys: Keys, tail: int, heads: range) -> Making:
+        digests, full = digesters[kind], len(pages) - (tail > 0)
+
+        def both() -> Keys:
+            found = digests(pages[:full], keys[:full], slots, heads)
+            return np.concatenate((found, digests(pages[full:], keys[full:], tail, heads))) if tail else found
+
+        return _WhenTaken(both)
+
+    return make
+
+
+def _on_cpu(signed_words: torch.Tensor, layout: PageLayout) -> Maker:
     words = signed_words.numpy().view(f"u{signed_words.dtype.itemsize}")
     row_words = words.shape[1] // layout.rows
     every_row, every_head = sampled_rows(layout, layout.slots), range(layout.heads)
@@ -146,65 +216,44 @@ def _on_cpu(signed_words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, 
         if heads == every_head:
             full_digests(words, pages, keys, out)
         else:
-            part = _gathered(signed_words, torch.from_numpy(pages), layout, heads).numpy().view(words.dtype)
+            part = gathered(signed_words, torch.from_numpy(pages), layout, heads).numpy().view(words.dtype)
             full_digests(part, np.arange(len(pages)), keys, out)
         return out
 
     nothing = np.empty(0, np.int64)
     for digester in (sampled, full):
         digester(nothing, nothing.view(np.uint64), layout.slots, every_head)
-    return {DigestKind.SAMPLED: sampled, DigestKind.FULL: full}
+    return _when_taken({DigestKind.SAMPLED: sampled, DigestKind.FULL: full}, layout.slots)
 
 
-def digesters_on_device(words: torch.Tensor, layout: PageLayout) -> dict[DigestKind, Digester]:
+def makers_on_device(words: torch.Tensor, layout: PageLayout) -> Maker:
     """Of signed `words` [num_pages, words of a page] on a device. Whatever they launch is compiled."""
-    device, every_head = words.device, range(layout.heads)
-    sampled_on: Callable[..., torch.Tensor]
     try:
-        from tandem_engine.disaggregation import digest_triton as device_digests
+        from tandem_engine.disaggregation.device_digests import DeviceDigests
     except ImportError:
-        sampled_on, full_on = sampled_digests_torch, full_digests_torch
-    else:
-        sampled_on, full_on = device_digests.sampled_digests, device_digests.full_digests
+        return _by_torch(words, layout)
+    return DeviceDigests(words, layout).queue
+
+
+def _by_torch(words: torch.Tensor, layout: PageLayout) -> Maker:
+    """The host waits for each."""
+    device, every_head = words.device, range(layout.heads)
 
     def sent(pages: Indices, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.from_numpy(pages).to(device), torch.from_numpy(keys.view(np.int64)).to(device)
 
     def sampled(pages: Indices, keys: Keys, used: int, heads: range) -> Keys:
         rows = torch.from_numpy(sampled_rows(layout, used, heads.start)).to(device)
-        if heads == every_head:
-            return _back(sampled_on(words, *sent(pages, keys), layout, rows))
         return _back(sampled_digests_torch(words, *sent(pages, keys), layout, rows, len(heads)))
 
     def full(pages: Indices, keys: Keys, _used: int, heads: range) -> Keys:
         where, places = sent(pages, keys)
         if heads == every_head:
-            return _back(full_on(words, where, places))
-        part = _gathered(words, where, layout, heads)
-        return _back(full_on(part, torch.arange(len(pages), device=device), places))
+            return _back(full_digests_torch(words, where, places))
+        part = gathered(words, where, layout, heads)
+        return _back(full_digests_torch(part, torch.arange(len(pages), device=device), places))
 
-    _warm_up(sampled, full, layout, words.shape[1])
-    return {DigestKind.SAMPLED: sampled, DigestKind.FULL: full}
-
-
-def _warm_up(sampled: Digester, full: Digester, layout: PageLayout, page_words: int) -> None:
-    """No transfer waits for a compiler: digest a page as far as any request may fill it, and as any peer may share it.
-
-    A kernel is compiled for each number of samples, and for whether words are a multiple of 16 (see
-    `device_digests.full_kernel`), as those of a page and of some of its heads may be or not.
-    """
-    page, every_head = np.zeros(1, np.int64), range(layout.heads)
-    for used in range(min(SLOT_GROUP, layout.slots), layout.slots + SLOT_GROUP, SLOT_GROUP):
-        sampled(page, page.view(np.uint64), min(used, layout.slots), every_head)
-    parts = {page_words // layout.heads * count % 16 == 0: range(count) for count in range(1, layout.heads + 1)}
-    for heads in parts.values():
-        full(page, page.view(np.uint64), layout.slots, heads)
-
-
-def _gathered(words: torch.Tensor, pages: torch.Tensor, layout: PageLayout, heads: range) -> torch.Tensor:
-    """A copy [n, words of these heads] of some heads of `pages` [n]: they do not lie in one run."""
-    by_head = words.view(words.shape[0], layout.layers * layout.parts, layout.heads, -1)
-    return by_head[pages, :, heads.start : heads.stop].reshape(len(pages), -1)
+    return _when_taken({DigestKind.SAMPLED: sampled, DigestKind.FULL: full}, layout.slots)
 
 
 def _back(digests: torch.Tensor) -> Keys:

@@ -42,8 +42,12 @@ from tandem_engine.kernels.cpu.page_digests import (
     TERM_BITS,
     WORD_BITS,
     Indices,
+    Keys,
 )
 from tandem_engine.memory.pool import PageLayout
+
+_FIRST, _SECOND = np.uint64(FIRST), np.uint64(SECOND)
+_S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def word_bytes(layout: PageLayout) -> int:
@@ -54,6 +58,13 @@ def word_bytes(layout: PageLayout) -> int:
 def word_bytes_of(row_bytes: int) -> int:
     """The same for rows of so many bytes."""
     return next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
+
+
+def mixed(x: Keys) -> Keys:
+    """`mix` of each."""
+    x = (x ^ x >> _S30) * _FIRST
+    x = (x ^ x >> _S27) * _SECOND
+    return x ^ x >> _S31
 
 
 def mix_torch(x: Tensor) -> Tensor:
@@ -79,7 +90,7 @@ def widened(words: Tensor) -> Tensor:
 
 
 def full_digests_torch(words: Tensor, pages: Tensor, keys: Tensor) -> Tensor:
-    """The same on any device, page after page: its intermediate values are as large as a page.
+    """Digests of every byte on any device, page after page: its intermediate values are as large as a page.
 
     words  [num_pages, words of a page] int64, or narrower and signed
     pages  [n] int64
@@ -95,6 +106,12 @@ def full_digests_torch(words: Tensor, pages: Tensor, keys: Tensor) -> Tensor:
 def _terms(x: Tensor) -> Tensor:
     y = (x ^ shifted(x, FOLD_BITS)) * signed(FIRST)
     return y ^ shifted(y, TERM_BITS)
+
+
+def gathered(words: Tensor, pages: Tensor, layout: PageLayout, heads: range) -> Tensor:
+    """A copy [n, words of these heads] of some heads of `pages` [n]: they do not lie in one run."""
+    by_head = words.view(words.shape[0], layout.layers * layout.parts, layout.heads, -1)
+    return by_head[pages, :, heads.start : heads.stop].reshape(len(pages), -1)
 
 
 def sampled_rows(layout: PageLayout, used: int, first_head: int = 0) -> Indices:

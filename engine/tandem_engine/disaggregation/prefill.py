@@ -22,7 +22,7 @@ notified and fails its request as retryable, and the gateway sends prompt and to
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from tandem_engine.base.names import RequestId
 from tandem_engine.config import DisaggConfig
@@ -40,13 +40,36 @@ from tandem_engine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 
-PUSH_BYTES = 64 << 20
-"""Largest push: long enough that what a push costs beside its bytes is lost in it, and short enough that an abort soon
-finds nothing outstanding, after 6 ms at the speed of memory and 54 ms at that of 10 Gbit/s."""
 
-WRITE_BYTES = 2 << 20
-"""Smallest write beside a computation. Below, what it takes of the interpreter delays the first token by more than is
-left of the transfer after it (`benchmarks/exposed_transfer.py`)."""
+class Portions(NamedTuple):
+    """In how many pieces KV leaves: each costs the interpreter something, whatever its size."""
+
+    push_bytes: int
+    """Largest push: long enough that what a push costs beside its bytes is lost in it, and short enough that an abort
+    soon finds nothing outstanding."""
+    write_bytes: int
+    """Smallest write beside a computation. Below, what it takes of the interpreter delays the first token by more than
+    is left of the transfer after it (`benchmarks/exposed_transfer.py`)."""
+
+    def pages(self, page_bytes: int) -> int:
+        """Of the largest push."""
+        return max(1, self.push_bytes // page_bytes)
+
+    def layers(self, pushed_bytes: int, layers: int) -> int:
+        """How many of the `layers` of so many bytes are worth a write of their own."""
+        return -(-self.write_bytes * layers // pushed_bytes)
+
+
+IN_MAIN_MEMORY = Portions(push_bytes=64 << 20, write_bytes=2 << 20)
+"""A push is over after 6 ms at the speed of memory and after 54 ms at that of 10 Gbit/s."""
+
+ON_DEVICE = Portions(push_bytes=256 << 20, write_bytes=32 << 20)
+"""A device copies 64 MiB in 0.1 ms, less than a push costs the host. A push is over after 0.2 s at 10 Gbit/s."""
+
+
+def portions_of(device: str) -> Portions:
+    """For a pool on DRAM or VRAM, NIXL's names."""
+    return ON_DEVICE if device == "VRAM" else IN_MAIN_MEMORY
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,6 +85,7 @@ class PrefillStage:
     """Of a page."""
     state_bytes: int
     """Of a sequence; 0 where no layer keeps a state."""
+    portions: Portions
     early: EarlyGrants
     drains: DrainBook
     closed: ClosedRooms
@@ -277,17 +301,17 @@ class PrefillStage:
     @property
     def max_pages(self) -> int:
         """Of one push."""
-        return max(1, PUSH_BYTES // self.page_bytes)
+        return self.portions.pages(self.page_bytes)
 
     def _pays(self, push: Push | None) -> TypeGuard[Push]:
         """Whether `push` shall go with its step. What is left to itself goes in one shot when that has settled."""
         if push is None:
             return False
-        return self.config.kv_push_layers is not None or push.key.count * self.page_bytes >= WRITE_BYTES
+        return self.config.kv_push_layers is not None or push.key.count * self.page_bytes >= self.portions.write_bytes
 
     def _least_layers(self, push: Push) -> int:
         """How many layers of its pages are worth a write of their own."""
-        return self.config.kv_push_layers or -(-WRITE_BYTES * self.layers // (push.key.count * self.page_bytes))
+        return self.config.kv_push_layers or self.portions.layers(push.key.count * self.page_bytes, self.layers)
 
     def _hand_over(self, room: SendRoom) -> None:
         grant = room.grant

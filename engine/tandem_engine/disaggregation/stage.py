@@ -24,7 +24,7 @@ from tandem_engine.disaggregation.links import Links
 from tandem_engine.disaggregation.notifications import LastWords
 from tandem_engine.disaggregation.peers import PeerEvent, PeerLink, Superseded
 from tandem_engine.disaggregation.prealloc import PreallocQueue
-from tandem_engine.disaggregation.prefill import PrefillStage
+from tandem_engine.disaggregation.prefill import PrefillStage, portions_of
 from tandem_engine.disaggregation.prefix_fetch import Prefixes
 from tandem_engine.disaggregation.transport import (
     Digests,
@@ -89,6 +89,7 @@ class HandoffStage:
             page_bytes=page_bytes,
             layers=layers,
             state_bytes=state_bytes,
+            portions=portions_of(transport.hello().device),
             early=EarlyGrants(clock=host.clock),
             drains=DrainBook(),
             closed=ClosedRooms(),

@@ -101,8 +101,16 @@ class ScriptedPeer:
 
     def record(self, grant: WriteGrant, token: int, **changed: object) -> None:
         """The account of a complete transfer."""
-        digests = PageDigester(self.pool).digest(
-            self._sources(grant), room=grant.room, generation=grant.generation, first=0, tail=self.filled % PAGE_SIZE
+        digests = (
+            PageDigester(self.pool)
+            .begin(
+                self._sources(grant),
+                room=grant.room,
+                generation=grant.generation,
+                first=0,
+                tail=self.filled % PAGE_SIZE,
+            )
+            .take()
         )
         fields: dict[str, object] = {
             "room": grant.room,

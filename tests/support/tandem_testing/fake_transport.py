@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from tandem_engine.base.clock import Clock
-from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.digest import PageDigester, answer
 from tandem_engine.disaggregation.transport import (
     DigestOrder,
     Digests,
@@ -135,7 +135,7 @@ class FakeFabric:
 
     def _arrive(self, sender: "FakeTransport", receiver: "FakeTransport", flight: _Flight) -> None:
         push, key = flight.push, flight.push.key
-        digests = PageDigester(sender.pool).sent(push)
+        digests = PageDigester(sender.pool).begin_sent(push).take()
         if flight.fate.corrupt:
             receiver.pool.bytes_view()[push.target[0]] ^= 1
         sender.events.append(PushDone(key=key, digests=digests, seconds=flight.fate.seconds))
@@ -166,9 +166,8 @@ class FakeTransport:
             page_bytes=self.pool.page_bytes,
             num_pages=self.pool.num_pages,
             heads=self.pool.layout.heads,
-            device="DRAM",
             device_id=0,
-            **self.facts,
+            **({"device": "DRAM"} | self.facts),
         )
 
     def rename(self, me: Peer) -> None:
@@ -191,7 +190,7 @@ class FakeTransport:
             self.fabric.start(self, push)
 
     def digest(self, order: DigestOrder) -> None:
-        self.verified.append(PageDigester(self.pool).carry_out(order))
+        self.verified.append(answer(order, PageDigester(self.pool).begin_order(order)))
 
     def expect(self, transfers: int) -> None:
         self.expected = transfers

@@ -228,7 +228,7 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         default=disagg.kv_push_layers,
         metavar="N",
         help="number of layers that a prefill worker sends at a time while later layers compute; 0: send complete "
-        "chunks (default: as many as make 2 MiB; a chunk with less KV is sent when it is complete)",
+        "chunks (default: as many as make 2 MiB, on a GPU 32; a chunk with less KV is sent when it is complete)",
     )
     group.add_argument(
         "--expect-transport",

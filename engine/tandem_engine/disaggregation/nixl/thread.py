@@ -10,6 +10,9 @@
 
 Each iteration takes a command, or waits for one as long as nothing is urgent, and progresses outstanding pushes.
 
+Digests of pages in main memory are made here, once the pages are written: the write has brought them into the cache.
+Those of pages on a device are queued there beside the last WRITE, and this thread looks for both.
+
 A push is one WRITE, or several in order as the step that computes its pages writes layer after layer: each starts when
 the one before is done. A completed WRITE has arrived, and no NIXL notification goes with it: the sender would wait
 until the receiver has polled twice, and it sends a `HandoffRecord` anyway.
@@ -28,6 +31,7 @@ import contextlib
 import logging
 import math
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,7 +42,7 @@ from msgspec import UNSET
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import TransferError
-from tandem_engine.disaggregation.digest import PageDigester, unproved
+from tandem_engine.disaggregation.digest import Making, PageDigester, answer, unproved
 from tandem_engine.disaggregation.nixl.agent import Interfaces, NixlAgent, Write
 from tandem_engine.disaggregation.nixl.layout import Region, describe
 from tandem_engine.disaggregation.nixl.queues import (
@@ -53,6 +57,7 @@ from tandem_engine.disaggregation.nixl.queues import (
     Wake,
 )
 from tandem_engine.disaggregation.transport import DigestOrder, Push, PushDone, PushFailed, PushKey
+from tandem_engine.executor.forward_thread import TURN_S
 from tandem_engine.forward.kv_progress import VOID
 from tandem_engine.messages.transfer import Hello
 from tandem_engine.parallel.group import use_device
@@ -67,7 +72,11 @@ DEVICE_LIMIT = 1 << 16
 FIRST_PAUSE = 50e-6
 
 LONGEST_PAUSE = 1e-3
-"""Seconds between polls of outstanding writes: doubled while nothing happens."""
+"""Seconds between looks at writes and digests under way."""
+
+PAUSE_SHARE = 8
+"""Between both, a pause is this part of the time since one of them began: the end of a write is noticed after an eighth
+of its time."""
 
 LAYERS_PAUSE = 1e-3
 """While a step computes pages. A look costs the forward a little, as both need the interpreter."""
@@ -108,6 +117,14 @@ class _Outstanding:
     layers: int = 0
     """Layers [0, layers) are written, or being written by `write`."""
     write: Write | None = None
+    digests: Making | None = None
+    """Begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    order: DigestOrder
+    digests: Making
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,8 +147,11 @@ class TransferThread:
     _peers: dict[str, tuple[Region, ...]] = field(default_factory=dict)
     """Of each group."""
     _outstanding: dict[PushKey, _Outstanding] = field(default_factory=dict)
+    _ordered: list[_Ordered] = field(default_factory=list)
+    """Digests of received pages that a device is making."""
     _expected: int = 0
-    _pause: float = FIRST_PAUSE
+    _began: float = 0.0
+    """When the last command came, or a write or digests began."""
     _busy: bool = False
     """A look of the last turn has moved bytes."""
     _back_since: float | None = None
@@ -142,6 +162,11 @@ class TransferThread:
         self.mishaps = Mishaps(clock=self.clock)
 
     def start(self) -> threading.Thread:
+        """Shortens the process's switch interval to `TURN_S`, as a forward on a thread does.
+
+        Calls here are short, and after each that releases the interpreter the scheduler could keep it for 5 ms.
+        """
+        sys.setswitchinterval(min(TURN_S, sys.getswitchinterval()))
         thread = threading.Thread(target=self.run, name="nixl", daemon=True)
         thread.start()
         return thread
@@ -158,7 +183,7 @@ class TransferThread:
         """Each part of it for itself: what fails in one costs no other its turn."""
         with contextlib.suppress(queue.Empty):
             command = self.inbox.get(timeout=self._patience())
-            self._pause = FIRST_PAUSE
+            self._began = self.clock.now()
             self._obey(command)
         self._busy = False
         for outstanding in [*self._outstanding.values()]:
@@ -168,6 +193,7 @@ class TransferThread:
                 # NIXL may have started the write: the connection is closed before the receiver is notified
                 # [late-write].
                 self._lose(outstanding.push.peer, UNEXPECTED)
+        self._ordered = [ordered for ordered in self._ordered if not self._collect(ordered)]
         self._tidy("attending to peers", partial(self._looked, self.agent.attend))
         if self.interfaces.lost:
             self._tidy("asking to leave", self._leave_when_back)
@@ -208,10 +234,8 @@ class TransferThread:
         """Seconds to wait for a command before looking at NIXL again."""
         if self._busy:
             return 0.0
-        if any(outstanding.write is not None for outstanding in self._outstanding.values()):
-            pause = self._pause
-            self._pause = min(2 * pause, LONGEST_PAUSE)
-            return pause
+        if self._ordered or any(each.write or each.digests for each in self._outstanding.values()):
+            return min(max(FIRST_PAUSE, (self.clock.now() - self._began) / PAUSE_SHARE), LONGEST_PAUSE)
         if self._outstanding:
             return LAYERS_PAUSE
         return EXPECTING_PAUSE if self._expected else IDLE_PAUSE
@@ -221,7 +245,9 @@ class TransferThread:
             case StartPush(push):
                 self._start(push)
             case DigestOrder():
-                self.outbox.put(self.digester.carry_out(command))
+                ordered = _Ordered(command, self.digester.begin_order(command))
+                if not self._collect(ordered):
+                    self._ordered.append(ordered)
             case Expect(transfers):
                 self._expected = transfers
             case Connect(hello):
@@ -232,6 +258,16 @@ class TransferThread:
                 pass
             case Stop():
                 self._stopped = True
+
+    def _collect(self, ordered: _Ordered) -> bool:
+        """Answer an order. False: a device is still making its digests."""
+        with self.mishaps.attempt("digesting what was received") as attempt:
+            if not ordered.digests.ready():
+                return False
+            self.outbox.put(answer(ordered.order, ordered.digests))
+        if attempt.failed:
+            self.outbox.put(unproved(ordered.order))
+        return True
 
     def _looked(self, look: Callable[[], T]) -> T:
         """The answer of a look at NIXL, and whether to look again at once."""
@@ -330,10 +366,11 @@ class TransferThread:
     def _progress(self, outstanding: _Outstanding) -> None:
         """Take a push as far as it goes without waiting."""
         while outstanding.push.key in self._outstanding:
-            if outstanding.write is None:
-                if not self._write_more(outstanding):
-                    return
-            elif not self._finish_write(outstanding):
+            if outstanding.write is not None:
+                step = self._finish_write
+            else:
+                step = self._finish if outstanding.layers == self.region.layers else self._write_more
+            if not step(outstanding):
                 return
 
     def _write_more(self, outstanding: _Outstanding) -> bool:
@@ -363,7 +400,10 @@ class TransferThread:
             self._lose(push.peer, str(error))
             return
         outstanding.layers = layers.stop
-        self._pause = FIRST_PAUSE
+        self._began = self.clock.now()
+        if layers.stop == self.region.layers and self.digester.in_background:
+            with self.mishaps.attempt("beginning to digest what is sent", push.peer):
+                outstanding.digests = self.digester.begin_sent(push)
 
     def _finish_write(self, outstanding: _Outstanding) -> bool:
         """Whether the write under way is done, and with the last one the push."""
@@ -383,7 +423,7 @@ class TransferThread:
         released = self._release(outstanding)
         outstanding.seconds += self.clock.now() - outstanding.began
         if outstanding.layers == self._region(outstanding.push).layers:
-            self._done(outstanding)
+            self._finish(outstanding)
         if not released:
             self._lose(outstanding.push.peer, UNEXPECTED)
 
@@ -391,15 +431,20 @@ class TransferThread:
         """That its group has here."""
         return self.further[push.key.group - 1] if push.key.group else self.region
 
-    def _done(self, outstanding: _Outstanding) -> None:
+    def _finish(self, outstanding: _Outstanding) -> bool:
+        """End a push that is written. False: a device is still making its digests."""
         push = outstanding.push
         with self.mishaps.attempt("digesting what was sent", push.peer) as attempt:
-            # Once they are written: on a CPU the write has brought the pages into its cache.
-            done = PushDone(key=push.key, digests=self.digester.sent(push), seconds=outstanding.seconds)
+            if outstanding.digests is None:
+                outstanding.digests = self.digester.begin_sent(push)
+            if not outstanding.digests.ready():
+                return False
+            done = PushDone(key=push.key, digests=outstanding.digests.take(), seconds=outstanding.seconds)
             del self._outstanding[push.key]
             self.outbox.put(done)
         if attempt.failed:
             self._fail(outstanding, "its pages could not be digested", peer_lost=False)
+        return True
 
     def _fail(self, outstanding: _Outstanding, reason: str, *, peer_lost: bool) -> None:
         del self._outstanding[outstanding.push.key]

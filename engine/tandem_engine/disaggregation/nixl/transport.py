@@ -12,7 +12,7 @@ from msgspec import UNSET
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.environment import read_environment
 from tandem_engine.base.names import DigestKind
-from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.digest import PageDigester, answer
 from tandem_engine.disaggregation.nixl.agent import Interfaces, NixlAgent, own_devices, ucx_network, watched
 from tandem_engine.disaggregation.nixl.layout import Region, warm_up
 from tandem_engine.disaggregation.nixl.queues import Command, Connect, Expect, Forget, Outbox, StartPush, Stop
@@ -115,7 +115,7 @@ class NixlTransport:
         sampled = order.kind is DigestKind.SAMPLED and not order.states
         short = len(order.pages) * self._region.page_bytes <= SHORT_BYTES
         if sampled and short and self._region.device == "DRAM":
-            self._outbox.put(self._digester.carry_out(order))
+            self._outbox.put(answer(order, self._digester.begin_order(order)))
         else:
             self._inbox.put(order)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from tandem_engine.base.names import DigestKind
 from tandem_engine.config import (
     CacheConfig,
     DisaggConfig,
@@ -28,7 +29,7 @@ from tandem_engine.config import (
     SpecAlgorithm,
     SpecConfig,
 )
-from tandem_engine.disaggregation.digest import digesters_on_device
+from tandem_engine.disaggregation.digest import makers_on_device
 from tandem_engine.engine import Engine, standalone_runs
 from tandem_engine.engine.loaded_model import load
 from tandem_engine.executor.warm_up import LISTED_ROWS, Room, WarmStep, list_sizes
@@ -176,11 +177,12 @@ def compile_nothing_for_digests_of_any_page() -> None:
     for slots, head_dim in ((16, 64), (160, 3)):
         pool = digest_pool(slots, torch.bfloat16, head_dim=head_dim)
         with launches_that_are_only_noted(HOPPER) as noted:
-            digesters = digesters_on_device(signed_words(pool), pool.layout)
-            warm, page = set(noted), np.zeros(1, np.int64)
+            make = makers_on_device(signed_words(pool), pool.layout)
+            warm = set(noted)
             parts = [range(a, b) for b in range(pool.layout.heads + 1) for a in range(b)]
-            for digester, used, heads in product(digesters.values(), range(1, slots + 1), parts):
-                digester(page, page.view(np.uint64), used, heads)
+            for kind, tail, heads, count in product(DigestKind, range(slots), parts, (1, 2, 16)):
+                pages = np.zeros(count, np.int64)
+                make(kind, pages, pages.view(np.uint64), tail, heads)
         assert {launch.kernel for launch in warm} == {"sampled_kernel", "full_kernel"}
         assert noted == warm
 

@@ -29,7 +29,7 @@ def test_intact_pages_that_were_meant_for_another_place_do_not_verify(receiver, 
     receiver.writer.write(grant)
     there = {"room": ROOM, "generation": 1, "first": 0, **place}
     pages = tuple(PageId(page) for page in (1, 2, 3))
-    receiver.writer.record(grant, 1, digests=PageDigester(receiver.writer.pool).digest(pages, **there))
+    receiver.writer.record(grant, 1, digests=PageDigester(receiver.writer.pool).begin(pages, **there).take())
     receiver.turn(3)
     receiver.assert_failed("3 of 3 pages did not verify")
 

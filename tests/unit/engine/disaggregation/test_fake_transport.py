@@ -73,7 +73,7 @@ def test_a_corrupt_push_arrives_and_does_not_verify(fabric):
     fabric.push(Fate(corrupt=True))
     fabric.fabric.advance()
     (done,) = fabric.sender.poll()
-    here = PageDigester(fabric.receiver.pool).digest(TARGET, room="room", generation=1, first=0)
+    here = PageDigester(fabric.receiver.pool).begin(TARGET, room="room", generation=1, first=0).take()
     assert [ours == theirs for ours, theirs in zip(here, done.digests, strict=True)] == [False, True]
 
 

@@ -39,7 +39,7 @@ def test_any_change_of_any_bytes_is_seen(data):
     page = pool.page_view(PAGE)
 
     def digest() -> int:
-        return PageDigester(pool).digest([PAGE], room="r", generation=1, first=0, kind=DigestKind.FULL)[0]
+        return PageDigester(pool).begin([PAGE], room="r", generation=1, first=0, kind=DigestKind.FULL).take()[0]
 
     before = digest()
     changes = data.draw(
@@ -53,9 +53,9 @@ def test_any_change_of_any_bytes_is_seen(data):
 def test_words_that_change_places_are_seen():
     pool = digest_pool(2, layers=1)
     words = signed_words(pool)[PAGE]
-    before = PageDigester(pool).digest([PAGE], room="r", generation=1, first=0, kind=DigestKind.FULL)
+    before = PageDigester(pool).begin([PAGE], room="r", generation=1, first=0, kind=DigestKind.FULL).take()
     words[[0, 1]] = words[[1, 0]]
-    assert PageDigester(pool).digest([PAGE], room="r", generation=1, first=0, kind=DigestKind.FULL) != before
+    assert PageDigester(pool).begin([PAGE], room="r", generation=1, first=0, kind=DigestKind.FULL).take() != before
 
 
 def test_the_digest_is_fixed_across_versions():
@@ -63,6 +63,6 @@ def test_the_digest_is_fixed_across_versions():
     pool = digest_pool(head_dim=2, layers=1)
     pool.data.copy_(torch.arange(pool.data.numel()).view_as(pool.data))
     assert (
-        PageDigester(pool).digest([PAGE], room="room", generation=1, first=0, kind=DigestKind.FULL)[0]
+        PageDigester(pool).begin([PAGE], room="room", generation=1, first=0, kind=DigestKind.FULL).take()[0]
         == 5819634948868153413
     )

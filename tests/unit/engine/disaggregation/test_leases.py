@@ -9,6 +9,7 @@ from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.base import room_key
 from tandem_engine.disaggregation.decode import MAX_REPEATS
 from tandem_engine.disaggregation.leases import Open, Pulse, Standstill
+from tandem_engine.disaggregation.prefill import Portions
 from tandem_engine.messages.codec import Codec
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import HandoffSide
@@ -415,9 +416,9 @@ def test_an_endless_renewal_is_not_believed():
     assert expiry(sender) == GRANT_TIMEOUT
 
 
-def test_a_writer_whose_grant_is_not_renewed_starts_no_push_after_it(monkeypatch):  # [grant-expiry]
-    monkeypatch.setattr("tandem_engine.disaggregation.prefill.PUSH_BYTES", 64)
+def test_a_writer_whose_grant_is_not_renewed_starts_no_push_after_it():  # [grant-expiry]
     sender = make_sender(chunked_prefill_size=4)
+    sender.side.stage.prefill.portions = Portions(push_bytes=64, write_bytes=1 << 20)
     sender.other.allow("room-r", PAGES, valid_s=2.0)
     sender.turn()
     sender.submit()

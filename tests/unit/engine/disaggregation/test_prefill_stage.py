@@ -7,6 +7,8 @@ import pytest
 
 from tandem_engine.base.names import PageId, RequestId
 from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.prefill import Portions
+from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.disaggregation.transport import PushFailed
 from tandem_engine.messages.kv_events import BASE_SPACE
 from tandem_engine.messages.outputs import CacheHits, FinishReason
@@ -191,8 +193,11 @@ def test_the_record_tells_what_the_receiver_needs(sender):
     assert record.output_ids == (first_token(),)
     assert len(record.logprobs) == 1
     pages = tuple(PageId(page) for page in PAGES)
-    assert record.digests == PageDigester(sender.receiver.pool).digest(
-        pages, room=ROOM, generation=1, first=0, tail=len(PROMPT) % 4
+    assert (
+        record.digests
+        == PageDigester(sender.receiver.pool)
+        .begin(pages, room=ROOM, generation=1, first=0, tail=len(PROMPT) % 4)
+        .take()
     )
 
 
@@ -266,15 +271,31 @@ def test_a_chunk_of_few_bytes_waits_for_its_end():
     assert {push.progress for push in pushed} == {None}
 
 
-def test_a_chunk_of_many_bytes_goes_with_as_many_layers_as_are_worth_a_write(monkeypatch):
-    monkeypatch.setattr("tandem_engine.disaggregation.prefill.WRITE_BYTES", 3 * 64 * 2)
+def test_a_chunk_of_many_bytes_goes_with_as_many_layers_as_are_worth_a_write():
     sender = Sender(num_layers=4, enable_overlap=True)
+    sender.side.stage.prefill.portions = Portions(push_bytes=1 << 20, write_bytes=3 * 64 * 2)
     pushed = []
     sender.fabric.fates = lambda push: pushed.append(push) or Fate()
     sender.submit()
     sender.allow()
     sender.turn(6)
     assert [push.least_layers for push in pushed] == [2]
+
+
+@pytest.mark.parametrize(("device", "pages"), [("DRAM", 8), ("VRAM", 32)])
+def test_pushes_from_a_device_have_more_pages(sender, device, pages):
+    """Of 8 MiB each. What a push costs its host is the same wherever they are."""
+    side = sender.side
+    side.transport.facts["device"] = device
+    stage = HandoffStage.build(
+        host=side.engine.scheduler.for_stages,
+        transport=side.transport,
+        peers=side.link,
+        config=CONFIG,
+        page_bytes=8 << 20,
+        layers=32,
+    )
+    assert (stage.prefill.max_pages, stage.prefixes.lender.max_pages) == (pages, pages)
 
 
 def test_time_between_the_computation_and_the_record_is_exposed():
@@ -288,8 +309,8 @@ def test_time_between_the_computation_and_the_record_is_exposed():
     assert (sender.side.stage.counters.handed_over, sender.side.stage.counters.exposed_s) == (1, 0.25)
 
 
-def test_a_long_prompt_goes_in_several_pushes(sender, monkeypatch):
-    monkeypatch.setattr("tandem_engine.disaggregation.prefill.PUSH_BYTES", 2 * 64)
+def test_a_long_prompt_goes_in_several_pushes(sender):
+    sender.side.stage.prefill.portions = Portions(push_bytes=2 * 64, write_bytes=1 << 20)
     starts = []
     sender.fabric.fates = lambda push: starts.append((push.key.first, push.key.count)) or Fate(delay=len(starts) % 3)
     sender.submit("r", range(1, 24))

@@ -17,7 +17,7 @@ GENERATIONS = range(1, 51)
 
 
 def digest(pool, generation: int, tail: int = 0) -> int:
-    return PageDigester(pool).digest([PAGE], room="room", generation=generation, first=0, tail=tail)[0]
+    return PageDigester(pool).begin([PAGE], room="room", generation=generation, first=0, tail=tail).take()[0]
 
 
 def all_notice(pool, change, tail: int = 0) -> bool:
@@ -25,7 +25,7 @@ def all_notice(pool, change, tail: int = 0) -> bool:
     digester = PageDigester(pool)
 
     def all_digests() -> list[int]:
-        return [digester.digest([PAGE], room="room", generation=g, first=0, tail=tail)[0] for g in GENERATIONS]
+        return [digester.begin([PAGE], room="room", generation=g, first=0, tail=tail).take()[0] for g in GENERATIONS]
 
     before = all_digests()
     change(pool.data[PAGE])
@@ -98,8 +98,8 @@ def test_many_pages_have_the_digests_of_each_alone():
     pool = digest_pool(num_pages=200)
     pages = [PageId(page) for page in range(1, 200)]
     digester = PageDigester(pool)
-    together = digester.digest(pages, room="room", generation=1, first=0)
-    alone = [digester.digest([page], room="room", generation=1, first=i)[0] for i, page in enumerate(pages)]
+    together = digester.begin(pages, room="room", generation=1, first=0).take()
+    alone = [digester.begin([page], room="room", generation=1, first=i).take()[0] for i, page in enumerate(pages)]
     assert [*together] == alone
 
 

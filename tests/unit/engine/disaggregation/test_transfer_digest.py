@@ -23,7 +23,7 @@ def digests(
     kind: DigestKind = DigestKind.SAMPLED,
 ) -> tuple[int, ...]:
     wanted = tuple(PageId(page) for page in pages)
-    return PageDigester(pool).digest(wanted, room=room, generation=generation, first=first, kind=kind)
+    return PageDigester(pool).begin(wanted, room=room, generation=generation, first=first, kind=kind).take()
 
 
 kinds = pytest.mark.parametrize("kind", list(DigestKind))

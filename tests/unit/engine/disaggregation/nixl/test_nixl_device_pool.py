@@ -1,7 +1,9 @@
 """A transfer never touches pages on a device from the host: it moves their addresses, and others read the bytes."""
 
 import threading
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,6 +37,19 @@ class DevicePool:
 
     def bytes_view(self) -> torch.Tensor:
         return torch.Tensor._make_subclass(OnGpu, torch.empty(8, PAGE_BYTES, dtype=torch.uint8, device="meta"))
+
+
+@dataclass
+class Made:
+    """Digests that a device has made."""
+
+    digests: np.ndarray
+
+    def ready(self) -> bool:
+        return True
+
+    def take(self) -> tuple[int, ...]:
+        return tuple(self.digests.tolist())
 
 
 class Agent:
@@ -82,7 +97,7 @@ def agent(monkeypatch) -> list[Agent]:
 
     def by_kernels(words: torch.Tensor, layout: PageLayout):
         assert words.device == torch.device("cuda", 1)
-        return dict.fromkeys(DigestKind, lambda pages, keys, used, heads: keys)  # noqa: ARG005
+        return lambda kind, pages, keys, tail, heads: Made(keys)  # noqa: ARG005
 
     def use(index: int) -> None:
         for each in made:
@@ -90,7 +105,7 @@ def agent(monkeypatch) -> list[Agent]:
 
     monkeypatch.setattr(torch.cuda, "set_device", use)
     monkeypatch.setattr(nixl_transport, "NixlAgent", make)
-    monkeypatch.setattr(digest, "digesters_on_device", by_kernels)
+    monkeypatch.setattr(digest, "makers_on_device", by_kernels)
     return made
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tandem_engine.base.names import DigestKind, PageId
-from tandem_engine.disaggregation.digest import PageDigester
+from tandem_engine.disaggregation.digest import Making, PageDigester
 from tandem_engine.disaggregation.nixl.layout import Region
 from tandem_engine.disaggregation.nixl.queues import (
     AGAIN_AFTER,
@@ -127,9 +127,9 @@ class ScriptedDigester(PageDigester):
 
     before: Callable[[], None]
 
-    def digest(self, *args: object, **kwargs: object) -> tuple[int, ...]:
+    def begin(self, *args: object, **kwargs: object) -> Making:
         self.before()
-        return super().digest(*args, **kwargs)
+        return super().begin(*args, **kwargs)
 
 
 def ran(
@@ -236,7 +236,7 @@ def test_pages_that_cannot_be_digested_count_as_damaged():
     nixl = ran(order("torn"), order("whole"), before_digests=fail_once)
     torn, whole = nixl.heard()
     assert torn == Digests(room="torn", generation=1, digests=(0, 0))
-    assert whole.digests == PageDigester(POOL).digest(PAGES, room="whole", generation=1, first=0)
+    assert whole.digests == PageDigester(POOL).begin(PAGES, room="whole", generation=1, first=0).take()
     assert 0 not in whole.digests
 
 
