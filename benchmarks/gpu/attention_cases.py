@@ -14,6 +14,7 @@ from tandem_engine.forward.batch import ForwardBatch, ForwardMode, SamplingBatch
 from tandem_engine.kernels.triton.decode_attention import DecodeTiling
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec
+from tandem_engine.model.attention.paged_kernels import PagedAttention
 from tandem_engine.model.attention.triton import TritonBackend, TritonPlan
 
 TARGET_BATCH, TARGET_CONTEXT = 16, 4096
@@ -169,6 +170,7 @@ class AttentionCases(CaseMaker):
         batch = on_scrambled_pages(seq_lens, extend_lens, counts, setting.page, held.num_pages - 1, self.device)
         plan = backend.plan(batch)
         if setting.tiling is not None:
+            assert isinstance(plan.attention, PagedAttention), "a tiling of K and V"
             plan = replace(plan, attention=replace(plan.attention, decode=setting.tiling))
         return plan, self.randn(sum(extend_lens), shape.heads, shape.head_dim)
 
