@@ -131,13 +131,14 @@ def test_a_captured_prompt_graph_gives_the_bits_of_a_plan(shape):
     ]
     for sequences in steps:
         batch = make_batch(sequences)
-        tokens, padded = batch.num_tokens, batch_on(as_prompt(batch, size), "cuda")
+        tokens, plain_batch = batch.num_tokens, batch_on(batch, "cuda")
+        padded = batch_on(as_prompt(batch, size), "cuda")
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             graph_plan.load(padded)
             graph.replay()
-            plain = backend.plan(batch_on(batch, "cuda"))(0, *(part[:tokens] for part in (q, k, v)))
+            plain = backend.plan(plain_batch)(0, *(part[:tokens] for part in (q, k, v)))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(out[:tokens], plain)

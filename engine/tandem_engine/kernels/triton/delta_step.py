@@ -100,8 +100,9 @@ def delta_step_kernel(
     k = unit(moved_on(projected, inputs, conv, KEYS * K + at, live_key, kept, CHANNELS, TAPS, out.dtype.element_ty))
     for shared in range(SHARED):
         head = key_head * SHARED + shared
-        at = head * V + of_value
-        v = moved_on(projected, inputs, conv, 2 * KEYS * K + at, live_value, kept, CHANNELS, TAPS, out.dtype.element_ty)
+        own = head * V + of_value
+        channel = 2 * KEYS * K + own
+        v = moved_on(projected, inputs, conv, channel, live_value, kept, CHANNELS, TAPS, out.dtype.element_ty)
         a = tl.load(rates + VALUES + head).to(tl.float32) + tl.load(bias + head)
         beta = tl.sigmoid(tl.load(rates + head).to(tl.float32))
         softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
@@ -114,9 +115,9 @@ def delta_step_kernel(
         tl.store(place, state, mask=live)
         read = tl.sum(state * q[:, None], axis=0)
         scale = tl.rsqrt(tl.sum(read * read, axis=0) / V + eps)
-        z = tl.load(projected + CHANNELS + at, mask=live_value, other=0.0).to(tl.float32)
+        z = tl.load(projected + CHANNELS + own, mask=live_value, other=0.0).to(tl.float32)
         gated = read * scale * tl.load(weight + of_value, mask=live_value, other=0.0) * (z / (1.0 + tl.exp(-z)))
-        tl.store(out + sequence.to(tl.int64) * (VALUES * V) + at, gated.to(out.dtype.element_ty), mask=live_value)
+        tl.store(out + sequence.to(tl.int64) * (VALUES * V) + own, gated.to(out.dtype.element_ty), mask=live_value)
 
 
 def delta_step(

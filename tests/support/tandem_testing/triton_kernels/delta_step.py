@@ -148,10 +148,10 @@ def check_company_changes_no_bit(device: str) -> None:
 
 
 def compile_for_qwen3_next_and_qwen35() -> None:
-    """Whole, and a rank of four."""
-    for keys, values in ((16, 32), (4, 8)):
+    """Whole, a rank of four, and keys and values of unequal sizes."""
+    for keys, values, key_size, value_size in ((16, 32, 128, 128), (4, 8, 128, 128), (2, 6, 12, 20)):
         for arch in ARCHITECTURES:
-            constants = delta_constants(keys=keys, values=values, key_size=128, value_size=128)
+            constants = delta_constants(keys=keys, values=values, key_size=key_size, value_size=value_size)
             compile_kernel(
                 delta_step_kernel,
                 {
