@@ -37,10 +37,18 @@ class MemoryGroup:
     limit: int
     used: int
     """Without cached files that could be dropped."""
+    kills: bool = True
+    """Whether the kernel kills at the limit; else it stops processes until pages are free again."""
 
 
-_PAGE_COUNTERS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-"""Limit and use of a control group, as version 2 and version 1 name them."""
+_HIGH = "memory.high"
+
+_PAGE_COUNTERS = {
+    "memory.max": "memory.current",
+    _HIGH: "memory.current",
+    "memory.limit_in_bytes": "memory.usage_in_bytes",
+}
+"""Limits and use of a control group, as version 2 and version 1 name them."""
 
 NO_LIMIT = 1 << 60
 
@@ -70,7 +78,7 @@ def memory_groups(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Mem
             # Without a limit version 2 has "max", and version 1 a number near 2^63.
             if limit.isdecimal() and int(limit) < NO_LIMIT:
                 taken = int(used) - _droppable(folder / "memory.stat") if used.isdecimal() else 0
-                yield MemoryGroup(limit=int(limit), used=max(0, taken))
+                yield MemoryGroup(limit=int(limit), used=max(0, taken), kills=limit_file != _HIGH)
 
 
 def memory_limit(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
@@ -86,6 +94,16 @@ def memory_kills(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
             if "oom_kill" in counts:
                 return counts["oom_kill"]
     return 0
+
+
+def memory_shortage(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> str:
+    """Which memory was short when the kernel killed a process of this container: a clause of a sentence."""
+    limits = [group.limit for group in memory_groups(proc=proc, cgroups=cgroups) if group.kills]
+    fields = (line.split() for line in read_text(proc / "meminfo").splitlines())
+    machine = next((int(field[1]) << 10 for field in fields if field[0] == "MemTotal:"), NO_LIMIT)
+    if min(limits, default=NO_LIMIT) >= machine:
+        return "the memory of this machine was used up"
+    return f"the memory limit of {min(limits) / (1 << 30):.2f} GiB was reached"
 
 
 def cpu_quota(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:

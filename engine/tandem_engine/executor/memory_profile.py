@@ -244,10 +244,16 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
     """
     meter, cache = meter_for(config.device), _share_of_rank(config)
     agreement = Agreement(parallel.schedule)
-    by_share = cache.mem_fraction_static > 0
-    # The largest step has collectives: all ranks run it, or none.
-    [roomy] = agreement.least([int(not by_share and _roomy(cache, footprint, meter.available()))])
-    activations = None if roomy else _measure(config, footprint, meter)
+    by_share, ranks = cache.mem_fraction_static > 0, _ranks_on_one_memory(config)
+    host = HostShare(
+        config=cache.host,
+        page_bytes=footprint.host_page_bytes,
+        beside_pool=torch.device(config.device).type == "cpu",
+    )
+    # The largest step has collectives: all ranks run it, or none. A given size is taken as it is.
+    enough = not by_share and (not cache.is_default_size or _roomy(cache, footprint, host, meter.available() // ranks))
+    [unmeasured] = agreement.least([int(enough)])
+    activations = None if unmeasured else _measure(config, footprint, meter)
     graphs = footprint.graph_bytes() if by_share else 0
     # A rank that loads first still sees memory that other ranks will take: the smallest figure is available.
     [available] = agreement.least([meter.available()])
@@ -255,7 +261,7 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
         cache,
         MemoryFacts(
             total=meter.total(),
-            available=available // _ranks_on_one_memory(config),
+            available=available // ranks,
             used=meter.used(),
             weights=footprint.weight_bytes,
             activations=activations,
@@ -265,11 +271,7 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
         ),
         page_bytes=footprint.page_bytes,
         context_length=config.scheduler.context_length,
-        host=HostShare(
-            config=cache.host,
-            page_bytes=footprint.host_page_bytes,
-            beside_pool=torch.device(config.device).type == "cpu",
-        ),
+        host=host,
     )
     [pages] = agreement.least([plan.pages])
     plan = replace(plan, pages=pages)
@@ -278,10 +280,11 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
     return plan
 
 
-def _roomy(cache: CacheConfig, footprint: Footprint, available: int) -> bool:
-    """Whether a pool of this size leaves more than any step takes, so that nothing has to be measured."""
-    pool = cache.pages_for(footprint.page_bytes) * footprint.page_bytes
-    return available >= pool + footprint.weight_bytes // 2 + ROOM
+def _roomy(cache: CacheConfig, footprint: Footprint, host: HostShare, available: int) -> bool:
+    """Whether a pool of the default size leaves more than any step takes, so that nothing has to be measured."""
+    pages = cache.pages_for(footprint.page_bytes)
+    pool = pages * (footprint.page_bytes + host.per_page) + host.fixed
+    return available >= pool + footprint.draft_bytes + footprint.weight_bytes // 2 + ROOM
 
 
 def _share_of_rank(config: EngineConfig) -> CacheConfig:

@@ -3,7 +3,7 @@
     --num-pages            this number
     --kv-cache-gib         as many as fit in this size
     --mem-fraction-static  what is left of this share of the device's memory after weights and the largest step
-    none of them           `DEFAULT_KV_BYTES`; less where a container's limit leaves less after the largest step
+    none of them           `DEFAULT_KV_BYTES`; less where the available memory leaves less after the largest step
 
 On a CPU, host memory for KV (the host tier of the prefix cache, and swap space) is in the same memory as the pool, and
 is subtracted too. With `--hicache-ratio` it grows with the pool, so a page of the pool costs more than its own bytes.
@@ -188,7 +188,7 @@ def _fitting(cache: CacheConfig, facts: MemoryFacts, page_bytes: int, context_le
     raise ConfigError(
         f"one request of --context-length {context_length} needs {_gib(ceil(least * cost))} of KV pages, and "
         f"{_gib(facts.available)} of {_gib(facts.total)} is available, of which steps take {_gib(facts.beside_pool)}: "
-        f"{' or '.join([*fixes, 'raise the memory limit'])}"
+        f"{' or '.join([*fixes, 'provide more memory'])}"
     )
 
 

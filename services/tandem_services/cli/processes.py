@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem_engine.base.cgroups import memory_kills
+from tandem_engine.base.cgroups import memory_kills, memory_shortage
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import die_with_parent
 from tandem_services.cli.logs.pump import LogPump, Output
@@ -130,7 +130,7 @@ class Supervisor:
     children: list[Child] = field(default_factory=list)
     pump: LogPump = field(default_factory=LogPump)
     memory_kills: int = field(default_factory=memory_kills)
-    """`cgroups.memory_kills` when the last of them was noticed."""
+    """`cgroups.memory_kills` when a child was last found dead."""
 
     def start(self, child: Child) -> None:
         child.pump = self.pump
@@ -146,13 +146,15 @@ class Supervisor:
             if child.status is not None:
                 problem = StartupError if child.status != USAGE else ConfigError
                 phase = (doing or {}).get(child.name)
-                what = f"{self._describe(child.status)} while starting{f' ({phase})' if phase else ''}"
+                ended = _describe(child.status, for_memory=self._killed_for_memory())
+                what = f"{ended} while starting{f' ({phase})' if phase else ''}"
                 raise problem(f"{child.name} {what}{child.last_words()}")
 
     def restart_dead(self) -> list[str]:
         """Start again what died and has waited its pause. Returns a line for each event."""
         events = []
         now = time.monotonic()
+        for_memory: bool | None = None  # read once: the kernel may have killed several
         for child in self.children:
             status = child.status
             if status is None:
@@ -161,20 +163,21 @@ class Supervisor:
                 if now - child.started_at > STABLE_AFTER:
                     child.pause = FIRST_PAUSE
                 child.restart_at, place = now + child.pause, child.log_place
-                events.append(f"{child.name} {self._describe(status)}; restarting in {child.pause:g} s (log: {place})")
+                for_memory = self._killed_for_memory() if for_memory is None else for_memory
+                ended = _describe(status, for_memory=for_memory)
+                events.append(f"{child.name} {ended}; restarting in {child.pause:g} s (log: {place})")
                 child.pause = min(child.pause * 2, LONGEST_PAUSE)
             elif now >= child.restart_at:
                 child.start()
                 events.append(f"{child.name} restarted")
         return events
 
-    def _describe(self, status: int) -> str:
-        if status >= 0:
-            return f"exited with status {status}"
-        if status == -signal.SIGKILL and (kills := memory_kills()) > self.memory_kills:
-            self.memory_kills = kills
-            return "was killed by the kernel because the memory limit was reached"
-        return f"was killed by {signal.Signals(-status).name}"
+    def _killed_for_memory(self) -> bool:
+        """Whether the kernel has killed since the last call. A worker whose engine was killed exits by itself, and
+        that kill must not explain a later one.
+        """
+        before, self.memory_kills = self.memory_kills, memory_kills()
+        return self.memory_kills > before
 
     def stop(self, grace: float, *, hurried: Callable[[], bool] = lambda: False) -> None:
         """End every child; returns when all are gone.
@@ -193,6 +196,14 @@ def _stop(children: Sequence[Child], grace: float, hurried: Callable[[], bool]) 
                 child.process.send_signal(number)
         if _gone_within(children, patience, hurried if number == signal.SIGTERM else lambda: False):
             return
+
+
+def _describe(status: int, *, for_memory: bool) -> str:
+    if status >= 0:
+        return f"exited with status {status}"
+    if status == -signal.SIGKILL and for_memory:
+        return f"was killed by the kernel because {memory_shortage()}"
+    return f"was killed by {signal.Signals(-status).name}"
 
 
 def _gone_within(children: Sequence[Child], patience: float | None, hurried: Callable[[], bool]) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem_engine.base.cgroups import memory_kills, memory_limit
+from tandem_engine.base.cgroups import memory_kills, memory_shortage
 from tandem_engine.base.errors import WireError
 from tandem_engine.base.linux import die_with_parent
 from tandem_engine.ipc.async_channels import AsyncPairServer
@@ -77,9 +77,7 @@ class EngineChild:
     def how_ended(self, status: int) -> str:
         """A sentence about an exit that nothing has requested."""
         if status == -signal.SIGKILL and memory_kills() > self.memory_kills:
-            limit = memory_limit()
-            of = "" if limit is None else f" of {limit / (1 << 30):.2f} GiB"
-            return f"the kernel killed the engine because the memory limit{of} was reached: raise it, or lower {SIZES}"
+            return f"the kernel killed the engine because {memory_shortage()}: provide more memory, or lower {SIZES}"
         return f"the engine process exited with status {status}"
 
     async def stop(self, *, grace_s: float) -> int:

@@ -9,6 +9,7 @@ from tandem_engine.base.cgroups import (
     memory_groups,
     memory_kills,
     memory_limit,
+    memory_shortage,
     throttling,
     usable_cpus,
 )
@@ -90,6 +91,30 @@ def test_processes_killed_for_memory_are_counted(machine, groups, file):
     assert memory_kills(**machine) == 0
     write(machine, groups, **{file: "low 0\noom 7\noom_kill 3\n"})
     assert memory_kills(**machine) == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "cause"),
+    [
+        ({}, "the memory of this machine was used up"),
+        ({"pod__memory_dot_high": "1048576"}, "the memory of this machine was used up"),
+        ({"memory_dot_max": str(9 << 30)}, "the memory of this machine was used up"),
+        ({"memory_dot_max": str(3 << 30), "pod__memory_dot_high": "1"}, "the memory limit of 3.00 GiB was reached"),
+    ],
+)
+def test_shortage_names_the_limit_at_which_the_kernel_kills(machine, files, cause):
+    (machine["proc"] / "meminfo").write_text(f"MemTotal: {8 << 20} kB\nMemFree: 1 kB\n")
+    write(machine, "0::/pod\n", **files)
+    assert memory_shortage(**machine) == cause
+
+
+def test_limit_that_stops_processes_counts_as_a_limit(machine):
+    write(machine, "0::/pod\n", pod__memory_dot_max="8192", pod__memory_dot_high="4096", pod__memory_dot_current="96")
+    assert memory_limit(**machine) == 4096
+    assert [(group.limit, group.used, group.kills) for group in memory_groups(**machine)] == [
+        (8192, 96, True),
+        (4096, 96, False),
+    ]
 
 
 def test_memory_limit_is_the_smallest_of_all_groups(machine):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tandem_engine.base.errors import ConfigError
-from tandem_engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from tandem_engine.config import CacheConfig, EngineConfig, HostConfig, ParallelConfig, SchedulerConfig
 from tandem_engine.executor import memory_profile
 from tandem_engine.executor.memory_profile import Footprint, plan_pool
 from tandem_engine.forward.batch import ForwardResult
@@ -43,7 +43,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(memory_profile, "meter_for", lambda _: Meter())
 
 
-def pages(parallel: Parallel, cache: CacheConfig, *, page_bytes: tuple[int, int] = (MIB, MIB)) -> int:
+def pages(parallel: Parallel, cache: CacheConfig, *, page_bytes: tuple[int, ...] = (MIB, MIB)) -> int:
     footprint = Footprint(
         weight_bytes=50 * MIB,
         page_bytes=page_bytes[parallel.rank],
@@ -51,20 +51,43 @@ def pages(parallel: Parallel, cache: CacheConfig, *, page_bytes: tuple[int, int]
         threads=1,
         forward_over=lambda _: lambda batch: ForwardResult(step=batch.step, next_token_ids=()),
     )
-    return plan_pool(replace(CONFIG, cache=cache), footprint, parallel).pages
+    config = replace(CONFIG, cache=cache, parallel=ParallelConfig(tp_size=parallel.size))
+    return plan_pool(config, footprint, parallel).pages
 
 
 def test_every_rank_has_as_many_pages_as_the_one_with_the_fewest_and_one_line_says_so(caplog):
-    cache = CacheConfig(mem_fraction_static=0.5)
+    cache = CacheConfig(mem_fraction_static=0.7)
     with caplog.at_level(logging.INFO, logger=memory_profile.__name__):
-        # Half of the machine for two ranks: 250 MiB each, of which 130 are left.
-        assert on_ranks(2, lambda parallel: pages(parallel, cache, page_bytes=(MIB, 2 * MIB))) == [65, 65]
+        # For two ranks: 350 MiB each, of which process, step and compiled products leave 70.
+        assert on_ranks(2, lambda parallel: pages(parallel, cache, page_bytes=(MIB, 2 * MIB))) == [35, 35]
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("each of 2 ranks, memory ")
-    assert "(65 pages, 1024 tokens)" in line
+    assert "(35 pages, 544 tokens)" in line
 
 
 def test_what_is_available_is_divided_among_ranks_on_one_memory():
     assert on_ranks(2, lambda parallel: pages(parallel, CacheConfig(num_pages=300))) == [300, 300]
     with pytest.raises(ConfigError, match="--num-pages 301 needs 0.29 GiB .* 0.29 GiB is available: .* at most 300"):
         on_ranks(2, lambda parallel: pages(parallel, CacheConfig(num_pages=301)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cache", "available", "fitting"),
+    [
+        # Of what is available, a rank's step takes 20 MiB, and compiled products 160.
+        (2, CacheConfig(), 600, 300 - 180),
+        (4, CacheConfig(), 1700, 425 - 180),
+        (1, CacheConfig(host=HostConfig(enable_cache=True, size_bytes=1536 * MIB)), 2100, 2100 - 1536 - 180),
+    ],
+)
+def test_default_pool_shrinks_beside_other_ranks_and_host_memory(monkeypatch, ranks, cache, available, fitting):
+    monkeypatch.setattr(Meter, "available", lambda _: available * MIB)
+    assert on_ranks(ranks, lambda parallel: pages(parallel, cache, page_bytes=(MIB,) * ranks)) == [fitting] * ranks
+
+
+def test_pool_of_a_given_size_is_not_measured(monkeypatch):
+    def measured(_meter, _run):
+        raise AssertionError
+
+    monkeypatch.setattr(Meter, "peak_growth", measured)
+    assert on_ranks(2, lambda parallel: pages(parallel, CacheConfig(num_pages=300))) == [300, 300]

@@ -197,6 +197,6 @@ def test_default_pool_without_room_for_a_request_names_the_context():
         plan(CacheConfig(), short)
     assert str(raised.value) == (
         "one request of --context-length 4096 needs 0.25 GiB of KV pages, and 0.39 GiB of 1.00 GiB is available, of "
-        "which steps take 0.25 GiB: lower --context-length to 2224 or raise the memory limit"
+        "which steps take 0.25 GiB: lower --context-length to 2224 or provide more memory"
     )
     assert plan(CacheConfig(), short, context_length=2224).pages == 140

@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from tandem_engine.base.errors import ConfigError
+from tandem_engine.config import memory_share
+from tandem_services.cli import processes
 from tandem_services.cli.chat.conversation import Turn
 from tandem_services.cli.cores import Cores
 from tandem_services.cli.flags import bundled_model, model_folder
@@ -191,6 +193,7 @@ def args(*argv: str):
 def test_a_plan_names_every_worker_and_shares_the_cores(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4, 12)))
+    monkeypatch.setattr(memory_share, "memory_limit", lambda: None)
     todo = plan(args("--prefill", "2", "--decode", "1", "--both", "1", "--port", "0", "--run-dir", str(tmp_path)))
     assert [name for name, _, _ in todo.workers] == ["prefill-0", "prefill-1", "decode-0", "both-0"]
     assert todo.threads == 2
@@ -407,6 +410,30 @@ def test_a_dead_child_is_restarted_after_its_pause_and_stopped_at_the_end(tmp_pa
     assert child.status is None
     supervisor.stop(grace=5)
     assert child.status is not None
+
+
+def test_kill_for_memory_explains_the_children_of_that_moment(tmp_path, monkeypatch) -> None:
+    counts = iter([0, 2, 3, 3])
+    monkeypatch.setattr(processes, "memory_kills", lambda: next(counts))
+    monkeypatch.setattr(processes, "memory_shortage", lambda: "memory was short")
+    supervisor = Supervisor(memory_kills=processes.memory_kills())
+    kill, leave = (f"import os; {end}" for end in ("os.kill(os.getpid(), 9)", "os._exit(1)"))
+
+    def said(*codes: str) -> list[str]:
+        supervisor.children = [
+            Child(name=f"c{number}", argv=[sys.executable, "-c", code], log=tmp_path / "log")
+            for number, code in enumerate(codes)
+        ]
+        for child in supervisor.children:
+            child.start()
+            child.process.wait(20)
+        return [event.partition(";")[0] for event in supervisor.restart_dead()]
+
+    for_memory = "was killed by the kernel because memory was short"
+    assert said(kill, kill) == [f"c0 {for_memory}", f"c1 {for_memory}"]
+    # The kernel killed the engine of this one.
+    assert said(leave) == ["c0 exited with status 1"]
+    assert said(kill) == ["c0 was killed by SIGKILL"]
 
 
 TOLD_TO_END = """
