@@ -43,6 +43,9 @@ VOLUMES = frozenset(
     "configMap csi downwardAPI emptyDir ephemeral image persistentVolumeClaim projected secret hostPath".split()
 )
 
+DEVICES = "NVIDIA_VISIBLE_DEVICES"
+"""It would show a container GPUs of its node that it was not given."""
+
 PROJECTED = frozenset("configMap secret downwardAPI clusterTrustBundle".split())
 """Sources that give a pod no identity."""
 
@@ -255,8 +258,7 @@ def _additions(path: str, one: _Container, given: Mapping[str, Any], ours: Manif
         yield f"{path}.{name}: container {one.name!r} is the operator's, a patch adds env and volumeMounts to it alone"
     taken = {variable["name"] for variable in ours.get("env", ())}
     for number, variable in enumerate(one.env):
-        # It would show a container GPUs of its node that it was not given.
-        if variable.name.startswith("TANDEM_") or variable.name == "NVIDIA_VISIBLE_DEVICES" or variable.name in taken:
+        if variable.name.startswith("TANDEM_") or variable.name in {DEVICES, *taken}:
             yield f"{path}.env[{number}].name: {variable.name} is set elsewhere; remove it"
         taken.add(variable.name)
     folders = [mount["mountPath"] for mount in ours.get("volumeMounts", ())]
@@ -273,6 +275,9 @@ def _within(path: str, folders: Iterable[str]) -> bool:
 
 
 def _sidecar(path: str, one: _Container, ports: Set[str | None], allow: Set[Privilege]) -> Iterator[str]:
+    for number, variable in enumerate(one.env):
+        if variable.name == DEVICES:
+            yield f"{path}.env[{number}].name: {DEVICES} is set by the device plugin; remove it"
     for number, port in enumerate(one.ports):
         if port.host_port is not None:
             yield f"{path}.ports[{number}].hostPort: pods have no ports of their node; remove it"

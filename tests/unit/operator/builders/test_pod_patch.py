@@ -163,6 +163,8 @@ DENIED = [
         "containers[0]: probes and hooks go to the pod itself",
     ),
     ({"containers": [{**SIDECAR, "readinessProbe": {"tcpSocket": {"host": "h"}}}]}, "probes and hooks go to the pod"),
+    ({"containers": [{**SIDECAR, "env": [{"name": "NVIDIA_VISIBLE_DEVICES"}]}]}, "env[0].name: NVIDIA_VISIBLE_DEVICES"),
+    ({"initContainers": [{**SIDECAR, "env": [{"name": "NVIDIA_VISIBLE_DEVICES"}]}]}, "is set by the device plugin"),
     ({"containers": {"name": "x"}}, "Expected `array`, got `object` - at `$.spec.containers`"),
     ({"containers": [{"image": "x"}]}, "missing required field `name` - at `$.spec.containers[0]`"),
 ]
