@@ -10,8 +10,9 @@ runs every step that is not larger than its shape (`forward.prompt_shape`).
 What a graph computes of a token does not depend on padding, but the sizes of its products do, and with them how a
 library sums up: as for decodes, bits of a token follow from the size of the graph that ran it.
 
-Not captured are steps of models with states, whose layers read lengths on the host; latent attention, whose backend
-gathers all pages that a sequence could have; and models for which no decode is captured (`graphs.can_capture`).
+Not captured are steps of models with states, whose layers read lengths on the host; latent attention, which torch
+computes where its kernel has no room, from all pages that a sequence could have; and models for which no decode is
+captured (`graphs.can_capture`).
 """
 
 import logging
