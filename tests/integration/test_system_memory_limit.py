@@ -104,7 +104,7 @@ def group() -> Iterator[MemoryGroup]:
     try:
         yield made
     finally:
-        for pid in made.processes():
+        for pid in made.processes() - {os.getpid()}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not made.processes(), 60.0)

@@ -100,7 +100,7 @@ def memory_shortage(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> str:
     """Which memory was short when the kernel killed a process of this container: a clause of a sentence."""
     limits = [group.limit for group in memory_groups(proc=proc, cgroups=cgroups) if group.kills]
     fields = (line.split() for line in read_text(proc / "meminfo").splitlines())
-    machine = next((int(field[1]) << 10 for field in fields if field[0] == "MemTotal:"), NO_LIMIT)
+    machine = next((int(field[1]) << 10 for field in fields if field[:1] == ["MemTotal:"]), NO_LIMIT)
     if min(limits, default=NO_LIMIT) >= machine:
         return "the memory of this machine was used up"
     return f"the memory limit of {min(limits) / (1 << 30):.2f} GiB was reached"
