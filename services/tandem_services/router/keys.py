@@ -63,8 +63,8 @@ FENCED_MEMORY_MS = 3_600_000
 """A fenced incarnation is recognized for an hour: longer than any process stays suspended by accident."""
 
 INDEX_TTL_MS = 60_000
-"""Blocks outlive the lease, so that a short loss of Redis costs no replay. Every heartbeat and every index
-update refreshes it."""
+"""Blocks outlive the lease, so that a short loss of Redis costs no replay. Every description of the worker and
+every index update refreshes them."""
 
 FLEET_TTL_MS = 3_600_000
 """The shared hashes are removed an hour after the last worker of a cluster has gone."""

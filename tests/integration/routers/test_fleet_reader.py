@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import pytest
+import redis
 
 from tandem_engine.config import Role
 from tandem_lab.simulate.clock import DAY_MS, EventQueue, SimulatedRedis
@@ -114,6 +116,70 @@ async def test_a_generation_from_the_future_makes_a_reader_read_all(server):
         assert (changes.changed, changes.listed) == (None, {"w1@1"})
         changes = await fleet.registry.changes(changes.generation)
         assert (changes.changed, changes.listed) == (frozenset(), None)
+
+
+@pytest.mark.usefixtures("differences_alone")
+async def test_a_failover_to_a_late_replica_hides_no_change(server):
+    """The new primary gives numbers to its changes that the old one gave to others."""
+    async with Fleet.of(server, **LASTING) as fleet:
+        for name in ("w1", "w2", "w3", "w4"):
+            await fleet.beat(make_record(name))
+        reader, _ = reader_of(fleet)
+        await reader.snapshot()
+        with closing(redis.Redis.from_url(server.url)) as raw:
+            replica = {key: raw.dump(key) for key in raw.scan_iter()}
+            for name in ("w1", "w2"):
+                await fleet.registry.deregister(f"{name}@1")
+            fleet.generation = (await fleet.beat(make_record("w4"))).generation
+            await check_same(fleet, reader)
+            raw.flushall()
+            raw.function_flush()
+            for key, value in replica.items():
+                raw.restore(key, 0, value)
+        for name in ("w3", "w5", "w6"):
+            reply = await fleet.beat(make_record(name, state=WorkerState.DRAINING))
+        assert {*(reply.members or ())} == {f"w{number}@1" for number in range(1, 7)}
+        await check_same(fleet, reader)
+
+
+@pytest.mark.usefixtures("differences_alone")
+async def test_a_wipe_after_many_changes_at_once_hides_no_change(server):
+    """More changes than the clock of Redis has counted milliseconds."""
+    server.command("FLUSHALL")
+    simulated = SimulatedRedis(address=RedisAddress(url=server.url), cluster="default", events=EventQueue())
+    reader = FleetReader(registry=simulated.registry, clock=ServiceClock())
+    for names in (range(5), range(10, 20)):
+        server.command("FLUSHALL")
+        simulated.events.after(0.001, simulated.follow)
+        await simulated.events.run()
+        for name in names:
+            await simulated.registry.heartbeat(make_record(f"w{name}"), known_generation=0, report_age_s=0.0)
+        assert {*await seen_by(reader)} == {f"w{name}@1" for name in names}
+    await simulated.client.close()
+
+
+@pytest.mark.parametrize("lost", ["fleet", "owner"])
+@pytest.mark.usefixtures("differences_alone")
+async def test_a_loss_that_one_caller_finds_reaches_all_readers(server, lost):
+    async with Fleet.of(server, **LASTING) as fleet:
+        for name in ("w1", "w2"):
+            fleet.generation = (await fleet.beat(make_record(name))).generation
+        reader, _ = reader_of(fleet)
+        await reader.snapshot()
+        server.command("SET", fleet.keys.prefix + lost, "garbage")
+        await fleet.snapshot()
+        assert {*((await fleet.beat(make_record("w2"))).members or ())} == {"w2@1"}
+        await check_same(fleet, reader)
+
+
+@pytest.mark.usefixtures("differences_alone")
+async def test_more_changes_than_redis_notes_are_never_returned(server):
+    async with Fleet.of(server, **LASTING, MAX_CHANGES=8) as fleet:
+        generation = (await fleet.beat(make_record("w1"))).generation
+        foreign = [str(part) for number in range(9) for part in (generation, f"x{number}@1")]
+        server.command("ZADD", fleet.keys.prefix + "changes", *foreign)
+        changes = await fleet.registry.changes(generation - 1)
+        assert (changes.changed, changes.listed) == (None, {"w1@1"})
 
 
 @pytest.mark.usefixtures("differences_alone")

@@ -4,6 +4,7 @@
 --
 -- Every change raises the generation, so the highest score equals the generation. Where it does not, another release has
 -- changed the registry, or the set was lost or overwritten: then it starts again from now, and readers read all workers.
+-- So they do after a failover: a replica that lags gives numbers to changes that readers know as numbers of others.
 
 local EVER = '' -- no incarnation is empty
 
@@ -13,11 +14,24 @@ local function known_since(state)
   state.dropped = state.dropped + drop_unless(key, 'zset')
   local last = tonumber(redis.call('ZRANGE', key, -1, -1, 'WITHSCORES')[2] or '')
   local since = tonumber(redis.call('ZSCORE', key, EVER) or '')
-  if last == generation and since and since >= 1 and since <= generation then return since end
+  local sound = last == generation and since and since >= 1 and since <= generation
+  if sound and redis.call('ZCARD', key) <= MAX_CHANGES then return since end
   redis.call('UNLINK', key)
   redis.call('ZADD', key, string.format('%.0f', generation), EVER)
   redis.call('PEXPIRE', key, FLEET_TTL_MS)
   return generation
+end
+
+local MAX_SERVED = 64
+local served, served_count = {}, 0 -- Redis time of the last call in this process of Redis, by key prefix
+
+-- A process of Redis that has served no call for the time of a lease, or none at all, may have been a replica.
+local function serve_generations(state)
+  local last = served[state.prefix]
+  if not last and served_count == MAX_SERVED then served, served_count = {}, 0 end
+  if not last then served_count = served_count + 1 end
+  served[state.prefix] = state.now
+  if not last or state.now - last > LEASE_MS or generation_of(state) == 0 then new_generation(state) end
 end
 
 -- `incarnation` joined, changed, lapsed or left.

@@ -52,7 +52,7 @@ local function touch(state, epoch_seed)
     redis.call('HSET', state.meta, 'epoch', epoch_seed)
     drop_notes_of(state.prefix)
   end
-  if generation_of(state) == 0 then next_generation(state) end
+  serve_generations(state)
   if state.now - last > LEASE_MS then
     redis.call('HSET', state.meta, 'grace_until', string.format('%.0f', state.now + FENCE_AFTER_MS))
   else

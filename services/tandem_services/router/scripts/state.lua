@@ -57,11 +57,17 @@ local function generation_of(state)
   return whole(redis.call('HGET', state.meta, 'generation'), MAX_WHOLE - 1) or 0
 end
 
--- A worker joined, changed or left. A generation that was lost or overwritten restarts at the current time, which no
--- caller has seen before.
+-- A generation that no caller has seen before: the current time in microseconds, in which no registry has as many changes.
+local function new_generation(state)
+  local generation = math.max(generation_of(state) + 1, state.now * 1000)
+  redis.call('HSET', state.meta, 'generation', string.format('%.0f', generation))
+end
+
+-- A worker joined, changed or left. A generation that was lost or overwritten starts again.
 local function next_generation(state)
   local before = generation_of(state)
-  redis.call('HSET', state.meta, 'generation', string.format('%.0f', before > 0 and before + 1 or state.now))
+  if before == 0 then return new_generation(state) end
+  redis.call('HSET', state.meta, 'generation', string.format('%.0f', before + 1))
 end
 
 -- Two random words of at most 16 hex digits: a longer epoch was not written by Tandem.
@@ -71,10 +77,11 @@ local function epoch_of(meta)
 end
 
 -- Entries were dropped without a release, as in a wipe. Only this call can detect that, so the registry gets a new epoch:
--- gateways keep their old view until live workers have registered again, and read all of it.
+-- gateways keep their old view until live workers have registered again. The new generation makes all readers read all.
 local function lost_entries(meta, prefix)
   local epoch = epoch_of(meta)
   redis.call('UNLINK', prefix .. 'changes')
+  new_generation({meta = meta, now = now_ms()})
   if epoch then redis.call('HSET', meta, 'epoch', redis.sha1hex(epoch .. now_ms())) end
 end
 
