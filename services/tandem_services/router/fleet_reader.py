@@ -9,8 +9,8 @@
     4. list      Redis is a hint, and another release notes no changes: all live incarnations are listed from time to
                  time (`LISTED_PER_S`), and at once after malformed values
 
-A read by a gateway therefore costs Redis the same in any fleet. Local routing uses the rates of the records alone and
-counts load itself, so records may be older than a heartbeat.
+A read by a gateway therefore costs Redis the same in any fleet. Local routing uses rates and room of the records and
+counts queues and sequences itself, so records may be older than a heartbeat.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ VIEWED_S = 10.0
 """After each look of people at the figures, reads keep them as new as workers write them."""
 
 LISTED_PER_S = 16
-"""A fleet of 1,024 is listed every 64 s."""
+"""A fleet of 1,024 is listed every 64 s, by each gateway and by each worker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 Each heartbeat carries the load, and any of them registers again after Redis lost its data. The whole description goes
 with the first one, when it changes, when Redis lacks it, and from time to time: with every heartbeat in a small fleet,
 every `DESCRIBE_EVERY_S` in a large one. The reply may report that the lease is lost for good, that peers joined or
-ended, or that the index must be published again.
+ended, or that the index must be published again. From time to time it names all members, as often as readers list them.
 
 A worker ends only for a verdict that a process of its deployment has signed. A forged verdict is named in the next
 heartbeat, which removes it.
@@ -29,6 +29,7 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.cost import BROKEN_TOKEN_S, Load
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import supersedes
+from tandem_services.router.fleet_reader import LISTED_PER_S
 from tandem_services.router.keys import DESCRIBE_EVERY_S, HEARTBEAT_S, MAX_WORKERS, SMALL_FLEET
 from tandem_services.router.registry import (
     HeartbeatReply,
@@ -51,7 +52,7 @@ class Consequences:
 
     peer_gone: Callable[[str], None]
     fleet_changed: Callable[[], None]
-    """A worker was added or removed."""
+    """A worker was added, changed or removed."""
     peers_missing: Callable[[], None]
     """There may be peers to probe."""
     lost: Callable[[str], None]
@@ -78,6 +79,8 @@ class Registration:
     _generation: int = 0
     _members: frozenset[str] = frozenset()
     """Registered incarnations as of that generation."""
+    _list_at: float = -math.inf
+    """When all members are due, whatever has changed: Redis is a hint, and may hide a change."""
     _describe_at: float = -math.inf
     """When the next description is due."""
     _described: str = ""
@@ -107,10 +110,11 @@ class Registration:
         record = self.describe()
         digest, now = description_digest(record), self.clock.now()
         describe = digest != self._described or now >= self._describe_at
+        listed = now >= self._list_at
         try:
             reply = await self.registry.heartbeat(
                 record,
-                known_generation=self._generation,
+                known_generation=0 if listed else self._generation,
                 report_age_s=self.report_age_s(),
                 forged=self._forged,
                 describe=describe,
@@ -120,6 +124,8 @@ class Registration:
         if describe and reply.status is LeaseStatus.RENEWED:
             self._described = digest
             self._describe_at = now + min(DESCRIBE_EVERY_S, HEARTBEAT_S * (reply.workers - 1) / SMALL_FLEET)
+        if listed and reply.status is LeaseStatus.RENEWED:
+            self._list_at = now + reply.workers / LISTED_PER_S
         self.offered = reply.status is LeaseStatus.RENEWED and record.state is WorkerState.READY
         match reply.status:
             case LeaseStatus.RENEWED:
@@ -141,13 +147,14 @@ class Registration:
             logger.info("registered %s", self.peers.own)
         self.registered = True
         self._forged, self._full = "", False
-        self._generation = reply.generation
+        news, self._generation = reply.generation != self._generation, reply.generation
         if reply.undescribed:
             self._describe_at = -math.inf
             self.state_changed()
         members = self._members_after(reply)
         if members is not None:
-            self._members = members
+            news, self._members = news or members != self._members, members
+        if news:
             self.consequences.fleet_changed()
         self.peers.suspect(self.silent_peers())
         for incarnation in sorted(self.peers.update(reply.epoch, members)):

@@ -6,6 +6,7 @@ import pytest
 
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.router.fleet_reader import LISTED_PER_S
 from tandem_services.router.keys import DESCRIBE_EVERY_S, HEARTBEAT_S, SMALL_FLEET
 from tandem_services.router.registry import HeartbeatReply, LeaseStatus, WorkerRecord, WorkerState
 from tandem_services.worker.peers import PeerWatch
@@ -138,3 +139,22 @@ async def test_members_follow_from_what_joined_and_left(worker):
     assert worker.gone == ["b@1"], "a newer incarnation has its name"
     assert worker.board.generations == [0, 5, 5, 8, 9]
     assert worker.changes == 4
+
+
+async def test_a_change_that_redis_hid_is_in_the_next_list(worker):
+    def answer(*members: str) -> HeartbeatReply:
+        reply = HeartbeatReply(status=LeaseStatus.RENEWED, epoch="e", generation=5, workers=4 * LISTED_PER_S)
+        return replace(reply, members=members) if members else reply
+
+    for members, known, missing, changes in (
+        (("d@1", "a@1", "b@1"), {"a@1", "b@1"}, set(), 1),
+        (("d@1", "b@1", "c@1"), {"b@1", "c@1"}, {"a@1"}, 2),
+        (("d@1", "b@1", "c@1"), {"b@1", "c@1"}, {"a@1"}, 2),
+    ):
+        worker.board.generations.clear()
+        worker.board.answer = answer(*members)
+        await worker.beats(1)
+        worker.board.answer = answer()
+        await worker.beats(3)
+        assert worker.board.generations == [0, 5, 5, 5]
+        assert (worker.peers._known, worker.peers.due(), worker.changes) == (known, missing, changes)
