@@ -182,6 +182,17 @@ async def test_more_changes_than_redis_notes_are_never_returned(server):
         assert (changes.changed, changes.listed) == (None, {"w1@1"})
 
 
+async def test_longer_names_than_workers_have_are_never_returned(server):
+    async with Fleet.of(server, **LASTING) as fleet:
+        generation = (await fleet.beat(make_record("w1"))).generation
+        long = "x" * 1_000_000 + "@1"
+        server.command("ZADD", fleet.keys.prefix + "changes", str(generation), long)
+        row = await fleet.client.command("HGET", fleet.keys.shared[0], "w1@1")
+        await fleet.client.command("HSET", fleet.keys.shared[0], long, row)
+        changes = await fleet.registry.changes(generation - 1, listed=True)
+        assert (changes.changed, changes.listed) == ({"w1@1"}, {"w1@1"})
+
+
 @pytest.mark.usefixtures("differences_alone")
 async def test_a_lease_that_ends_and_begins_again_is_a_change(server):
     server.command("FLUSHALL")

@@ -10,6 +10,7 @@
 local MAX_WHOLE = 9007199254740991 -- 2^53 - 1: larger ones lose their unit in a Lua number
 local MAX_META_FIELDS = 64
 local MAX_VERDICT_BYTES = 512
+local MAX_INCARNATION_BYTES = 169 -- 128 of the worker, 40 of its number
 local TRIM_STEP = 16384 -- fields of an overfull hash that one call checks: about 10 ms
 
 local function register(name, callback)
@@ -33,6 +34,7 @@ end
 
 -- The parts of an incarnation; nil if `incarnation` is malformed.
 local function worker_of(incarnation)
+  if #incarnation > MAX_INCARNATION_BYTES then return nil end
   return string.match(incarnation, '^([%w%._%-]+)@(%d+)$')
 end
 
