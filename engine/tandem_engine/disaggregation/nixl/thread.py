@@ -369,7 +369,8 @@ class TransferThread:
             if outstanding.write is not None:
                 step = self._finish_write
             else:
-                step = self._finish if outstanding.layers == self.region.layers else self._write_more
+                written = outstanding.layers == self._region(outstanding.push).layers
+                step = self._finish if written else self._write_more
             if not step(outstanding):
                 return
 
@@ -401,7 +402,7 @@ class TransferThread:
             return
         outstanding.layers = layers.stop
         self._began = self.clock.now()
-        if layers.stop == self.region.layers and self.digester.in_background:
+        if layers.stop == here.layers and self.digester.in_background:
             with self.mishaps.attempt("beginning to digest what is sent", push.peer):
                 outstanding.digests = self.digester.begin_sent(push)
 
