@@ -56,7 +56,14 @@ from tandem_engine.disaggregation.nixl.queues import (
     Stop,
     Wake,
 )
-from tandem_engine.disaggregation.transport import DigestOrder, Push, PushDone, PushFailed, PushKey
+from tandem_engine.disaggregation.transport import (
+    SLOWEST_RATE,
+    DigestOrder,
+    Push,
+    PushDone,
+    PushFailed,
+    PushKey,
+)
 from tandem_engine.executor.forward_thread import TURN_S
 from tandem_engine.forward.kv_progress import VOID
 from tandem_engine.messages.transfer import Hello
@@ -89,10 +96,8 @@ BUSY_LOOK = 20e-6
 the pace at which both sides look."""
 
 STUCK_S = 15.0
-
-SLOWEST_RATE = 10e6
-"""A WRITE is given up after so many seconds, and those that its pages take at so many bytes per second. A receiver that
-stands still is fenced before: what lies in its sockets may not reach pages that it uses again [late-write]."""
+"""A WRITE is given up after so many seconds, and those that its pages take at `SLOWEST_RATE`. A receiver that stands
+still is fenced before: what lies in its sockets may not reach pages that it uses again [late-write]."""
 
 IDLE_PAUSE = 50e-3
 """Otherwise. Connections of peers still need this side to look now and then."""
