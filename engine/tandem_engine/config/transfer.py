@@ -32,7 +32,7 @@ class DisaggConfig:
     """KV is exchanged with engines of the same group alone: a deployment gives each of its revisions one."""
     grant_timeout: float = 8.0
     """Decode waits this long without a sign of life from the writer, before or after the grant. Prefill lets
-    a push take as long."""
+    a push take as long, and what its bytes take at 10 MB/s."""
     hold_timeout: float = 8.0
     """Prefill keeps finished pages this long for a grant, or for word that decode still waits for memory."""
     drain_timeout: float = 5.0

@@ -31,11 +31,11 @@ from tandem_engine.disaggregation.grants import AckDue, ClosedRooms, DrainBook, 
 from tandem_engine.disaggregation.notifications import LastWords, record_of, tell_ended
 from tandem_engine.disaggregation.outgoing_transfer import SendRoom
 from tandem_engine.disaggregation.peers import PeerLink
-from tandem_engine.disaggregation.transport import KvTransport, Push, PushDone, PushFailed
+from tandem_engine.disaggregation.transport import SLOWEST_RATE, KvTransport, Push, PushDone, PushFailed
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish, TransferReport
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
-from tandem_engine.messages.transfer import DrainAck, Hello, TransferAborted, WriteGrant
+from tandem_engine.messages.transfer import STATES, DrainAck, Hello, TransferAborted, WriteGrant
 from tandem_engine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -346,9 +346,14 @@ class PrefillStage:
             return "the grant expired"
         if room.grant is None and room.keep_until is not None and now >= room.keep_until:
             return "no grant came"
-        if room.outstanding and now >= room.moved_at + self.config.grant_timeout:
+        if room.outstanding and now >= room.moved_at + self._patience(room):
             return "pages that are being sent do not get through"
         return None
+
+    def _patience(self, room: SendRoom) -> float:
+        """Seconds in which one of the pushes under way ends, on a link that is slow or shared."""
+        sizes = (key.count * (self.state_bytes if key.group == STATES else self.page_bytes) for key in room.outstanding)
+        return self.config.grant_timeout + max(sizes) / SLOWEST_RATE
 
     def _fail(self, room: SendRoom, reason: str) -> None:
         self.counters.failed += 1

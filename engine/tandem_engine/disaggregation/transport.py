@@ -54,6 +54,10 @@ class PagePool(Protocol):
         ...
 
 
+SLOWEST_RATE = 10e6
+"""Bytes per second. Whatever waits for bytes to arrive waits for at least as long as they take at this rate."""
+
+
 class StateSlots(PagePool, Protocol):
     """The states of sequences: a page is one slot, of all layers that keep states."""
 

@@ -170,6 +170,11 @@ class KvMemory:
         [settled-only-sent]."""
         return self.copies.passed(kv.copy)
 
+    @property
+    def open_to_peers(self) -> bool:
+        """Whether no copy still touches the state of a row that a peer might be given [page-fence]."""
+        return self.copies.passed(self.copies.newest_of_state)
+
     def ensure(self, kv: RequestKv, total_tokens: int, writer: Writer = Writer.STREAM) -> bool:
         """Make `kv` hold pages for `total_tokens`, evicting as needed. False, and no page taken, if it cannot.
 
@@ -179,7 +184,7 @@ class KvMemory:
         missing = self.pages_for(total_tokens) - len(kv.pages)
         if missing <= 0:
             return True
-        if writer is Writer.PEER and not self.copies.passed(self.copies.newest_of_state):
+        if writer is Writer.PEER and not self.open_to_peers:
             return False
         pages = self.reserve_pages(missing, writer)
         if pages is None:

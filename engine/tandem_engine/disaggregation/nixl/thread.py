@@ -56,7 +56,14 @@ from tandem_engine.disaggregation.nixl.queues import (
     Stop,
     Wake,
 )
-from tandem_engine.disaggregation.transport import DigestOrder, Push, PushDone, PushFailed, PushKey
+from tandem_engine.disaggregation.transport import (
+    SLOWEST_RATE,
+    DigestOrder,
+    Push,
+    PushDone,
+    PushFailed,
+    PushKey,
+)
 from tandem_engine.executor.forward_thread import TURN_S
 from tandem_engine.forward.kv_progress import VOID
 from tandem_engine.messages.transfer import Hello
@@ -89,10 +96,8 @@ BUSY_LOOK = 20e-6
 the pace at which both sides look."""
 
 STUCK_S = 15.0
-
-SLOWEST_RATE = 10e6
-"""A WRITE is given up after so many seconds, and those that its pages take at so many bytes per second. A receiver that
-stands still is fenced before: what lies in its sockets may not reach pages that it uses again [late-write]."""
+"""A WRITE is given up after so many seconds, and those that its pages take at `SLOWEST_RATE`. A receiver that stands
+still is fenced before: what lies in its sockets may not reach pages that it uses again [late-write]."""
 
 IDLE_PAUSE = 50e-3
 """Otherwise. Connections of peers still need this side to look now and then."""
@@ -369,7 +374,8 @@ class TransferThread:
             if outstanding.write is not None:
                 step = self._finish_write
             else:
-                step = self._finish if outstanding.layers == self.region.layers else self._write_more
+                written = outstanding.layers == self._region(outstanding.push).layers
+                step = self._finish if written else self._write_more
             if not step(outstanding):
                 return
 
@@ -401,7 +407,7 @@ class TransferThread:
             return
         outstanding.layers = layers.stop
         self._began = self.clock.now()
-        if layers.stop == self.region.layers and self.digester.in_background:
+        if layers.stop == here.layers and self.digester.in_background:
             with self.mishaps.attempt("beginning to digest what is sent", push.peer):
                 outstanding.digests = self.digester.begin_sent(push)
 

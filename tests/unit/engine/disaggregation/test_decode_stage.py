@@ -4,6 +4,7 @@ import pytest
 
 from tandem_engine.base.names import RequestId
 from tandem_engine.config import SchedulePolicy
+from tandem_engine.disaggregation.base import StageHost
 from tandem_engine.messages.outputs import CacheHits, FinishReason, TokenLogprob
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import Hello, WriteGrant
@@ -12,6 +13,21 @@ from tandem_testing.disagg_pair import CONFIG, GRANT_TIMEOUT, PROMPT, handoff
 from tandem_testing.disagg_played import ROOM, WRITER, Receiver, first_token
 from tandem_testing.fake_transport import Fate
 from tandem_testing.scheduler_builders import expected_output, make_message
+
+
+class Asked:
+    """A host that notes when it is to give way."""
+
+    def __init__(self, host: StageHost, asked: list[str]) -> None:
+        self._host, self._asked = host, asked
+
+    def give_way(self) -> bool:
+        self._asked.append("give way")
+        return False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._host, name)
+
 
 # Granting
 
@@ -98,6 +114,20 @@ def test_a_prompt_waits_until_its_pages_are_free():
     receiver.side.engine.scheduler.abort(RequestId("r"))
     receiver.drain()
     assert receiver.writer.grant().room == "room-s"
+
+
+def test_no_pin_is_dropped_while_a_copy_touches_states(receiver):  # [page-fence]
+    """Sessions have nothing that helps: the copy ends, whatever gives way."""
+    asked = []
+    prealloc = receiver.side.stage.decode.prealloc
+    memory = prealloc.host.memory
+    prealloc.host = Asked(prealloc.host, asked)
+    memory.copies.newest_of_state = memory.copies.acked + 1
+    receiver.submit()
+    assert (receiver.writer.got(WriteGrant), asked) == ([], [])
+    memory.copies.newest_of_state = memory.copies.acked
+    receiver.turn()
+    assert receiver.writer.grant().room == ROOM
 
 
 def test_a_short_prompt_does_not_overtake_a_long_one_that_waits():

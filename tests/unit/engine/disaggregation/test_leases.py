@@ -445,13 +445,16 @@ def test_renewals_of_closed_unknown_and_strangers_rooms_are_ignored():  # [late-
     assert dict(sender.side.stage.prefill.rooms) == {}
 
 
-def test_a_push_that_does_not_get_through_is_given_up_though_the_receiver_lives():
+@pytest.mark.parametrize(("push_bytes", "seconds"), [(64, GRANT_TIMEOUT), (64 << 20, 14.7), (256 << 20, 34.8)])
+def test_a_push_has_the_time_of_its_bytes_while_its_receiver_lives(push_bytes, seconds):
     sender = slow_sender()
-    for _ in range(4):
-        sender.pass_time(PERIOD)
-        sender.other.renew("room-r", said_at=sender.side.engine.clock.time, valid_s=100.0)
+    [room] = sender.side.stage.prefill.rooms.values()
+    sender.side.stage.prefill.page_bytes = push_bytes // max(key.count for key in room.outstanding)
+    sender.other.renew("room-r", said_at=sender.side.engine.clock.time, valid_s=100.0)
+    sender.turn()
+    sender.pass_time(seconds - 0.1)
     assert sender.gave_up() == []
-    sender.pass_time(GRANT_TIMEOUT - 4 * PERIOD)
+    sender.pass_time(0.2)
     assert sender.gave_up() == ["room-r"]
     sender.side.assert_clean()
 

@@ -257,29 +257,30 @@ def order(*slots: int) -> DigestOrder:
 def test_both_sides_prove_a_state_alike_wherever_it_lies(states):
     here = digester(states)
     key = PushKey(room="room", generation=1, first=0, count=1, group=STATES)
-    sent = here.sent(Push(key=key, peer="d@1", source=(PageId(2),), target=(PageId(4),)))
+    sent = here.begin_sent(Push(key=key, peer="d@1", source=(PageId(2),), target=(PageId(4),))).take()
     states.copy([(2, 4)])
-    assert here.carry_out(order(4)).digests[1:] == sent
-    assert here.carry_out(order(3)).digests[1:] != sent
+    assert here.begin_order(order(4)).take()[1:] == sent
+    assert here.begin_order(order(3)).take()[1:] != sent
 
 
 def test_one_bit_of_any_layer_changes_the_proof_of_a_state(states):
     here = digester(states)
-    before = here.carry_out(order(1)).digests
+    before = here.begin_order(order(1)).take()
     for part in (states.matrices, states.inputs):
         for layer in range(SPEC.layers):
             kept = part[1, layer].clone()
             part[1, layer].view(-1)[-1] += 1
-            assert here.carry_out(order(1)).digests != before
+            assert here.begin_order(order(1)).take() != before
             part[1, layer].copy_(kept)
-    assert here.carry_out(order(1)).digests == before
+    assert here.begin_order(order(1)).take() == before
 
 
 def test_a_state_never_has_the_digest_of_a_page(states):
     """Equal bytes at the same index of the same attempt."""
     bytes_of = PageDigester(states)
     where = {"room": "room", "generation": 1, "first": 0, "kind": DigestKind.FULL}
-    assert bytes_of.digest([PageId(1)], **where) != bytes_of.digest([PageId(1)], **where, group=STATES)
+    page, state = (bytes_of.begin([PageId(1)], **where, group=group).take() for group in (0, STATES))
+    assert page != state
 
 
 def test_an_order_that_failed_proves_no_state():

@@ -5,17 +5,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+import msgspec
 import pytest
+import torch
 
 from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest import Making, PageDigester
 from tandem_engine.disaggregation.nixl.layout import Descriptors, Region
 from tandem_engine.disaggregation.nixl.queues import Command, Connect, Forget, Outbox, StartPush, Stop
 from tandem_engine.disaggregation.nixl.thread import FIRST_PAUSE, LONGEST_PAUSE, PAUSE_SHARE, TransferThread
+from tandem_engine.disaggregation.nixl.transport import group_pool, region_of
 from tandem_engine.disaggregation.prefill import ON_DEVICE
 from tandem_engine.disaggregation.transport import (
     DigestOrder,
     Digests,
+    PagePool,
     Push,
     PushDone,
     PushFailed,
@@ -23,7 +27,8 @@ from tandem_engine.disaggregation.transport import (
     TransportEvent,
 )
 from tandem_engine.forward.kv_progress import KvProgress
-from tandem_engine.memory.pool import KvPool
+from tandem_engine.memory.state_pool import StatePool, StateSpec
+from tandem_engine.messages.transfer import STATES
 from tandem_testing.digest_pools import digest_pool
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.nixl_hello import hello_like
@@ -34,6 +39,10 @@ POOL = digest_pool(num_pages=8)
 PAGES = (PageId(1), PageId(2))
 TURN_S = 1e-3
 BROKEN = RuntimeError("an illegal memory access was encountered")
+STATE_SPEC = StateSpec(layers=3, history=3, channels=10, heads=2, key_size=4, value_size=3, dtype=torch.bfloat16)
+STATE_POOL = StatePool(STATE_SPEC, rows=4, device="cpu")
+STATE_POOL.bytes_view()[2] = 7
+ROW = PageId(2)
 REGION = Region(POOL.address, POOL.page_bytes, POOL.num_pages, "DRAM", 0, layers=POOL.layout.layers)
 
 
@@ -67,8 +76,10 @@ class OnDevice:
 class DeviceDigester(PageDigester):
     """Has its digests made by `device`."""
 
-    def __init__(self, pool: KvPool, device: Device, happened: list[str]) -> None:
-        super().__init__(pool)
+    def __init__(
+        self, pool: PagePool, device: Device, happened: list[str], *, states: PageDigester | None = None
+    ) -> None:
+        super().__init__(pool, states=states)
         self.in_background, self._device, self._happened = True, device, happened
 
     def begin(self, pages: Sequence[PageId], **place: object) -> Making:
@@ -146,15 +157,45 @@ def order(room: str = "room") -> DigestOrder:
     return DigestOrder(room=room, generation=1, pages=PAGES, kind=DigestKind.SAMPLED, tail=0)
 
 
+def state_push(room: str = "room") -> Push:
+    """Of one state, which counts as one layer, however many layers pages have."""
+    return push(
+        key=PushKey(room=room, generation=1, first=0, count=1, group=STATES), source=(ROW,), target=(PageId(3),)
+    )
+
+
 def proof(room: str) -> tuple[int, ...]:
     return PageDigester(POOL).begin(PAGES, room=room, generation=1, first=0).take()
 
 
-def ran(turns: Iterable[Command | None], device: Device, *, ends_at: int = 1, region: Region = REGION) -> Nixl:
-    """All that happened when these came in turn, after the peer had been met."""
-    nixl = Nixl(turns=chain([Connect(hello_like(region, THERE))], turns), ends_at=ends_at)
-    digester = DeviceDigester(POOL, device, nixl.happened)
-    TransferThread(agent=nixl, digester=digester, region=region, clock=nixl.clock, inbox=nixl, outbox=nixl.outbox).run()
+def state_proof(room: str) -> tuple[int, ...]:
+    place = {"room": room, "generation": 1, "first": 0, "group": STATES}
+    return PageDigester(STATE_POOL).begin((ROW,), kind=DigestKind.FULL, **place).take()
+
+
+def ran(
+    turns: Iterable[Command | None],
+    device: Device,
+    *,
+    ends_at: int = 1,
+    region: Region = REGION,
+    of_states: Device | None = None,
+) -> Nixl:
+    """All that happened when these came in turn, after the peer had been met. `of_states`: layers keep states, too."""
+    hello, further = hello_like(region, THERE), ()
+    if of_states is not None:
+        hello, further = msgspec.structs.replace(hello, groups=(group_pool(STATE_POOL),)), (region_of(STATE_POOL),)
+    nixl = Nixl(turns=chain([Connect(hello)], turns), ends_at=ends_at)
+    states = None if of_states is None else DeviceDigester(STATE_POOL, of_states, nixl.happened)
+    TransferThread(
+        agent=nixl,
+        digester=DeviceDigester(POOL, device, nixl.happened, states=states),
+        region=region,
+        further=further,
+        clock=nixl.clock,
+        inbox=nixl,
+        outbox=nixl.outbox,
+    ).run()
     nixl.outbox.close()
     if nixl.happened[-1] == "remove":
         nixl.happened.pop()  # as the thread ends
@@ -212,6 +253,46 @@ def test_digests_that_cannot_begin_end_a_push_after_its_write():  # [late-write]
     nixl = ran([StartPush(push()), *[None] * 3], device, ends_at=3)
     assert [each for each in nixl.happened if each != "digest"] == ["write", "over", "PushFailed"]
     assert nixl.happened.index("over") < nixl.happened.index("PushFailed")
+
+
+@pytest.mark.parametrize(("write_ends", "digest_ends"), [(1, 0), (1, 3), (4, 0), (4, 4)])
+def test_a_state_is_digested_with_its_one_write(write_ends, digest_ends):
+    assert REGION.layers > region_of(STATE_POOL).layers == 1
+    of_states, turns = Device(looks=digest_ends), [StartPush(state_push()), *[None] * 6]
+    nixl = ran(turns, Device(looks=0), ends_at=write_ends, of_states=of_states)
+    assert nixl.happened == ["write", "digest", "over", "PushDone"]
+    done = PushDone(key=state_push().key, digests=state_proof("room"), seconds=nixl.events[0].seconds)
+    assert nixl.events == [done]
+
+
+@pytest.mark.parametrize(("pages_end", "states_end"), [(0, 3), (3, 0), (2, 2)])
+def test_pages_and_states_of_an_order_are_proved_together(pages_end, states_end):
+    both = replace(order(), states=(ROW,))
+    nixl = ran([both, *[None] * 6], Device(looks=pages_end), of_states=Device(looks=states_end))
+    assert nixl.happened == ["digest", "digest", "Digests"]
+    assert nixl.events == [Digests(room="room", generation=1, digests=(*proof("room"), *state_proof("room")))]
+
+
+@pytest.mark.parametrize("fault", [{"broken": True}, {"full": True}])
+def test_a_state_without_a_proof_leaves_its_pages_unproved(fault):  # [verified-pages]
+    both = replace(order(), states=(ROW,))
+    nixl = ran([both, None], Device(looks=0), of_states=Device(looks=0, **fault))
+    assert nixl.events == [Digests(room="room", generation=1, digests=(0, 0, 0))]
+
+
+def test_a_lost_peer_takes_a_state_along_that_is_digested():  # [late-write]
+    """Its pages were written before."""
+    turns = [StartPush(push()), None, StartPush(state_push()), None, Forget(THERE.incarnation), None]
+    nixl = ran(turns, Device(looks=0), of_states=Device(looks=9))
+    assert nixl.happened == [
+        *["write", "digest", "over", "PushDone"],
+        "write",
+        "digest",
+        "over",
+        "remove",
+        "PushFailed",
+    ]
+    assert (nixl.events[-1].key, nixl.events[-1].peer_lost) == (state_push().key, True)
 
 
 def test_looks_come_an_eighth_of_the_time_after_each_other():
