@@ -426,7 +426,7 @@ async def test_the_policy_stops_what_escaping_would_have_missed(see):
         assert await page.evaluate(tries) == ["TypeError", "TypeError"]
 
 
-@pytest.mark.parametrize("width", [360, 390, 768])
+@pytest.mark.parametrize("width", [320, 390, 768])
 @pytest.mark.parametrize("view", ["fleet", "requests", "errors", "playground", "request/none", "api"])
 async def test_narrow_screens_show_every_view_without_scrolling(see, view, width):
     workers = [
@@ -447,7 +447,7 @@ async def test_narrow_screens_show_every_view_without_scrolling(see, view, width
         await sight.is_sound()
 
 
-@pytest.mark.parametrize("width", [360, 390, 768])
+@pytest.mark.parametrize("width", [320, 390, 768])
 async def test_served_request_page_fits_narrow_screens(see, tmp_path, width):
     found = MockBehaviour(
         token=hash_tokens(3, 250), eos=EOS, cached_tokens=64, cache_hits=CacheHits(host=16, fetched=8)
