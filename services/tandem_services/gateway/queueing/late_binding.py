@@ -355,14 +355,17 @@ class LateBinding:
 
     async def _round(self) -> bool:
         """Try the head of line, and those that may pass it. True after an admission."""
-        workers = self.chooser.workers()
+        workers, now = self.chooser.workers(), self.clock.now()
         blocked = self._blocked = BlockedLanes(workers=workers)
         for waiting in self.queue:
             if not workers:
                 waiting.verdict = Verdict.NO_WORKER
             elif waiting.lane is not None and waiting.lane.adapter:
                 # Requests behind a blocked one are not tried, so that they would keep an old verdict.
-                waiting.verdict = Verdict.NO_ROOM if blocked.serve(waiting.lane) else Verdict.NO_WORKER
+                if not blocked.serve(waiting.lane):
+                    waiting.verdict = Verdict.NO_WORKER
+                elif waiting.not_before <= now:  # else it was tried a moment ago
+                    waiting.verdict = Verdict.NO_ROOM
         if not workers:
             return False
         skipped = passed = 0

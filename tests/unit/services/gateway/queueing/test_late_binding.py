@@ -446,3 +446,21 @@ async def test_request_behind_a_full_adapter_has_a_worker_all_the_same():
     assert not await desk.binding.turn()
     assert [visitor.verdict for visitor in visitors] == [Verdict.NO_ROOM] * 2
     assert fleet.asked == ["first"]
+
+
+async def test_skipped_request_of_an_adapter_claims_no_place():
+    """Its workers accept no requests now: a place that another gateway offers does not help it."""
+    served = {"a": ServedAdapter(name="a", digest="aa" * 16, rank=1, root="")}
+    fleet = Fleet(too_long=0)
+    fleet.workers = lambda: (make_view("w", adapters=served),)
+    desk = Desk(fleet)
+    answer: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
+    lane = Lane(adapter=b"\xaa" * 16, ask_apart=lambda _: fleet.ask("apart", 1))
+    ask = partial(fleet.ask, "first", 1)
+    visitor = desk.binding.visitor(ask, answer, tenant=UNKNOWN, priority=0, prompt_tokens=1, lane=lane)
+    assert await desk.binding.arrive(visitor) is None
+    for _ in range(2):
+        assert not await desk.binding.turn()
+        assert visitor.verdict is Verdict.NO_WORKER
+    assert fleet.asked == ["first"] * 2
+    assert desk.value("num_requests_held") == 1
