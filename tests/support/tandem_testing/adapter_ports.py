@@ -46,6 +46,8 @@ class AdapterPort:
     """So many commands get no usable reply."""
     hung: bool = False
     """Its engine does not answer."""
+    answers: asyncio.Event | None = None
+    """Commands are carried out only once it is set."""
     on_order: Callable[[OperatorOrder], None] = lambda _: None
     """Called before a command is carried out."""
     table: AdapterTable = field(init=False)
@@ -62,6 +64,8 @@ class AdapterPort:
         command = order(1)
         self.orders.append(command)
         self.on_order(command)
+        if self.answers is not None:
+            await self.answers.wait()
         if self.broken:
             self.broken -= 1
             raise RuntimeError("planned")

@@ -9,13 +9,14 @@
 A replaced adapter is not restored after a failure: requests may have begun with the new one. Repeating a command
 continues it: a worker that has the adapter answers at once, without an effect.
 
-Commands of one gateway run one after the other. Those of two gateways meet at the workers: each has the digest of what
-it is about, so none undoes what the other has done.
+Commands of one gateway run one after the other; one that would wait for longer than `TURN_S` is refused. Those of two
+gateways meet at the workers: each has the digest of what it is about, so none undoes what the other has done.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -41,6 +42,9 @@ LOAD_S = 1830.0
 
 UNLOAD_S = 35.0
 """The same; a step that is being computed has to end first."""
+
+TURN_S = 30.0
+"""The longest wait for the command before. A worker whose engine hangs takes all of `LOAD_S`."""
 
 TRIES = 3
 RETRY_S = 0.5
@@ -99,14 +103,29 @@ class AdapterUpdates:
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def load(self, name: str, path: str, *, replaces: bool) -> AdapterChange:
-        """Raises `ApiError`: 400 for an adapter that cannot be loaded, 503 where workers fail."""
-        async with self._one_at_a_time:
+        """Raises `ApiError`: 400 for an adapter that cannot be loaded, 503 where workers fail or are busy."""
+        async with self._turn():
             return await self._load(name, path, replaces=replaces)
 
     async def unload(self, name: str) -> AdapterChange:
-        """Raises `ApiError`: 404 where no worker has it, 503 where workers fail."""
-        async with self._one_at_a_time:
+        """Raises `ApiError`: 404 where no worker has it, 503 where workers fail or are busy."""
+        async with self._turn():
             return await self._unload(name)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """The block runs alone. Raises `ApiError` 503 when the command before does not end."""
+        try:
+            async with asyncio.timeout(TURN_S):
+                await self._one_at_a_time.acquire()
+        except TimeoutError:
+            raise unavailable(
+                "Another command about an adapter is running. Try again later.", retry_after=TURN_S
+            ) from None
+        try:
+            yield
+        finally:
+            self._one_at_a_time.release()
 
     async def _load(self, name: str, path: str, *, replaces: bool) -> AdapterChange:
         done: dict[str, LoadedThere] = {}

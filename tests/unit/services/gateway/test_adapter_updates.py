@@ -1,5 +1,6 @@
 """Adapters that an administrator loads through the gateway: on all workers, or on none."""
 
+import asyncio
 import ssl
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -290,3 +291,19 @@ async def test_with_keys_a_command_needs_an_administrators_key(serve, tmp_path):
         fleet.headers = bearer("root")
         assert (await fleet.load()).status_code == 200
         assert (await fleet.unload()).status_code == 200
+
+
+async def test_command_behind_one_that_hangs_is_refused(fleet, monkeypatch):
+    """A worker may take half an hour to find that its engine hangs."""
+    began, answers = asyncio.Event(), asyncio.Event()
+    fleet.ports[1].answers, fleet.ports[1].on_order = answers, lambda _: began.set()
+    first = asyncio.create_task(fleet.load())
+    await began.wait()
+    monkeypatch.setattr(adapter_updates, "TURN_S", 0.0)
+    for refused in (await fleet.load(lora_name="other"), await fleet.unload()):
+        status, _, message = error(refused)
+        assert (status, message) == (503, "Another command about an adapter is running. Try again later.")
+        assert "retry-after" in refused.headers
+    answers.set()
+    assert results(await first) == {"p": "loaded", "d0": "loaded", "d1": "loaded"}
+    assert results(await fleet.unload()) == {"p": "unloaded", "d0": "unloaded", "d1": "unloaded"}
