@@ -302,7 +302,7 @@ class GenerationEndpoint(Generic[R]):
 
 @dataclass(slots=True)
 class _DirectWriter:
-    """Writes events of a single choice. A stream that has begun has opened it. Implements `PieceWriter`."""
+    """Writes events of a single choice. A comment may have begun the stream before them. Implements `PieceWriter`."""
 
     events: EventStream
     encode: Callable[[ChoicePiece], bytes]
