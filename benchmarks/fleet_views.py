@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from tandem_services.common.redis_client import RedisAddress, RedisClient
-from tandem_services.router.fleet_reader import LISTED_PER_S, FleetReader
+from tandem_services.router.fleet_reader import LISTED_A_SECOND, FleetReader
 from tandem_services.router.keys import HEARTBEAT_S, MAX_DESCRIBED, MAX_WORKERS, Keys
 from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, library_source
 from tandem_services.router.registry import Registry, WorkerRecord
@@ -110,7 +110,7 @@ async def measure_views(
     await fleet.sweeping.library.load()
     clock = ServiceClock()
     reader = FleetReader(registry=fleet.registry, clock=clock)
-    seconds = max(16, int(2 * len(records) / LISTED_PER_S))
+    seconds = max(16, int(2 * len(records) / LISTED_A_SECOND))
 
     async def one_second_each() -> None:
         for _ in range(seconds):

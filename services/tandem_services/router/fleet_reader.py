@@ -7,7 +7,7 @@
                  records that are oldest: all of a small fleet, `REREAD` of a larger one, and `MAX_DESCRIBED` while
                  people look at them
     4. list      Redis is a hint, and another release notes no changes: all live incarnations are listed from time to
-                 time (`LISTED_PER_S`), and at once after malformed values
+                 time (`LISTED_A_SECOND`), and at once after malformed values
 
 A read by a gateway therefore costs Redis the same in any fleet. Local routing uses rates and room of the records and
 counts queues and sequences itself, so records may be older than a heartbeat.
@@ -30,7 +30,7 @@ REREAD = 1
 VIEWED_S = 10.0
 """After each look of people at the figures, reads keep them as new as workers write them."""
 
-LISTED_PER_S = 16
+LISTED_A_SECOND = 16
 """A fleet of 1,024 is listed every 64 s, by each gateway and by each worker."""
 
 
@@ -81,7 +81,7 @@ class FleetReader:
         now, small = self.clock.now(), len(self._records) <= SMALL_FLEET
         viewed = now - self._viewed_at < VIEWED_S
         aged = tuple(islice(self._records, MAX_DESCRIBED if small or viewed else REREAD))
-        listed = small or now - self._listed_at >= len(self._records) / LISTED_PER_S
+        listed = small or now - self._listed_at >= len(self._records) / LISTED_A_SECOND
         changes = await self.registry.changes(self._generation, listed=listed, described=aged, missing=missing)
         self._replace(aged, changes.workers)
         malformed = changes.malformed

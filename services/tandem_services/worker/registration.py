@@ -29,7 +29,7 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.cost import BROKEN_TOKEN_S, Load
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import supersedes
-from tandem_services.router.fleet_reader import LISTED_PER_S
+from tandem_services.router.fleet_reader import LISTED_A_SECOND
 from tandem_services.router.keys import DESCRIBE_EVERY_S, HEARTBEAT_S, MAX_WORKERS, SMALL_FLEET
 from tandem_services.router.registry import (
     HeartbeatReply,
@@ -125,7 +125,7 @@ class Registration:
             self._described = digest
             self._describe_at = now + min(DESCRIBE_EVERY_S, HEARTBEAT_S * (reply.workers - 1) / SMALL_FLEET)
         if listed and reply.status is LeaseStatus.RENEWED:
-            self._list_at = now + reply.workers / LISTED_PER_S
+            self._list_at = now + reply.workers / LISTED_A_SECOND
         self.offered = reply.status is LeaseStatus.RENEWED and record.state is WorkerState.READY
         match reply.status:
             case LeaseStatus.RENEWED:

@@ -49,7 +49,7 @@ def differences_alone(monkeypatch) -> None:
     """Nothing but what Redis calls a change is read again."""
     monkeypatch.setattr(fleet_reader, "SMALL_FLEET", -1)
     monkeypatch.setattr(fleet_reader, "REREAD", 0)
-    monkeypatch.setattr(fleet_reader, "LISTED_PER_S", 1e-9)
+    monkeypatch.setattr(fleet_reader, "LISTED_A_SECOND", 1e-9)
 
 
 def reader_of(fleet: Fleet) -> tuple[FleetReader, Counted]:

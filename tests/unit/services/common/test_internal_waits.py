@@ -64,6 +64,7 @@ LONGER = {
     "worker.peers.REFRESH_S": "peers are introduced again",
     "ModelConfig.session_ttl_s": "an unused conversation is kept",
     "gateway.models.adapter_updates.LOAD_S": "an administrator loads an adapter; as long as its worker may take",
+    "gateway.models.adapter_updates.TURN_S": "an administrator's command waits for the one before it",
     "gateway.models.adapter_updates.UNLOAD_S": "an administrator's command ends after the step that is computed",
     "gateway.queueing.turnover.MOST_RETRY_S": "a client is told to come back",
     "router.policies.FORGET_S": "a worker that the registry has lost is remembered",
@@ -76,6 +77,8 @@ LONGER = {
     "router.keys.FENCED_MEMORY_MS": "a fenced incarnation is recognised",
     "router.keys.INDEX_TTL_MS": "an index outlives a short loss of Redis",
     "router.keys.FLEET_TTL_MS": "keys of a cluster that is gone",
+    "router.keys.DESCRIBE_EVERY_S": "an unchanged worker of a large fleet describes itself again",
+    "router.keys.DESCRIBED_TTL_MS": "a description outlives two that were missed",
     "common.redis_client.COMPLAIN_EVERY_S": "between two log lines",
     "RarelyLogged.every_s": "the same",
 }

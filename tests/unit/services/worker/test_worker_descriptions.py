@@ -6,7 +6,7 @@ import pytest
 
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.fleet_reader import LISTED_PER_S
+from tandem_services.router.fleet_reader import LISTED_A_SECOND
 from tandem_services.router.keys import DESCRIBE_EVERY_S, HEARTBEAT_S, SMALL_FLEET
 from tandem_services.router.registry import HeartbeatReply, LeaseStatus, WorkerRecord, WorkerState
 from tandem_services.worker.peers import PeerWatch
@@ -143,7 +143,7 @@ async def test_members_follow_from_what_joined_and_left(worker):
 
 async def test_a_change_that_redis_hid_is_in_the_next_list(worker):
     def answer(*members: str) -> HeartbeatReply:
-        reply = HeartbeatReply(status=LeaseStatus.RENEWED, epoch="e", generation=5, workers=4 * LISTED_PER_S)
+        reply = HeartbeatReply(status=LeaseStatus.RENEWED, epoch="e", generation=5, workers=4 * LISTED_A_SECOND)
         return replace(reply, members=members) if members else reply
 
     for members, known, missing, changes in (
