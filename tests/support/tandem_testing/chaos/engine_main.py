@@ -26,7 +26,7 @@ from tandem_engine.base.clock import Clock
 from tandem_engine.disaggregation.nixl import transport as nixl_transport
 from tandem_engine.disaggregation.nixl.transport import NixlTransport
 from tandem_engine.disaggregation.peers import PeerChannels, PeerEvent, PeerInbound
-from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool, Push, TransportEvent
+from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool, Push, StateSlots, TransportEvent
 from tandem_engine.engine import peer_setup
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
@@ -46,9 +46,16 @@ class FaultyTransport(NixlTransport):
     """The real transport with a bad day. Belongs to the scheduler thread."""
 
     def __init__(
-        self, *, knobs: KnobReader, me: Peer, pool: PagePool, clock: Clock, leave: Callable[[str], None]
+        self,
+        *,
+        knobs: KnobReader,
+        me: Peer,
+        pool: PagePool,
+        clock: Clock,
+        leave: Callable[[str], None],
+        states: StateSlots | None = None,
     ) -> None:
-        super().__init__(me=me, pool=pool, clock=clock, leave=leave)
+        super().__init__(me=me, pool=pool, states=states, clock=clock, leave=leave)
         self._knobs, self._bytes, self._time = knobs, pool.bytes_view(), clock
         self._held: deque[tuple[float, Push]] = deque()
 
