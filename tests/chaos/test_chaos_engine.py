@@ -1,5 +1,6 @@
 """Knobs stand around the parts that engines use today: what is put elsewhere commits no fault."""
 
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -28,10 +29,15 @@ def test_engine_with_knobs_has_faulty_parts(monkeypatch):
     assert isinstance(side.socket, FaultyPeers)
     side.close()
     context.close()
-    built = []
-    monkeypatch.setattr(FaultyTransport, "__init__", lambda self, **_: built.append(self))
+    built, parameters = [], signature(FaultyTransport.__init__)
+
+    def make(self, **given) -> None:
+        parameters.bind(self, **given)  # raises for an argument that the faulty part does not take
+        built.append(self)
+
+    monkeypatch.setattr(FaultyTransport, "__init__", make)
     monkeypatch.setattr(peer_setup.RankedTransport, "build", lambda *, local, **_: local)
-    parts = SimpleNamespace(agreement=None, pool=None)
+    parts = SimpleNamespace(agreement=None, pool=None, pools=SimpleNamespace(states=None))
     place, parallel = SimpleNamespace(agent=str), SimpleNamespace(departure=SimpleNamespace(ask=print))
     assert [peer_setup._nixl(parts, side.socket.me, place, parallel)] == built
 
