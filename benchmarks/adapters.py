@@ -69,7 +69,7 @@ def _engine(config: EngineConfig) -> Engine:
 
 
 def requests(adapters: Sequence[AdapterRef | None]) -> list[GenerateRequest]:
-    """One for each of `adapters`, with a prompt of its own."""
+    """One for each of `adapters`, with a separate prompt."""
     dice = random.Random(22)
     return [
         GenerateRequest(

@@ -76,7 +76,7 @@ class Views:
 
     async def nothing(self) -> None:
         """Calls of a function that has nothing to do."""
-        keys = Keys("bench").usage_of("nobody")
+        keys = Keys("bench").usage_of("unused-tenant")
         for _ in range(len(self.records)):
             await self.registry.library.call("usage_settle", keys, 0, 0, "")
 

@@ -137,7 +137,7 @@ async def test_a_heartbeat_that_changes_the_kind_of_a_worker_regroups(simulated)
 
 async def test_a_malformed_row_is_decoded_again_after_its_heartbeat(server, simulated):
     await beat(simulated, FIRST)
-    server.command("HSET", f"{simulated.keys.prefix}fleet", "first@1", "rubbish")
+    server.command("HSET", f"{simulated.keys.prefix}fleet", "first@1", "malformed")
     server.command("HSET", f"{simulated.keys.prefix}meta", "generation", "7")
     assert await route(simulated) is None
     await beat(simulated, FIRST)
@@ -210,7 +210,7 @@ async def test_what_was_reserved_and_given_back_is_seen_without_a_heartbeat(serv
 
 
 async def decisions(server, *, kept: bool) -> list[tuple[str | None, str, dict[str, float]]]:
-    """Choices and prices of a burst that goes on for several reservation buckets and heartbeats. Unless `kept`, every
+    """Choices and prices of a burst that lasts several reservation buckets and heartbeats. Unless `kept`, every
     decision reads all rows."""
     server.command("FLUSHALL")
     simulated = SimulatedRedis(address=RedisAddress(url=server.url), cluster="default", events=EventQueue())

@@ -70,7 +70,7 @@ async def test_a_handed_over_request_is_one_tree_over_three_processes(fleet, col
 
 
 async def interrupted(fleet: SystemClient, trace: Traced) -> bool:
-    """Whether an operator has ended an attempt while it decodes: the gateway goes on elsewhere after what was said."""
+    """Whether an abort has ended an attempt while it decodes. The gateway resumes it after the tokens it has sent."""
     body = trace.body(max_tokens=400, stream=True)
     async with fleet.http.stream("POST", "/v1/completions", json=body, headers=trace.headers) as answer:
         request_id = answer.headers["x-request-id"]

@@ -11,7 +11,7 @@ from tandem_engine.base.cgroups import memory_limit
 from tandem_engine.config.cache import DEFAULT_KV_BYTES
 
 WORKER_BYTES = 512 << 20
-"""Of a worker on a CPU, beside weights and pool: torch and kernels, what steps take, the worker service."""
+"""Of a worker on a CPU, without weights and pool: torch and kernels, what steps take, the worker service."""
 
 SERVICES_BYTES = 192 << 20
 """Of the gateway, Redis and `tandem up`, with requests."""

@@ -9,7 +9,7 @@ written, the receiver what has arrived; the receiver's grant states the kind:
     full      every byte (`digest_words`), so flipped bits are detected too; on a CPU it takes about as long as the
               transfer
 
-A state is one page of a pool of its own, and its digest is always full: a sequence has one, and any layer may be
+A state is one page of a separate pool, and its digest is always full: a sequence has one, and any layer may be
 missing.
 
 Between engines with different numbers of ranks, a rank writes some heads of each page, and a digest is of those heads.

@@ -35,7 +35,7 @@ from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import Parallel
 
 ROOM = 1 << 30
-"""Bytes beside pool and weights with which a machine is not short of memory."""
+"""Bytes in addition to pool and weights with which a machine is not short of memory."""
 
 RESET_PEAK = "5"
 """Written to clear_refs: the peak of the resident set is reset (proc(5))."""

@@ -3,7 +3,7 @@
     tokens     | those of the step | padding |
     sequences  | those of the step | none … none | padding |
 
-Padding is a sequence of its own, the last one: the tokens that a step has less than the shape. They lie in the dummy
+Padding is a separate sequence, the last one: the tokens that a step has less than the shape. They lie in the dummy
 page, which they write and read [finite-padding] [dummy-page]. So every row of every layer is computed from numbers, and
 no sequence sees another's. Sequences between have no token, and nothing is read or written for them.
 """

@@ -200,8 +200,8 @@ def pod_template(
     notes = {**overrides.annotations, **(annotations or {})}
     if notes:
         metadata["annotations"] = notes
-    told = {kind: [{**LAST_WORDS, **one} for one in spec[kind]] for kind in _CONTAINERS if kind in spec}
-    pod = {**_common(), **spec, **told, **_placement(overrides, labels)}
+    reporting = {kind: [{**LAST_WORDS, **one} for one in spec[kind]] for kind in _CONTAINERS if kind in spec}
+    pod = {**_common(), **spec, **reporting, **_placement(overrides, labels)}
     return {"metadata": metadata, "spec": with_privileges(pod, overrides)}
 
 

@@ -5,7 +5,7 @@
     volumes            new names alone
     others of SET      as given
 
-Anything else is refused by name, because it has a field of its own or is the operator's. The result has no privilege
+Anything else is refused by name, because it has a field in the spec or is the operator's. The result has no privilege
 that the pod did not have [spec-grants-nothing]: added containers are as restricted as the operator's own, unless its
 administrator allows more. What these rules do not know is judged by the API server in the dry run of the plan.
 """

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,7 +76,7 @@ from tandem_services.common.tracing import require_opentelemetry
 if TYPE_CHECKING:
     from tandem_engine.checkpoint_source.resolve import ResolvedModel
     from tandem_engine.checkpoint_source.source import ModelSource
-    from tandem_engine.config import EngineConfig
+    from tandem_engine.config import CacheConfig
 
 
 Counts = tuple[int | None, int | None, int | None]
@@ -285,9 +285,6 @@ def plan(args: argparse.Namespace) -> Plan:
 def decide(args: argparse.Namespace, model: "ResolvedModel") -> Plan:
     """As `plan`, of settings that are checked, and write nothing."""
     engine = engine_config(args)
-    share = engine.cache.for_device(args.device).mem_fraction_static
-    count = args.prefill + args.decode + args.both
-    of_worker = share_of_worker(model.folder, count) if _pools_by_default(args, engine) else None
     model_names = tuple(args.served_model_name or (model.name,))
     require_adapters(engine.adapters, model_names)
     port = args.port or free_port(args.host)
@@ -306,14 +303,17 @@ def decide(args: argparse.Namespace, model: "ResolvedModel") -> Plan:
         # Two engines with as many threads as cores each fight over them: OpenMP spins.
         threads=args.threads or max(1, usable_cpus() // len(workers)),
         devices=devices,
-        # They share one memory, a GPU's too; each measures for itself and knows nothing of the others.
-        mem_fraction_static=round(share / devices.count(devices[0]), 4) if share else of_worker,
+        mem_fraction_static=_memory_share(engine.cache.for_device(args.device), devices, model.folder),
     )
 
 
-def _pools_by_default(args: argparse.Namespace, engine: "EngineConfig") -> bool:
-    """Whether each worker's pool is in main memory and has the default size."""
-    return engine.cache.is_default_size and (args.devices or [args.device])[0] == "cpu"
+def _memory_share(cache: "CacheConfig", devices: Sequence[str], checkpoint: Path) -> float | None:
+    """Of each worker. They share one memory, a GPU's too, and each measures without regard to the others."""
+    if cache.mem_fraction_static:
+        return round(cache.mem_fraction_static / devices.count(devices[0]), 4)
+    if devices[0] == "cpu" and cache.is_default_size:
+        return share_of_worker(checkpoint, len(devices))
+    return None
 
 
 def _progress_files(workers: Iterable[tuple[str, str, int]]) -> list[str]:

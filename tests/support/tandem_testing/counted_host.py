@@ -54,7 +54,7 @@ class StillDevice(OnStreams):
 
 
 def python_calls(run: Callable[[], object]) -> int:
-    """Functions of Python that `run` enters, generators each time they go on."""
+    """Functions of Python that `run` enters, generators each time they resume."""
     calls = 0
 
     def count(_frame: FrameType, event: str, _argument: Any) -> None:

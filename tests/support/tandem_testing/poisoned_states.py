@@ -1,4 +1,4 @@
-"""Rows whose former state is no number: whoever reads it without having written it computes NaN.
+"""Rows with a state of NaN: a request that reads its row before it writes it computes NaN.
 
 For engines that compute and copy in the scheduler's thread: elsewhere a queued copy may still read a row that is free.
 """

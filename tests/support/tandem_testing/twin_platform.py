@@ -21,9 +21,10 @@ from tandem_testing.turning_reference import TurningReference
 
 
 class TwinPlatform(OnStreams):
-    """A `Platform` whose device is the twin. Graphs of prompts have at most so many tokens."""
+    """A `Platform` over `TwinStreams`."""
 
     MOST_TOKENS = 32
+    """Of a graph of prompts."""
 
     streams: TwinStreams
 

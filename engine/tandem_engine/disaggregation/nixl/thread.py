@@ -11,7 +11,7 @@
 Each iteration takes a command, or waits for one as long as nothing is urgent, and progresses outstanding pushes.
 
 Digests of pages in main memory are made here, once the pages are written: the write has brought them into the cache.
-Those of pages on a device are queued there beside the last WRITE, and this thread looks for both.
+Those of pages on a device are queued there during the last WRITE, and this thread looks for both.
 
 A push is one WRITE, or several in order as the step that computes its pages writes layer after layer: each starts when
 the one before is done. A completed WRITE has arrived, and no NIXL notification goes with it: the sender would wait

@@ -67,6 +67,6 @@ def test_arguments_become_an_event_when_they_are_refused():
     assert events_for_transition(status(unknown), status(good)) == []
     assert events_for_transition(status(good), status(unknown)) == []
     for before in (unknown, good):
-        (told,) = events_for_transition(status(before), status(bad))
-        assert (told.kind, told.reason) == ("Warning", "ArgumentRefused")
+        (event,) = events_for_transition(status(before), status(bad))
+        assert (event.kind, event.reason) == ("Warning", "ArgumentRefused")
     assert events_for_transition(status(bad), status(unknown)) == []

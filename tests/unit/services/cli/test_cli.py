@@ -419,7 +419,7 @@ def test_kill_for_memory_explains_the_children_of_that_moment(tmp_path, monkeypa
     supervisor = Supervisor(memory_kills=processes.memory_kills())
     kill, leave = (f"import os; {end}" for end in ("os.kill(os.getpid(), 9)", "os._exit(1)"))
 
-    def said(*codes: str) -> list[str]:
+    def messages(*codes: str) -> list[str]:
         supervisor.children = [
             Child(name=f"c{number}", argv=[sys.executable, "-c", code], log=tmp_path / "log")
             for number, code in enumerate(codes)
@@ -430,10 +430,10 @@ def test_kill_for_memory_explains_the_children_of_that_moment(tmp_path, monkeypa
         return [event.partition(";")[0] for event in supervisor.restart_dead()]
 
     for_memory = "was killed by the kernel because memory was short"
-    assert said(kill, kill) == [f"c0 {for_memory}", f"c1 {for_memory}"]
+    assert messages(kill, kill) == [f"c0 {for_memory}", f"c1 {for_memory}"]
     # The kernel killed the engine of this one.
-    assert said(leave) == ["c0 exited with status 1"]
-    assert said(kill) == ["c0 was killed by SIGKILL"]
+    assert messages(leave) == ["c0 exited with status 1"]
+    assert messages(kill) == ["c0 was killed by SIGKILL"]
 
 
 TOLD_TO_END = """

@@ -66,7 +66,7 @@ LONGER = {
     "gateway.models.adapter_updates.LOAD_S": "an administrator loads an adapter; as long as its worker may take",
     "gateway.models.adapter_updates.TURN_S": "an administrator's command waits for the one before it",
     "gateway.models.adapter_updates.UNLOAD_S": "an administrator's command ends after the step that is computed",
-    "gateway.queueing.turnover.MOST_RETRY_S": "a client is told to come back",
+    "gateway.queueing.turnover.MOST_RETRY_S": "the Retry-After of a client",
     "router.policies.FORGET_S": "a worker that the registry has lost is remembered",
     "router.policies.START_S": "whoever comes belongs to the start of a fleet",
     "router.usage_counters.WINDOW_S": "the minute of a limit",

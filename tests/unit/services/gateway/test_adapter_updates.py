@@ -73,9 +73,9 @@ def results(answer: httpx.Response) -> dict[str, str]:
 
 
 def error(answer: httpx.Response) -> tuple[int, str | None, str]:
-    said = answer.json()["error"]
-    assert set(said) == {"message", "type", "param", "code"}
-    return answer.status_code, said["param"], said["message"]
+    problem = answer.json()["error"]
+    assert set(problem) == {"message", "type", "param", "code"}
+    return answer.status_code, problem["param"], problem["message"]
 
 
 async def test_loaded_adapter_is_on_all_workers_and_serves(fleet):

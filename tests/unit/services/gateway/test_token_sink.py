@@ -219,8 +219,8 @@ def test_sink_and_generator_write_each_token_once(tokenizer, text, lengths, befo
     assert stream.client.text == whole.text
     last = stream.client.pieces[-1]
     assert (last.finish, last.tokens) == (whole.finish, whole.tokens)
-    told = [token for piece in stream.client.pieces for token in piece.token_ids]
-    assert told == [*whole.token_ids]
+    sent = [token for piece in stream.client.pieces for token in piece.token_ids]
+    assert sent == [*whole.token_ids]
     assert all(piece.finish is None for piece in stream.client.pieces[:-1])
     assert stream.record.output_tokens == whole.tokens
 

@@ -2,7 +2,7 @@
 /** The API's operations from /openapi.json, each with its fields, a curl command and a form that sends a request. */
 import { ApiError, apiKey, getJson, send } from "./api.js";
 import { copyButton } from "./copy.js";
-import { fill, h, setText } from "./dom.js";
+import { field, fill, h, setText } from "./dom.js";
 import * as format from "./format.js";
 import { curlOf, exampleOf, fieldsOf, partsOf, resolved, typeOf } from "./schemas.js";
 import { panel, table } from "./table.js";
@@ -256,9 +256,4 @@ function indented(json) {
   } catch {
     return json;
   }
-}
-
-/** @param {string} name @param {Element} input */
-function field(name, input) {
-  return h("div", { class: "field" }, h("label", { for: input.id }, name), input);
 }

@@ -52,6 +52,11 @@ export function fill(parent, ...children) {
   parent.replaceChildren(...present(children));
 }
 
+/** An input with its label. @param {string} name @param {Element} input */
+export function field(name, input) {
+  return h("div", { class: "field" }, h("label", { for: input.id }, name), input);
+}
+
 /** Change a text only when it differs: selections and screen readers stay undisturbed.
  * @param {Node} node @param {string} text */
 export function setText(node, text) {

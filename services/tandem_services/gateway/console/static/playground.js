@@ -1,7 +1,7 @@
 // @ts-check
 /** A chat with a model, as any client would have it, with what it took. Nothing of it is kept when the tab closes. */
 import { ApiError, getJson, stream } from "./api.js";
-import { fill, h, setText } from "./dom.js";
+import { field, fill, h, setText } from "./dom.js";
 import * as format from "./format.js";
 import { MarkdownView } from "./markdown.js";
 
@@ -228,11 +228,6 @@ function grow(node, whole) {
 /** @param {string} name @param {string} value */
 function figure(name, value) {
   return h("span", { class: "figure" }, h("b", {}, value), ` ${name}`);
-}
-
-/** @param {string} name @param {Element} input */
-function field(name, input) {
-  return h("div", { class: "field" }, h("label", { for: input.id }, name), input);
 }
 
 /** @param {string} id @param {string} value @param {{min: number, max: number, step: number}} bounds */

@@ -1,4 +1,4 @@
-"""Digests that a device makes: begun beside the last WRITE of a push, fetched when they are ready, in few pieces."""
+"""Digests that a device makes: begun during the last WRITE of a push, fetched when they are ready, in few pieces."""
 
 import queue
 from collections.abc import Iterable, Iterator, Sequence
