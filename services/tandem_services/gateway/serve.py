@@ -130,6 +130,7 @@ class RoutedFleet:
             context=IpcContext(keys),
             tokenizer=tokenizer,
             quarantine=router.quarantine,
+            end_reports=router.end_reports,
             fairness=router.fairness,
         )
         return RoutedFleet(router, parts)

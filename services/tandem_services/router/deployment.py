@@ -6,7 +6,8 @@ Redis is shared, so its content is untrusted until a signature proves it:
     row        a worker signs its whole description; readers drop rows without a valid signature
     claim      a worker signs its incarnation: "this incarnation exists", by which it holds its worker's name
     verdict    why an incarnation has ended: the claim of a newer incarnation of the same worker, or a sentence signed
-               by a process of the deployment (a peer that found it dead, or the worker itself as it exits)
+               by a process of the deployment (a peer that found it dead, or the worker itself as it exits, which also
+               says whether the kernel killed its engine because memory was short)
 
 A signature contains no time. An old row that is written again is therefore valid, but names an incarnation that answers
 no pings and is not offered for that reason. An old claim or verdict remains true.
@@ -26,6 +27,9 @@ NAMESPACE_BYTES = 8
 
 PROOF_FIELD = "proof"
 """Name of the field of a row that has its proof."""
+
+_VERDICT, _FOR_MEMORY = "verdict", "verdict for memory"
+"""Kinds of proof. The cause is in the proof, so the scripts read all verdicts alike."""
 
 UNSIGNED_FIELDS = frozenset({PROOF_FIELD, "number"})
 """`number` is written by the script."""
@@ -69,16 +73,22 @@ class Deployment:
         incarnation, _, proof = claim.partition(" ")
         return incarnation if _equal(proof, self._proof("claim", incarnation)) else None
 
-    def verdict(self, on: str, *, by: str) -> str:
-        """A signed statement by `by` that the incarnation `on` has ended."""
-        return f"{by} {self._proof('verdict', on, by)}"
+    def verdict(self, on: str, *, by: str, for_memory: bool = False) -> str:
+        """A signed statement by `by` that the incarnation `on` has ended. `for_memory`: the kernel killed it because
+        memory was short."""
+        return f"{by} {self._proof(_FOR_MEMORY if for_memory else _VERDICT, on, by)}"
 
     def condemner(self, verdict: str, on: str) -> str | None:
         """The signer of the verdict on `on`; None when no process of this deployment has signed it."""
         by, _, proof = verdict.partition(" ")
-        if _equal(proof, self._proof("verdict", on, by)):
+        if _equal(proof, self._proof(_VERDICT, on, by)) or self.was_for_memory(verdict, on):
             return by
         return by if self.claimant(verdict) is not None and supersedes(by, on) else None
+
+    def was_for_memory(self, verdict: str, on: str) -> bool:
+        """Whether the deployment has signed that the kernel killed `on` because memory was short."""
+        by, _, proof = verdict.partition(" ")
+        return _equal(proof, self._proof(_FOR_MEMORY, on, by))
 
     def _proof(self, kind: str, *parts: str) -> str:
         digest = blake2b(key=self._key, digest_size=PROOF_BYTES)

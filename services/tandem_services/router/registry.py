@@ -174,6 +174,17 @@ class FleetChanges:
     """Number of malformed values, in Redis or in its reply."""
     fenced: frozenset[str] = frozenset()
     """Incarnations of the query that have ended."""
+    for_memory: frozenset[str] = frozenset()
+    """Those of them that the kernel killed because memory was short."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endings:
+    """Of some incarnations."""
+
+    ended: frozenset[str] = frozenset()
+    for_memory: frozenset[str] = frozenset()
+    """Those of them that the kernel killed because memory was short."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,14 +231,14 @@ class Registry:
         written = {**texts, "incarnation": record.view.incarnation, DESCRIBED_FIELD: described}
         return texts | {PROOF_FIELD: self.deployment.row_proof(written)}
 
-    async def fence(self, incarnation: str, *, by: str) -> None:
-        """It cannot come back: it leaves, or `by` has found it dead."""
-        verdict = self.deployment.verdict(incarnation, by=by)
+    async def fence(self, incarnation: str, *, by: str, for_memory: bool = False) -> None:
+        """It cannot come back: it leaves, or `by` has found it dead. `for_memory`: see `Deployment.verdict`."""
+        verdict = self.deployment.verdict(incarnation, by=by, for_memory=for_memory)
         await self.library.call("fence", self.keys.shared, self.keys.prefix, incarnation, verdict)
 
-    async def deregister(self, incarnation: str) -> None:
+    async def deregister(self, incarnation: str, *, for_memory: bool = False) -> None:
         """Leave at once. The incarnation cannot come back."""
-        await self.fence(incarnation, by=incarnation)
+        await self.fence(incarnation, by=incarnation, for_memory=for_memory)
 
     async def changes(
         self, since: int, *, listed: bool = False, described: Collection[str] = (), missing: Iterable[str] = ()
@@ -251,7 +262,7 @@ class Registry:
         )
         records = [self._signed_record(row) for row in reply.workers]
         sound = tuple(record for record in records if record is not None)
-        fenced = [who for who, verdict in reply.fenced if self.deployment.condemner(verdict, who) is not None]
+        ended = [(name, verdict) for name, verdict in reply.fenced if self.deployment.condemner(verdict, name) is not None]
         return FleetChanges(
             epoch=reply.epoch,
             generation=reply.generation,
@@ -259,8 +270,14 @@ class Registry:
             listed=None if reply.listed is None else frozenset(reply.listed),
             workers=sound,
             malformed=reply.dropped + len(records) - len(sound),
-            fenced=frozenset(fenced),
+            fenced=frozenset(name for name, _ in ended),
+            for_memory=frozenset(name for name, verdict in ended if self.deployment.was_for_memory(verdict, name)),
         )
+
+    async def endings(self, incarnations: Iterable[str]) -> Endings:
+        """How these have ended, as far as a process of this deployment has said."""
+        changes = await self.changes(0, missing=incarnations)
+        return Endings(ended=changes.fenced, for_memory=changes.for_memory)
 
     def _signed_record(self, row: msgspec.Raw) -> WorkerRecord | None:
         try:

@@ -195,6 +195,8 @@ class Router:
         self.fairness = FairBoard(library=FunctionLibrary(self._background, source), keys=keys)
         """What tenants have had of the fleet."""
         registry = Registry(library=FunctionLibrary(self._background, source), keys=keys, deployment=config.deployment)
+        self.end_reports = registry
+        """How workers have ended."""
         self._reader = FleetReader(registry=registry, clock=self._clock)
         self._membership = Membership(clock=self._clock)
         self._own = OwnLoad(clock=self._clock)

@@ -58,6 +58,8 @@ class EngineChild:
     process: Process
     memory_kills: int = 0
     """`cgroups.memory_kills` when it was started."""
+    killed_for_memory: bool = False
+    """By the kernel, as `wait` found."""
 
     @classmethod
     async def start(cls, argv: Sequence[str]) -> "EngineChild":
@@ -72,11 +74,13 @@ class EngineChild:
 
     async def wait(self) -> int:
         """The exit status; negative is the signal that ended it."""
-        return await self.process.wait()
+        status = await self.process.wait()
+        self.killed_for_memory = status == -signal.SIGKILL and memory_kills() > self.memory_kills
+        return status
 
     def how_ended(self, status: int) -> str:
-        """A sentence about an exit that nothing has requested."""
-        if status == -signal.SIGKILL and memory_kills() > self.memory_kills:
+        """A sentence about an exit that nothing has requested. After `wait`."""
+        if self.killed_for_memory:
             return f"the kernel killed the engine because {memory_shortage()}: provide more memory, or lower {SIZES}"
         return f"the engine process exited with status {status}"
 

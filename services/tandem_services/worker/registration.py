@@ -135,10 +135,11 @@ class Registration:
             case LeaseStatus.FULL:
                 self._note_full()
 
-    async def leave(self) -> None:
-        """Deregister, so that no process waits for the lease to end."""
+    async def leave(self, *, for_memory: bool) -> None:
+        """Deregister, so that no process waits for the lease to end. `for_memory`: the kernel killed the engine because
+        memory was short, so gateways do not attribute its end to a request."""
         try:
-            await self.registry.deregister(self.peers.own)
+            await self.registry.deregister(self.peers.own, for_memory=for_memory)
         except RedisUnavailableError:
             logger.warning("cannot deregister %s; its lease expires", self.peers.own)
 

@@ -446,7 +446,7 @@ class WorkerService:
         self._stopping = True
         await self._tasks.cancel(keep={"health", "engine"})
         if self._ready is not None:
-            await self._registration.leave()
+            await self._registration.leave(for_memory=child.killed_for_memory)
         if child.process.returncode is None:
             if self._ready is not None:
                 with contextlib.suppress(TimeoutError):  # an engine that ends by itself takes no order

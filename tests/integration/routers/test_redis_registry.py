@@ -9,7 +9,7 @@ from tandem_engine.config import Role
 from tandem_services.router import keys
 from tandem_services.router.cost import Demand
 from tandem_services.router.redis_functions import FunctionLibrary
-from tandem_services.router.registry import LeaseStatus, WorkerState
+from tandem_services.router.registry import Endings, LeaseStatus, WorkerState
 from tandem_services.router.shared_state import Charge, FairBoard, QuarantineBoard, Report, UsageBoard
 from tandem_services.router.usage_counters import Ask, Refused, UsageLimits
 from tandem_testing.router_builders import HOUR_MS, MODEL, PAGE, Fleet, chain_of, make_link, make_load, make_record
@@ -190,6 +190,17 @@ async def test_deregistering_is_final(fleet):
     await fleet.registry.deregister("w1@1")
     assert await names(fleet) == set()
     assert (await fleet.beat(make_record("w1"))).status is LeaseStatus.FENCED
+
+
+async def test_endings_are_reported_with_kills_for_memory(fleet):
+    for name in ("w1", "w2", "w3"):
+        await fleet.beat(make_record(name))
+    await fleet.registry.deregister("w1@1", for_memory=True)
+    await fleet.registry.deregister("w2@1")
+    endings = await fleet.registry.endings(["w1@1", "w2@1", "w3@1"])
+    assert endings == Endings(ended=frozenset({"w1@1", "w2@1"}), for_memory=frozenset({"w1@1"}))
+    await fleet.beat(make_record("w1", number=2))
+    assert (await fleet.registry.endings(["w1@1"])).for_memory == {"w1@1"}
 
 
 async def test_draining_and_stalled_workers_are_seen_and_not_chosen(fleet):

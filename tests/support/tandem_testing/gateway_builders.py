@@ -284,6 +284,7 @@ async def live_gateway(
     *,
     usage: Any = None,
     fairness: Any = None,
+    end_reports: Any = None,
     spans: "SpanExport | None" = None,
     seen: Callable[[], FleetView] | None = None,
     clock: Clock | None = None,
@@ -296,7 +297,7 @@ async def live_gateway(
     settings = config_of(**{"recovery_s": 0.5, **config})
     chooser = FakeChooser([engine.view for engine in engines])
     sessions = SessionShelf()
-    fleet = fleet_of(settings, chooser, sessions, context, tokenizer, fairness=fairness)
+    fleet = fleet_of(settings, chooser, sessions, context, tokenizer, fairness=fairness, end_reports=end_reports)
     health = Health()
     clock = clock or MonotonicClock()
     gateway = build_gateway(settings, [fleet], clock=clock, health=health, usage=usage, spans=spans)

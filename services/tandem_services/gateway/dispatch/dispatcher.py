@@ -207,7 +207,7 @@ class Dispatcher:
                 note.outcome = failure.cause.value
                 if failure.cause in LOST:
                     progress.note_silence(attempt.quiet_since)
-                self._note_failure(request, workers, progress, failure)
+                await self._note_failure(request, workers, progress, failure)
             except ApiError:
                 note.outcome = "refused"
                 raise
@@ -289,7 +289,7 @@ class Dispatcher:
             self.placing.chooser.mark_dead(worker.incarnation)
             raise AttemptFailedError(FailureCause.UNREACHABLE, worker.incarnation) from error
 
-    def _note_failure(
+    async def _note_failure(
         self, request: ChoiceRequest, choice: Choice, progress: Progress, failure: AttemptFailedError
     ) -> None:
         """Decide whether there is another attempt; raises `ApiError` when there is none."""
@@ -309,11 +309,15 @@ class Dispatcher:
         logger.warning("attempt failed", extra={"fields": fields})
         if request.turn is not None and not request.turn.begins:
             raise turn_failed(failure) from failure
+        suspected = progress.suspicion.needs_trial or progress.exhausted(self.policy.max_attempts)
+        if failure.cause is FailureCause.WORKER_LOST and suspected:
+            killed = await self.quarantine.killed_for_memory({*progress.suspicion.lost, failure.incarnation})
+            progress.note_memory_kills(killed, last=failure.incarnation)
         if progress.suspicion.convicted:
             self.quarantine.convict(request, about=request.about, workers=progress.suspicion.lost)
             raise quarantined() from failure
         if not failure.retryable or progress.exhausted(self.policy.max_attempts):
-            raise gave_up(failure) from failure
+            raise gave_up(failure, out_of_memory=progress.out_of_memory) from failure
 
 
 def _attempt_start(request: ChoiceRequest, progress: Progress, choice: Choice, note: AttemptRecord) -> AttemptStart:

@@ -21,6 +21,10 @@ MAX_UNREACHED = 12
 once; a request that kills them before it can be identified must not reach all of them."""
 
 
+OUT_OF_MEMORY_S = 5.0
+"""Retry-After: a killed worker has started again by then."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Progress:
     """Kept by the task of the choice."""
@@ -45,7 +49,11 @@ class Progress:
     fruitless: int = 0
     """The last attempts that brought the output no further, on workers that had the request."""
     unreached: int = 0
-    """And those whose worker is not known to have had it."""
+    """And those whose worker is not known to have had it, or ran out of memory for several requests."""
+    out_of_memory: bool = False
+    """The last lost worker was killed by the kernel because memory was short."""
+    _crowded: set[str] = field(default_factory=set)
+    """Lost workers on which other unproven requests were."""
     unpaid: bool = False
     """The next attempt costs the gateway a token of its budget."""
     suspicion: Suspicion = field(default_factory=Suspicion)
@@ -89,6 +97,7 @@ class Progress:
             self.fruitless = self.unreached = 0
         self.attempts += 1
         self.number += 1
+        self.out_of_memory = False
         self.unpaid = not (failure.cause in LOST or failure.code in LEAVING or failure.by_abort)
         if failure.cause is FailureCause.UNREACHABLE:
             self.unreached += 1
@@ -96,6 +105,18 @@ class Progress:
             self.fruitless += 1
         if failure.cause is FailureCause.WORKER_LOST:
             self._note_loss(failure.incarnation, alone=alone)
+            if not alone:
+                self._crowded.add(failure.incarnation)
+
+    def note_memory_kills(self, killed: frozenset[str], *, last: str) -> None:
+        """The kernel killed these of the lost workers because memory was short; `last` was lost last. A request that
+        was one of many there is not held responsible, so it has as many attempts as one that did not arrive."""
+        self.out_of_memory = last in killed
+        self.suspicion.acquit(killed)
+        innocent = self._crowded & killed
+        self._crowded -= innocent
+        self.fruitless = max(self.fruitless - len(innocent), 0)
+        self.unreached += len(innocent)
 
     def exhausted(self, max_attempts: int) -> bool:
         """Whether it is time to give up."""
@@ -123,8 +144,13 @@ def nobody(error: NoWorkersError) -> ApiError:
     return unavailable("No worker can take the request now. Try again later.", retry_after=error.retry_after)
 
 
-def gave_up(failure: AttemptFailedError) -> ApiError:
-    """`failure` was the last attempt's."""
+def gave_up(failure: AttemptFailedError, *, out_of_memory: bool = False) -> ApiError:
+    """`failure` was the last attempt's. `out_of_memory`: its worker was killed because memory was short."""
+    if out_of_memory:
+        return unavailable(
+            "The model workers ran out of memory. Try again later, or ask an administrator to provide more memory.",
+            retry_after=OUT_OF_MEMORY_S,
+        )
     if failure.cause is FailureCause.OVERLOADED:
         return unavailable("All workers are at their limit. Try again later.", retry_after=1.0)
     if failure.code == AdapterMissingError.code:

@@ -7,6 +7,10 @@
     isolated     a second one was lost, and others were on the first: it is retried when no other such retry runs
     at fault     two workers were lost, and no other uncleared request was on the first of them; or three were lost
 
+A worker that the kernel killed because memory was short counts for no request: memory ran out for all of them. Only its
+parent process knows the cause, and reports it as it deregisters (`EndReports`). In a container that the kernel kills as a
+whole, no process is left to report it, so the worker counts.
+
 A crash affects many requests that did not cause it. A request that crashes workers does so again soon, while its prompt
 or its next tokens are computed. A request therefore clears itself on a worker with `PROOF_TOKENS` new tokens. A worker
 counts only if it is known to have received the request, so that of two simultaneous crashes the second is not
@@ -23,10 +27,11 @@ sets none. Redis shares the digests; without it each gateway uses its own.
 """
 
 import asyncio
+import contextlib
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -41,9 +46,13 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tasks import for_ever
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.router.keys import HEARTBEAT_S
+from tandem_services.router.registry import Endings
 
 logger = logging.getLogger(__name__)
 QUARANTINE_S = 600.0
+
+REPORT_S, REPORT_POLL_S = 1.0, 0.1
+"""From the end of an engine until its parent has deregistered it: two polls and one call of Redis."""
 
 MAX_REMEMBERED = 1024
 """Digests; the oldest makes room for the next."""
@@ -78,6 +87,12 @@ class Board(Protocol):
         ...
 
 
+class EndReports(Protocol):
+    """How workers have ended. Raises `RedisUnavailableError`; see `Registry.endings`."""
+
+    async def endings(self, incarnations: Iterable[str]) -> Endings: ...
+
+
 @dataclass(kw_only=True, slots=True)
 class Quarantine:
     """What this gateway refuses. One per model service; belongs to its event loop."""
@@ -87,6 +102,8 @@ class Quarantine:
     salt: bytes
     """At most 64 bytes, of the deployment: the digest does not reveal the prompt, and all gateways compute the same."""
     board: Board | None = None
+    reports: EndReports | None = None
+    """None: how a worker ended is not known, so each loss counts."""
     _expires: OrderedDict[str, float] = field(default_factory=OrderedDict)
     """Digest → monotonic time, the oldest first."""
     _unpublished: set[str] = field(default_factory=set)
@@ -99,6 +116,21 @@ class Quarantine:
         if expires is not None and self.clock.now() < expires:
             self.metrics.quarantine_refusals.inc()
             raise quarantined()
+
+    async def killed_for_memory(self, lost: Collection[str]) -> frozenset[str]:
+        """Those of the lost workers that the kernel killed because memory was short. Their parents need a moment to
+        report it: waits `REPORT_S` at most, while some have not reported how they ended."""
+        if self.reports is None:
+            return frozenset()
+        killed: frozenset[str] = frozenset()
+        with contextlib.suppress(RedisUnavailableError):
+            for _ in range(round(REPORT_S / REPORT_POLL_S)):
+                endings = await self.reports.endings(lost)
+                killed = endings.for_memory
+                if endings.ended.issuperset(lost):
+                    break
+                await asyncio.sleep(REPORT_POLL_S)
+        return killed
 
     def convict(self, request: Asked, *, about: dict[str, Any], workers: set[str]) -> None:
         """Remember `request`, here now and everywhere else soon. `about`: fields of its log records."""
@@ -205,9 +237,9 @@ class Suspicion:
         self.lost.clear()
         self.with_others = False
 
-    def acquit(self, living: Iterable[str]) -> None:
-        """Workers that were lost and are there again did not die: it was the network."""
-        self.lost.difference_update(living)
+    def acquit(self, others: Iterable[str]) -> None:
+        """Workers that were lost for another reason: those that are there again did not die, it was the network."""
+        self.lost.difference_update(others)
         if not self.lost:
             self.with_others = False
 

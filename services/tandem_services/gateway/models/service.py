@@ -19,6 +19,7 @@ from tandem_services.gateway.dispatch.generation import Generator
 from tandem_services.gateway.dispatch.placement import PairChooser, Placing, RetryBudget
 from tandem_services.gateway.dispatch.plan import RetryPolicy
 from tandem_services.gateway.dispatch.quarantine import Board as QuarantineBoard
+from tandem_services.gateway.dispatch.quarantine import EndReports
 from tandem_services.gateway.dispatch.quarantine import Quarantine
 from tandem_services.gateway.dispatch.sessions import SessionDesk, SessionDirectory
 from tandem_services.gateway.models.adapter_updates import AdapterUpdates
@@ -68,6 +69,8 @@ class Fleet:
     quarantine: QuarantineBoard | None = None
     """What all gateways of the fleet share through Redis, as `fairness`. None: this gateway keeps it for itself."""
     fairness: FairBoard | None = None
+    end_reports: EndReports | None = None
+    """How workers have ended. None: it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +161,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
             metrics=metrics,
             salt=deployment_secret(fleet.context.keys, config.cluster),
             board=fleet.quarantine,
+            reports=fleet.end_reports,
         ),
     )
     return ModelService(

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pytest
 
 from tandem_engine.config import Role
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_services.router.registry import WorkerState
+from tandem_services.router.registry import Endings, WorkerState
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.healthy_engines import healthy
 from tandem_testing.loop_time import set_forward
@@ -76,6 +78,44 @@ async def test_those_who_had_no_time_to_prove_themselves_get_a_trial(rack, servi
         answers = [await innocent for innocent in innocents]
     assert (poison.status_code, poison.json()["error"]["code"]) == (500, "request_quarantined")
     assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [9] * 3
+
+
+@dataclass
+class KilledForMemory:
+    """The parents of all lost workers report that the kernel killed their engines."""
+
+    queries: int = 0
+    late: int = 0
+    """Calls before the reports arrive."""
+
+    async def endings(self, incarnations: Iterable[str]) -> Endings:
+        self.queries += 1
+        ended = frozenset(incarnations if self.queries > self.late else ())
+        return Endings(ended=ended)
+
+
+async def test_request_whose_workers_ran_out_of_memory_is_no_poison(rack, serving):
+    for name in ("a", "b", "c", "d"):
+        rack.add(name, healthy(dies_of=POISON))
+    async with serving(end_reports=KilledForMemory(late=2)) as gateway:
+        answer = await gateway.complete(list(POISON), max_tokens=9)
+        assert await metric(gateway, "tandem_gateway_requests_quarantined_total") == 0
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert "ran out of memory" in answer.json()["error"]["message"]
+    assert [POISON in [r.input_ids for r in engine.received] for engine in rack.engines] == [True, True, True, False]
+
+
+async def test_requests_in_a_crowd_outlive_workers_out_of_memory(rack, serving):
+    for nth in range(5):
+        rack.add(f"w{nth}", healthy(dies_of=POISON, hold_at=1))
+    rack.add("last", healthy())
+    async with serving(end_reports=KilledForMemory()) as gateway:
+        answers = [asyncio.ensure_future(gateway.complete([5, n], max_tokens=9, seed=n)) for n in range(3)]
+        for engine in rack.engines[:-1]:
+            assert await asyncio.to_thread(engine.wait_until, lambda engine=engine: len(engine.received) == 3)
+            engine.stop()
+        done = [await answer for answer in answers]
+    assert [answer.json()["usage"]["completion_tokens"] for answer in done] == [9] * 3
 
 
 async def test_a_stream_outlives_any_number_of_workers_that_bring_it_further(rack, serving):

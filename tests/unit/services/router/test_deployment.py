@@ -57,6 +57,15 @@ def test_a_verdict_is_signed_or_the_claim_of_a_newer_incarnation():
         assert OURS.condemner(forged, "w@7") is None, forged
 
 
+def test_verdict_for_memory_is_signed_and_distinct_from_others():
+    verdict = OURS.verdict("w@7", by="w@7", for_memory=True)
+    assert OURS.condemner(verdict, "w@7") == "w@7"
+    assert OURS.was_for_memory(verdict, "w@7")
+    assert not OURS.was_for_memory(verdict, "w@6")
+    assert not OURS.was_for_memory(OURS.verdict("w@7", by="w@7"), "w@7")
+    assert not OURS.was_for_memory(THEIRS.verdict("w@7", by="w@7", for_memory=True), "w@7")
+
+
 @pytest.mark.parametrize(
     ("one", "other", "newer"),
     [

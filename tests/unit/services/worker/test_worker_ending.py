@@ -2,6 +2,7 @@
 
 import signal
 from asyncio.subprocess import Process
+from dataclasses import dataclass
 from typing import cast
 
 import pytest
@@ -9,6 +10,14 @@ import pytest
 from tandem_services.worker import engine_process
 from tandem_services.worker.engine_process import SIZES, EngineChild
 from tandem_services.worker.service import EXIT_FAILED, EXIT_OK, Ending, FirstEnding
+
+
+@dataclass
+class EndedProcess:
+    status: int
+
+    async def wait(self) -> int:
+        return self.status
 
 
 async def test_the_first_reason_to_end_counts():
@@ -30,8 +39,10 @@ async def test_the_first_reason_to_end_counts():
         (70, 3, "the engine process exited with status 70"),
     ],
 )
-def test_engine_killed_for_memory_is_named(monkeypatch, status, kills, sentence):
+async def test_engine_killed_for_memory_is_named(monkeypatch, status, kills, sentence):
     monkeypatch.setattr(engine_process, "memory_kills", lambda: kills)
     monkeypatch.setattr(engine_process, "memory_shortage", lambda: "memory was short")
-    child = EngineChild(cast(Process, None), memory_kills=2)
+    child = EngineChild(cast(Process, EndedProcess(status)), memory_kills=2)
+    assert await child.wait() == status
     assert child.how_ended(status) == sentence
+    assert child.killed_for_memory == ("kernel" in sentence)
