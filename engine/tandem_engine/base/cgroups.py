@@ -106,6 +106,25 @@ def memory_shortage(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> str:
     return f"the memory limit of {min(limits) / (1 << 30):.2f} GiB was reached"
 
 
+def process_limit(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> tuple[int, int] | None:
+    """Threads and processes that run in the control group of this process with the least room, and how many may; None
+    without a limit."""
+    found = []
+    for folder in own_groups("pids", proc=proc, cgroups=cgroups):
+        running, most = read_text(folder / "pids.current").strip(), read_text(folder / "pids.max").strip()
+        if running.isdecimal() and most.isdecimal():
+            found.append((int(running), int(most)))
+    return min(found, key=lambda group: group[1] - group[0], default=None)
+
+
+def describe_process_limit(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> str:
+    """Which limit keeps a thread from being started: a clause of a sentence."""
+    limit = process_limit(proc=proc, cgroups=cgroups)
+    if limit is not None and limit[0] >= limit[1] - 1:
+        return f"this container runs {limit[0]} of {limit[1]} threads and processes (pids.max)"
+    return "the limit of threads and processes of this user is reached (ulimit -u)"
+
+
 def cpu_quota(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
     """Seconds of CPU time per second that this process may use; None without a quota."""
     quotas = (_quota(folder) for folder in own_groups("cpu", proc=proc, cgroups=cgroups))

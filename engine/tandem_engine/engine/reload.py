@@ -28,6 +28,7 @@ import torch
 
 from tandem_engine.base.errors import BusyError, CheckpointError, ConfigError, EngineError, EngineStoppedError
 from tandem_engine.base.freed_memory import give_back
+from tandem_engine.base.thread_pools import started_pool
 from tandem_engine.engine.assembly import EngineParts
 from tandem_engine.engine.loaded_model import LoadedModel, scales_of_rank
 from tandem_engine.memory.kv_memory import KvMemory
@@ -69,10 +70,7 @@ class WeightsReload:
     size: int
     _path: str = ""
     _loading: "Future[LoadedModel] | None" = None
-    _thread: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(max_workers=1, thread_name_prefix="reload")
-    )
-    """Starts with the first reload."""
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: started_pool(1, name="reload"))
     _answer: "Future[Reloaded] | None" = None
     """Of rank 0, from the order to its end."""
 

@@ -25,6 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 from tokenizers import Tokenizer
 
+from tandem_engine.base.cgroups import usable_cpus
+from tandem_engine.base.environment import set_default
 from tandem_engine.base.errors import CheckpointError, InvalidRequestError
 from tandem_engine.tokenizer.chat_encoding import ChatEncoder
 from tandem_engine.tokenizer.chat_template import ChatTemplate, ControlLiterals
@@ -195,6 +197,8 @@ class TextTokenizer:
     @staticmethod
     def load(folder: Path) -> "TextTokenizer":
         """Read `tokenizer.json` and what accompanies it. Raises `CheckpointError` naming file and field."""
+        # Else tokenizers start a thread for each CPU of the machine, whatever this container may use.
+        set_default("RAYON_NUM_THREADS", str(usable_cpus()))
         source = folder / "tokenizer.json"
         document = read_json(source)
         with_controls = _build(document, str(source))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
+from tandem_engine.base.thread_pools import require_threads
 from tandem_engine.config.flags import host_address, non_negative_int
 from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
@@ -38,6 +39,9 @@ from tandem_services.common.settings import read_settings
 if TYPE_CHECKING:
     from tandem_services.gateway.config import ModelConfig
 
+
+THREADS = 22
+"""That a gateway starts next to those of its tokenizers."""
 
 COMMON = (
     *("--model", "--served-model-name", "--models", "--host", "--port", "--allowed-hosts", "--redis-url", "--cluster"),
@@ -196,6 +200,7 @@ def run(args: argparse.Namespace) -> int:
 
     keep_files_private()
     allow_many_descriptors()
+    require_threads(THREADS)
     return serve(
         GatewayConfig(
             models=models_of(args),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
+from tandem_engine.base.thread_pools import require_threads
 from tandem_engine.config import Role
 from tandem_engine.config.flags import add_engine_flags, engine_argv, engine_config, host_address
 from tandem_services.cli.entry import teach
@@ -26,6 +27,9 @@ from tandem_services.cli.flags import (
     tracing_of,
 )
 from tandem_services.common.settings import read_settings
+
+THREADS = 9
+"""That a worker's service starts; its engine counts its own."""
 
 COMMON = (
     *("--model", "--role", "--redis-url", "--cluster", "--curve-keys", "--worker-id", "--host", "--health-port"),
@@ -166,6 +170,7 @@ def run(args: argparse.Namespace) -> int:
 
     keep_files_private()
     allow_many_descriptors()
+    require_threads(THREADS)
     configure_logging(LogFormat(args.log_format), level=read_settings().log_level)
     folder = check(args)
     return run_worker(

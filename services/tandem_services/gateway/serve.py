@@ -35,6 +35,7 @@ from starlette.applications import Starlette
 from tandem_engine.base.addresses import Address, is_loopback, is_wildcard
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.logs import configure_logging
+from tandem_engine.base.thread_pools import start_background_threads
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
@@ -60,6 +61,7 @@ from tandem_services.gateway.console.fleet_document import (
 from tandem_services.gateway.console.fleet_history import FleetHistory
 from tandem_services.gateway.console.routes import Console, SharedDocument
 from tandem_services.gateway.http.accepting import Acceptor, needs_acceptor
+from tandem_services.gateway.http.body import body_parser
 from tandem_services.gateway.http.connection import GatewayConnection, end_one
 from tandem_services.gateway.http.interruption import Closing
 from tandem_services.gateway.models.catalog import LiveModels
@@ -403,6 +405,8 @@ async def _serve(
     spans: "SpanExport | None",
 ) -> None:
     health = Health()
+    await start_background_threads()
+    body_parser()
     async with _open_fleets() as door:
         fleets = door.add(config.models, tokenizers, keys)
         # An invalid key file is reported at once, without waiting for Redis.

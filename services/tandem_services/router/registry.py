@@ -262,7 +262,9 @@ class Registry:
         )
         records = [self._signed_record(row) for row in reply.workers]
         sound = tuple(record for record in records if record is not None)
-        ended = [(name, verdict) for name, verdict in reply.fenced if self.deployment.condemner(verdict, name) is not None]
+        ended = [
+            (name, verdict) for name, verdict in reply.fenced if self.deployment.condemner(verdict, name) is not None
+        ]
         return FleetChanges(
             epoch=reply.epoch,
             generation=reply.generation,

@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.base.errors import ConfigError, WireError
+from tandem_engine.base.thread_pools import start_background_threads
 from tandem_engine.ipc.async_channels import AsyncPairServer
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
@@ -177,6 +178,7 @@ def run_worker(config: WorkerConfig) -> int:
 
 
 async def _run(config: WorkerConfig, keys: KeyPair | None) -> int:
+    await start_background_threads()
     context = IpcContext(keys)
     try:
         # No other process may send on the control channel.

@@ -10,6 +10,7 @@ from tandem_engine.base.cgroups import (
     memory_kills,
     memory_limit,
     memory_shortage,
+    process_limit,
     throttling,
     usable_cpus,
 )
@@ -124,3 +125,26 @@ def test_memory_limit_is_the_smallest_of_all_groups(machine):
     )
     assert memory_limit(**machine) == 4096
     assert [group.used for group in memory_groups(**machine)] == [0, 0]
+
+
+def test_process_limit_is_that_of_the_group_with_the_least_room(machine):
+    assert process_limit(**machine) is None
+    write(
+        machine,
+        "8:pids:/node/pod\n",
+        pids__node__pod__pids_dot_max="max",
+        pids__node__pod__pids_dot_current="7",
+        pids__node__pids_dot_max="300",
+        pids__node__pids_dot_current="290",
+        pids__pids_dot_max="1000",
+        pids__pids_dot_current="700",
+    )
+    assert process_limit(**machine) == (290, 300)
+    write(machine, "0::/pod\n", pod__pids_dot_max="40", pod__pids_dot_current="39")
+    assert process_limit(**machine) == (39, 40)
+    assert cgroups.describe_process_limit(**machine) == "this container runs 39 of 40 threads and processes (pids.max)"
+
+
+def test_process_limit_with_room_means_that_of_the_user(machine):
+    write(machine, "0::/pod\n", pod__pids_dot_max="40", pod__pids_dot_current="30")
+    assert "ulimit -u" in cgroups.describe_process_limit(**machine)

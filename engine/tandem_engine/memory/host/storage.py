@@ -28,7 +28,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -42,6 +42,7 @@ import xxhash
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import PRIVATE_FOLDER, private_opener
+from tandem_engine.base.thread_pools import started_pool
 from tandem_engine.memory.host.pages import HostBlock, HostBlocks, HostPages, HostPool, TierEvents
 from tandem_engine.messages.kv_events import Tier
 
@@ -142,7 +143,7 @@ class DiskStorage:
                 f"{self._file_bytes} bytes: raise it"
             )
         self._open()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-storage")
+        self._thread = started_pool(1, name="kv-storage")
 
     def __contains__(self, key: bytes) -> bool:
         with self._lock:

@@ -12,10 +12,11 @@ first: invalid grammars, however many, evict no valid one. It is in memory alone
 
 import os
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Generic, Protocol, TypeVar
 
 from tandem_engine.base.errors import InvalidRequestError
+from tandem_engine.base.thread_pools import started_pool
 from tandem_engine.messages.grammar import GrammarSpec
 from tandem_engine.sampling.grammar.backend import CompiledGrammar, GrammarBackend
 
@@ -134,7 +135,7 @@ class GrammarCompiler:
     def __init__(self, backend: GrammarBackend, *, cache_size: int) -> None:
         self._backend = backend
         self._cache = GrammarCache(cache_size)
-        self._threads = ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="grammar")
+        self._threads = started_pool(WORKERS, name="grammar")
         self._readable, self._writable = os.pipe()
         os.set_blocking(self._readable, False)
         os.set_blocking(self._writable, False)

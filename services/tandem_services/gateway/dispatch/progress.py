@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from tandem_engine.base.errors import AdapterMissingError, DrainingError, PausedError, TransferError
+from tandem_engine.base.errors import (
+    AdapterMissingError,
+    DrainingError,
+    GrammarCompilerError,
+    PausedError,
+    TransferError,
+)
 from tandem_services.common.errors import ApiError, internal_error, unavailable
 from tandem_services.gateway.dispatch.attempt import AttemptFailedError, FailureCause
 from tandem_services.gateway.dispatch.quarantine import PROOF_TOKENS, Suspicion, Trial
@@ -21,8 +27,8 @@ MAX_UNREACHED = 12
 once; a request that kills them before it can be identified must not reach all of them."""
 
 
-OUT_OF_MEMORY_S = 5.0
-"""Retry-After: a killed worker has started again by then."""
+OUT_OF_ROOM_S = 5.0
+"""Retry-After where memory, threads or processes are short: a killed worker has started again by then."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -149,12 +155,14 @@ def gave_up(failure: AttemptFailedError, *, out_of_memory: bool = False) -> ApiE
     if out_of_memory:
         return unavailable(
             "The model workers ran out of memory. Try again later, or ask an administrator to provide more memory.",
-            retry_after=OUT_OF_MEMORY_S,
+            retry_after=OUT_OF_ROOM_S,
         )
     if failure.cause is FailureCause.OVERLOADED:
         return unavailable("All workers are at their limit. Try again later.", retry_after=1.0)
     if failure.code == AdapterMissingError.code:
         return unavailable("No worker has the adapter any more. Try again later.", retry_after=1.0)
+    if failure.code == GrammarCompilerError.code:
+        return unavailable("No worker can compile the grammar now. Try again later.", retry_after=OUT_OF_ROOM_S)
     return internal_error("The model workers failed while generating. Try again.")
 
 

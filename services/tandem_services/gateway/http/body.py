@@ -22,6 +22,7 @@ from msgspec import Struct, inspect
 from starlette.requests import ClientDisconnect, Request
 
 from tandem_engine.base.logs import quoted
+from tandem_engine.base.thread_pools import started_pool
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.tokens import is_json
 from tandem_services.gateway.http.interruption import ClientGoneError, client_of
@@ -140,7 +141,6 @@ _AT_BYTE = re.compile(r"\(byte (\d+)\)$")
 _NOT_FINITE = re.compile(rb"-?(NaN|nan|Infinity|inf)")
 _NO_SUCH_VALUE = "invalid enum value"
 _MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
-_PARSER = ThreadPoolExecutor(1, thread_name_prefix="request-body")
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
 
@@ -169,7 +169,13 @@ async def decode_body(decode: Callable[[bytes], R], body: bytes) -> R:
     """What `decode` makes of `body`; on a thread where that takes the event loop too long. Raises what it raises."""
     if len(body) <= PARSED_HERE_BYTES:
         return decode(body)
-    return await asyncio.get_running_loop().run_in_executor(_PARSER, decode, body)
+    return await asyncio.get_running_loop().run_in_executor(body_parser(), decode, body)
+
+
+@cache
+def body_parser() -> ThreadPoolExecutor:
+    """The thread of this process that decodes large bodies. Raises `ConfigError` when it cannot be started."""
+    return started_pool(1, name="request-body")
 
 
 async def _counted_body(request: Request, charge: BodyCharge) -> bytes:

@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tandem_engine.base.logs import quoted
+from tandem_engine.base.thread_pools import started_pool
 from tandem_engine.messages.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer, Truncation
 from tandem_services.common.errors import bad_request, unavailable
@@ -164,7 +164,7 @@ class _Line:
     """Work that waits for one of `threads`, oldest first; each takes at most `at_once`."""
 
     def __init__(self, threads: int, *, at_once: int, name: str) -> None:
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._executor = started_pool(threads, name=name)
         self._threads = threads
         self._at_once = at_once
         self._jobs: deque[_Job] = deque()

@@ -19,8 +19,7 @@ from tandem_services.gateway.dispatch.generation import Generator
 from tandem_services.gateway.dispatch.placement import PairChooser, Placing, RetryBudget
 from tandem_services.gateway.dispatch.plan import RetryPolicy
 from tandem_services.gateway.dispatch.quarantine import Board as QuarantineBoard
-from tandem_services.gateway.dispatch.quarantine import EndReports
-from tandem_services.gateway.dispatch.quarantine import Quarantine
+from tandem_services.gateway.dispatch.quarantine import EndReports, Quarantine
 from tandem_services.gateway.dispatch.sessions import SessionDesk, SessionDirectory
 from tandem_services.gateway.models.adapter_updates import AdapterUpdates
 from tandem_services.gateway.models.model import ServedModel, checkpoint_length

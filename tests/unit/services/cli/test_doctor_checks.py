@@ -188,6 +188,12 @@ def test_low_limit_of_open_files_is_warned_of():
     assert_ok(limits.open_files(resource.RLIM_INFINITY))
 
 
+def test_low_limit_of_processes_is_warned_of():
+    assert_found(limits.processes((100, 200)), Status.WARN, "100 of at most 200", "podPidsLimit")
+    assert_ok(limits.processes((100, 1000)))
+    assert_ok(limits.processes(None))
+
+
 def test_locked_memory_matters_where_devices_read_it(machine):
     assert_ok(limits.locked_memory(machine, 8 << 20))
     (machine.dev / "infiniband").mkdir()

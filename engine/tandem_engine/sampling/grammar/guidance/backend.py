@@ -17,11 +17,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from errno import EAGAIN
 from threading import Lock
 
 import msgspec
 from llguidance import LLMatcher
 
+from tandem_engine.base.cgroups import describe_process_limit
 from tandem_engine.base.errors import EngineError, GrammarCompilerError, InvalidRequestError
 from tandem_engine.config import GrammarConfig
 from tandem_engine.messages.grammar import GrammarSpec
@@ -142,7 +144,12 @@ class Prober:
             raise _shut_down()
         argument = msgspec.json.encode(self.setup).decode()
         command = [sys.executable, "-m", "tandem_engine.sampling.grammar.guidance.probe", argument]
-        process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:  # no room for another process
+            cause = f"{error.strerror}, {describe_process_limit()}" if error.errno == EAGAIN else error.strerror
+            logger.error("cannot start the process that compiles grammars: %s", cause)
+            raise GrammarCompilerError(f"cannot start the process that compiles grammars: {cause}") from error
         reply = _reply(process, START_TIMEOUT)
         if isinstance(reply, Ready):
             return process

@@ -1,5 +1,6 @@
 """llguidance as the backend, with the bundled model's tokenizer: every kind, every bomb, every move of a matcher."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -403,6 +404,19 @@ def test_a_tokenizer_that_llguidance_does_not_know_is_the_models_fault_and_says_
 
 
 # The process
+
+
+def test_compiler_without_room_for_a_process_is_no_fault(tmp_path, monkeypatch, caplog):
+    def refuse(*_args, **_options):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    backend = make_backend(file=tmp_path / "absent.json")
+    with monkeypatch.context() as limited:
+        limited.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(GrammarCompilerError, match="cannot start the process that compiles grammars: .*limit"):
+            backend.compile(spec(GrammarKind.REGEX, "a+"))
+    assert "Traceback" not in caplog.text
+    backend.close()
 
 
 def test_a_process_that_does_not_start_is_no_fault_of_the_request(tmp_path, caplog):

@@ -1,0 +1,136 @@
+"""Control groups that a test makes below the root of this container, of version 1 or 2, and starts a system in.
+
+Where this user may not make groups, or a controller is not here, `controller(...)` is None: the test says that it has
+not checked.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_engine.base.cgroups import CGROUPS, own_groups, read_text
+from tandem_testing.waiting import wait_for
+
+_FILES = {
+    "memory": ("memory.max", "memory.limit_in_bytes"),
+    "pids": ("pids.max", "pids.max"),
+    "cpu": ("cpu.max", "cpu.cfs_quota_us"),
+}
+"""The limit of a controller in version 2 and in version 1."""
+
+PERIOD_US = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """One group, or the one that this process came from."""
+
+    folder: Path
+    controller: str
+
+    @property
+    def _is_version_2(self) -> bool:
+        return (self.folder / "cgroup.controllers").exists()
+
+    def _read(self, version_2: str, version_1: str) -> str:
+        return (self.folder / (version_2 if self._is_version_2 else version_1)).read_text()
+
+    def limit(self, most: float) -> None:
+        """Bytes of memory, threads and processes, or CPUs. Raises `OSError` where the kernel rejects it."""
+        file = self.folder / _FILES[self.controller][not self._is_version_2]
+        if self.controller != "cpu":
+            file.write_text(str(int(most)))
+        elif self._is_version_2:
+            file.write_text(f"{int(most * PERIOD_US)} {PERIOD_US}")
+        else:
+            (self.folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            file.write_text(str(int(most * PERIOD_US)))
+
+    def without_swap(self) -> None:
+        """A group that may swap is slow at its limit instead of killed."""
+        for name, most in (("memory.swap.max", "0"), ("memory.swappiness", "0")):
+            if (self.folder / name).exists():
+                (self.folder / name).write_text(most)
+
+    def processes(self) -> set[int]:
+        """Of this group, those of other process namespaces excepted."""
+        return {int(pid) for pid in read_text(self.folder / "cgroup.procs").split()} - {0}
+
+    def used(self) -> int:
+        """Bytes of memory with caches, or threads and processes."""
+        if self.controller == "pids":
+            return int((self.folder / "pids.current").read_text())
+        return int(self._read("memory.current", "memory.usage_in_bytes"))
+
+    def kept(self) -> int:
+        """Bytes of memory that are not in files."""
+        counts = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+        return int(counts["anon"] if self._is_version_2 else counts["total_rss"])
+
+    def kills(self) -> int:
+        """Processes that the kernel has killed at the memory limit."""
+        counts = dict(line.split() for line in self._read("memory.events", "memory.oom_control").splitlines())
+        return int(counts["oom_kill"])
+
+    def enter(self) -> None:
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def end(self) -> None:
+        """Kill what is left in it, and remove it."""
+        for pid in self.processes() - {os.getpid()}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not self.processes(), 60.0)
+        self.folder.rmdir()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """What is started in the block is in this group."""
+        home = _home(self.controller)
+        assert home is not None, f"this process has no visible group of {self.controller}"
+        self.enter()
+        try:
+            yield
+        finally:
+            home.enter()
+
+
+def _home(controller: str) -> ControlGroup | None:
+    """The group of this process; None where it is not visible, or nothing may be moved into it."""
+    for folder in own_groups(controller):
+        home = ControlGroup(folder, controller)
+        if os.getpid() in home.processes():
+            try:
+                home.enter()
+            except OSError:
+                return None
+            return home
+    return None
+
+
+def new_group(controller: str) -> ControlGroup | None:
+    """None where this user may not make groups, or `controller` ("memory", "pids", "cpu") is elsewhere."""
+    for root in (CGROUPS, CGROUPS / controller):
+        folder = root / f"tandem-test-{os.getpid()}"
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        if any((folder / file).exists() for file in _FILES[controller]):
+            return ControlGroup(folder, controller)
+        folder.rmdir()
+    return None
+
+
+def can_limit(controller: str) -> bool:
+    """Whether a test can start processes in a group of its making."""
+    if _home(controller) is None:
+        return False
+    group = new_group(controller)
+    if group is not None:
+        group.folder.rmdir()
+    return group is not None
