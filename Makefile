@@ -17,7 +17,7 @@ export TANDEM_VENV := $(VENV)
 # Modules are compiled once, not by each of the hundreds of processes that tests and commands start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube gpu gpu-pack gpu-rehearse verify bench bench-peers chaos fuzz mutate console-shots clients images e2e docs clean
+.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits fuzz mutate console-shots clients images e2e docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -85,6 +85,9 @@ bench-peers: setup ## Install vLLM, llama.cpp and others, and run them beside Ta
 
 chaos: setup ## Break a real system in every way it promises to survive (CHAOS_ARGS="--only 1,2", --list, --help)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.chaos $(CHAOS_ARGS)
+
+limits: setup ## Load a system in containers with little memory, few processes, files and CPUs (ARGS="--only memory", --help)
+	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.limits $(ARGS)
 
 fuzz: setup ## Ask a gateway a hundred thousand random requests (ARGS="--requests N --seed N --first N")
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.request_fuzz $(ARGS)

@@ -18,9 +18,9 @@ from tandem_engine.base.environment import read_environment, set_default
 from tandem_engine.base.errors import ConfigError, EngineError
 from tandem_engine.base.extras import lacking
 from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
-from tandem_engine.base.thread_pools import ENGINE_THREADS, require_threads
 from tandem_engine.base.logs import LogFormat, configure_logging
 from tandem_engine.base.progress import START, Phase
+from tandem_engine.base.thread_pools import ENGINE_THREADS, require_threads
 from tandem_engine.config import Role
 from tandem_engine.config.flags import (
     add_engine_flags,

@@ -71,14 +71,16 @@ class System:
         return system
 
     @classmethod
-    def launch(cls, run_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> "System":
-        """Only start the command; `wait_until_up` follows."""
+    def launch(
+        cls, run_dir: Path, *flags: str, env: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> "System":
+        """Only start the command; `wait_until_up` follows. `prefix`: a command that starts it, such as `prlimit`."""
         mark = uuid.uuid4().hex
         run_dir.mkdir(parents=True, exist_ok=True)
         run_dir = run_dir.resolve()
         with (run_dir / "up.out").open("wb") as out:
             process = subprocess.Popen(
-                tandem_command("up", "--port", "0", "--run-dir", str(run_dir), *flags),
+                [*prefix, *tandem_command("up", "--port", "0", "--run-dir", str(run_dir), *flags)],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +67,20 @@ def test_start_is_refused_where_threads_would_be_short(monkeypatch, limit, fits)
         return
     with pytest.raises(ConfigError, match=r"31 of at most 60 .* up to 30: raise the limit"):
         require_threads(18, per_cpu=3)
+
+
+ROOT = Path(__file__).parents[3]
+BEFORE_READY = {
+    "engine/tandem_engine/base/thread_pools.py",
+    # Starts its threads with the test step that precedes "ready".
+    "engine/tandem_engine/kernels/cpu/threads.py",
+    # Of a command that ends.
+    "services/tandem_services/cli/k8s/pods.py",
+}
+
+
+def test_product_has_no_pool_that_starts_threads_for_requests():
+    sources = [file for package in ("engine", "services") for file in (ROOT / package).rglob("*.py")]
+    assert len(sources) > 400
+    lazy = {str(file.relative_to(ROOT)) for file in sources if "ThreadPoolExecutor(" in file.read_text()}
+    assert lazy == BEFORE_READY

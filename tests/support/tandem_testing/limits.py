@@ -1,0 +1,160 @@
+"""`make limits`: a whole Tandem of the bundled model in containers of several sizes, under load.
+
+    memory       one worker in a control group of 0.7, 1, 2 and 4 GiB, 64 and 256 requests with logprobs at once: the
+                 kernel kills nothing, and each request is answered
+    processes    no thread or process may start after the system is ready: each request is answered, and a grammar gets
+                 a 503 while its compiler cannot start
+    descriptors  a gateway with 256 open files, 700 streams at once: each is answered, with 200 or 503
+    cpu          a quota of one CPU: tokens per second with the default number of threads, in relation to --threads 1
+
+Prints a JSON object per case. A case whose control group cannot be made here is printed as not checked.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import httpx
+
+from tandem_testing.control_groups import ControlGroup, can_limit, new_group
+from tandem_testing.system import System
+
+GIB = 1 << 30
+SIZES = (0.7, 1.0, 2.0, 4.0)
+CROWDS = (64, 256)
+ROUNDS = 6
+"""Requests per case, as a multiple of those at once."""
+FILES, STREAMS = 256, 700
+MODEL = "tandem-mini"
+NONE_MORE = 1
+"""Threads and processes of a group that has more: those that run stay."""
+PATIENCE_S = 600.0
+ONE_WORKER = ("--prefill", "0", "--decode", "0", "--both", "1")
+Figures = dict[str, Any]
+
+
+@contextmanager
+def system_within(group: ControlGroup | None, *flags: str, files: int = 0) -> Iterator[System]:
+    """A system that has started in `group`; with a limit of open files, if `files` is one."""
+    with tempfile.TemporaryDirectory(prefix="tandem-limits-") as folder:
+        run_dir = Path(folder) / "run"
+        prefix = ("prlimit", f"--nofile={files}:{files}") if files else ()
+        with nullcontext() if group is None else group.entered():
+            system = System.launch(run_dir, *ONE_WORKER, *flags, prefix=prefix)
+        try:
+            system.wait_until_up()
+            yield system
+        finally:
+            system.close()
+
+
+async def statuses(url: str, bodies: Sequence[Figures], *, at_once: int) -> Counter[str]:
+    """How the requests end: a status, or the name of a transport error."""
+    free = asyncio.Semaphore(at_once)
+    limits = httpx.Limits(max_connections=at_once)
+
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as http:
+
+        async def one(body: Figures) -> str:
+            async with free:
+                try:
+                    return str((await http.post("/v1/completions", json=body)).status_code)
+                except httpx.HTTPError as error:
+                    return type(error).__name__
+
+        return Counter(await asyncio.gather(*map(one, bodies)))
+
+
+def completions(count: int, **fields: Any) -> list[Figures]:
+    """Prompts and answers of several lengths."""
+    words = "the fox and the river "
+    return [
+        {"model": MODEL, "prompt": f"{n} " + words * (n % 40), "max_tokens": 8 + n % 40, "logprobs": 5, **fields}
+        for n in range(count)
+    ]
+
+
+def memory(gib: float, at_once: int) -> Figures:
+    with limited("memory", gib * GIB) as group, system_within(group) as system:
+        ready = group.kept()
+        ended = asyncio.run(statuses(system.url, completions(ROUNDS * at_once), at_once=at_once))
+        return {"ended": ended, "kills": group.kills(), "ready_mib": ready >> 20, "kept_mib": group.kept() >> 20}
+
+
+def processes() -> Figures:
+    with limited("pids", 10_000) as group, system_within(group) as system:
+        group.limit(NONE_MORE)
+        plain = asyncio.run(statuses(system.url, completions(64), at_once=64))
+        grammar = asyncio.run(statuses(system.url, completions(4, structured_outputs={"regex": "[a-z]+"}), at_once=4))
+        return {"ended": plain, "grammars": grammar, "running": group.used()}
+
+
+def descriptors() -> Figures:
+    with system_within(None, files=FILES) as system:
+        return {"ended": asyncio.run(statuses(system.url, completions(STREAMS), at_once=STREAMS))}
+
+
+def cpu() -> Figures:
+    rates = {}
+    for name, flags in {"default": (), "threads_1": ("--threads", "1")}.items():
+        with limited("cpu", 1.0) as group, system_within(group, *flags) as system:
+            asyncio.run(statuses(system.url, completions(8), at_once=8))
+            began = perf_counter()
+            ended = asyncio.run(statuses(system.url, completions(64), at_once=16))
+            rates[name] = ended["200"] / (perf_counter() - began)
+    return {"requests_per_s": rates, "ratio": rates["default"] / rates["threads_1"]}
+
+
+@contextmanager
+def limited(controller: str, most: float) -> Iterator[ControlGroup]:
+    group = new_group(controller)
+    assert group is not None, "can_limit said that a group can be made"
+    try:
+        group.without_swap()
+        group.limit(most)
+        yield group
+    finally:
+        group.end()
+
+
+def broken(case: str, figures: Figures) -> bool:
+    """Whether a promise of the module docstring is not kept."""
+    allowed = {"200", "503"} if case == "descriptors" else {"200"}
+    ended, grammars = figures.get("ended", {}), figures.get("grammars", {"503": 1})
+    return bool(set(ended) - allowed or figures.get("kills") or set(grammars) - {"503"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="make limits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=("memory", "processes", "descriptors", "cpu"), help="run these cases")
+    args = parser.parse_args(argv)
+    cases: list[tuple[str, str, Figures, Callable[[], Figures]]] = [
+        ("memory", "memory", {"gib": gib, "at_once": crowd}, lambda gib=gib, crowd=crowd: memory(gib, crowd))
+        for gib in SIZES
+        for crowd in CROWDS
+    ]
+    cases += [("processes", "pids", {}, processes), ("descriptors", "", {}, descriptors), ("cpu", "cpu", {}, cpu)]
+    failed = False
+    for case, controller, shape, run in cases:
+        if args.only not in (None, case):
+            continue
+        checked = not controller or can_limit(controller)
+        figures = run() if checked else {"not_checked": f"no control group of {controller} can be made here"}
+        failed |= checked and broken(case, figures)
+        sys.stdout.write(json.dumps({"case": case, **shape, **figures}) + "\n")
+        sys.stdout.flush()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
