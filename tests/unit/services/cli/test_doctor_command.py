@@ -63,7 +63,7 @@ def test_all_checks_have_names_of_their_own(tmp_path):
 
     args = build_parser().parse_args(["doctor", "--run-dir", str(tmp_path)])
     names = [check.name for check in command.all_checks(args, Machine(variables={"HOME": str(tmp_path)}))]
-    assert len(names) == len({*names}) == 20
+    assert len(names) == len({*names}) == 21
     assert list(tmp_path.iterdir()) == []
 
 
