@@ -38,6 +38,12 @@ POLL_SECONDS = 0.02
 USAGE = 2
 """Exit status of a process whose flags cannot work."""
 
+REFUSALS = (USAGE, 3)
+"""And of a worker whose engine refuses model or flags."""
+
+MOST_RESTARTS = 3
+"""Of one process before all are ready."""
+
 _REASON = re.compile(r"(?:\bERROR +\S+|^[\d:.]+ tandem(?:-engine)?: error:) (.+)$", re.MULTILINE)
 """An error in a child's log, from its logger or from its command line."""
 
@@ -53,6 +59,7 @@ class Child:
     started_at: float = 0.0
     pause: float = FIRST_PAUSE
     restart_at: float | None = None
+    restarts: int = 0
     outlives_others: bool = False
     """Stopped once the others are gone."""
     progress: Path | None = None
@@ -82,6 +89,11 @@ class Child:
     def status(self) -> int | None:
         """Exit status, None while running."""
         return None if self.process is None else self.process.poll()
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether another start may do better: it was not refused for what it was given."""
+        return self.status not in REFUSALS and self.restarts < MOST_RESTARTS
 
     @property
     def session(self) -> int:
@@ -137,13 +149,14 @@ class Supervisor:
         child.start()
         self.children.append(child)
 
-    def require_alive(self, doing: Mapping[str, str] | None = None) -> None:
+    def require_alive(self, doing: Mapping[str, str] | None = None, *, others_serve: bool = False) -> None:
         """Raise `StartupError` naming the first process that has exited; `ConfigError` where a flag was at fault.
 
-        `doing`: what each was doing, by name, for the sentence.
+        `doing`: what each was doing, by name, for the sentence. `others_serve`: one that `restart_dead` can start again
+        is passed over, unless it has failed `MOST_RESTARTS` times.
         """
         for child in self.children:
-            if child.status is not None:
+            if child.status is not None and not (others_serve and child.may_restart):
                 problem = StartupError if child.status != USAGE else ConfigError
                 phase = (doing or {}).get(child.name)
                 ended = _describe(child.status, for_memory=self._killed_for_memory())
@@ -169,6 +182,7 @@ class Supervisor:
                 child.pause = min(child.pause * 2, LONGEST_PAUSE)
             elif now >= child.restart_at:
                 child.start()
+                child.restarts += 1
                 events.append(f"{child.name} restarted")
         return events
 

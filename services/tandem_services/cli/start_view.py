@@ -3,7 +3,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
@@ -129,9 +129,16 @@ class Views:
 
 
 def watch_start(
-    watched: Sequence[Watched], supervisor: Supervisor, manager: ServiceManager, args: argparse.Namespace
+    watched: Sequence[Watched],
+    supervisor: Supervisor,
+    manager: ServiceManager,
+    args: argparse.Namespace,
+    restarting: Callable[[str], object],
 ) -> None:
-    """Show what each process does until all are ready. Raises `StartupError`, `ConfigError`."""
+    """Show what each process does until all are ready. `restarting`: called with a line for each that starts again.
+
+    Raises `StartupError`, `ConfigError`.
+    """
     import httpx
 
     # One client for all polls: each new one builds a TLS context, which takes milliseconds of a core.
@@ -144,6 +151,7 @@ def watch_start(
             sleep=time.sleep,
             probe=lambda url: readiness(client, url),
             cpu_seconds=session_cpu_seconds,
+            restarting=restarting,
             stall_s=args.stall_timeout,
             limit_s=args.ready_timeout,
         ).run()

@@ -152,6 +152,8 @@ class StartWatch:
     sleep: Callable[[float], object]
     probe: Callable[[str], Readiness]
     cpu_seconds: Callable[[Collection[int]], Mapping[int, float]]
+    restarting: Callable[[str], object]
+    """Called with a line for each process that ends and starts again."""
     stall_s: float
     limit_s: float | None = None
     """Of the whole start, however busy it is."""
@@ -184,10 +186,22 @@ class StartWatch:
             news = each.observe(cpu.get(each.child.session), elapsed_s=elapsed_s, now=now)
             if news or now >= each.probe_at:
                 self._probe_ready(each, now)
-        self.supervisor.require_alive({each.child.name: each.doing for each in self._waiting()})
+        self._keep_alive()
         self.view.show([each.row(now) for each in self.watched], now)
         self._require_progress()
         self._require_in_time(now)
+
+    def _keep_alive(self) -> None:
+        """A process that ends also ends the start. Where the gateway serves with the others, it starts again."""
+        serves = any(each.after and each.ready_after_s is not None for each in self.watched)
+        self.supervisor.require_alive({each.child.name: each.doing for each in self._waiting()}, others_serve=serves)
+        if not serves:
+            return
+        for event in self.supervisor.restart_dead():
+            self.restarting(event)
+            for each in self.watched:
+                if each.child.status is not None:
+                    each.ready_after_s, each.probe_at = None, 0.0
 
     def _cpu(self, now: float) -> Mapping[int, float]:
         if now < self._cpu_at:

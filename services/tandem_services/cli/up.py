@@ -350,11 +350,17 @@ def run(args: argparse.Namespace) -> int:
     supervisor, ending = Supervisor(pump=LogPump(to=LogTo(args.log_to), rotate=rotate_log)), Ending()
     manager = ServiceManager(address=read_settings().notify_socket)
     ending.watch_signals()
+
+    def restarting(event: str) -> None:
+        print(f"tandem: {event}", file=sys.stderr, flush=True)
+        manager.status(event)
+        _record(args, todo, supervisor)
+
     ready = False
     try:
         start(args, todo, supervisor, cores)
         _record(args, todo, supervisor)
-        watch_start(_watched(args, todo, supervisor), supervisor, manager, args)
+        watch_start(_watched(args, todo, supervisor), supervisor, manager, args, restarting)
         ready = True
         if args.exit_when_ready:
             print("tandem: everything is ready; stopping", file=sys.stderr, flush=True)
@@ -363,9 +369,7 @@ def run(args: argparse.Namespace) -> int:
         manager.ready(f"serving {todo.model_names[0]} at {_url(args, todo)}")
         while True:
             for event in supervisor.restart_dead():
-                print(f"tandem: {event}", file=sys.stderr, flush=True)
-                manager.status(event)
-                _record(args, todo, supervisor)
+                restarting(event)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt as interrupt:
         print("\ntandem: stopping", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ import pytest
 
 from tandem_engine.base.errors import ConfigError
 from tandem_services.cli.proc import session_cpu_seconds
-from tandem_services.cli.processes import Child, Supervisor
+from tandem_services.cli.processes import MOST_RESTARTS, Child, Supervisor
 from tandem_services.cli.start_view import Lines
 from tandem_services.cli.start_watch import Readiness, StartWatch, Watched
 from tandem_services.common.errors import StartupError
@@ -23,6 +23,7 @@ STALL_S = 120.0
 SLEEP = "import time; time.sleep(1000)"
 SPIN = "while True: pass"
 SPIN_IN_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPIN!r}])"
+FAILS = "import sys; sys.exit(1)"
 UP_S = 60.0
 
 
@@ -39,6 +40,7 @@ class Start:
     cpu_share: float = 0.0
     each_turn: list = field(default_factory=list)
     probes: int = 0
+    events: list[str] = field(default_factory=list)
 
     def now(self) -> float:
         return self.time_s
@@ -74,6 +76,7 @@ class Start:
             sleep=sleep,
             probe=probe,
             cpu_seconds=lambda sessions: dict.fromkeys(sessions, self.time_s * self.cpu_share),
+            restarting=self.events.append,
             stall_s=STALL_S,
             limit_s=limit_s,
         ).run()
@@ -158,6 +161,30 @@ def test_exit_is_named_with_phase_status_and_log(start):
     assert str(raised.value) == (
         f"decode-0 exited with status 1 while starting (weights 61 of 100): model-2 ends early (log: {child.log})"
     )
+
+
+def test_worker_that_ends_while_others_serve_starts_again(start):
+    start.child("decode-0", ready_at=0.0)
+    child = start.child("decode-1", FAILS)
+    child.pause = 0.0
+    start.child("gateway", after=("decode-0", "decode-1"), ready_at=0.0)
+    start.each_turn.append(lambda: start.ready_at.update({"decode-1": 0.0 if child.restarts == 2 else 1e9}))
+    start.run(step_s=0.0)
+    ended = f"decode-1 exited with status 1; restarting in 0 s (log: {child.log})"
+    assert start.events[:4] == [ended, "decode-1 restarted", ended, "decode-1 restarted"]
+
+
+@pytest.mark.parametrize(
+    ("status", "problem", "restarts"), [(1, StartupError, MOST_RESTARTS), (2, ConfigError, 0), (3, StartupError, 0)]
+)
+def test_worker_that_cannot_start_ends_a_start_that_serves(start, status, problem, restarts):
+    start.child("decode-0", ready_at=0.0)
+    start.child("gateway", after=("decode-0", "decode-1"), ready_at=0.0)
+    child = start.child("decode-1", f"import sys; sys.exit({status})")
+    child.pause = 0.0
+    with pytest.raises(problem, match=f"decode-1 exited with status {status} while starting"):
+        start.run(step_s=0.0)
+    assert child.restarts == restarts
 
 
 def test_refused_flag_is_wrong_usage(start):
