@@ -19,8 +19,9 @@ from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_lab.__main__ import main
+from tandem_lab.verify import command
 from tandem_lab.verify.compare import PathResult, compare
-from tandem_lab.verify.paths import make_paths
+from tandem_lab.verify.paths import DraftPaths, make_paths, on_ranks
 from tandem_lab.verify.reference import ReferenceOutput
 from tandem_lab.verify.verification import Verification
 from tandem_testing.exactness import (
@@ -34,8 +35,8 @@ from tandem_testing.exactness import (
     RETRACTED,
     SHARED,
     UNEQUAL,
-    every_second_prompt,
     one_grammar_process,
+    one_of_two,
     run_paths,
     run_paths_of,
 )
@@ -56,8 +57,8 @@ def checkpoint(family, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def verified(family, checkpoint) -> tuple[int, dict[str, Any]]:
-    """Exit status and report of all paths. Each family takes every second prompt: between them they take all."""
-    with redirect_stdout(StringIO()) as out, every_second_prompt(ALL_PATHS.index(family)), one_grammar_process():
+    """Exit status and report of all paths. Each family takes every second prompt and every second path on ranks."""
+    with redirect_stdout(StringIO()) as out, one_of_two(ALL_PATHS.index(family)), one_grammar_process():
         status = main(["verify", "--model", str(checkpoint), "--json"])
     return status, json.loads(out.getvalue().splitlines()[-1])
 
@@ -78,10 +79,20 @@ def test_every_path_gives_the_tokens_and_logprobs_of_transformers(verified) -> N
         "retracted (short of pages)",
         "page size 64",
         "EAGLE drafts, handed over",
-        SHARED,
-        *UNEQUAL,
-        "drained mid-stream, 2 to 2 ranks",
     } <= {row["path"] for row in report["paths"]}
+    assert sum(row["path"].endswith("ranks") for row in report["paths"]) in (18, 19)
+
+
+def test_two_families_take_every_path_on_ranks_between_them() -> None:
+    paths = make_paths(
+        context_length=16, longest=8, num_prompts=1, quick=False, drafts=DraftPaths(itself="model", head="head")
+    )
+    taken = []
+    for first in range(len(ALL_PATHS)):
+        with one_of_two(first):
+            taken += [path.name for path in command.on_ranks(paths, 2, quick=False)]
+    assert sorted(taken) == sorted(path.name for path in on_ranks(paths, 2, quick=False))
+    assert {SHARED, *UNEQUAL, "drained mid-stream, 2 to 2 ranks"} <= set(taken)
 
 
 @pytest.mark.parametrize("name", REDUCED_PATHS)

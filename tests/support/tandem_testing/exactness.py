@@ -19,6 +19,7 @@ from tandem_engine.sampling.grammar.guidance.backend import GuidanceBackend
 from tandem_engine.sampling.grammar.guidance.translate import GuidanceVocabulary
 from tandem_lab.verify.compare import MIN_BOUND, PathResult, RememberedScores, Score, logprob_bound
 from tandem_lab.verify.engines import PlatformMaker, ThreadRanks, platform_of_device
+from tandem_lab.verify.path import Path as VerifyPath
 from tandem_lab.verify.paths import DraftPaths, make_paths, on_ranks
 from tandem_lab.verify.reference import PromptSet, TransformersReference, edits_against, make_prompts
 from tandem_lab.verify.verification import Verification
@@ -153,15 +154,24 @@ SHORT_OUTPUTS = 24
 
 
 @contextmanager
-def every_second_prompt(first: int) -> Iterator[None]:
-    """`tandem verify` in this context takes the prompts `first`, `first` + 2, … of its set, with `SHORT_OUTPUTS`."""
+def one_of_two(first: int) -> Iterator[None]:
+    """`tandem verify` in this context takes every second prompt of its set, with `SHORT_OUTPUTS`, and every second path
+    on several ranks, both from number `first` on.
 
-    def fewer(*args: Any, **options: Any) -> PromptSet:
+    Two models take all prompts and all paths between them. What a family does on ranks does not depend on more of the
+    path: each other family runs `SHARED` and `UNEQUAL`.
+    """
+
+    def fewer_prompts(*args: Any, **options: Any) -> PromptSet:
         whole = make_prompts(*args, **options)
         return replace(whole, prompts=whole.prompts[first::2], max_tokens=SHORT_OUTPUTS)
 
+    def fewer_ranked(*args: Any, **options: Any) -> list[VerifyPath]:
+        return on_ranks(*args, **options)[first::2]
+
     with pytest.MonkeyPatch.context() as patch, little_host_memory():
-        patch.setattr("tandem_lab.verify.command.make_prompts", fewer)
+        patch.setattr("tandem_lab.verify.command.make_prompts", fewer_prompts)
+        patch.setattr("tandem_lab.verify.command.on_ranks", fewer_ranked)
         yield
 
 

@@ -205,7 +205,10 @@ class SystemClient:
             # Redis, the gateway, and two processes per worker.
             if len(present) < 2 + 2 * len(self.system.workers):
                 return False
-            return all([await self.is_ready(url) for url in ("", *self.system.workers.values())])
+            for url in ("", *self.system.workers.values()):
+                if not await self.is_ready(url):
+                    return False
+            return True
 
         await until(ready, READY_TIMEOUT_S, "every worker ready")
         await self._in_view(frozenset(process.pid for process in self.system.processes()))
