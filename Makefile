@@ -25,8 +25,8 @@ help: ## Show this list
 up: setup-runtime ## Start gateway, router, Redis, one prefill and one decode worker on the bundled model (ARGS="--decode 2 …")
 	@$(BIN)/tandem up $(ARGS)
 
-test: setup lint imports ## Set up, run every check and every test
-	@$(MAKE) --no-print-directory -j2 types unit
+test: setup lint ## Set up, run every check and every test
+	@$(MAKE) --no-print-directory -j2 unit types imports
 
 test-fast: setup ## What is tested in milliseconds, nearly half of all tests, in two minutes: for the inner loop
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(FAST) $(ARGS)

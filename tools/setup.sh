@@ -82,7 +82,8 @@ step 4 "Tandem and its dependencies"
     "$venv/bin/python" -c 'from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope' 2>/dev/null ||
     "${install[@]}" --force-reinstall --no-deps opentelemetry-proto
 # Not what is hardly ever imported. Templates and code for other versions of Python among the rest do not compile.
-"$venv/bin/python" -m compileall -qq -j 0 -x 'site-packages/(transformers/models|.*/tests?)/' "$venv"/lib/python3*/site-packages || true
+rare='transformers/models|kubernetes/(aio/)?client|torch/testing|networkx|pygments/lexers|mypyc?|pip|setuptools|.*/tests?'
+"$venv/bin/python" -m compileall -qq -j 0 -x "site-packages/($rare)/" "$venv"/lib/python3*/site-packages || true
 
 echo "$want $kind" >"$stamp"
 printf '\nSet-up is complete.\n'
