@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -65,15 +65,21 @@ sockets.PORTS = sockets.PORTS[int(_worker.removeprefix("gw")) % _workers :: _wor
 give_children_default_signals()
 make_http_quick()
 
-# What is imported and collected stays: to look for garbage in it takes a fifth of the time that collection takes.
-gc.disable()
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays. Looking for garbage in it would take a fifth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
-    """Later collections, as those of an engine that measures its memory, do not look through it either."""
+    """Later garbage collections, as those of an engine that measures its memory, do not look through it either."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 ENDING = (signal.SIGINT, signal.SIGTERM)

@@ -158,8 +158,7 @@ def one_of_two(first: int) -> Iterator[None]:
     """`tandem verify` in this context takes every second prompt of its set, with `SHORT_OUTPUTS`, and every second path
     on several ranks, both from number `first` on.
 
-    Two models take all prompts and all paths between them. What a family does on ranks does not depend on more of the
-    path: each other family runs `SHARED` and `UNEQUAL`.
+    Two models take all prompts and all paths between them.
     """
 
     def fewer_prompts(*args: Any, **options: Any) -> PromptSet:
