@@ -40,7 +40,8 @@ from tandem_engine.base.linux import to_huge_pages
 from tandem_engine.config import CacheConfig, EngineConfig, ModelConfig, QkNorm, RopeConfig, SchedulerConfig
 from tandem_engine.engine import Engine
 from tandem_engine.engine.loaded_model import LoadedModel, weight_memory
-from tandem_engine.model.decoder import Block, Decoder, build_decoder
+from tandem_engine.model.blocks import Block
+from tandem_engine.model.decoder import Decoder, build_decoder
 from tandem_engine.model.layers.linear import projection
 from tandem_engine.model.layers.mlp import FeedForward
 from tandem_engine.model.layers.norm import Norm

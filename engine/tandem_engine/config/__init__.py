@@ -40,6 +40,7 @@ from tandem_engine.config.model import (
     RopeConfig,
     Scoring,
     SharedExpert,
+    VariedConfig,
 )
 from tandem_engine.config.parallel import ParallelConfig
 from tandem_engine.config.scheduler import PreemptionMode, SchedulePolicy, SchedulerConfig
@@ -85,6 +86,7 @@ __all__ = [
     "SharedExpert",
     "SpecAlgorithm",
     "SpecConfig",
+    "VariedConfig",
     "WritePolicy",
     "device_defaults",
     "with_device_defaults",

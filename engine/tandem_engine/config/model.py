@@ -1,7 +1,7 @@
 """Architecture of a model, read from its checkpoint's `config.json` (`model.checkpoint`)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -10,7 +10,7 @@ class RopeConfig:
     """Rotary embedding parameters as in Hugging Face `rope_parameters` / `rope_scaling`."""
 
     rope_type: str = "default"
-    """default, linear, dynamic, llama3, yarn or longrope; none of layers without rotation (NoPE)."""
+    """default, linear, dynamic, llama3, yarn, longrope or proportional; none of layers without rotation (NoPE)."""
     theta: float = 10000.0
     factor: float = 1.0
     original_max_position: int | None = None
@@ -28,6 +28,8 @@ class RopeConfig:
     """The same beyond it."""
     rotary_dim: int | None = None
     """Dimensions of each head that rotate, the first ones; None is all."""
+    turning_pairs: int = 0
+    """Pairs of dimensions that rotate, the first ones, by frequencies of whole heads (proportional)."""
     interleaved: bool = False
     """Whether the checkpoint rotates neighbors, 2i and 2i + 1, instead of i and i + half."""
 
@@ -159,6 +161,8 @@ class MoeConfig:
     float32_router: bool = False
     """Whether the router's logits are computed in float32 whatever the dtype of the model."""
     shared: SharedExpert | None = None
+    beside: bool = False
+    """Whether layers have a feed-forward block too, with norms of its own, and their results are added (Gemma 4)."""
     weighted_inputs: bool = False
     """Whether weights multiply what chosen experts read, in place of their results (Llama 4)."""
     bias: bool = False
@@ -222,6 +226,26 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VariedConfig:
+    """Layers that differ in their heads, in what they remember and in what they read (Gemma 4)."""
+
+    wide_kv_heads: int
+    """KV heads of `ModelConfig.second_layers`, the layers that see all tokens."""
+    wide_head_dim: int
+    """Size of their heads."""
+    keys_are_values: bool
+    """Whether their values are what keys are before norm and rotation: they have no v_proj."""
+    readers: int
+    """So many layers, the last ones, keep no K and V. Each reads those of the last layer of its kind that does."""
+    reader_intermediate_size: int
+    """Of the feed-forward block in those layers."""
+    input_size: int
+    """Numbers that each layer gets of each token, in addition to the hidden state; 0 is none."""
+    input_vocab_size: int
+    """Rows of the table of these numbers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Architecture of a decoder, independent of its family's spelling of field names.
 
@@ -282,6 +306,8 @@ class ModelConfig:
     """Where attention keeps a latent: `num_kv_heads` is then 1, and `head_dim` the size of what is kept."""
     delta: DeltaConfig | None = None
     """Where some layers keep states."""
+    varied: VariedConfig | None = None
+    """Where layers differ in more than windows and rotation (gemma4_text)."""
     output_gate: bool = False
     """Whether the sigmoid of one more output of q_proj multiplies what each head gathers (Qwen3-Next)."""
     text_part: bool = False
@@ -303,4 +329,31 @@ class ModelConfig:
     def paged_layers(self) -> tuple[int, ...]:
         """Layers that keep K and V, or a latent, of each token."""
         stateful = () if self.delta is None else self.delta.layers
-        return tuple(layer for layer in range(self.num_layers) if layer not in stateful)
+        return tuple(layer for layer in range(self.num_layers) if layer not in (*stateful, *self.reading_layers))
+
+    @property
+    def reading_layers(self) -> range:
+        """Layers that keep no K and V and read those of others."""
+        readers = 0 if self.varied is None else self.varied.readers
+        return range(self.num_layers - readers, self.num_layers)
+
+    def source_of(self, layer: int) -> int:
+        """The layer whose K and V `layer` reads: itself, or the last of its kind that keeps any."""
+        if layer not in self.reading_layers:
+            return layer
+        is_second = layer in self.second_layers
+        keeping = range(self.reading_layers.start)
+        return next(each for each in reversed(keeping) if (each in self.second_layers) == is_second)
+
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """With the heads, the rotation and the feed-forward block of `layer`, where layers differ in them."""
+        varied = self.varied
+        if varied is None:
+            return self
+        own = self
+        if layer in self.second_layers and self.second_rope is not None:
+            heads, size = varied.wide_kv_heads, varied.wide_head_dim
+            own = replace(own, num_kv_heads=heads, head_dim=size, rope=self.second_rope)
+        if layer in self.reading_layers:
+            own = replace(own, intermediate_size=varied.reader_intermediate_size)
+        return own

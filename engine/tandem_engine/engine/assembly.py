@@ -53,7 +53,7 @@ from tandem_engine.messages.control import KvGeometry
 from tandem_engine.model.adapters.table import AdapterTable
 from tandem_engine.model.base import kv_specs
 from tandem_engine.model.recurrent.blocks import state_spec
-from tandem_engine.model.weights import heads_of_rank
+from tandem_engine.model.weights import heads_of_rank, kv_rows
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import JointWork, Parallel
 from tandem_engine.sampling.grammar.compiler import GrammarCompiler, NoGrammars
@@ -91,11 +91,14 @@ def cache_layout(loaded: LoadedModel, geometry: KvGeometry, config: EngineConfig
     longest, dtype = config.scheduler.context_length, config.cache.dtype
     if geometry.value_width and kv_dtype(dtype, loaded.dtype) in FLOAT8:
         raise ConfigError(f"--kv-cache-dtype {dtype} is for K and V, and this model stores latents: use auto")
+    rows = kv_rows(loaded.model_config, loaded.parallel.size)
+    if len(set(rows)) > 1 and kv_dtype(dtype, loaded.dtype) in FLOAT8:
+        raise ConfigError(f"--kv-cache-dtype {dtype} is for layers with equal heads, and those of this model differ")
     specs = [
         replace(spec, reach=ALL_TOKENS) if (spec.reach.span or 0) >= longest else spec
-        for spec in kv_specs(loaded.model, kv_heads=geometry.num_kv_heads)
+        for spec in kv_specs(loaded.model, rows)
     ]
-    if has_peers or config.cache.host.enabled:
+    if has_peers or config.cache.host.enabled or all(spec.reach == ALL_TOKENS for spec in specs):
         return CacheLayout.merged(specs)
     return CacheLayout.of(specs)
 
@@ -110,6 +113,7 @@ def sized_pools(
 ) -> GroupPools:
     """As large as the memory allows, with the draft's share of every page."""
     beside = draft_bytes = 0
+    itemsize = kv_dtype(config.cache.dtype, loaded.dtype).itemsize
     spec = state_spec(loaded.model_config, loaded.dtype, loaded.parallel.size)
     if draft is not None:
         beside = draft.page_bytes(geometry.page_size, loaded.dtype)
@@ -138,7 +142,7 @@ def sized_pools(
 
     footprint = Footprint(
         weight_bytes=loaded.weight_bytes,
-        page_bytes=geometry.page_bytes + beside,
+        page_bytes=sum(group.page_bytes(geometry.page_size, itemsize) for group in layout.groups) + beside,
         host_page_bytes=geometry.page_bytes,
         threads=loaded.threads,
         forward_over=forward_over,
@@ -161,7 +165,6 @@ def sized_pools(
         return pools_of(plan.pages)
     page_ids = plan.pages
     if not config.cache.num_pages:
-        itemsize = kv_dtype(config.cache.dtype, loaded.dtype).itemsize
         page_ids = page_ids_in(layout, demand, plan.pages, itemsize=itemsize, draft_bytes=beside)
     pages = group_pages(layout, demand, page_ids)
     for group, count in zip(layout.groups, pages, strict=True):
@@ -255,7 +258,7 @@ def make_runner_parts(
     return RunnerParts(
         model=loaded.model,
         pool=pools.first,
-        groups=None if pools.layout.is_merged else pools,
+        groups=None if pools.is_plain else pools,
         num_heads=heads_of_rank(loaded.model_config, loaded.parallel.size).query,
         dtype=loaded.dtype,
         rows=_rows(limits, pools),

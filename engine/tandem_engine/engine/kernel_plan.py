@@ -14,11 +14,12 @@ from tandem_engine.config import EngineConfig, ModelConfig, ModelImpl
 from tandem_engine.engine.loaded_model import require_loadable
 from tandem_engine.executor.memory_profile import meter_for
 from tandem_engine.kernels.store.keys import KernelSpec
+from tandem_engine.memory.cache_groups import common_row
 from tandem_engine.memory.pool import kv_dtype
 from tandem_engine.model.attention.backend import distinct
 from tandem_engine.model.decoder import attention_specs
 from tandem_engine.model.loader import resolve_dtype
-from tandem_engine.model.weights import heads_of_rank
+from tandem_engine.model.weights import heads_of_rank, kv_rows
 
 NO_TRANSPORT = "none"
 
@@ -95,10 +96,12 @@ def _of_attention(config: EngineConfig, facts: ModelConfig, pages: torch.dtype) 
     from tandem_engine.kernels.cpu.paged_attention import build_paged_kernel
     from tandem_engine.kernels.cpu.tensors import as_array
 
-    heads, number = heads_of_rank(facts, config.parallel.tp_size), as_array(torch.empty(0, dtype=pages)).dtype
-    group, (kinds, _) = heads.query // heads.kv, distinct(attention_specs(facts))
-    capped = sorted({kind.soft_cap is not None for kind in kinds})
-    paged = [build_paged_kernel.spec(number, facts.head_dim, group, capped=each) for each in capped]
+    number, size = as_array(torch.empty(0, dtype=pages)).dtype, config.parallel.tp_size
+    query, rows = heads_of_rank(facts, size).query, dict.fromkeys(kv_rows(facts, size))
+    capped = sorted({kind.soft_cap is not None for kind in distinct(attention_specs(facts))[0]})
+    paged = [
+        build_paged_kernel.spec(number, row.width, query // row.heads, capped=each) for row in rows for each in capped
+    ]
     return [build_block_kernel.spec(number), *paged]
 
 
@@ -137,7 +140,8 @@ def _of_transfers(facts: ModelConfig, pages: torch.dtype) -> list[KernelSpec]:
     from tandem_engine.kernels.cpu.page_runs import merge_runs
     from tandem_engine.kernels.cpu.type_text import array
 
-    words = array(f"uint{8 * word_bytes_of(facts.head_dim * pages.itemsize)}", 2)
+    width = common_row(kv_rows(facts, 1)).width
+    words = array(f"uint{8 * word_bytes_of(width * pages.itemsize)}", 2)
     places, keys = array("int64", 1), array("uint64", 1)
     return [
         sampled_digests.spec(words, places, keys, places, *["int64"] * 5, keys),

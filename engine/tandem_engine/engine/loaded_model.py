@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -21,6 +21,7 @@ from tandem_engine.config import EngineConfig, ModelConfig
 from tandem_engine.engine.stateful_models import require_supported
 from tandem_engine.executor.memory_profile import meter_for
 from tandem_engine.kernels.interface import FLOAT8
+from tandem_engine.memory.cache_groups import KvRow, common_row
 from tandem_engine.memory.pool import kv_dtype, require_kv_dtype
 from tandem_engine.messages.control import KvGeometry
 from tandem_engine.model.adapters.loaded import LoadedAdapters
@@ -30,7 +31,7 @@ from tandem_engine.model.loader import load_kv_scales, load_model, load_progress
 from tandem_engine.model.long_context import default_context, fingerprint_of
 from tandem_engine.model.quantization.kv_scales import scales_digest
 from tandem_engine.model.recurrent.blocks import state_spec
-from tandem_engine.model.weights import heads_of_rank, require_shareable
+from tandem_engine.model.weights import kv_rows, require_shareable
 from tandem_engine.parallel.group import Parallel, device_of_rank, require_device
 from tandem_engine.parallel.sharding import OUTPUTS
 from tandem_engine.sampling.grammar.guidance.translate import GuidanceVocabulary
@@ -212,11 +213,13 @@ def compat_hash(geometry: KvGeometry, kv_heads: int, peer_group: str = "") -> st
 def kv_geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
     """Of the pages of this rank."""
     facts, dtype = loaded.model_config, kv_dtype(config.cache.dtype, loaded.dtype)
+    rows = kv_rows(facts, loaded.parallel.size)
+    row = common_row(rows)
     return KvGeometry(
         fingerprint=facts.fingerprint,
         num_layers=len(facts.paged_layers),
-        num_kv_heads=heads_of_rank(facts, loaded.parallel.size).kv,
-        head_dim=facts.head_dim,
+        num_kv_heads=row.heads,
+        head_dim=row.width,
         page_size=config.cache.page_size,
         dtype=dtype_name(dtype),
         layout_version=LAYOUT_VERSION,
@@ -225,7 +228,15 @@ def kv_geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
         kv_scales=kv_scales_name(loaded, dtype),
         value_width=loaded.model.attention[0].value_width or 0,
         states=states_name(loaded),
+        rows=rows_name(rows, loaded.parallel.size),
     )
+
+
+def rows_name(rows: Sequence[KvRow], size: int) -> str:
+    """See `KvGeometry.rows`. Ranks cut layers in different ways, so those of other numbers of ranks fit nowhere."""
+    if len(set(rows)) == 1:
+        return ""
+    return f"{' '.join(f'{row.heads}x{row.width}' for row in rows)}, 1 of {size} ranks"
 
 
 def states_name(loaded: LoadedModel) -> str:
@@ -278,7 +289,14 @@ class Served:
     @property
     def compat_hash(self) -> str:
         """Workers with different ones exchange no KV."""
-        return compat_hash(self.geometry, self.model_config.num_kv_heads, self.peer_group)
+        return compat_hash(self.geometry, self.kv_heads, self.peer_group)
+
+    @property
+    def kv_heads(self) -> int:
+        """Those of the whole model, as pages hold them."""
+        if self.geometry.rows:
+            return self.geometry.num_kv_heads * self.geometry.tp_size
+        return self.model_config.num_kv_heads
 
     def with_weights(self, loaded: LoadedModel, kv_dtype: torch.dtype) -> "Served":
         """The same with the weights of `loaded`, over pages of `kv_dtype`."""

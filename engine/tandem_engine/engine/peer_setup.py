@@ -78,7 +78,7 @@ class PeerSide:
         if not names:
             return
         me = names[0]
-        place = RankPlace(rank=parallel.rank, size=parallel.size, kv_heads=served.model_config.num_kv_heads)
+        place = RankPlace(rank=parallel.rank, size=parallel.size, kv_heads=served.kv_heads)
         self.transport = _nixl(parts, me, place, parallel)
         if parallel.size > 1:
             self.ranked = RankedPeers(me=me, least=agreement.least, socket=self.socket)

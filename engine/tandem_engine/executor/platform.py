@@ -170,7 +170,7 @@ class OnHost:
         if groups is None:
             return self.attention(parts.pool, parts.num_heads, specs, parts.dtype)
         backends = [self.attention(pool, parts.num_heads, each, parts.dtype) for pool, each in groups.with_specs(specs)]
-        return GroupedAttention(backends, windows=groups.layout.windows, places=groups.layout.places)
+        return GroupedAttention(backends, windows=groups.layout.windows, places=groups.places)
 
     def executor(self, parts: ExecutorParts) -> Executor:
         """With one rank a step is called without a word between."""
@@ -268,7 +268,7 @@ class OnStreams:
         backends = [
             self._attention(pool, parts.num_heads, each, parts.dtype) for pool, each in groups.with_specs(specs)
         ]
-        return GroupedGraphAttention(backends, windows=groups.layout.windows, places=groups.layout.places)
+        return GroupedGraphAttention(backends, windows=groups.layout.windows, places=groups.places)
 
     def _capture(self, decoding: Decoding, decodes: Sequence[int], prompts: Sequence[int]) -> StepGraphs:
         with self.streams.on(StreamName.FORWARD):

@@ -11,6 +11,7 @@ for all layers, whose pages live as long as the request.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd, lcm
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -62,6 +63,14 @@ class KvRow(NamedTuple):
     """Numbers of one head."""
 
 
+def common_row(rows: Sequence[KvRow]) -> KvRow:
+    """The smallest that is a whole number of each of `rows`, and of heads of one width."""
+    if len(set(rows)) == 1:
+        return rows[0]
+    size, width = lcm(*(row.heads * row.width for row in rows)), gcd(*(row.width for row in rows))
+    return KvRow(heads=size // width, width=width)
+
+
 @dataclass(frozen=True, slots=True)
 class KvSpec:
     """One layer. Layers with equal specs form a group."""
@@ -85,6 +94,8 @@ class CacheGroup:
     spec: KvSpec
     layers: tuple[int, ...]
     """In model order."""
+    rows: tuple[KvRow, ...] = ()
+    """Of each layer, where they differ: `spec.row` has room for any of them. () where all are `spec.row`."""
 
     def page_bytes(self, page_size: int, itemsize: int) -> int:
         """Of a page of `page_size` tokens whose numbers have `itemsize` bytes."""
@@ -118,10 +129,14 @@ class CacheLayout:
 
     @classmethod
     def merged(cls, specs: Sequence[KvSpec]) -> Self:
-        """One group for all layers, which keeps all their tokens."""
-        layout = cls.of([replace(spec, reach=ALL_TOKENS) for spec in specs])
+        """One group for all layers, which keeps all their tokens. Their rows may differ in size."""
+        rows = tuple(spec.row for spec in specs)
+        shared = [replace(spec, reach=ALL_TOKENS, row=common_row(rows)) for spec in specs]
+        layout = cls.of(shared)
         assert len(layout.groups) == 1, f"layers of {len(layout.groups)} forms share no page"
-        return layout
+        if len(set(rows)) == 1:
+            return layout
+        return cls((replace(layout.groups[0], rows=rows),))
 
     @property
     def is_merged(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 
 import torch
 
-from tandem_engine.memory.cache_groups import CacheGroup, CacheLayout, Reach
+from tandem_engine.memory.cache_groups import CacheGroup, CacheLayout, KvRow, Place, Reach
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.memory.window_pages import WindowPages
@@ -82,12 +82,45 @@ class GroupPools:
         """Of all layers, where they are one group."""
         return self.pools[0]
 
+    @property
+    def is_plain(self) -> bool:
+        """One pool, whose layers are those of the model."""
+        return self.layout.is_merged and not self.layout.groups[0].rows
+
     def with_specs(self, specs: Sequence[Spec]) -> list[tuple[KvPool, list[Spec]]]:
-        """Each pool with the `specs` of its layers, of one for each layer of the model."""
+        """Each pool with the `specs` of its layers, of one for each layer of the model.
+
+        A pool whose rows differ counts as several, one for each kind.
+        """
+        rows = self.layout.groups[0].rows
+        if rows:
+            return [self._of_kind(row, specs) for row in dict.fromkeys(rows)]
         return [
             (pool, [specs[layer] for layer in group.layers])
             for group, pool in zip(self.layout.groups, self.pools, strict=True)
         ]
+
+    def _of_kind(self, row: KvRow, specs: Sequence[Spec]) -> tuple[KvPool, list[Spec]]:
+        """Layers between those of the kind have its first spec, and are never computed."""
+        pool, rows = self.first.of_rows(row), self.layout.groups[0].rows
+        found = [specs[rows.index(row)]] * pool.layout.layers
+        times = len(found) // len(rows)
+        for layer, own in enumerate(rows):
+            if own == row:
+                found[layer * times] = specs[layer]
+        return pool, found
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Of each layer of the model, among the pools of `with_specs`."""
+        rows = self.layout.groups[0].rows
+        if not rows:
+            return self.layout.places
+        kinds, shared = [*dict.fromkeys(rows)], self.layout.groups[0].spec.row
+        return tuple(
+            Place(kinds.index(row), layer * (shared.heads * shared.width // (row.heads * row.width)))
+            for layer, row in enumerate(rows)
+        )
 
     @property
     def windows(self) -> list[WindowPages]:

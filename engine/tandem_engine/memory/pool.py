@@ -13,6 +13,7 @@ The pool does not track owners of pages.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from math import prod
 from typing import NamedTuple, Self
 
@@ -23,7 +24,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.names import PageId
 from tandem_engine.config import KvCacheDtype
 from tandem_engine.kernels.interface import FLOAT8, HeadTurn, KvScales, by_triton, from_float8, to_float8
-from tandem_engine.memory.cache_groups import CacheGroup
+from tandem_engine.memory.cache_groups import CacheGroup, KvRow
 
 GIB = 1 << 30
 
@@ -138,6 +139,18 @@ class KvPool:
     def total_bytes(self) -> int:
         """Bytes of the whole pool."""
         return self.num_pages * self.page_bytes
+
+    def of_rows(self, row: KvRow) -> Self:
+        """The same memory for layers whose rows are `row`, of which one here is a whole number.
+
+        Layer i of this pool is then layer i · that number; those between have no layer of the model.
+        """
+        pages, layers, parts, heads, slots, width = self.data.shape
+        times, rest = divmod(heads * width, row.heads * row.width)
+        assert not rest, f"rows of {heads} heads of {width} are no whole number of {row}"
+        view = copy(self)
+        view.data = self.data.view(pages, layers * times, parts, row.heads, slots, row.width)
+        return view
 
     def key_value(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer as views, each [num_pages, num_kv_heads, page_size, head_dim], V of latents narrower."""

@@ -39,6 +39,8 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of pages of latents, the numbers at the beginning of each that are V; 0 for pages of K and V."""
     states: str = ""
     """What a rank keeps of a sequence in layers with states, and of how many ranks; "" where there are none."""
+    rows: str = ""
+    """Heads and their width in each layer, and of how many ranks, where layers differ; "" where they do not."""
 
     @property
     def page_bytes(self) -> int:

@@ -6,6 +6,7 @@ together and what each may see is defined by the `Attend` that it is called with
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -123,9 +124,9 @@ StepModel: TypeAlias = CausalLM | DraftHead
 """What a runner computes steps with."""
 
 
-def kv_specs(model: StepModel, *, kv_heads: int) -> tuple[KvSpec, ...]:
-    """What each layer remembers, on a rank that holds `kv_heads` of its K/V heads."""
-    row = KvRow(heads=kv_heads, width=model.config.head_dim)
+def kv_specs(model: StepModel, rows: Sequence[KvRow]) -> tuple[KvSpec, ...]:
+    """What each layer with pages remembers, on a rank where it keeps `rows`."""
     return tuple(
-        KvSpec(reach=Reach(spec.window, spec.chunk), row=row, value_width=spec.value_width) for spec in model.attention
+        KvSpec(reach=Reach(spec.window, spec.chunk), row=row, value_width=spec.value_width)
+        for spec, row in zip(model.attention, rows, strict=True)
     )

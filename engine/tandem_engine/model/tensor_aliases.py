@@ -6,7 +6,8 @@
     joined      one matrix for several projections with the same input, which become ranges of its rows. They are read,
                 checked and shared by ranks like any other matrix
     skipped     weights that the layers of the model do not read: those of layers that predict several tokens (MTP),
-                beyond the last one, which may draft (`speculative.mtp`), or beside the model
+                beyond the last one, which may draft (`speculative.mtp`), or beside the model, and K and V of layers
+                that read those of others
 """
 
 import re
@@ -17,7 +18,7 @@ from tandem_engine.config import ModelConfig
 from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
 from tandem_engine.model.llama4_tensors import unstacked_experts
 from tandem_engine.model.quantization.dequantized import DequantizedRows, DequantizedTensor
-from tandem_engine.model.tensor_names import CHOICE_BIAS, DELTA, canonical_experts
+from tandem_engine.model.tensor_names import CHOICE_BIAS, DELTA, KEY_VALUE, canonical_experts
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -63,6 +64,7 @@ ALIASES: Mapping[str, Aliases] = {
         },
         skipped=("model.mtp_",),
     ),
+    "gemma4_text": Aliases(renamed={"router.proj": "mlp.gate", "experts": "mlp.experts"}),
     "glm4": Aliases(
         renamed={
             "post_self_attn_layernorm": "post_attention_layernorm",
@@ -107,7 +109,13 @@ def _is_skipped(name: str, aliases: Aliases, config: ModelConfig, found: Contain
     match = _LAYER.fullmatch(name) if aliases.extra_layers else None
     if match is not None and int(match["layer"]) >= config.num_layers:
         return f"model.layers.{match['layer']}.{PREDICTS_AHEAD}" in found
-    return name.startswith(aliases.skipped)
+    return name.startswith(aliases.skipped) or _is_of_reader(name, config)
+
+
+def _is_of_reader(name: str, config: ModelConfig) -> bool:
+    """Whether it is of K and V, in a layer that reads those of another: such weights are published and not used."""
+    match = _LAYER.fullmatch(name) if config.reading_layers else None
+    return match is not None and int(match["layer"]) in config.reading_layers and match["name"].startswith(KEY_VALUE)
 
 
 def _renamed(name: str, aliases: Aliases) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.config import DeltaConfig, LatentConfig, ModelConfig, MoeConfig, NormPlacement, QkNorm
+from tandem_engine.config import DeltaConfig, LatentConfig, ModelConfig, MoeConfig, NormPlacement, QkNorm, VariedConfig
 from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
 from tandem_engine.model.checkpoint_folder import shown
 from tandem_engine.model.config_fields import MAX_EXPERTS
@@ -30,9 +30,16 @@ SHARED_EXPERT = "mlp.shared_expert"
 SHARED_GATE = "mlp.shared_expert_gate.weight"
 SINKS = "self_attn.sinks"
 DELTA = "linear_attn."
+INPUT_TABLE = "model.embed_tokens_per_layer.weight"
+INPUT_PROJECTION = "model.per_layer_model_projection"
+INPUT_NORM = "model.per_layer_projection_norm"
+LAYER_SCALE = "layer_scalar"
+KEY_VALUE = ("self_attn.v_proj.", "self_attn.k_proj.", "self_attn.k_norm.", "self_attn.v_norm.")
+"""What a layer that reads K and V of another does not have."""
+ROUTER_SCALE, ROUTER_EXPERT_SCALE = "router.scale", "router.per_expert_scale"
 _MIXTRAL = ".block_sparse_moe."
 _MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-_STACKED = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<name>gate_up_proj|down_proj)")
+_STACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<name>gate_up_proj|down_proj)")
 
 
 def expert_name(expert: int, projection: str) -> str:
@@ -103,6 +110,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: table, FINAL_NORM: (config.hidden_size,)}
     if not config.tie_embeddings:
         shapes[LM_HEAD] = table
+    if config.varied is not None:
+        shapes |= dict(_further_shapes(config, config.varied))
     for layer in range(config.num_layers):
         shapes |= {layer_prefix(layer) + name: shape for name, shape in _block_shapes(config, layer)}
     return shapes
@@ -147,6 +156,9 @@ def has_experts(config: ModelConfig, layer: int) -> bool:
 
 
 def _block_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if config.varied is not None:
+        yield from _varied_shapes(config.of_layer(layer), config.varied, layer)
+        return
     if config.delta is not None and layer in config.delta.layers:
         yield from _delta_shapes(config.hidden_size, config.delta)
     else:
@@ -174,6 +186,39 @@ def _attention_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...
         whole = config.qk_norm is QkNorm.WHOLE
         yield "self_attn.q_norm.weight", (q if whole else config.head_dim,)
         yield "self_attn.k_norm.weight", (kv if whole else config.head_dim,)
+
+
+def _further_shapes(config: ModelConfig, varied: VariedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of what all layers share, by whole names."""
+    if varied.input_size:
+        width = config.num_layers * varied.input_size
+        yield INPUT_TABLE, (varied.input_vocab_size, width)
+        yield f"{INPUT_PROJECTION}.weight", (width, config.hidden_size)
+        yield f"{INPUT_NORM}.weight", (varied.input_size,)
+
+
+def _varied_shapes(config: ModelConfig, varied: VariedConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of a layer whose heads and feed-forward block are those of `config`."""
+    hidden = config.hidden_size
+    without: tuple[str, ...] = ()
+    if layer in config.reading_layers:
+        without = KEY_VALUE
+    elif varied.keys_are_values and layer in config.second_layers:
+        without = KEY_VALUE[:1]
+    yield from (named for named in _attention_shapes(config) if not named[0].startswith(without))
+    yield from _norm_shapes(config)
+    yield from _feed_forward_shapes(config)
+    yield LAYER_SCALE, (1,)
+    if varied.input_size:
+        yield "per_layer_input_gate.weight", (varied.input_size, hidden)
+        yield "per_layer_projection.weight", (hidden, varied.input_size)
+        yield "post_per_layer_input_norm.weight", (hidden,)
+    if config.moe is not None:
+        yield from _expert_shapes(config.moe, hidden)
+        yield ROUTER_SCALE, (hidden,)
+        yield ROUTER_EXPERT_SCALE, (config.moe.num_experts,)
+        for name in ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"):
+            yield f"{name}.weight", (hidden,)
 
 
 def _latent_shapes(config: ModelConfig, latent: LatentConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

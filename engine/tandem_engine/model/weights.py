@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import ModelConfig, ModelImpl
+from tandem_engine.memory.cache_groups import KvRow
 from tandem_engine.model.layers.linear import (
     Embedding,
     Projection,
@@ -143,6 +144,12 @@ def heads_of_rank(config: ModelConfig, size: int) -> Heads:
     return Heads(query=query, kv=kv)
 
 
+def kv_rows(config: ModelConfig, size: int) -> tuple[KvRow, ...]:
+    """What each layer with pages keeps of a token, on each of `size` ranks."""
+    layers = map(config.of_layer, config.paged_layers)
+    return tuple(KvRow(heads=heads_of_rank(own, size).kv, width=own.head_dim) for own in layers)
+
+
 def can_share(config: ModelConfig, size: int) -> bool:
     """Whether `size` ranks can share the model evenly."""
     return _obstacle(config, size) is None
@@ -163,6 +170,8 @@ def _obstacle(config: ModelConfig, size: int) -> str | None:
         return f"it does not divide the {config.num_heads} attention heads"
     if share_of(config.num_kv_heads, size) is None:
         return f"it is not a divisor or a multiple of the {config.num_kv_heads} KV heads"
+    if config.varied is not None and share_of(config.varied.wide_kv_heads, size) is None:
+        return f"it is not a divisor or a multiple of the {config.varied.wide_kv_heads} KV heads of full layers"
     if config.delta is not None and config.delta.key_heads % size:
         return f"it does not divide the {config.delta.key_heads} key heads of layers with states"
     odd = next((inner for inner in _inner_sizes(config) if inner % size), None)
@@ -171,8 +180,10 @@ def _obstacle(config: ModelConfig, size: int) -> str | None:
 
 def _inner_sizes(config: ModelConfig) -> Iterator[int]:
     """Of the feed-forward blocks and experts that the model has."""
-    if config.moe is None or config.moe.dense_layers:
+    if config.moe is None or config.moe.dense_layers or config.moe.beside:
         yield config.intermediate_size
+    if config.varied is not None and config.varied.readers:
+        yield config.varied.reader_intermediate_size
     if config.moe is not None:
         yield config.moe.intermediate_size
         if config.moe.shared is not None:

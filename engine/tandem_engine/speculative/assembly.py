@@ -130,6 +130,11 @@ def read_draft(config: SpecConfig, *, target: ModelConfig, target_path: str) -> 
             f"the draft in {config.draft_model_path} is a {facts.family}, whose layers keep states, which rejected "
             "drafts would change; name another one with --speculative-draft-model-path"
         )
+    if facts.varied is not None:
+        raise CheckpointError(
+            f"the draft in {config.draft_model_path} is a {facts.family}, whose layers differ in their heads, which "
+            "pages of drafts do not; name another one with --speculative-draft-model-path"
+        )
     if facts.vocab_size != target.vocab_size:
         raise CheckpointError(
             f"the draft in {config.draft_model_path} has {facts.vocab_size} token ids and the model in {target_path} "

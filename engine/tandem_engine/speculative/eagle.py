@@ -40,10 +40,11 @@ from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.kernels.interface import by_triton
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend, DraftHead
+from tandem_engine.model.blocks import Block, BlockBuilder
 from tandem_engine.model.checkpoint import open_weights, parse_config
 from tandem_engine.model.checkpoint_files import ReadableTensor
 from tandem_engine.model.checkpoint_folder import open_directory, shown
-from tandem_engine.model.decoder import Block, BlockBuilder, attention_specs
+from tandem_engine.model.decoder import attention_specs
 from tandem_engine.model.layers.attention import RotaryTable, rotary_table
 from tandem_engine.model.layers.linear import Projection, projection
 from tandem_engine.model.layers.norm import Norm, rms_norm

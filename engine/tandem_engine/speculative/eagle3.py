@@ -31,10 +31,11 @@ from tandem_engine.config import ModelConfig
 from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.base import Attend, DraftHead
+from tandem_engine.model.blocks import Block, BlockBuilder
 from tandem_engine.model.checkpoint_files import StoredTensor, open_tensors
 from tandem_engine.model.checkpoint_folder import open_directory, shown
 from tandem_engine.model.config_fields import MAX_LAYERS, MAX_VOCAB, ConfigFields, read_fields
-from tandem_engine.model.decoder import Block, BlockBuilder, attention_specs
+from tandem_engine.model.decoder import attention_specs
 from tandem_engine.model.families.plain import LLAMA
 from tandem_engine.model.layers.attention import RotaryTable, rotary_table
 from tandem_engine.model.layers.linear import Projection, projection

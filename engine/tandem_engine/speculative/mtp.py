@@ -15,11 +15,11 @@ import torch
 
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import ModelConfig
+from tandem_engine.model.blocks import BlockBuilder
 from tandem_engine.model.checkpoint import open_stored
 from tandem_engine.model.checkpoint_files import ReadableTensor
 from tandem_engine.model.checkpoint_folder import ModelDirectory, open_directory
 from tandem_engine.model.config_fields import read_fields
-from tandem_engine.model.decoder import BlockBuilder
 from tandem_engine.model.layers.attention import rotary_table
 from tandem_engine.model.layers.linear import projection
 from tandem_engine.model.layers.norm import Norm, rms_norm

@@ -50,6 +50,19 @@ class TinyModel:
     """Of the image part, in a model that has one; `fields` are then those of its text part."""
 
 
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCAB_SIZE + 5,
+    "final_logit_softcapping": 5.0,
+}
+
 TINY_MODELS = {
     "llama-llama3-rope": TinyModel(
         config_class="LlamaConfig",
@@ -145,6 +158,31 @@ TINY_MODELS = {
             "sliding_window": 20,
             "query_pre_attn_scalar": 24,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma4": TinyModel(config_class="Gemma4TextConfig", fields=_GEMMA4),
+    "gemma4-readers": TinyModel(
+        config_class="Gemma4TextConfig",
+        fields={
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4-experts": TinyModel(
+        config_class="Gemma4TextConfig",
+        fields={
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+            "use_bidirectional_attention": "vision",
         },
     ),
     "gpt-oss": TinyModel(
@@ -552,7 +590,7 @@ def write_tiny_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     model = kind.from_config(config, dtype=torch.float32)
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("norm.weight"):
+        if parameter_name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "expert_scale")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif parameter_name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
@@ -564,6 +602,8 @@ def write_tiny_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
     for name_of_bias, bias in (*model.named_parameters(), *model.named_buffers()):
         if name_of_bias.endswith(CHOICE_BIAS):
             torch.nn.init.normal_(bias, std=0.1)
+        elif name_of_bias.endswith("layer_scalar"):
+            torch.nn.init.uniform_(bias, 0.7, 1.3)
     model.generation_config.eos_token_id = [IM_END, END_OF_TEXT]
     model.save_pretrained(directory, **({"max_shard_size": SHARD_SIZE} if tiny.sharded else {}))
     write_byte_tokenizer(directory)

@@ -85,6 +85,11 @@ def open_adapter(path: str | Path, base: ModelConfig, *, max_rank: int) -> Adapt
             f"{path}: adapters of models with states (gated delta rule) are not supported; merge the adapter into its "
             "base"
         )
+    if base.varied is not None:
+        raise CheckpointError(
+            f"{path}: adapters of models whose layers differ in their heads ({base.family}) are not supported; merge "
+            "the adapter into its base"
+        )
     directory = open_directory(path)
     facts = PeftFacts.read(directory.file(CONFIG))
     matrices = _matrices(read_header(_weights_file(directory), max_bytes=MAX_HEADER))

@@ -32,7 +32,7 @@ from tandem_engine.model.layers.mlp import FeedForward
 from tandem_engine.model.layers.norm import Norm, RmsNorm
 
 if TYPE_CHECKING:
-    from tandem_engine.model.decoder import Block
+    from tandem_engine.model.blocks import Block
 
 
 MAX_COPIED_BYTES = 64 << 20

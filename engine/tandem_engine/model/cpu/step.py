@@ -59,7 +59,7 @@ from tandem_engine.model.layers.norm import Norm
 from tandem_engine.model.weights import Weights
 
 if TYPE_CHECKING:
-    from tandem_engine.model.decoder import Block
+    from tandem_engine.model.blocks import Block
 
 
 class RowCalls:
@@ -337,6 +337,7 @@ def is_plain(config: ModelConfig, specs: Sequence[AttentionSpec]) -> bool:
         and config.activation is Activation.SILU
         and config.moe is None
         and config.delta is None
+        and config.varied is None
         and not config.output_gate
         and config.second_rope is None
         and config.embedding_scale == 1.0

@@ -9,6 +9,7 @@ from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.families.dense import DENSE_FAMILIES
 from tandem_engine.model.families.experts import EXPERT_FAMILIES, MIXTRAL
 from tandem_engine.model.families.gemma import GEMMA2, GEMMA3
+from tandem_engine.model.families.gemma4 import GEMMA4
 from tandem_engine.model.families.gpt_oss import GPT_OSS
 from tandem_engine.model.families.llama4 import LLAMA4
 from tandem_engine.model.families.norms import NORM_FAMILIES
@@ -18,7 +19,7 @@ from tandem_engine.model.known_fields import Family
 from tandem_engine.model.latent.families import LATENT_FAMILIES
 
 FAMILIES = (
-    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_OSS, LLAMA4),
+    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, GPT_OSS, LLAMA4),
     *EXPERT_FAMILIES,
     *NORM_FAMILIES,
     *DENSE_FAMILIES,
@@ -27,23 +28,13 @@ FAMILIES = (
 )
 
 
-GEMMA4 = "names a model with heads of two sizes and layers that read the keys and values of others, which is not served"
-
-REFUSED = {"Gemma4ForCausalLM": GEMMA4, "Gemma4ForConditionalGeneration": GEMMA4}
-"""Architectures that cannot be computed over pages, not by transformers either, and why."""
-
-
 def find_family(config: ConfigFields) -> Family | None:
     """The family that `architectures` names. `auto_map`, which points at code to run, is never looked at.
 
     Raises:
-        CheckpointError: `model_type`, by which transformers chooses a model, names another one, or the model is one of
-            `REFUSED`.
+        CheckpointError: `model_type`, by which transformers chooses a model, names another one.
     """
     architectures = config.items("architectures")
-    for name, reason in REFUSED.items():
-        if name in architectures:
-            config.refuse("architectures", reason)
     named = [family for family in FAMILIES if family.architecture in architectures]
     if not named:
         return None

@@ -76,6 +76,27 @@ TOWERS = (
         ties=True,
     ),
     Tower(
+        name="gemma4",
+        architecture="Gemma4ForConditionalGeneration",
+        texts={"gemma4_text": "gemma4_text"},
+        image_fields=frozenset(
+            {
+                "audio_config",
+                "audio_token_id",
+                "boa_token_id",
+                "boi_token_id",
+                "eoa_token_id",
+                "eoa_token_index",
+                "eoi_token_id",
+                "image_token_id",
+                "video_token_id",
+                "vision_config",
+                "vision_soft_tokens_per_image",
+            }
+        ),
+        ties=True,
+    ),
+    Tower(
         name="llama4",
         architecture="Llama4ForConditionalGeneration",
         texts={"llama4_text": "llama4_text"},
@@ -135,6 +156,9 @@ _SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 """Outer fields that are about the text part where it does not have them itself."""
 
 IMAGE_WEIGHTS = (
+    "model.audio_tower.",
+    "model.embed_audio.",
+    "model.embed_vision.",
     "model.multi_modal_projector.",
     "model.vision_tower.",
     "model.visual.",

@@ -132,8 +132,6 @@ def inverse_frequencies(rope: RopeConfig, *, head_dim: int, positions: int = 0) 
         positions: context of the engine, for rotations that depend on it (`model.long_context`).
     """
     match rope.rope_type:
-        case "none":
-            return torch.zeros(head_dim // 2)
         case "longrope":
             factors = rope.long_factors if positions > _original(rope) else rope.short_factors
             return torch.as_tensor(1.0 / (torch.tensor(factors) * rope.theta ** _exponents(head_dim)))
@@ -141,6 +139,9 @@ def inverse_frequencies(rope: RopeConfig, *, head_dim: int, positions: int = 0) 
             return _plain(rope.theta, head_dim)
         case "linear":
             return _plain(rope.theta, head_dim) / rope.factor
+        case "proportional" | "none":
+            turning = _plain(rope.theta, head_dim)[: rope.turning_pairs] / rope.factor
+            return F.pad(turning, (0, head_dim // 2 - rope.turning_pairs))
         case "llama3":
             return _llama3(rope, head_dim)
         case "yarn":
@@ -223,6 +224,8 @@ class SelfAttention:
     """Of all heads together, before their rotation."""
     rotated_norm: Norm | None = None
     """Of each head after its rotation."""
+    value_norm: Norm | None = None
+    """Of each head of v."""
     sinks: Tensor | None = None
     """float32 [H], see `AttentionSpec.sinks`."""
 
@@ -238,6 +241,8 @@ class SelfAttention:
         if rotation.query_scale is not None:
             heads[:, : self.num_heads].mul_(rotation.query_scale)
         qk, v = heads.split_with_sizes((rotated, num_kv), dim=1)
+        if self.value_norm is not None:
+            v = self.value_norm(v)
         if self.whole_norm is not None:
             qk = self.whole_norm(qk)
         if self.rotated_norm is None and isinstance(attend, TurningPlan):

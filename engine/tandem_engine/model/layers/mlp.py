@@ -202,7 +202,10 @@ class SparseFeedForward:
 
     def __call__(self, normed: Tensor) -> Tensor:
         """See `FeedForward`."""
-        experts, weights = self.router(normed)
+        return self.chosen(normed, *self.router(normed))
+
+    def chosen(self, normed: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """What these experts make of the tokens, each [T, k]."""
         chosen = experts.shape[1]
         # A pair's number is token * k + rank, which is also its row in `results`.
         pairs = experts.flatten().argsort(stable=True)

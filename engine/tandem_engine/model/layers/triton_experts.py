@@ -91,7 +91,10 @@ class DeviceExperts:
 
     def __call__(self, normed: Tensor) -> Tensor:
         """See `FeedForward`."""
-        experts, weights = self.router(normed)
+        return self.chosen(normed, *self.router(normed))
+
+    def chosen(self, normed: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """See `SparseFeedForward.chosen`."""
         if self.weighted_inputs:
             total = self._of_weighted(normed, experts, weights)
         else:
