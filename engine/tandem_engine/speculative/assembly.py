@@ -17,14 +17,16 @@ from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.config import ModelConfig, SpecAlgorithm, SpecConfig
 from tandem_engine.executor.interface import Runner
 from tandem_engine.executor.platform import Platform, RunnerParts
-from tandem_engine.memory.pool import KvPool
-from tandem_engine.model.base import CausalLM, StepModel
+from tandem_engine.memory.cache_groups import CacheLayout, common_row
+from tandem_engine.memory.group_pools import GroupPools
+from tandem_engine.model.base import CausalLM, StepModel, kv_specs
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.checkpoint_folder import open_directory, read_json_object
 from tandem_engine.model.config_fields import read_fields
 from tandem_engine.model.decoder import Decoder
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.tensor_names import expected_shapes
+from tandem_engine.model.weights import kv_rows
 from tandem_engine.parallel.group import TpGroup
 from tandem_engine.speculative.draft_history import PageStamps, RecentText, WholeText
 from tandem_engine.speculative.draft_model import ModelProposer, OnForwardThread
@@ -89,7 +91,8 @@ class Draft:
         """Memory beside each page of the target."""
         facts = self.config
         parts = 2 if facts.latent is None else 1
-        values = facts.num_layers * parts * facts.num_kv_heads * facts.head_dim
+        row = common_row(kv_rows(facts, 1))
+        values = len(facts.paged_layers) * parts * row.heads * row.width
         return (values + self.is_head * facts.hidden_size) * page_size * dtype.itemsize
 
     def weight_bytes(self, dtype: torch.dtype, *, target_path: str, target_is_whole: bool) -> int:
@@ -129,11 +132,6 @@ def read_draft(config: SpecConfig, *, target: ModelConfig, target_path: str) -> 
         raise CheckpointError(
             f"the draft in {config.draft_model_path} is a {facts.family}, whose layers keep states, which rejected "
             "drafts would change; name another one with --speculative-draft-model-path"
-        )
-    if facts.varied is not None:
-        raise CheckpointError(
-            f"the draft in {config.draft_model_path} is a {facts.family}, whose layers differ in their heads, which "
-            "pages of drafts do not; name another one with --speculative-draft-model-path"
         )
     if facts.vocab_size != target.vocab_size:
         raise CheckpointError(
@@ -209,9 +207,11 @@ def make_proposer(
 
 
 def _runner_parts(model: StepModel, draft: Draft, target: Target) -> RunnerParts:
+    pools = _pools(model, draft, target)
     return RunnerParts(
         model=model,
-        pool=_pool(draft, target),
+        pool=pools.first,
+        groups=None if pools.is_plain else pools,
         num_heads=draft.config.num_heads,
         dtype=target.dtype,
         rows=target.rows,
@@ -259,17 +259,15 @@ def _require_decoder(model: CausalLM) -> Decoder:
     return model
 
 
-def _pool(draft: Draft, target: Target) -> KvPool:
+def _pools(model: StepModel, draft: Draft, target: Target) -> GroupPools:
     """As many pages of as many tokens as the target's: one page table serves both."""
-    return KvPool(
-        num_pages=target.num_pages,
-        num_layers=draft.config.num_layers,
-        num_kv_heads=draft.config.num_kv_heads,
-        head_dim=draft.config.head_dim,
+    return GroupPools.of(
+        CacheLayout.merged(kv_specs(model, kv_rows(draft.config, 1))),
+        [target.num_pages],
+        page_ids=target.num_pages,
         page_size=target.page_size,
         dtype=target.dtype,
         device=target.device,
-        value_width=None if draft.config.latent is None else draft.config.latent.rank,
     )
 
 

@@ -95,7 +95,7 @@ class Verification:
             graphs=GraphConfig(enabled=path.graphs, sizes=GRAPH_ROWS, prompt_sizes=GRAPH_TOKENS),
         )
         peers = path.disaggregated or path.drained or path.fetched
-        reason = unsupported(self.model.model_config, config) or self._without_states(path)
+        reason = unsupported(self.model.model_config, config) or self._not_taken(path)
         if reason is not None:
             return not_run(path, reason)
         if path.restart:
@@ -114,15 +114,17 @@ class Verification:
                 generate = in_turns(generate) if path.sessions else appended(generate)
             return self._compare(path, generate, (engine,), began)
 
-    def _without_states(self, path: Path) -> str | None:
-        """Why only models whose layers keep no states take `path`; None where all do, or there are none."""
-        if self.model.model_config.delta is None:
+    def _not_taken(self, path: Path) -> str | None:
+        """Why `path` is not for models that keep more than K and V of equal heads; None where it is, or others do."""
+        facts = self.model.model_config
+        unequal = (path.disaggregated or path.drained) and path.tp_size != path.receiver_tp_size
+        if facts.varied is not None and unequal:
+            return "its layers differ in their heads, whose pages only equal numbers of ranks exchange"
+        if facts.delta is None:
             return None
         if path.fetched:
             return "its layers keep states, which no prefix fetch brings"
-        if (path.disaggregated or path.drained) and path.tp_size != path.receiver_tp_size:
-            return "its layers keep states, which only equal numbers of ranks exchange"
-        return None
+        return "its layers keep states, which only equal numbers of ranks exchange" if unequal else None
 
     def _on_two(self, path: Path, config: EngineConfig, began: float) -> PathResult:
         """NIXL between them."""

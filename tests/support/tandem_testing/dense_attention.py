@@ -27,8 +27,15 @@ class DenseAttend:
     cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     states: StatePool | None = None
     """Made by `with_states`."""
+    newest: dict[int, Tensor] = field(default_factory=dict)
+    """k of each layer's last call: layers that read K and V of another one store them again."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.newest.get(layer) is k:
+            for sequence, length in enumerate(self.extend_lens):
+                past_k, past_v = self.cache[layer, sequence]
+                self.cache[layer, sequence] = past_k[:-length], past_v[:-length]
+        self.newest[layer] = k
         parts = zip(*(tensor.split(self.extend_lens) for tensor in (q, k, v)), strict=True)
         return torch.cat([self._attend(layer, sequence, *part) for sequence, part in enumerate(parts)])
 
