@@ -16,6 +16,7 @@ from tandem_testing.tiny_checkpoints import TOWER_MODELS, write_tiny_checkpoint
 
 FAMILIES = {
     "gemma3-tower": "gemma3_text",
+    "gemma4-tower": "gemma4_text",
     "llama4-tower": "llama4_text",
     "mistral3-tower": "ministral3",
     "qwen2-tower": "qwen2",
@@ -58,6 +59,7 @@ def test_the_text_part_is_that_of_transformers(name, tmp_path):
 def test_every_tower_is_compared():
     assert {TOWER_MODELS[name].config_class for name in FAMILIES} == {
         "Gemma3Config",
+        "Gemma4Config",
         "Llama4Config",
         "Mistral3Config",
         "Qwen2_5_VLConfig",

@@ -296,14 +296,6 @@ def test_errors_of_transformers_are_one_sentence(arcee, changes):
     assert "\n" not in refusal(arcee)
 
 
-def test_gemma4_text_is_refused_in_one_sentence(tmp_path):
-    text = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "vocab_size": 259, "hidden_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps(text))
-    message = refusal(tmp_path)
-    assert str(tmp_path / "config.json") in message
-    assert "\n" not in message
-
-
 def test_only_the_fallback_imports_transformers(tmp_path):
     write_tiny_checkpoint("llama-bias", tmp_path)
     program = (

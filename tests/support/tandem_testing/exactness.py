@@ -61,6 +61,11 @@ ADDED_PATHS = {
     "hunyuan": (CACHED, SHARED),
     # Chunks, in pages of their own and in those of all layers; queries that depend on their position.
     "llama4": (CHUNKED, CACHED, DISAGGREGATED, SHARED),
+    # Heads of two sizes, in pages of their own and in those of all layers, on ranks, and in pages of a draft.
+    "gemma4": (CHUNKED, RETRACTED, DISAGGREGATED, SWAPPED, SHARED, "drafts by the model itself"),
+    # Layers that read K and V of others, in pages with room for the larger heads.
+    "gemma4-readers": (CACHED, DISAGGREGATED, SHARED),
+    "gemma4-experts": (MIXED,),
     # Projections that are stored as one matrix, on two ranks.
     "phi4-mini": (CHUNKED, SHARED),
     # Queries that depend on their position: a chunk, a cached prefix and a receiver must know it.

@@ -496,6 +496,11 @@ TOWER_MODELS = {
         fields={"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 24},
         vision={**_VISION, "image_size": 16},
     ),
+    "gemma4-tower": TinyModel(
+        config_class="Gemma4Config",
+        fields=_GEMMA4,
+        vision={**_VISION, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
+    ),
     "llama4-tower": TinyModel(
         config_class="Llama4Config",
         fields=_LLAMA4,

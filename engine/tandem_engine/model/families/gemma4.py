@@ -44,7 +44,7 @@ from tandem_engine.model.config_fields import (
 )
 from tandem_engine.model.families.gemma import MAX_CAP
 from tandem_engine.model.families.windows import in_sliding_layers, read_layer_kinds
-from tandem_engine.model.known_fields import BIASES, Family, decoder_fields
+from tandem_engine.model.known_fields import BIASES, DECODER, Family, KnownFields
 
 NAME = "gemma4_text"
 DEFAULTS = Defaults(head_dim=256, num_kv_heads=4, tie_embeddings=True)
@@ -186,36 +186,36 @@ def _experts(fields: ConfigFields) -> MoeConfig | None:
     return replace(moe, beside=True)
 
 
+ABSENT = ("original_max_position_embeddings", "partial_rotary_factor", "rope_scaling", "rope_theta")
+"""What other families may have next to `rope_parameters`. transformers does not read it in this one."""
+
 GEMMA4 = Family(
     name=NAME,
     architecture="Gemma4ForCausalLM",
-    fields=decoder_fields(
-        BIASES,
-        "attention_k_eq_v",
-        "enable_moe_block",
-        "final_logit_softcapping",
-        "global_head_dim",
-        "hidden_activation",
-        "hidden_size_per_layer_input",
-        "layer_types",
-        "moe_intermediate_size",
-        "num_experts",
-        "num_global_key_value_heads",
-        "num_kv_shared_layers",
-        "per_layer_config",
-        "sliding_window",
-        "top_k_experts",
-        "use_double_wide_mlp",
-        "vocab_size_per_layer_input",
-        one_value={
-            "use_bidirectional_attention": (None, "vision"),
-            # transformers reads none of these in this family, so a value would be without the effect that it names.
-            "original_max_position_embeddings": (None,),
-            "partial_rotary_factor": (None,),
-            "rope_scaling": (None,),
-            "rope_theta": (None,),
+    fields=KnownFields(
+        implemented=DECODER.difference(ABSENT)
+        | {
+            "attention_bias",
+            "attention_k_eq_v",
+            "enable_moe_block",
+            "final_logit_softcapping",
+            "global_head_dim",
+            "hidden_activation",
+            "hidden_size_per_layer_input",
+            "layer_types",
+            "moe_intermediate_size",
+            "num_experts",
+            "num_global_key_value_heads",
+            "num_kv_shared_layers",
+            "per_layer_config",
+            "sliding_window",
+            "top_k_experts",
+            "use_double_wide_mlp",
+            "vocab_size_per_layer_input",
         },
+        common=(BIASES,),
+        # With "vision" tokens of images see later ones, and there are none.
+        one_value={"use_bidirectional_attention": (None, "vision"), **dict.fromkeys(ABSENT, (None,))},
     ),
     read=_read_gemma4,
 )
-"""Images are what `vision` lets see later tokens."""
