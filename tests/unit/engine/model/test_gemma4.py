@@ -39,6 +39,9 @@ VALUES = {
 WRITTEN = {"global_head_dim": None, "num_global_key_value_heads": None}
 PER_LAYER = {"2": {"head_dim": 16, "num_key_value_heads": 2}, "5": {"head_dim": 16, "num_key_value_heads": 2}}
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4}
+MORE = {**PER_LAYER["2"], "num_experts": 3}
+
 
 def parse(**changes: object) -> ModelConfig:
     return GEMMA4.parse(ConfigFields(path=Path("config.json"), values=VALUES | changes))
@@ -95,8 +98,8 @@ def test_fields_that_do_not_fit_are_refused_by_name(changes, field):
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"rope_theta": 1e4}, "rope_theta"),
         ({"hidden_activation": "silu"}, "hidden_activation"),
-        ({"rope_parameters": dict.fromkeys((FULL, SLIDING), {"rope_type": "yarn", "rope_theta": 1e4})}, "rope_type"),
-        ({**WRITTEN, "per_layer_config": dict.fromkeys("25", {**PER_LAYER["2"], "num_experts": 3})}, "num_experts"),
+        ({"rope_parameters": {FULL: YARN, SLIDING: YARN}}, "rope_type"),
+        ({**WRITTEN, "per_layer_config": {"2": MORE, "5": MORE}}, "num_experts"),
     ],
 )
 def test_variants_that_are_not_computed_are_deferred_by_name(changes, field):
