@@ -70,8 +70,8 @@ PUBLISHED = {
         "windows in five of six layers, two rotary bases, norms on q and k", "Gemma 3 27B", 62, 16, 128
     ),
     "gemma4_text": Published(
-        "heads of another size and a proportional rotation in layers without a window, norms on q, k and v, layers that "
-        "read K and V of others, further inputs of each layer, experts next to each block",
+        "heads of another size and a proportional rotation in layers without a window, norms on q, k and v, layers "
+        "that read K and V of others, further inputs of each layer, experts next to each block",
         "sizes of transformers' defaults",
         25 + 2 * 5,  # five layers have heads of twice the size
         4,

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import ModelImpl
 from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.model.fallback import examine
 from tandem_engine.model.fallback_check import main as fallback_check
+from tandem_engine.model.fallback_examination import examine
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.long_context import default_context, fingerprint_of
 from tandem_testing.dense_attention import DenseAttend
@@ -282,7 +282,7 @@ def test_windows_that_only_masks_apply_are_refused(tmp_path, monkeypatch, reach)
     model = load(write_tiny_checkpoint("olmo3", tmp_path), ModelImpl.TRANSFORMERS)
     for layer in model.body.layers:
         layer.self_attn.sliding_window = None
-    monkeypatch.setattr("tandem_engine.model.fallback.LONGEST", reach)
+    monkeypatch.setattr("tandem_engine.model.fallback_examination.LONGEST", reach)
     facts = model.config
     with pytest.raises(CheckpointError, match="computes other logits than transformers by itself"):
         examine(model.body, model.head, num_layers=3, vocab_size=facts.vocab_size, max_position=facts.max_position)

@@ -40,6 +40,7 @@ from tandem_engine.config.model import (
     RopeConfig,
     Scoring,
     SharedExpert,
+    StatePart,
     VariedConfig,
 )
 from tandem_engine.config.parallel import ParallelConfig
@@ -86,6 +87,7 @@ __all__ = [
     "SharedExpert",
     "SpecAlgorithm",
     "SpecConfig",
+    "StatePart",
     "VariedConfig",
     "WritePolicy",
     "device_defaults",

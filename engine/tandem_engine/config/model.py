@@ -226,6 +226,19 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StatePart:
+    """A tensor that a layer of transformers keeps of a sequence, besides K and V (`model.fallback_states`)."""
+
+    layer: int
+    kind: str
+    """`conv_states` or `recurrent_states`."""
+    index: int
+    """Among those of its kind."""
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VariedConfig:
     """Layers that differ in their heads, in what they remember and in what they read (Gemma 4)."""
 
@@ -310,6 +323,10 @@ class ModelConfig:
     """Where layers differ in more than windows and rotation (gemma4_text)."""
     output_gate: bool = False
     """Whether the sigmoid of one more output of q_proj multiplies what each head gathers (Qwen3-Next)."""
+    state_parts: tuple[StatePart, ...] = ()
+    """What layers keep of a sequence besides K and V, where transformers computes them."""
+    attention_layers: int | None = None
+    """Layers that keep K and V, where some do not and transformers computes them; pages count those alone."""
     text_part: bool = False
     """Whether the checkpoint has parts for images too, which are not served."""
     eos_token_ids: tuple[int, ...] = ()
@@ -321,6 +338,11 @@ class ModelConfig:
     """Digest of config and weight headers: two workers with different ones never exchange KV."""
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layers keep states."""
+        return self.delta is not None or bool(self.state_parts)
+
+    @property
     def rotary_heads(self) -> int:
         """Size of the heads, or parts of heads, that are rotated."""
         return self.head_dim if self.latent is None else self.latent.rotated_size
@@ -328,6 +350,8 @@ class ModelConfig:
     @property
     def paged_layers(self) -> tuple[int, ...]:
         """Layers that keep K and V, or a latent, of each token."""
+        if self.attention_layers is not None:
+            return tuple(range(self.attention_layers))
         stateful = () if self.delta is None else self.delta.layers
         return tuple(layer for layer in range(self.num_layers) if layer not in (*stateful, *self.reading_layers))
 

@@ -128,6 +128,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         load_format=config.load_format,
         quantization=config.quantization,
     )
+    require_supported(model.config, config)
     adapters = LoadedAdapters.load(config.adapters, facts, dtype=dtype, device=config.device, group=parallel.forward)
     give_back()
     _to_huge_pages(model, progress=progress)

@@ -15,7 +15,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import EngineConfig, ModelConfig
 from tandem_engine.memory.group_pools import TYPICAL_TOKENS, Demand
 from tandem_engine.memory.sizing import GIB, SMALLEST_POOL, MemoryPlan
-from tandem_engine.memory.state_pool import StatePool, StateSpec
+from tandem_engine.memory.state_pool import PartedSpec, StatePool, StateSpec
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def require_supported(facts: ModelConfig, config: EngineConfig) -> None:
 
 def unsupported(facts: ModelConfig, config: EngineConfig) -> str | None:
     """What of `config` does not go with layers that keep states; None where all does, or there are none."""
-    if facts.delta is None:
+    if not facts.has_states:
         return None
     host, algorithm = config.cache.host, config.speculative.algorithm
     if host.enable_cache:
@@ -56,7 +56,7 @@ class StateShares(NamedTuple):
     """States at which cached prefixes can be continued."""
 
 
-def state_shares(plan: MemoryPlan, spec: StateSpec, demand: Demand, config: EngineConfig) -> StateShares:
+def state_shares(plan: MemoryPlan, spec: StateSpec | PartedSpec, demand: Demand, config: EngineConfig) -> StateShares:
     """Divide what was planned for pages alone; `--num-pages` is kept, and states lie beside those pages.
 
     Raises:

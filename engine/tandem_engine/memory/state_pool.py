@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem_engine.config import StatePart
 from tandem_engine.forward.batch import ForwardBatch, Snapshot
 from tandem_engine.kernels.interface import DeltaStep, DeltaWeights
 from tandem_engine.memory.pool import PageLayout, zeroed
@@ -65,11 +66,66 @@ class StateSpec:
         used = self.matrix_bytes + prod(self.inputs) * self.dtype.itemsize
         return -(-used // ALIGNMENT) * ALIGNMENT
 
+    def views(self, slots: Tensor) -> tuple[Tensor, ...]:
+        """Matrices and inputs of all `slots`, uint8 [slots, slot_bytes]."""
+        inputs = slice(self.matrix_bytes, self.matrix_bytes + prod(self.inputs) * self.dtype.itemsize)
+        return (
+            slots[:, : self.matrix_bytes].view(torch.float32).view(len(slots), *self.matrices),
+            slots[:, inputs].view(self.dtype).view(len(slots), *self.inputs),
+        )
+
     @property
     def name(self) -> str:
         """What the bytes of a slot are."""
         matrices, inputs = ("x".join(map(str, shape)) for shape in (self.matrices, self.inputs))
         return f"{matrices} float32 and {inputs} {str(self.dtype).removeprefix('torch.')}"
+
+
+class ShapedPart(NamedTuple):
+    """A tensor of a state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def room(self) -> int:
+        """Its bytes in a slot."""
+        return -(-prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartedSpec:
+    """What an engine keeps of a sequence for layers that transformers computes: tensors one after the other."""
+
+    parts: tuple[ShapedPart, ...]
+    layers: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one sequence."""
+        return sum(part.room for part in self.parts)
+
+    @property
+    def name(self) -> str:
+        """What the bytes of a slot are."""
+        return ", ".join(
+            f"{'x'.join(map(str, part.shape))} {str(part.dtype).removeprefix('torch.')}" for part in self.parts
+        )
+
+    def views(self, slots: Tensor) -> tuple[Tensor, ...]:
+        """Each part of all `slots`, uint8 [slots, slot_bytes], as a view [slots, *shape]."""
+        found, start = [], 0
+        for part in self.parts:
+            size = prod(part.shape) * part.dtype.itemsize
+            found.append(slots[:, start : start + size].view(part.dtype).unflatten(1, part.shape))
+            start += part.room
+        return tuple(found)
+
+
+def parted_spec(parts: Sequence[StatePart]) -> PartedSpec:
+    """Of `ModelConfig.state_parts`."""
+    shaped = tuple(ShapedPart(part.shape, getattr(torch, part.dtype)) for part in parts)
+    return PartedSpec(parts=shaped, layers=len({part.layer for part in parts}))
 
 
 class Run(NamedTuple):
@@ -87,18 +143,27 @@ class Run(NamedTuple):
 class StatePool:
     """States of the sequences of an engine. Read and written by forwards and, of rows that wait for one, by peers."""
 
-    def __init__(self, spec: StateSpec, *, rows: int, anchors: int = 0, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: StateSpec | PartedSpec, *, rows: int, anchors: int = 0, device: torch.device | str
+    ) -> None:
         """Of so many requests, and copies."""
         self.spec = spec
         self.rows = rows
         self.anchor_slots = range(1 + rows, 1 + rows + anchors)
         num_slots = self.anchor_slots.stop
         self._bytes = zeroed((num_slots, spec.slot_bytes), torch.uint8, torch.device(device))
-        inputs = slice(spec.matrix_bytes, spec.matrix_bytes + prod(spec.inputs) * spec.dtype.itemsize)
-        self.matrices = self._bytes[:, : spec.matrix_bytes].view(torch.float32).view(num_slots, *spec.matrices)
-        """float32 [slots, layers, heads, key_size, value_size]"""
-        self.inputs = self._bytes[:, inputs].view(spec.dtype).view(num_slots, *spec.inputs)
-        """[slots, layers, history, channels]"""
+        self.views = spec.views(self._bytes)
+        """Of each part of all slots."""
+
+    @property
+    def matrices(self) -> Tensor:
+        """Of a `StateSpec`: float32 [slots, layers, heads, key_size, value_size]."""
+        return self.views[0]
+
+    @property
+    def inputs(self) -> Tensor:
+        """Of a `StateSpec`: [slots, layers, history, channels]."""
+        return self.views[1]
 
     @property
     def total_bytes(self) -> int:

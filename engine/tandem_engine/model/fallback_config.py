@@ -64,6 +64,9 @@ MAX_INTEGER = 1 << 31
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 """Their angles depend on the longest sequence of a call, once that exceeds the original context."""
 
+WITH_STATES = ("conv", "hybrid", "linear_attention", "mamba", "mlp", "moe")
+"""Kinds of layers that keep states in the cache of transformers (`fallback_states`), or nothing."""
+
 LONGROPE = "longrope"
 """Has two sets of angles; which one all requests have follows from the context length (`fallback_angles`)."""
 
@@ -167,8 +170,9 @@ def _refuse_unsupported(config: PreTrainedConfig, fields: ConfigFields) -> None:
         fields.refuse("model_type", "takes more than text, which is not supported")
     _require_agreement(config, fields)
     kinds = fields.items("layer_types")
-    if any(kind not in (FULL, SLIDING) for kind in kinds):
-        fields.refuse("layer_types", f"may name only {FULL} and {SLIDING}; other layers keep state of their own")
+    if any(kind not in (FULL, SLIDING, *WITH_STATES) for kind in kinds):
+        allowed = ", ".join((FULL, SLIDING, *WITH_STATES))
+        fields.refuse("layer_types", f"may name only {allowed}; other layers have caches of their own")
     if getattr(config, "attention_chunk_size", None) is not None:
         fields.refuse("attention_chunk_size", "must be null; chunked attention is not supported")
     if getattr(config, "sliding_window", None) == 1:

@@ -128,7 +128,7 @@ def read_draft(config: SpecConfig, *, target: ModelConfig, target_path: str) -> 
         facts = read_model_config(config.draft_model_path)
     else:
         return None
-    if facts.delta is not None:
+    if facts.has_states:
         raise CheckpointError(
             f"the draft in {config.draft_model_path} is a {facts.family}, whose layers keep states, which rejected "
             "drafts would change; name another one with --speculative-draft-model-path"

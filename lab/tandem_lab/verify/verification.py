@@ -120,7 +120,7 @@ class Verification:
         unequal = (path.disaggregated or path.drained) and path.tp_size != path.receiver_tp_size
         if facts.varied is not None and unequal:
             return "its layers differ in their heads, whose pages only equal numbers of ranks exchange"
-        if facts.delta is None:
+        if not facts.has_states:
             return None
         if path.fetched:
             return "its layers keep states, which no prefix fetch brings"

@@ -554,9 +554,94 @@ FALLBACK_MODELS = {
 }
 """Architectures that only transformers computes."""
 
+_MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+
+STATEFUL_MODELS = {
+    "bamba": TinyModel(config_class="BambaConfig", fields={**_MAMBA2, "attn_layer_indices": [1]}),
+    "falcon-h1": TinyModel(
+        config_class="FalconH1Config", fields={**_MAMBA2, "mamba_d_ssm": 128, "head_dim": 16, "key_multiplier": 0.8}
+    ),
+    "granite-hybrid": TinyModel(
+        config_class="GraniteMoeHybridConfig",
+        fields={
+            **_MAMBA2,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 4,
+            "shared_intermediate_size": 48,
+        },
+    ),
+    "jamba": TinyModel(
+        config_class="JambaConfig",
+        fields={"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "use_mamba_kernels": False},
+    ),
+    "lfm2": TinyModel(
+        config_class="Lfm2Config",
+        fields={"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2-moe": TinyModel(
+        config_class="Lfm2MoeConfig",
+        fields={
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_dense_layers": 1,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "nemotron-h": TinyModel(
+        config_class="NemotronHConfig",
+        fields={
+            "layers_block_type": ["mamba", "attention", "moe", "mamba", "attention"],
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 12,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 48,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "olmo-hybrid": TinyModel(
+        config_class="OlmoHybridConfig",
+        fields={
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        },
+    ),
+    "zamba2": TinyModel(
+        config_class="Zamba2Config",
+        fields={
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "num_mem_blocks": 1,
+            "num_key_value_heads": 4,
+            "n_mamba_heads": 8,
+            "mamba_d_state": 12,
+            "chunk_size": 16,
+            "use_mem_rope": True,
+            "use_mamba_kernels": False,
+        },
+    ),
+}
+"""Architectures with states, which transformers computes over ours."""
+
 UNSUPPORTED_MODELS = {
     "mamba": TinyModel(config_class="MambaConfig"),
-    "jamba": TinyModel(config_class="JambaConfig"),
+    "kimi-linear": TinyModel(config_class="KimiLinearConfig"),
     "minimax": TinyModel(config_class="MiniMaxConfig"),
     "bloom": TinyModel(config_class="BloomConfig"),
     "nemotron": TinyModel(config_class="NemotronConfig"),
@@ -581,7 +666,8 @@ def tiny_config(name: str) -> Any:
 
 
 def _tiny_model(name: str) -> TinyModel:
-    return {**TINY_MODELS, **TOWER_MODELS, **FALLBACK_MODELS, **UNSUPPORTED_MODELS}[name]
+    models = {**TINY_MODELS, **TOWER_MODELS, **FALLBACK_MODELS, **STATEFUL_MODELS, **UNSUPPORTED_MODELS}
+    return models[name]
 
 
 def write_tiny_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem_engine.config import DeltaConfig, ModelConfig
 from tandem_engine.kernels.interface import DeltaStep, DeltaWeights, by_triton
-from tandem_engine.memory.state_pool import StateSpec
+from tandem_engine.memory.state_pool import PartedSpec, StateSpec, parted_spec
 from tandem_engine.model.layers.attention import SelfAttention
 from tandem_engine.model.layers.delta import DeltaHeads, GatedAttention, GatedDelta
 from tandem_engine.model.layers.linear import Projection
@@ -34,8 +34,10 @@ def heads_of_states(delta: DeltaConfig, size: int) -> DeltaHeads:
     )
 
 
-def state_spec(config: ModelConfig, dtype: torch.dtype, size: int) -> StateSpec | None:
+def state_spec(config: ModelConfig, dtype: torch.dtype, size: int) -> StateSpec | PartedSpec | None:
     """What each of `size` ranks keeps of a sequence in layers with states, of a model of `dtype`."""
+    if config.state_parts:
+        return parted_spec(config.state_parts)
     if config.delta is None:
         return None
     heads = heads_of_states(config.delta, size)
