@@ -641,7 +641,22 @@ STATEFUL_MODELS = {
 
 UNSUPPORTED_MODELS = {
     "mamba": TinyModel(config_class="MambaConfig"),
-    "kimi-linear": TinyModel(config_class="KimiLinearConfig"),
+    "kimi-linear": TinyModel(
+        config_class="KimiLinearConfig",
+        fields={
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 20,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
     "minimax": TinyModel(config_class="MiniMaxConfig"),
     "bloom": TinyModel(config_class="BloomConfig"),
     "nemotron": TinyModel(config_class="NemotronConfig"),
