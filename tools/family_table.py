@@ -191,7 +191,7 @@ ANY_OTHER = (
     "rejected",
     "–",
     "all but attention",
-    "all but EAGLE",
+    "all but EAGLE; with states rejected",
     "2 · layers · KV heads · head_dim · 2",
     "mixed, prefix-cached",
 )

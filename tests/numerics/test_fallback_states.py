@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem_engine.base.errors import CheckpointError, ConfigError
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import EngineConfig, ModelImpl, SpecAlgorithm, SpecConfig, StatePart
 from tandem_engine.engine.loaded_model import load
 from tandem_engine.memory.state_pool import ALIGNMENT, StatePool, parted_spec
@@ -56,19 +56,6 @@ def test_a_mixer_that_begins_anew_gets_tokens_one_by_one(tmp_path):
     model = load_tiny("jamba", tmp_path)
     assert model.mixers is not None
     assert model.mixers.stepwise == [True]
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("kimi-linear", "has keys of 36 and values of 12 dimensions"),
-        ("minimax", "uses cache of its own"),
-        ("mamba", "calls transformers' attention interface 0 times"),
-    ],
-)
-def test_models_whose_memory_is_not_ours_are_refused_by_name(name, reason, tmp_path):
-    with pytest.raises(CheckpointError, match=reason):
-        load_tiny(name, tmp_path)
 
 
 def test_what_states_do_not_go_with_is_refused_when_they_are_found(tmp_path):

@@ -102,9 +102,9 @@ def test_the_examination_allows_for_rounding(arcee, dtype):
     ("name", "reason"),
     [
         ("mamba", "calls transformers' attention interface 0 times"),
-        ("jamba", "calls transformers' attention interface 0 times"),
         ("bloom", "calls transformers' attention interface 0 times"),
-        ("minimax", "layer_types may name only"),
+        ("minimax", "uses cache of its own"),
+        ("kimi-linear", "has keys of 36 and values of 12 dimensions"),
         ("nemotron", "its attention cannot be replaced"),
         ("bart", "calls transformers' attention interface 12 times"),
         ("falcon", "transformers cannot load"),
@@ -125,7 +125,7 @@ def test_sinks_are_refused_where_transformers_is_to_compute_them(tmp_path):
 
 def test_chunks_are_refused_where_transformers_is_to_compute(tmp_path):
     path = write_tiny_checkpoint("llama4", tmp_path)
-    with pytest.raises(CheckpointError, match="layer_types may name only full_attention and sliding_attention"):
+    with pytest.raises(CheckpointError, match="layer_types may name only full_attention, sliding_attention, conv"):
         read_model_config(path, impl=ModelImpl.TRANSFORMERS)
 
 
@@ -135,7 +135,7 @@ def test_keys_and_values_of_two_sizes_are_refused(tmp_path):
         load(checkpoint, ModelImpl.TRANSFORMERS)
 
 
-def test_layers_without_attention_are_refused_whatever_config_json_says(tmp_path):
+def test_layers_with_states_are_found_whatever_config_json_says(tmp_path):
     """LFM2 mixes attention with short convolutions."""
     import transformers
 
@@ -151,7 +151,8 @@ def test_layers_without_attention_are_refused_whatever_config_json_says(tmp_path
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     edit_config(tmp_path, layer_types="absent", full_attn_idxs=[0])
-    assert "calls transformers' attention interface 1 times" in refusal(tmp_path)
+    facts = load(tmp_path).config
+    assert (facts.attention_layers, [part.layer for part in facts.state_parts]) == (1, [1])
 
 
 def test_a_model_whose_tokens_meet_outside_attention_is_refused(arcee):

@@ -32,6 +32,7 @@ from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import StatePart
 from tandem_engine.memory.state_pool import PartedSpec, Run, StatePool, StepStates, parted_spec
 from tandem_engine.model.base import Attend
+from tandem_engine.model.fallback_config import refused_by_transformers
 from tandem_engine.model.fallback_interface import Head
 
 CONV, RECURRENT = "conv_states", "recurrent_states"
@@ -143,13 +144,14 @@ def find_mixers(body: PreTrainedModel, head: Head, prompt: Tensor) -> Mixers | N
     """Those of the model `body`, which `prompt` runs through once; None where its cache has no states.
 
     Raises:
-        CheckpointError: several modules share the states of a layer.
+        CheckpointError: the model does not run with such a cache, or several modules share the states of a layer.
     """
     cache = NoticingCache(config=body.config)
     if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         return None
     name = "cache" if "cache" in inspect.signature(body.forward).parameters else "past_key_values"
-    with head.whole(body) as model, _noticing(body, cache):
+    unfit = refused_by_transformers("the model does not run with transformers' cache for its layer_types")
+    with head.whole(body) as model, _noticing(body, cache), unfit:
         model(input_ids=prompt[None].to(body.device), use_cache=True, **{name: cache})
     modules = {}
     for layer, owners in cache.owners.items():
