@@ -169,6 +169,10 @@ def _config_of(model_path: str | Path) -> Any:
     return config
 
 
+COUNTS_ANEW = ("bamba",)
+"""Model types whose forward begins at position 0 in each call, unless it is given positions as by `generate`."""
+
+
 class TransformersReference:
     """`load_reference`, in float32 by default, eager attention, one prompt at a time."""
 
@@ -183,6 +187,7 @@ class TransformersReference:
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(weights).to(computes)
         self._cache_field = cache_field(self._model)
+        self._gives_positions = self._model.config.model_type in COUNTS_ANEW
 
     @contextmanager
     def adapted(self, folder: str | None) -> Iterator[None]:
@@ -218,7 +223,8 @@ class TransformersReference:
         logprobs: list[float] = []
         inputs, cache = ids, None
         while len(logprobs) < max_tokens:
-            out = self._model(input_ids=inputs, use_cache=True, logits_to_keep=1, **{self._cache_field: cache})
+            options = {self._cache_field: cache, **self._positions(ids.shape[1], inputs.shape[1])}
+            out = self._model(input_ids=inputs, use_cache=True, logits_to_keep=1, **options)
             raw = out.logits[:, -1].float()
             forced = None if budget is None else forced_token(budget, ids[0, len(prompt) :].tolist())
             chosen = _choose(ids, raw if matcher is None else _allowed(raw, matcher), processors)
@@ -239,6 +245,10 @@ class TransformersReference:
             reasoning_budget=budget,
             prompt_logprobs=() if edits is None else self._score(prompt),
         )
+
+    def _positions(self, total: int, newest: int) -> dict[str, torch.Tensor]:
+        """Of the `newest` of `total` tokens, for a model that does not count them."""
+        return {"position_ids": torch.arange(total - newest, total)[None]} if self._gives_positions else {}
 
     @torch.inference_mode()
     def score(self, before: Sequence[int], tokens: Sequence[int]) -> Scored:
