@@ -52,7 +52,7 @@ class InOrder:
         return self.attend(self.calls - 1, q, k, v)
 
 
-class StepCache(DynamicCache):
+class StepCache(DynamicCache):  # type: ignore[misc]
     """What a model gets for a cache in a step. Attention over earlier tokens is that of the step's `Attend`."""
 
     def __init__(self, config: PreTrainedConfig, states: StepStates) -> None:
@@ -77,7 +77,7 @@ class StepCache(DynamicCache):
         return 0
 
 
-class NoticingCache(DynamicCache):
+class NoticingCache(DynamicCache):  # type: ignore[misc]
     """Remembers which module asks for the states of which layer."""
 
     def __init__(self, config: PreTrainedConfig) -> None:

@@ -161,7 +161,9 @@ def extend_tiling(head_dim: int, itemsize: int, shared_bytes: int) -> ExtendTili
     and so has registers to spare. float32 is multiplied without tensor cores, by threads that hold what they multiply.
     """
     hopper, wide = shared_bytes >= 200 << 10, head_dim > 128
-    if itemsize > 2:
+    if itemsize <= 2 and head_dim > 256:
+        m, n, warps, stages = 32, 16, 8, 2
+    elif itemsize > 2:
         m, n, warps, stages = (16, 16, 4, 2) if wide else (32, 16, 8, 3)
     elif shared_bytes < 160 << 10:
         m, n, warps, stages = (64, 32, 8, 2) if wide else (64, 32, 4, 2)

@@ -162,6 +162,12 @@ def compile_for_gemma() -> None:
         decode_fits(8, 4, 256, arch=arch, span=WINDOW, capped=True)
 
 
+def compile_for_gemma4() -> None:
+    """Layers without a window have heads of 512."""
+    for arch in ARCHITECTURES:
+        decode_fits(8, 2, 512, arch=arch)
+
+
 def compile_for_llama4() -> None:
     """Layers with chunks."""
     for arch in ARCHITECTURES:
