@@ -86,7 +86,8 @@ DRAFT_ROWS = 2
 def cache_layout(loaded: LoadedModel, geometry: KvGeometry, config: EngineConfig, *, has_peers: bool) -> CacheLayout:
     """Groups of layers by what they read, where all that handles pages distinguishes them; else one for all layers.
 
-    Peers and host memory handle pages of all layers. A window that no sequence leaves is none.
+    Peers and host memory handle pages of all layers, and states lie beside those. A window that no sequence leaves is
+    none.
     """
     longest, dtype = config.scheduler.context_length, config.cache.dtype
     if geometry.value_width and kv_dtype(dtype, loaded.dtype) in FLOAT8:
@@ -98,7 +99,8 @@ def cache_layout(loaded: LoadedModel, geometry: KvGeometry, config: EngineConfig
         replace(spec, reach=ALL_TOKENS) if (spec.reach.span or 0) >= longest else spec
         for spec in kv_specs(loaded.model, rows)
     ]
-    if has_peers or config.cache.host.enabled or all(spec.reach == ALL_TOKENS for spec in specs):
+    alike = loaded.model_config.has_states or all(spec.reach == ALL_TOKENS for spec in specs)
+    if has_peers or config.cache.host.enabled or alike:
         return CacheLayout.merged(specs)
     return CacheLayout.of(specs)
 
