@@ -52,7 +52,7 @@ def test_pages_count_layers_with_attention_alone(tmp_path):
     )
 
 
-def test_a_mixer_that_begins_anew_gets_tokens_one_by_one(tmp_path):
+def test_a_mixer_that_forgets_gets_tokens_one_by_one(tmp_path):
     model = load_tiny("jamba", tmp_path)
     assert model.mixers is not None
     assert model.mixers.stepwise == [True]

@@ -13,7 +13,7 @@ sequence with several tokens, and once for all that have one:
 The cache layers are those of transformers, so updates are its own code. A run that continues a sequence is passed whole
 if the examination finds that to be right, and else token by token.
 
-Which modules are mixers is found by running the model once with a cache that notices where its states are looked up.
+Which modules are mixers is found by running the model once with a cache that notices where its states are updated.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ class StepCache(DynamicCache):  # type: ignore[misc]
 
 
 class NoticingCache(DynamicCache):  # type: ignore[misc]
-    """Remembers which module asks for the states of which layer."""
+    """Remembers which module updates the states of which layer."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)

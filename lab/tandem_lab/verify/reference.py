@@ -169,7 +169,7 @@ def _config_of(model_path: str | Path) -> Any:
     return config
 
 
-COUNTS_ANEW = ("bamba",)
+COUNTS_FROM_ZERO = ("bamba",)
 """Model types whose forward begins at position 0 in each call, unless it is given positions as by `generate`."""
 
 
@@ -187,7 +187,7 @@ class TransformersReference:
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(weights).to(computes)
         self._cache_field = cache_field(self._model)
-        self._gives_positions = self._model.config.model_type in COUNTS_ANEW
+        self._gives_positions = self._model.config.model_type in COUNTS_FROM_ZERO
 
     @contextmanager
     def adapted(self, folder: str | None) -> Iterator[None]:
