@@ -117,7 +117,7 @@ class PartedSpec:
         found, start = [], 0
         for part in self.parts:
             size = prod(part.shape) * part.dtype.itemsize
-            found.append(slots[:, start : start + size].view(part.dtype).unflatten(1, part.shape))
+            found.append(slots[:, start : start + size].view(part.dtype).view(len(slots), *part.shape))
             start += part.room
         return tuple(found)
 

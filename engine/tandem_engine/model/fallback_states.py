@@ -136,7 +136,7 @@ class Mixers:
         for layer, module in self.modules.items():
             own = [(index, part) for index, part in enumerate(self.parts) if part.layer == layer]
             split = _Split(forward=module.forward, layer=layer, own=own, stepwise=self.stepwise)
-            module.forward = split  # type: ignore[method-assign, assignment]
+            module.forward = split
 
 
 @torch.inference_mode()
@@ -246,7 +246,7 @@ class _Split:
         if run.fresh or not self.stepwise[0]:
             out = call(cache, hidden)
         else:
-            out = torch.cat([call(cache, each) for each in hidden.split(1, dim=1)], dim=1)
+            out = torch.cat([call(cache, each) for each in torch.split(hidden, 1, dim=1)], dim=1)
         kept = [run.row] if run.snapshot is None else [run.row, run.snapshot]
         for index, tensor in self._kept(cache):
             for slot in kept:

@@ -92,6 +92,10 @@ class ChosenExperts(Protocol):
     @property
     def router(self) -> Router: ...
 
+    def __call__(self, normed: Tensor) -> Tensor:
+        """See `FeedForward`."""
+        ...
+
     def chosen(self, normed: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """What chosen experts make of the tokens."""
         ...
@@ -113,11 +117,11 @@ class BesideExperts:
     """Of the sum."""
     norm: Norm = field(default_factory=NoNorm)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Hidden states [T, hidden] to what is added to them."""
-        experts, weights = self._choice(hidden)
-        routed = self.experts.chosen(self.experts.norm(hidden), experts, weights)
-        dense = self.block(self.block.norm(hidden))
+    def __call__(self, normed: Tensor) -> Tensor:
+        """Hidden states [T, hidden], which `norm` leaves as they are, to what is added to them."""
+        experts, weights = self._choice(normed)
+        routed = self.experts.chosen(self.experts.norm(normed), experts, weights)
+        dense = self.block(self.block.norm(normed))
         return self.output_norm(dense.add_(self.experts_norm(routed)))
 
     def _choice(self, hidden: Tensor) -> Choice:
