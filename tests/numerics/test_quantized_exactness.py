@@ -29,7 +29,7 @@ def worth_of(name, tensor):
     return int8_levels(tensor).values() if name.endswith("_proj.weight") else tensor
 
 
-@pytest.mark.parametrize("name", ["phi4-mini", "glm4-moe", "llama4"])
+@pytest.mark.parametrize("name", ["phi4-mini", "glm4-moe", "llama4", "gemma4"])
 def test_int8_weights_of_joined_and_reordered_projections(name, tmp_path) -> None:
     """Rows of a joined matrix, rows in another order, a shared expert on two ranks, and experts stored inputs first."""
     checkpoint, worth = write_tiny_checkpoint(name, tmp_path / "stored"), tmp_path / "worth"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.config import ModelConfig, VariedConfig
-from tandem_engine.model.layers.linear import TokenEmbedding
+from tandem_engine.model.layers.linear import Projection, TokenEmbedding, projection
 from tandem_engine.model.layers.mlp import FeedForward, gated
 from tandem_engine.model.layers.norm import Norm, rms_norm
 from tandem_engine.model.layers.varied import (
@@ -38,7 +38,7 @@ from tandem_engine.model.tensor_names import (
     ROUTER_SCALE,
     layer_prefix,
 )
-from tandem_engine.model.weights import Weights, column_parallel, replicated, row_parallel, token_embedding
+from tandem_engine.model.weights import Weights, column_parallel, row_parallel, token_embedding
 from tandem_engine.parallel.group import SingleRank
 from tandem_engine.parallel.sharding import Split
 
@@ -50,7 +50,7 @@ def further_inputs(config: ModelConfig, weights: Weights) -> FurtherInputs | Non
         return None
     return FurtherInputs(
         table=_input_table(weights, varied),
-        projection=replicated(weights, INPUT_PROJECTION, bias=False),
+        projection=_plain(weights, INPUT_PROJECTION),
         scale=config.hidden_size**-0.5,
         norm=_norm(config, weights, INPUT_NORM),
         size=varied.input_size,
@@ -68,9 +68,9 @@ def layer_end(config: ModelConfig, varied: VariedConfig, weights: Weights, *, la
     block = None
     if varied.input_size:
         block = InputBlock(
-            gate=replicated(weights, f"{prefix}per_layer_input_gate", bias=False),
+            gate=_plain(weights, f"{prefix}per_layer_input_gate"),
             activation=gated(config.activation, weights.device),
-            projection=replicated(weights, f"{prefix}per_layer_projection", bias=False),
+            projection=_plain(weights, f"{prefix}per_layer_projection"),
             norm=_norm(config, weights, f"{prefix}post_per_layer_input_norm"),
         )
     return LayerEnd(block=block, scale=weights.stacked(f"{prefix}{LAYER_SCALE}"))
@@ -110,6 +110,11 @@ def beside_experts(
         experts_norm=_norm(config, weights, f"{prefix}post_feedforward_layernorm_2"),
         output_norm=_norm(config, weights, f"{prefix}post_feedforward_layernorm"),
     )
+
+
+def _plain(weights: Weights, name: str) -> Projection:
+    """Not rounded: such a matrix is small, and every rank has all of it."""
+    return projection(weights.stacked(f"{name}.weight"))
 
 
 def _ones(weights: Weights, *shape: int) -> Tensor:
