@@ -3,28 +3,32 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tandem_testing.chaos import __main__ as command
 from tandem_testing.chaos.catalogue import PROMISES, promise
 from tandem_testing.chaos.compare import Damage, compare_answers, compare_sequences
 from tandem_testing.chaos.families.crashes import a_decode_worker_dies
+from tandem_testing.chaos.fleet import Fleet, Shape
 from tandem_testing.chaos.knobs import KnobFile, KnobReader
 from tandem_testing.chaos.machine import COMPUTING_S, Slowness, Worst, beside, worse
 from tandem_testing.chaos.names import NameService, why_not
+from tandem_testing.chaos.parts import Gateway, Part
 from tandem_testing.chaos.report import stall_table, summary_line, totals
 from tandem_testing.chaos.runner import Outcome
-from tandem_testing.chaos.scenario import Result
+from tandem_testing.chaos.scenario import Reference, Result, Run, Scale
 from tandem_testing.chaos.streams import Answer, ChoiceText, Kind, asks
 from tandem_testing.chaos.suite import scenarios
-from tandem_testing.redis_server import REDIS_SERVER
+from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.system import python_path
 from tandem_testing.waiting import until, wait_for
 
@@ -156,6 +160,32 @@ def is_running(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+async def test_attempts_that_finish_meanwhile_are_not_lost(tmp_path):
+    readings = count(10)
+
+    def metrics(_: httpx.Request) -> httpx.Response:
+        numbers = {"finished": next(readings), "stopped": 3, "worker_lost": 2}
+        lines = [f'tandem_gateway_attempts_total{{outcome="{name}"}} {value}' for name, value in numbers.items()]
+        return httpx.Response(200, text="\n".join(lines))
+
+    gateways = [
+        Gateway(part=Part(name=name, argv=[], log=tmp_path / name), url=f"http://{name}") for name in ("one", "other")
+    ]
+    redis, http = RedisServer(port=0), httpx.AsyncClient(transport=httpx.MockTransport(metrics))
+    async with http:
+        fleet = Fleet(folder=tmp_path, shape=Shape(), redis=redis, gateways=gateways, http=http)
+        slowness = Slowness(cores=1, workers=1, contention=1.0)
+        run = Run(
+            fleet=fleet,
+            reference=Reference(fleet=fleet),
+            scale=Scale(),
+            slowness=slowness,
+            salt="",
+            random=random.Random(0),
+        )
+        assert [await run.lost_attempts() for _ in range(3)] == [4, 4, 4]
 
 
 def test_every_promise_of_the_table_has_a_test():
