@@ -74,6 +74,13 @@ def test_two_finish_reasons_or_broken_logprobs_are_wrong():
     assert compare_answers(answer("abc"), answer("abc", shift=0.01)) == Damage(wrong=3)
 
 
+def test_an_ask_of_an_adapter_is_compared_with_that_adapter():
+    ask = replace(answer("a").ask, adapter="sql", salt="one")
+    assert ask.body("base")["model"] == "sql"
+    assert ask.unsalted == replace(answer("a").ask, adapter="sql") != answer("a").ask.unsalted
+    assert answer("a").ask.body("base")["model"] == "base"
+
+
 def test_a_missing_choice_is_missing_tokens():
     half = answer("abc")
     half.choices = {}
@@ -191,7 +198,7 @@ async def test_attempts_that_finish_meanwhile_are_not_lost(tmp_path):
 def test_every_promise_of_the_table_has_a_test():
     available = scenarios()
     assert set(available) == {line.number for line in PROMISES}
-    assert set(available) >= {*range(37), *range(47, 53), 54, *range(56, 67)}
+    assert set(available) >= {*range(37), *range(47, 53), 54, *range(56, 68)}
     assert {1, 2, 6, 9, 16, 27} <= {number for number, each in available.items() if each.quick}
     assert a_decode_worker_dies.promise == promise(1)
 
