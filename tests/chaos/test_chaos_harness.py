@@ -169,7 +169,7 @@ def is_running(pid: int) -> bool:
     return False
 
 
-async def test_attempts_that_finish_meanwhile_are_not_lost(tmp_path):
+async def test_attempts_that_finish_between_reads_are_not_lost(tmp_path):
     readings = count(10)
 
     def metrics(_: httpx.Request) -> httpx.Response:

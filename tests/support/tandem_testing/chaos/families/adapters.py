@@ -53,11 +53,18 @@ async def loaded(fleet: Fleet, name: str, folder: Path) -> None:
 
 
 async def serves(run: Run, adapters: tuple[str, ...]) -> None:
-    """Requests of every adapter through every gateway."""
+    """The same requests of the model alone and of every adapter, through every gateway; the outputs differ."""
+    names = ("", *adapters)
+    asked = run.asks(Kind.PLAIN, count=2 * len(run.fleet.gateways), tokens=16, prompt_words=100, first=500)
     async with run.load() as load:
-        asked = run.asks(Kind.PLAIN, count=4 * (1 + len(adapters)), tokens=16, prompt_words=100, first=500)
-        load.send(run.fresh(spread(asked, adapters)))
-        await run.judge(await load.gathered())
+        load.send(run.fresh([replace(ask, adapter=name) for name in names for ask in asked]))
+        answers = await load.gathered()
+    await run.judge(answers)
+    outputs = {
+        name: tuple(answer.choices[0].text for answer in answers if answer.ask.adapter == name and answer.choices)
+        for name in names
+    }
+    run.expect(len(set(outputs.values())) == len(names), f"adapters have equal outputs: {outputs}")
 
 
 @scenario(67, shape=UPDATING)
