@@ -3,28 +3,32 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tandem_testing.chaos import __main__ as command
 from tandem_testing.chaos.catalogue import PROMISES, promise
 from tandem_testing.chaos.compare import Damage, compare_answers, compare_sequences
 from tandem_testing.chaos.families.crashes import a_decode_worker_dies
+from tandem_testing.chaos.fleet import Fleet, Shape
 from tandem_testing.chaos.knobs import KnobFile, KnobReader
 from tandem_testing.chaos.machine import COMPUTING_S, Slowness, Worst, beside, worse
 from tandem_testing.chaos.names import NameService, why_not
+from tandem_testing.chaos.parts import Gateway, Part
 from tandem_testing.chaos.report import stall_table, summary_line, totals
 from tandem_testing.chaos.runner import Outcome
-from tandem_testing.chaos.scenario import Result
+from tandem_testing.chaos.scenario import Reference, Result, Run, Scale
 from tandem_testing.chaos.streams import Answer, ChoiceText, Kind, asks
 from tandem_testing.chaos.suite import scenarios
-from tandem_testing.redis_server import REDIS_SERVER
+from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.system import python_path
 from tandem_testing.waiting import until, wait_for
 
@@ -68,6 +72,13 @@ def test_a_stream_that_broke_off_is_failed_and_its_beginning_still_counts():
 def test_two_finish_reasons_or_broken_logprobs_are_wrong():
     assert compare_answers(answer("abc"), answer("abc", finishes=("length", "length"))) == Damage(wrong=1)
     assert compare_answers(answer("abc"), answer("abc", shift=0.01)) == Damage(wrong=3)
+
+
+def test_an_ask_of_an_adapter_is_compared_with_that_adapter():
+    ask = replace(answer("a").ask, adapter="sql", salt="one")
+    assert ask.body("base")["model"] == "sql"
+    assert ask.unsalted == replace(answer("a").ask, adapter="sql") != answer("a").ask.unsalted
+    assert answer("a").ask.body("base")["model"] == "base"
 
 
 def test_a_missing_choice_is_missing_tokens():
@@ -158,10 +169,36 @@ def is_running(pid: int) -> bool:
     return False
 
 
+async def test_attempts_that_finish_between_reads_are_not_lost(tmp_path):
+    readings = count(10)
+
+    def metrics(_: httpx.Request) -> httpx.Response:
+        numbers = {"finished": next(readings), "stopped": 3, "worker_lost": 2}
+        lines = [f'tandem_gateway_attempts_total{{outcome="{name}"}} {value}' for name, value in numbers.items()]
+        return httpx.Response(200, text="\n".join(lines))
+
+    gateways = [
+        Gateway(part=Part(name=name, argv=[], log=tmp_path / name), url=f"http://{name}") for name in ("one", "other")
+    ]
+    redis, http = RedisServer(port=0), httpx.AsyncClient(transport=httpx.MockTransport(metrics))
+    async with http:
+        fleet = Fleet(folder=tmp_path, shape=Shape(), redis=redis, gateways=gateways, http=http)
+        slowness = Slowness(cores=1, workers=1, contention=1.0)
+        run = Run(
+            fleet=fleet,
+            reference=Reference(fleet=fleet),
+            scale=Scale(),
+            slowness=slowness,
+            salt="",
+            random=random.Random(0),
+        )
+        assert [await run.lost_attempts() for _ in range(3)] == [4, 4, 4]
+
+
 def test_every_promise_of_the_table_has_a_test():
     available = scenarios()
     assert set(available) == {line.number for line in PROMISES}
-    assert set(available) >= {*range(37), *range(47, 53), 54, *range(56, 67)}
+    assert set(available) >= {*range(37), *range(47, 53), 54, *range(56, 68)}
     assert {1, 2, 6, 9, 16, 27} <= {number for number, each in available.items() if each.quick}
     assert a_decode_worker_dies.promise == promise(1)
 

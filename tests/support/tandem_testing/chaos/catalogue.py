@@ -78,6 +78,7 @@ PROMISES: tuple[Promise, ...] = (
     _line(64, "every field of the registry overwritten", "no request fails, no process ends; mended in seconds", 1.0),
     _line(65, "a second deployment takes the cluster name", "neither deployment notices the other", 1.0),
     _line(66, "peers are reached in one direction only", "as 22; no process ends", 10.0),
+    _line(67, "workers with adapters die", "as 1 and 6, with the right adapter; what was loaded is loaded again", 3.0),
 )
 
 

@@ -252,11 +252,14 @@ class Fleet:
 
     async def metric(self, url: str, name: str) -> float:
         """Sum of a metric's series; 0 while the process does not answer."""
+        return metric_sum(await self.metrics(url), name)
+
+    async def metrics(self, url: str) -> str:
+        """All metrics of a process at one moment; none while it does not answer."""
         try:
-            text = (await self.http.get(f"{url}/metrics")).text
+            return (await self.http.get(f"{url}/metrics")).text
         except httpx.TransportError:
-            return 0.0
-        return metric_sum(text, name)
+            return ""
 
     async def gateway_metric(self, name: str) -> float:
         return sum([await self.metric(gateway.url, name) for gateway in self.gateways])

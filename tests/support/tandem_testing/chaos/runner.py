@@ -30,7 +30,7 @@ from tandem_testing.chaos.fleet import START_TIMEOUT_S, Fleet, Shape
 from tandem_testing.chaos.scenario import READY_TIMEOUT_S, Reference, Result, Run, Scale, Scenario
 from tandem_testing.tcp_proxy import CALM
 
-REFERENCE = Shape(prefill=0, decode=0, both=1, gateways=1)
+REFERENCE = Shape(prefill=0, decode=0, both=1, gateways=1, engine_flags=("--allow-runtime-lora-updating",))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

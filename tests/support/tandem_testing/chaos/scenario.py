@@ -24,6 +24,7 @@ from tandem_testing.chaos.fleet import Fleet, Shape
 from tandem_testing.chaos.machine import Slowness, Worst
 from tandem_testing.chaos.parts import Worker
 from tandem_testing.chaos.streams import Answer, Ask, Kind, Load, asks
+from tandem_testing.metric_text import metric_sum
 from tandem_testing.waiting import until
 
 PATIENCE_S = 120.0
@@ -242,11 +243,8 @@ class Run:
 
     async def lost_attempts(self) -> float:
         """Attempts so far that neither ended by themselves nor were stopped by their client."""
-        ended = [
-            await self.fleet.gateway_metric(f'tandem_gateway_attempts_total{{outcome="{outcome}"}}')
-            for outcome in ("finished", "stopped")
-        ]
-        return await self.fleet.gateway_metric("tandem_gateway_attempts_total") - sum(ended)
+        # One reading of each gateway: attempts that finish between two readings are not lost.
+        return sum([_lost_attempts(await self.fleet.metrics(gateway.url)) for gateway in self.fleet.gateways])
 
     async def settled(self, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
         """Wait until every engine is idle and empty its cache: every page must be free then."""
@@ -255,6 +253,12 @@ class Run:
             self.damage += Damage(leaked=leaked)
             self.expect(leaked == 0, f"{worker.id} leaked {leaked} pages")
             self.expect(not problems, f"{worker.id}: {problems}")
+
+
+def _lost_attempts(metrics: str) -> float:
+    name = "tandem_gateway_attempts_total"
+    ended = [metric_sum(metrics, f'{name}{{outcome="{outcome}"}}') for outcome in ("finished", "stopped")]
+    return metric_sum(metrics, name) - sum(ended)
 
 
 async def _leaked_pages(fleet: Fleet, worker: Worker, timeout_s: float) -> tuple[int, list[str]]:

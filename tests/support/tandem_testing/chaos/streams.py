@@ -7,7 +7,7 @@ records every token and every silence.
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 from typing import Any
@@ -86,14 +86,16 @@ class Ask:
     prompt: str
     max_tokens: int
     salt: str = ""
+    adapter: str = ""
+    """The model alone without."""
 
     @property
     def unsalted(self) -> "Ask":
-        return Ask(kind=self.kind, prompt=self.prompt, max_tokens=self.max_tokens)
+        return replace(self, salt="")
 
     def body(self, model: str) -> dict[str, Any]:
         return {
-            "model": model,
+            "model": self.adapter or model,
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,
             "stream": True,

@@ -3,6 +3,7 @@
 from types import ModuleType
 
 from tandem_testing.chaos.families import (
+    adapters,
     addresses,
     clients,
     crashes,
@@ -34,6 +35,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     steps,
     drains,
     identities,
+    adapters,
     endurance,
 )
 

@@ -14,7 +14,6 @@ from tandem_testing.chaos.streams import Answer, Ask, Kind
 
 EVERY_S = 10.0
 CLIENTS = 8
-SEED = 56
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,7 +102,7 @@ class Havoc:
 
 @scenario(56, timeout_s=2 * 3600.0)
 async def random_faults(run: Run) -> None:
-    havoc = Havoc(run=run, random=random.Random(SEED))
+    havoc = Havoc(run=run, random=run.random)
     ends = run.now() + run.scale.random_faults_s
     answers: list[Answer] = []
 

@@ -133,6 +133,8 @@ async def until_given_up(run: Run, victim: Worker, what: str, weather: Weather) 
 
     async def fault(load: Load) -> None:
         lost, began = await run.lost_attempts(), run.now()
+        # A prefill worker has the request until its push: without a pause the decode worker would be soon enough.
+        victim.knobs.turn(hold_push_s=SILENT_S)
         line.weather = weather
         try:
             while run.now() - began < SILENT_S or (
@@ -141,6 +143,7 @@ async def until_given_up(run: Run, victim: Worker, what: str, weather: Weather) 
                 await wave(run, load)
         finally:
             load.send(endless(run))
+            victim.knobs.turn()
             line.weather = CALM
         run.expect(await run.lost_attempts() > lost, f"{what}: no request was on it")
 
