@@ -148,22 +148,28 @@ class KvMemory:
             self._aim(kv, self.anchors, tokens=len(token_ids), known=match.known * self.page_size)
         return kv
 
-    def load_back(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
+    def load_back(self, kv: RequestKv, token_ids: Sequence[int], *, with_state: bool = True) -> None:
         """`kv` of `token_ids` is admitted and has its pages: copy there what host memory has of its prefix.
 
         Those pages enter the tree at once. They are filled before any forward that is launched later reads
-        them; others wait (`readable`).
+        them; others wait (`readable`). Without `with_state` it gets its state otherwise (`expect_state`).
         """
         slower, kv.slower = kv.slower, None
         if slower is None:
             return
         first = len(kv.pages) - len(kv.private_pages)
-        kv.loaded = slower.load(kv.pages[first : first + slower.num_pages])
-        if slower.num_pages:
+        row = kv.row if with_state and slower.has_state else None
+        kv.loaded = slower.load(kv.pages[first : first + slower.num_pages], row)
+        if slower.num_pages or row is not None:
             kv.copy = self.copies.launched
+        if slower.num_pages:
             self.commit(kv, kv.committed_len + slower.num_pages * self.page_size)
             self.mark_brought(kv, kv.committed_len)
             self.checkpoint(kv, token_ids)
+        if row is not None:
+            # Its first step copies the state to an anchor: the next request finds it on the device.
+            later = [length for length in kv.anchor_lens if length > kv.committed_len]
+            kv.anchor_lens = [kv.committed_len, *later]
 
     def readable(self, kv: RequestKv) -> bool:
         """Whether its committed tokens are in their pages for a reader outside the executor's order, too
@@ -311,10 +317,13 @@ class KvMemory:
         No step is in flight, so its row is free.
         """
         space = kv.space
+        settled = kv.committed_len
         self.distrust(kv)
-        self.release(kv, token_ids[: kv.committed_len], checkpoint=True, after_step=None)
-        begun = self.begin(token_ids, space=space, max_match=max_match)
+        self.release(kv, token_ids[:settled], checkpoint=True, after_step=None)
+        # The device has those pages, so at most a state comes from host memory: nothing that needs a page.
+        begun = self.begin(token_ids, space=space, max_match=min(max_match, settled))
         assert begun is not None, "a row that was given back is gone"
+        self.load_back(begun, token_ids)
         return begun
 
     def distrust(self, kv: RequestKv) -> None:
@@ -428,7 +437,7 @@ class KvMemory:
     def _aim(self, kv: RequestKv, anchors: StateAnchors, *, tokens: int, known: int) -> None:
         """Continue from the anchor that was found, and copy the state where others may continue: before the last token
         of `tokens`, and where these leave what is cached, which is `known` tokens."""
-        if kv.pages:
+        if kv.pages and not (kv.slower is not None and kv.slower.has_state):
             kv.continues_from = kv.pages[-1]
             anchors.pin(kv.continues_from)
         aims = {anchors.at_most(known), anchors.at_most(tokens - 1)}
