@@ -118,9 +118,7 @@ class Verification:
         """Why only models whose layers keep no states take `path`; None where all do, or there are none."""
         if self.model.model_config.delta is None:
             return None
-        if path.fetched:
-            return "its layers keep states, which no prefix fetch brings"
-        if (path.disaggregated or path.drained) and path.tp_size != path.receiver_tp_size:
+        if (path.disaggregated or path.drained or path.fetched) and path.tp_size != path.receiver_tp_size:
             return "its layers keep states, which only equal numbers of ranks exchange"
         return None
 

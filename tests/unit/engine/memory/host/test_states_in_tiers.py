@@ -8,8 +8,9 @@ from tandem_engine.memory.audit import check_conservation
 from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.host.pages import DIGEST_BYTES, HostPool
 from tandem_engine.memory.host.storage import HostStorage
-from tandem_engine.memory.kv_memory import KvMemory, StateMoves
+from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.page_copies import CopyKind, CopyQueue
+from tandem_engine.memory.request_anchors import StateMoves
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.memory.state_anchors import StateAnchors
 from tandem_engine.messages.kv_events import BASE_SPACE, Tier
