@@ -83,6 +83,7 @@ LATENT = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+    "head_dim": 64,
     "first_k_dense_replace": 2,
 }
 PER_HEAD = {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 192}
@@ -164,7 +165,7 @@ def windows(bench: Bench) -> dict[str, Ratio]:
     """By memory alone: nothing is computed. Host memory needs pages of all layers, so swap space merges the groups."""
     kinds = [*["sliding_attention"] * 5, "full_attention"]
     model = bench.model("Gemma3TextConfig", num_hidden_layers=6, sliding_window=1024, layer_types=kinds)
-    pool = CacheConfig(kv_cache_bytes=512 << 20)
+    pool = CacheConfig(kv_cache_bytes=256 << 20)
     merged = replace(pool, host=HostConfig(swap_bytes=1 << 20))
     counts = []
     for cache in (pool, merged):
