@@ -4,13 +4,14 @@ For engines that compute and copy in the scheduler's thread: elsewhere a queued 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from tandem_engine.engine import Engine
+from tandem_engine.memory.kv_memory import KvMemory
 
 POISON = 0xFF
 
@@ -27,14 +28,24 @@ def poisoned_states(*engines: Engine) -> Iterator[None]:
 @contextmanager
 def poisoned_memory(*engines: Engine) -> Iterator[None]:
     """As `poisoned_states`, and the same of pages and anchors on the device and of pages in host memory."""
-    with poisoned_states(*engines), pytest.MonkeyPatch.context() as patch:
+    with ExitStack() as stack:
         for engine in engines:
-            memory = engine.memory
-            _poison(patch, memory.allocator, "alloc", engine._parts.pool.bytes_view())
-            if memory.anchors is not None:
-                _poison(patch, memory.anchors, "take", _states_of(engine))
-            if memory.host is not None:
-                _poison(patch, memory.host.tier.pages, "_take", memory.host.pool.bytes_view())
+            stack.enter_context(
+                poisoned(engine.memory, pages=engine._parts.pool.bytes_view(), states=_states_of(engine))
+            )
+        yield
+
+
+@contextmanager
+def poisoned(memory: KvMemory, *, pages: Tensor, states: Tensor) -> Iterator[None]:
+    """Whatever `memory` gives out of `pages`, `states` and its host memory is filled first."""
+    with pytest.MonkeyPatch.context() as patch:
+        _poison(patch, memory.rows, "alloc", states)
+        _poison(patch, memory.allocator, "alloc", pages)
+        if memory.anchors is not None:
+            _poison(patch, memory.anchors, "take", states)
+        if memory.host is not None:
+            _poison(patch, memory.host.tier.pages, "_take", memory.host.pool.bytes_view())
         yield
 
 
@@ -48,10 +59,10 @@ def _poison(patch: pytest.MonkeyPatch, owner: object, name: str, memory: Tensor)
     """Have method `name` of `owner` fill what it gives of `memory`."""
     take: Callable[..., int | Sequence[int] | None] = getattr(owner, name)
 
-    def poisoned(*args: Any) -> int | Sequence[int] | None:
+    def filled(*args: Any) -> int | Sequence[int] | None:
         taken = take(*args)
         for each in () if taken is None else [taken] if isinstance(taken, int) else taken:
             memory[each].fill_(POISON)
         return taken
 
-    patch.setattr(owner, name, poisoned)
+    patch.setattr(owner, name, filled)

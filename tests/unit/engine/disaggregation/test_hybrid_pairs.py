@@ -14,10 +14,9 @@ from tandem_testing.fake_executors import LateExecutor
 from tandem_testing.fake_transport import Fate
 from tandem_testing.scheduler_builders import make_engine, make_message
 
-LENGTHS = (63, 64, 65, 129, 150)
-PAGES = 120
+LENGTHS = (64, 65, 129)
 WITHIN_S = 1.0
-HYBRID = {"anchors": 4, "usable_pages": PAGES, "context_length": 400}
+HYBRID = {"anchors": 4, "usable_pages": 120, "context_length": 400}
 
 
 def prompt_of(tokens: int) -> tuple[int, ...]:
@@ -129,22 +128,22 @@ def test_a_prefix_that_is_not_there_gives_its_slot_back():
     assert not pair.prefill.engine.memory.landings
 
 
-def test_a_slot_that_a_step_may_still_write_is_no_peers():
-    """The only slot is that of an anchor which a launched step begins with."""
-    pair = hybrid_pair(anchors=1, prefill={"executor": LateExecutor, "enable_overlap": True})
+def test_the_other_engine_is_asked_after_steps_that_had_the_slot():  # [page-fence]
+    pair = hybrid_pair(prefill={"executor": LateExecutor, "enable_overlap": True})
     serve_there(pair, 150)
-    engine = pair.prefill.engine
-    local = (*range(1, 40), *prompt_of(60))
-    engine.add(make_message("local", local, max_tokens=4))
-    engine.run()
-    engine.add(make_message("running", local, max_tokens=30))
-    engine.step(2)
+    engine, fetcher = pair.prefill.engine, pair.prefill.stage.prefixes.fetcher
+    engine.add(make_message("running", prompt_of(20), max_tokens=60))
+    engine.step(4)
     asked = PrefixFetch(peer=pair.decode.peer, tokens=150, within_s=WITHIN_S)
     engine.add(make_message("here", prompt_of(150), fetch=asked, max_tokens=4))
+    [fetching] = fetcher._fetches.values()
+    assert fetching.touched is not None
+    assert not engine.memory.untouched(fetching.touched)
+    assert not pair.network.in_flight()
     pair.run()
     engine.assert_expected()
     pair.assert_clean()
-    assert pair.prefill.stage.prefixes.counters.fetched == 1
+    assert fetcher.counters.fetched == 1
 
 
 def test_a_prefix_is_fetched_from_host_memory_with_its_state():
