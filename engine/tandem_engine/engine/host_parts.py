@@ -19,7 +19,7 @@ def make_host_pool(pools: GroupPools, config: CacheConfig, platform: Platform) -
     """Pages of host memory for the cache and for swapping; None without either.
 
     Raises:
-        ConfigError: what is for swapping holds not one request.
+        ConfigError: what is for swapping holds not one request, or the cache not one state.
     """
     if not config.host.enabled:
         return None
@@ -30,6 +30,11 @@ def make_host_pool(pools: GroupPools, config: CacheConfig, platform: Platform) -
         raise ConfigError(
             f"--swap-space {config.host.swap_bytes / (1 << 30):g} holds not one request: a state and one KV page "
             f"take {(state + 1) * pool.page_bytes} bytes: raise it"
+        )
+    if cached and cached < state + bool(state):
+        raise ConfigError(
+            f"the hierarchical cache holds not one state: it and one KV page take {(state + 1) * pool.page_bytes} bytes "
+            f"of {cached * pool.page_bytes}: raise --hicache-size or --hicache-ratio"
         )
     return platform.host_pool(num_pages=cached + swapped, page_bytes=pool.page_bytes)
 
