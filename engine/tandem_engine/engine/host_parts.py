@@ -33,8 +33,8 @@ def make_host_pool(pools: GroupPools, config: CacheConfig, platform: Platform) -
         )
     if cached and cached < state + bool(state):
         raise ConfigError(
-            f"the hierarchical cache holds not one state: it and one KV page take {(state + 1) * pool.page_bytes} bytes "
-            f"of {cached * pool.page_bytes}: raise --hicache-size or --hicache-ratio"
+            f"the hierarchical cache has {cached * pool.page_bytes} bytes and holds not one state: it and one KV page "
+            f"take {(state + 1) * pool.page_bytes}: raise --hicache-size or --hicache-ratio"
         )
     return platform.host_pool(num_pages=cached + swapped, page_bytes=pool.page_bytes)
 

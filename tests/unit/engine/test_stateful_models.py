@@ -266,7 +266,7 @@ def request(rid: str, tokens: Sequence[int], *, max_tokens: int = 2) -> Generate
 
 
 def test_a_hierarchical_cache_without_room_for_a_state_is_refused(hybrid):
-    with pytest.raises(ConfigError, match="holds not one state: it and one KV page take .* raise --hicache-size"):
+    with pytest.raises(ConfigError, match="the hierarchical cache has .* holds not one state: .* raise --hicache-size"):
         engine(hybrid, num_pages=40, host=HostConfig(enable_cache=True, size_bytes=12_000))
 
 
