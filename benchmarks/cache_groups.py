@@ -42,6 +42,7 @@ from tandem_engine.engine.loaded_model import LoadedModel, kv_geometry, load
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.kv_events import BASE_SPACE
+from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 
@@ -131,7 +132,8 @@ class Bench:
             dtype="float32",
             load_format=LoadFormat.DUMMY,
             disagg=DisaggConfig(transport="none"),
-            scheduler=SchedulerConfig(context_length=2 * self.tokens, max_running_requests=64, enable_overlap=False),
+            context_length=2 * self.tokens,
+            scheduler=SchedulerConfig(max_running_requests=64, enable_overlap=False),
         )
         return load(options, progress=False)
 
@@ -156,9 +158,14 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 
 def seconds(engine: Engine, *requests: GenerateRequest) -> float:
+    """That `requests` take together. Raises `RuntimeError` where one fails."""
     began = time.perf_counter()
-    engine.generate([*requests])
-    return time.perf_counter() - began
+    answers = engine.generate([*requests])
+    taken = time.perf_counter() - began
+    for answer in answers:
+        if answer.finish is None or answer.finish.reason is not FinishReason.LENGTH:
+            raise RuntimeError(f"{answer.rid}: {answer.finish}")
+    return taken
 
 
 def windows(bench: Bench) -> dict[str, Ratio]:
@@ -210,10 +217,8 @@ def turns(bench: Bench) -> dict[str, Ratio]:
     with bench.engine(model, pages=4 * bench.tokens * (bench.rounds + 1) // 16) as engine:
         for number in range(bench.rounds + 1):
             opening = prompt(9 * number, bench.tokens)
-            began = time.perf_counter()
-            [answer] = engine.generate([request(f"turn 1, {number}", opening, outputs=1)])
-            first = time.perf_counter() - began
-            later = [*opening, *answer.token_ids, *prompt(9 * number + 1, question)]
+            first = seconds(engine, request(f"turn 1, {number}", opening, outputs=1))
+            later = [*opening, *prompt(9 * number + 1, question)]
             times = {"turn_2": seconds(engine, request(f"turn 2, {number}", later, outputs=1))}
             for index in (2, 3):
                 asked = [*opening[:text], *prompt(9 * number + index, bench.tokens - text)]
