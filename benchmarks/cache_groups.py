@@ -85,7 +85,7 @@ LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "head_dim": 64,
-    "first_k_dense_replace": 2,
+    "first_k_dense_replace": 1,
 }
 PER_HEAD = {"num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 192}
 """What latents stand for: keys of 192 and values of 128 numbers per head, the values filled up."""
