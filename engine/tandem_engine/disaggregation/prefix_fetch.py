@@ -250,9 +250,9 @@ class PrefixFetcher:
     # 1. receiving
 
     def _whole_pages(self, req: Request, wanted: PrefixFetch) -> tuple[int, ...]:
-        return tuple(req.token_ids(0, self._lendable(min(wanted.tokens, req.longest_match))))
+        return tuple(req.token_ids(0, self._fetchable(min(wanted.tokens, req.longest_match))))
 
-    def _lendable(self, tokens: int) -> int:
+    def _fetchable(self, tokens: int) -> int:
         """The most tokens among so many after which a prefix can end: whole pages, where a state may be."""
         memory = self.host.memory
         return (
@@ -267,7 +267,7 @@ class PrefixFetcher:
         # Locking what was evictable has made it less.
         spare = self.host.spare_pages() - self.host.kept_back(req).pages
         memory = self.host.memory
-        whole = self._lendable(min(len(tokens), here.tokens + max(0, spare) * memory.page_size))
+        whole = self._fetchable(min(len(tokens), here.tokens + max(0, spare) * memory.page_size))
         missing = whole // memory.page_size - len(here.pages)
         pages = memory.reserve_pages(missing, Writer.PEER) if missing > 0 else None
         landing = memory.reserve_state() if memory.stateful and pages is not None else None
@@ -380,7 +380,7 @@ class PrefixFetcher:
     def _problem_with_state(self, fetch: Fetch, record: PrefixRecord) -> str | None:
         problem = problem_with_groups(record, states=len(fetch.hold.states) if record.pages else 0)
         stop = fetch.here.tokens + record.pages * self.host.memory.page_size
-        if problem is None and self._lendable(stop) != stop:
+        if problem is None and self._fetchable(stop) != stop:
             problem = f"{stop} tokens, after which no state can be"
         return problem
 
