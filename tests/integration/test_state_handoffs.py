@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem_engine.base.names import RequestId
-from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from tandem_engine.config import CacheConfig, EngineConfig, HostConfig, SchedulerConfig, WritePolicy
 from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.disaggregation.transport import DigestOrder
 from tandem_engine.engine import Engine
@@ -20,7 +20,7 @@ from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSid
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_lab.verify.engine_pairs import MAX_TURNS, Pair
 from tandem_lab.verify.engines import Alone, platform_of_device
-from tandem_testing.poisoned_states import poisoned_states
+from tandem_testing.poisoned_states import poisoned_memory, poisoned_states
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
 LEASE_S = 120.0
@@ -164,14 +164,78 @@ class Torn:
         return getattr(self._transport, name)
 
 
-def test_prefixes_are_not_fetched_where_layers_keep_states(pair, model):
-    tokens = [*range(50, 180)]
-    pair.generate([request("there", tokens)], 0)
-    skipped = pair.decode.stats().prefix_fetch.skipped_total
+def fetched(pair: Pair, rid: str, tokens: Sequence[int]) -> Generation:
+    """From the other engine, on the decode engine."""
     fetch = PrefixFetch(peer=pair.prefill.me, tokens=len(tokens), within_s=LEASE_S)
-    pair.generations.expect("here", resumed=0)
-    pair.decode.add(request("here", tokens[:90], fetch=fetch))
-    turn_until(lambda: pair.decode.scheduler.idle, pair.decode)
-    stats = pair.decode.stats().prefix_fetch
-    assert (stats.asked_total, stats.skipped_total) == (0, skipped + 1)
-    assert pair.generations.take_all(["here"])[0].token_ids == alone(model, request("here", tokens[:90])).token_ids
+    pair.generations.expect(rid, resumed=0)
+    pair.decode.add(request(rid, tokens, fetch=fetch))
+    turn_until(lambda: pair.decode.scheduler.idle, pair.decode, pair.prefill)
+    assert pair.decode.audit().problems == pair.prefill.audit().problems == ()
+    return pair.generations.take_all([rid])[0]
+
+
+def serve_on_prefill(pair: Pair, rid: str, tokens: Sequence[int]) -> None:
+    pair.generations.expect(rid, resumed=0)
+    pair.prefill.add(request(rid, tokens))
+    turn_until(lambda: pair.prefill.scheduler.idle, pair.prefill)
+    pair.generations.take_all([rid])
+
+
+@pytest.mark.parametrize("tokens", [64, 65, 129, 180])
+def test_a_prefix_is_fetched_with_the_state_at_its_end(pair, model, tokens):
+    prompt = [(7 * n + tokens) % 200 for n in range(tokens)]
+    serve_on_prefill(pair, f"there {tokens}", prompt)
+    before = pair.decode.stats().prefix_fetch.fetched_total
+    found = fetched(pair, f"here {tokens}", prompt)
+    assert found.token_ids == alone(model, request("alone", prompt)).token_ids
+    assert found.cached_tokens == (tokens - 1) // 64 * 64
+    assert pair.decode.stats().prefix_fetch.fetched_total == before + (tokens > 64)
+    again = fetched(pair, f"again {tokens}", prompt)
+    assert (again.token_ids, again.cached_tokens) == (found.token_ids, found.cached_tokens)
+    assert pair.decode.stats().prefix_fetch.fetched_total == before + (tokens > 64)
+
+
+def test_a_prefix_is_fetched_up_to_the_anchor_that_is_there(pair, model):
+    """The other engine knows 150 tokens of the prompt, and can continue after 128."""
+    prompt = [(3 * n + 11) % 200 for n in range(250)]
+    serve_on_prefill(pair, "part", prompt[:150])
+    found = fetched(pair, "whole", prompt)
+    assert found.token_ids == alone(model, request("alone", prompt)).token_ids
+    assert found.cached_tokens == 128
+
+
+def test_a_fetched_state_that_does_not_verify_is_computed(model, monkeypatch):
+    prompt = [(5 * n + 2) % 200 for n in range(150)]
+    with pair_of(model) as pair:
+        serve_on_prefill(pair, "there", prompt)
+        fetcher, states = stage_of(pair.decode).prefixes.fetcher, pair.decode._parts.pools.states
+        assert states is not None
+        digest = fetcher.transport.digest
+
+        def torn(order: DigestOrder) -> None:
+            states.bytes_view()[order.states[0], 0] ^= 1
+            digest(order)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fetcher, "transport", Torn(fetcher.transport, torn))
+            found = fetched(pair, "here", prompt)
+        turn_until(lambda: pair.decode.idle and pair.prefill.idle, pair.prefill, pair.decode)
+        assert found.token_ids == alone(model, request("alone", prompt)).token_ids
+        assert (found.cached_tokens, pair.decode.stats().prefix_fetch.failed_total) == (0, 1)
+        assert [*pair.decode.memory.landings] == []
+        assert pair.decode.audit().problems == ()
+
+
+def test_a_prefix_is_fetched_from_host_memory_with_its_state(model):
+    """The other engine has it there alone: pages and state go to its device first."""
+    maker = Alone(model=model, platform=platform_of_device)
+    prompt, other = [(9 * n) % 200 for n in range(150)], [*range(150)]
+    config = config_of(model)
+    host = HostConfig(enable_cache=True, write_policy=WritePolicy.WRITE_BACK, size_bytes=4 << 20)
+    short = replace(config, cache=CacheConfig(num_pages=16, host=host))
+    with Pair.build(maker, maker, short) as pair, poisoned_memory(pair.prefill, pair.decode):
+        for rid, tokens in (("there", prompt), ("other", other)):
+            serve_on_prefill(pair, rid, tokens)
+        found = fetched(pair, "here", prompt)
+        assert (found.cached_tokens, pair.decode.stats().prefix_fetch.fetched_total) == (128, 1)
+    assert found.token_ids == alone(model, request("alone", prompt)).token_ids

@@ -76,7 +76,8 @@ class TransferHold:
     written: int = 0
     """Pages that hold their final bytes, as far as the writer has reported."""
     row: ReqPoolIdx | None = None
-    """Whose state the writer may write, too. Like the pages, it is the hold's own once the request has given it up."""
+    """Whose state the writer may write, too. Like the pages, it is the hold's own once the request has given it up.
+    Of a prefix it is the slot of an anchor."""
 
     @property
     def states(self) -> tuple[PageId, ...]:
@@ -149,6 +150,8 @@ class HoldTable:
         hold.written = min(hold.written, keep)
         if not hold.pages:
             del self._holds[key]
+            if hold.row is not None:
+                self.give_back_row(hold.row)
         self.give_back(rest)
 
     def commit(self, key: RoomKey) -> None:

@@ -32,7 +32,7 @@ from tandem_engine.disaggregation.outgoing_transfer import SendRoom
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import HandoffSide, Peer, about_attempt
-from tandem_engine.messages.transfer import STATES, GroupDigests, HandoffRecord, TransferAborted
+from tandem_engine.messages.transfer import STATES, GroupDigests, HandoffRecord, PrefixRecord, TransferAborted
 from tandem_engine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def record_of(room: SendRoom, grant: Grant, *, sender: Peer, ranks: int, exposed
     )
 
 
-def digests_of(record: HandoffRecord) -> tuple[int, ...]:
+def digests_of(record: HandoffRecord | PrefixRecord) -> tuple[int, ...]:
     """Of its pages, then of the state where there is one: in the order of a `DigestOrder`."""
     if record.groups is UNSET:
         return record.digests
@@ -127,11 +127,16 @@ def problem_with(
         )
     if len(record.digests) != granted:
         return f"{len(record.digests)} digests for {granted} pages"
+    return problem_with_groups(record, states=int(stateful)) or _problem_with_output(record, req, vocab_size)
+
+
+def problem_with_groups(record: HandoffRecord | PrefixRecord, *, states: int) -> str | None:
+    """Why `record` does not prove so many states; None if it does."""
     groups = () if record.groups is UNSET else record.groups
     found = [(each.group, len(each.digests)) for each in groups]
-    if found != ([(STATES, 1)] if stateful else []):
-        return f"digests of further groups, as (group, number): {found}; {int(stateful)} states were granted"
-    return _problem_with_output(record, req, vocab_size)
+    if found != [(STATES, 1)] * states:
+        return f"digests of further groups, as (group, number): {found}; {states} states were granted"
+    return None
 
 
 def _problem_with_output(record: HandoffRecord, req: Request, vocab_size: int) -> str | None:

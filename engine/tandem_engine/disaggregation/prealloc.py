@@ -121,7 +121,7 @@ class PreallocQueue:
         if not memory.ensure(kv, len(tokens), Writer.PEER):
             memory.release(kv, tokens, checkpoint=False, after_step=None)
             return None
-        memory.load_back(kv, tokens)
+        memory.load_back(kv, tokens, with_state=False)
         return kv
 
 

@@ -20,7 +20,9 @@ next turn of its conversation.
     3. cached      the prefix cache has the pages, for the waiting requests as for any other
 
 Requests wait outside the queue (`scheduler.ingress`), for the time that the gateway considered worth while and at most
-`prefix_fetch_timeout`. A fetch without waiting requests is given up. If it ends early, its pages go to its hold, as in
+`prefix_fetch_timeout`. Where layers keep states, a prefix ends at an anchor of the writer, and its state lands in a
+slot that becomes an anchor here. Steps and copies that were launched may still touch the slot: the writer is asked
+once they are over. A fetch without waiting requests is given up. If it ends early, its pages go to its hold, as in
 a handoff (`holds`): only the writer's ack or its fencing releases them [late-write]. A failed fetch is not an error of
 a request.
 """
@@ -31,11 +33,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Self
 
-from tandem_engine.base.names import PageId
+from msgspec import UNSET
+
+from tandem_engine.base.names import PageId, ReqPoolIdx
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.base import PrefixCounters, RoomKey, StageHost, room_key
 from tandem_engine.disaggregation.holds import HoldTable, TransferHold
-from tandem_engine.disaggregation.notifications import ask_for_ack, tell_ended
+from tandem_engine.disaggregation.notifications import ask_for_ack, digests_of, problem_with_groups, tell_ended
 from tandem_engine.disaggregation.peers import PeerEvent, PeerLink
 from tandem_engine.disaggregation.prefill import PrefillStage
 from tandem_engine.disaggregation.prefix_source import PrefixLender
@@ -48,13 +52,16 @@ from tandem_engine.disaggregation.transport import (
     TransportEvent,
 )
 from tandem_engine.memory.allocator import Writer
+from tandem_engine.memory.kv_memory import Touched
 from tandem_engine.memory.pinned_prefix import BorrowedPrefix, fetches_prefixes
 from tandem_engine.messages.kv_events import CacheSpace, pack_tokens
 from tandem_engine.messages.outputs import FetchReport
 from tandem_engine.messages.requests import HandoffSide, Peer, PrefixFetch
 from tandem_engine.messages.transfer import (
+    STATES,
     DrainAck,
     GrantsRenewed,
+    GroupGrant,
     PrefixAsk,
     PrefixRecord,
     StillOpen,
@@ -85,6 +92,8 @@ class Fetch:
     until: float
     """Monotonic time."""
     waiting: list[Request]
+    touched: Touched | None = None
+    """The other engine is asked once this is over. None: it was."""
     record: PrefixRecord | None = None
     done: bool = False
 
@@ -103,6 +112,8 @@ class PrefixFetcher:
     peers: PeerLink
     config: DisaggConfig
     page_bytes: int
+    state_bytes: int
+    """Of the state after a prefix; 0 where no layer keeps one."""
     holds: HoldTable
     """Of fetches alone."""
     counters: PrefixCounters
@@ -132,6 +143,8 @@ class PrefixFetcher:
         for fetch in [*self._fetches.values()]:
             if all(req.finished is not None or req.to_finish is not None for req in fetch.waiting):
                 self._give_up(fetch, "the requests that waited for it have ended")
+            else:
+                self._ask_when_untouched(fetch)
         for hold in self.holds.overdue():
             if hold.state.owns_pages:
                 self.counters.quarantined += ask_for_ack(hold, holds=self.holds, peers=self.peers, of="prefix fetch")
@@ -154,6 +167,10 @@ class PrefixFetcher:
         if not 0 <= record.pages <= granted or len(record.digests) != record.pages:
             self._fail(fetch, f"{record.pages} of {granted} pages with {len(record.digests)} digests")
             return
+        problem = self._problem_with_state(fetch, record)
+        if problem is not None:
+            self._fail(fetch, problem)
+            return
         key, fetch.record = fetch.hold.key, record
         self.holds.shorten(key, record.pages)
         if not record.pages:
@@ -168,6 +185,7 @@ class PrefixFetcher:
                 kind=self.config.kv_digest,
                 tail=0,
                 writers=record.ranks,
+                states=fetch.hold.states,
             )
         )
 
@@ -193,7 +211,7 @@ class PrefixFetcher:
             return False
         if fetch.record is None:
             self.counters.ignored += 1
-        elif event.digests == fetch.record.digests:
+        elif event.digests == digests_of(fetch.record):
             self._commit(fetch)
         else:
             self.counters.digest_mismatches += 1
@@ -232,9 +250,14 @@ class PrefixFetcher:
     # 1. receiving
 
     def _whole_pages(self, req: Request, wanted: PrefixFetch) -> tuple[int, ...]:
-        page_size = self.host.memory.page_size
-        pages = min(wanted.tokens, req.longest_match) // page_size
-        return tuple(req.token_ids(0, pages * page_size))
+        return tuple(req.token_ids(0, self._fetchable(min(wanted.tokens, req.longest_match))))
+
+    def _fetchable(self, tokens: int) -> int:
+        """The most tokens among so many after which a prefix can end: whole pages, where a state may be."""
+        memory = self.host.memory
+        return (
+            tokens // memory.page_size * memory.page_size if memory.anchors is None else memory.anchors.at_most(tokens)
+        )
 
     def _begin(self, req: Request, wanted: PrefixFetch, tokens: tuple[int, ...]) -> Fetch | None:
         if not self._may_ask(wanted.peer) or not fetches_prefixes(self.host.memory):
@@ -243,14 +266,19 @@ class PrefixFetcher:
         here = BorrowedPrefix.of(self.host.memory, tokens, space=req.space, spare_pages=max(0, spare))
         # Locking what was evictable has made it less.
         spare = self.host.spare_pages() - self.host.kept_back(req).pages
-        missing = min(len(tokens) // self.host.memory.page_size - len(here.pages), spare)
-        pages = self.host.memory.reserve_pages(missing, Writer.PEER) if missing > 0 else None
-        if pages is None:
+        memory = self.host.memory
+        whole = self._fetchable(min(len(tokens), here.tokens + max(0, spare) * memory.page_size))
+        missing = whole // memory.page_size - len(here.pages)
+        pages = memory.reserve_pages(missing, Writer.PEER) if missing > 0 else None
+        landing = memory.reserve_state() if memory.stateful and pages is not None else None
+        if pages is None or (memory.stateful and landing is None):
+            memory.give_back(pages or ())
             here.give_back()
             return None
         key = room_key(f"prefix:{self.peers.me.incarnation}:{next(self._serial)}", GENERATION)
         patience = min(wanted.within_s, self.config.prefix_fetch_timeout)
-        hold = self.holds.grant(key, writer=wanted.peer, pages=tuple(pages), valid_s=patience)
+        row = None if landing is None else ReqPoolIdx(landing[0])
+        hold = self.holds.grant(key, writer=wanted.peer, pages=tuple(pages), valid_s=patience, row=row)
         fetch = Fetch(
             hold=hold,
             space=req.space,
@@ -258,20 +286,27 @@ class PrefixFetcher:
             here=here,
             until=hold.deadline,
             waiting=[req],
+            touched=Touched(-1, 0) if landing is None else landing[1],
         )
         self._fetches[key] = fetch
         self.counters.asked += 1
-        if not self._ask(fetch, patience):
-            self._fail(fetch, f"{wanted.peer.incarnation} cannot be reached")
-            return None
-        return fetch
+        self._ask_when_untouched(fetch)
+        return None if fetch.done else fetch
+
+    def _ask_when_untouched(self, fetch: Fetch) -> None:
+        if fetch.touched is None or not self.host.memory.untouched(fetch.touched):
+            return
+        fetch.touched = None
+        if not self._ask(fetch):
+            self._fail(fetch, f"{fetch.hold.writer.incarnation} cannot be reached")
 
     def _may_ask(self, peer: Peer) -> bool:
         me = self.peers.me
         known = peer.compat_hash == me.compat_hash and peer.incarnation != me.incarnation
         return known and len(self._fetches) < MAX_FETCHES
 
-    def _ask(self, fetch: Fetch, patience: float) -> bool:
+    def _ask(self, fetch: Fetch) -> bool:
+        now = self.host.clock.now()
         grant = WriteGrant(
             room=fetch.hold.key.room,
             generation=fetch.hold.key.generation,
@@ -279,10 +314,11 @@ class PrefixFetcher:
             writer=fetch.hold.writer.incarnation,
             first_token=fetch.here.tokens,
             pages=fetch.hold.pages,
-            granted_at=self.host.clock.now(),
-            valid_s=patience,
+            granted_at=now,
+            valid_s=fetch.hold.deadline - now,
             digest=self.config.kv_digest,
             adapter=fetch.space.adapter,
+            groups=(GroupGrant(group=STATES, slots=fetch.hold.states),) if fetch.hold.states else UNSET,
         )
         ask = PrefixAsk(
             grant=grant, tokens=pack_tokens(fetch.tokens), salt=fetch.space.salt, adapter=fetch.space.adapter
@@ -295,10 +331,11 @@ class PrefixFetcher:
     def _commit(self, fetch: Fetch) -> None:
         hold, start = fetch.hold, fetch.here.tokens
         self.holds.commit(hold.key)
-        fetch.here.extend(fetch.tokens[start : start + len(hold.pages) * self.host.memory.page_size], hold.pages)
+        stop = start + len(hold.pages) * self.host.memory.page_size
+        fetch.here.extend(fetch.tokens[start:stop], hold.pages, state=hold.row)
         self.counters.fetched += 1
         self.counters.pages += len(hold.pages)
-        self.counters.bytes += len(hold.pages) * self.page_bytes
+        self.counters.bytes += self._size(len(hold.pages))
         self._close(fetch, pages=len(hold.pages))
 
     def _miss(self, fetch: Fetch) -> None:
@@ -333,8 +370,19 @@ class PrefixFetcher:
         self.counters.wait_s += waited
         for req in fetch.waiting:
             req.fetched = FetchReport(
-                peer=fetch.hold.writer.incarnation, pages=pages, bytes=pages * self.page_bytes, wait_s=waited
+                peer=fetch.hold.writer.incarnation, pages=pages, bytes=self._size(pages), wait_s=waited
             )
+
+    def _size(self, pages: int) -> int:
+        """Bytes of so many pages and of the state after them."""
+        return pages * self.page_bytes + self.state_bytes if pages else 0
+
+    def _problem_with_state(self, fetch: Fetch, record: PrefixRecord) -> str | None:
+        problem = problem_with_groups(record, states=len(fetch.hold.states) if record.pages else 0)
+        stop = fetch.here.tokens + record.pages * self.host.memory.page_size
+        if problem is None and self._fetchable(stop) != stop:
+            problem = f"{stop} tokens, after which no state can be"
+        return problem
 
 
 def _wrote(fetch: Fetch, sender: Peer) -> bool:
@@ -353,13 +401,19 @@ class Prefixes:
     def build(cls, stage: PrefillStage) -> Self:
         """Next to `stage`, which owns all pushes of the engine."""
         host, config, counters = stage.host, stage.config, PrefixCounters()
-        holds = HoldTable(clock=host.clock, give_back=host.memory.give_back, drain_timeout=config.drain_timeout)
+        holds = HoldTable(
+            clock=host.clock,
+            give_back=host.memory.give_back,
+            give_back_row=host.memory.give_back_state,
+            drain_timeout=config.drain_timeout,
+        )
         fetcher = PrefixFetcher(
             host=host,
             transport=stage.transport,
             peers=stage.peers,
             config=config,
             page_bytes=stage.page_bytes,
+            state_bytes=stage.state_bytes,
             holds=holds,
             counters=counters,
         )

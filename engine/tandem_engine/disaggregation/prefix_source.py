@@ -4,7 +4,8 @@
                    └───────────┴────────▶ given up: TransferAborted
 
     1. lent      the longest cached prefix of the tokens is locked, so it is not evicted. A part that is only in host
-                 memory is copied to the device first, and nothing is pushed before that [settled-only-sent]
+                 memory is copied to the device first, and nothing is pushed before that [settled-only-sent]. Where
+                 layers keep states it ends at an anchor, whose state goes, too, from its slot
     2. pushing   as into any grant: no push starts while it is doubtful or expired, and its end ends the transfer
     3. over      the record has the number of pages written, possibly none. Where prompts are computed, the
                  conversation continues at the requester, so of the two copies this one is evicted first (ADR 31).
@@ -19,6 +20,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
 from tandem_engine.config import Role
 from tandem_engine.disaggregation.base import PrefixCounters, RoomKey, StageHost, room_key
 from tandem_engine.disaggregation.grants import ClosedRooms, DrainBook, Grant, PeerClocks, renewed_until
@@ -28,7 +31,14 @@ from tandem_engine.disaggregation.transport import KvTransport, Push, PushDone, 
 from tandem_engine.memory.pinned_prefix import BorrowedPrefix
 from tandem_engine.messages.kv_events import DIGEST_BYTES, CacheSpace, unpack_tokens
 from tandem_engine.messages.requests import HandoffSide, Peer
-from tandem_engine.messages.transfer import GrantsRenewed, PrefixAsk, PrefixRecord, TransferAborted
+from tandem_engine.messages.transfer import (
+    STATES,
+    GrantsRenewed,
+    GroupDigests,
+    PrefixAsk,
+    PrefixRecord,
+    TransferAborted,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +57,8 @@ class Loan:
     outstanding: set[PushKey] = field(default_factory=set)
     digests: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Of each finished push, by its first page."""
+    state_digests: tuple[int, ...] = ()
+    """Of the state after the prefix, where layers keep one."""
     pushed: bool = False
 
     @property
@@ -54,7 +66,7 @@ class Loan:
         return self.grant.receiver
 
     def pushes(self, page_size: int, max_pages: int) -> Iterator[Push]:
-        """All of it, at most `max_pages` at a time."""
+        """All of it, at most `max_pages` at a time, and the state."""
         grant, skipped = self.grant, self.grant.first_token // page_size
         for first in range(0, self.pages, max_pages):
             last = min(first + max_pages, self.pages)
@@ -66,6 +78,23 @@ class Loan:
                 digest=grant.digest,
                 start_before=grant.expires,
             )
+        if grant.state is not None:
+            yield Push(
+                key=PushKey(room=grant.key.room, generation=grant.key.generation, first=0, count=1, group=STATES),
+                peer=grant.receiver.incarnation,
+                source=(self.prefix.state,),
+                target=(grant.state,),
+                digest=grant.digest,
+                start_before=grant.expires,
+            )
+
+    def proved(self, key: PushKey, digests: tuple[int, ...]) -> None:
+        """A push has finished."""
+        self.outstanding.remove(key)
+        if key.group == STATES:
+            self.state_digests = digests
+        else:
+            self.digests[key.first] = digests
 
     def all_digests(self) -> tuple[int, ...]:
         return tuple(digest for first in sorted(self.digests) for digest in self.digests[first])
@@ -129,8 +158,7 @@ class PrefixLender:
         loan = self._loans.get(room_key(event.key.room, event.key.generation))
         if loan is None:
             return
-        loan.outstanding.remove(event.key)
-        loan.digests[event.key.first] = event.digests
+        loan.proved(event.key, event.digests)
         if not loan.outstanding:
             self._over(loan, moved=self.role is not Role.DECODE)
             self._record(loan)
@@ -170,8 +198,6 @@ class PrefixLender:
             self._give_up(loan, "the cache is being emptied")
 
     def _problem_with(self, message: PrefixAsk, grant: Grant) -> str | None:
-        if self.host.memory.stateful:
-            return "its layers keep states, and a prefix is not continued from pages alone"
         if len(self._loans) >= MAX_LOANS:
             return f"{MAX_LOANS} prefixes are being sent already"
         try:
@@ -187,6 +213,7 @@ class PrefixLender:
             page_size=self.host.memory.page_size,
             peer=message.sender.incarnation,
             adapter=message.adapter,
+            stateful=self.host.memory.stateful,
         )
 
     def _lend(self, message: PrefixAsk, grant: Grant) -> Loan:
@@ -194,7 +221,8 @@ class PrefixLender:
         tokens = unpack_tokens(message.tokens)
         # Requests cannot have locked pages, so the prefix is no longer than what they can spare.
         tokens = tokens[: grant.first_token + spare * memory.page_size]
-        prefix = BorrowedPrefix.of(memory, tokens, space=CacheSpace(message.salt, message.adapter), spare_pages=spare)
+        space = CacheSpace(message.salt, message.adapter)
+        prefix = BorrowedPrefix.of(memory, tokens, space=space, spare_pages=spare, with_state=True)
         return Loan(
             grant=grant,
             prefix=prefix,
@@ -221,6 +249,7 @@ class PrefixLender:
                 digests=loan.all_digests(),
                 adapter=loan.grant.adapter,
                 ranks=self.transport.hello().num_ranks,
+                groups=(GroupDigests(group=STATES, digests=loan.state_digests),) if loan.state_digests else UNSET,
             ),
         )
 

@@ -205,12 +205,18 @@ def _pools(
     )
 
 
-def make_memory(pools: GroupPools, config: EngineConfig, copies: CopyQueue, host: HostMemory | None) -> KvMemory:
+def make_anchors(pools: GroupPools, config: CacheConfig) -> StateAnchors | None:
+    """Where cached prefixes can be continued, if layers keep states and there is a cache."""
+    if pools.states is None or not config.enable_prefix_cache:
+        return None
+    return StateAnchors(pools.states.anchor_slots, page_size=pools.first.page_size)
+
+
+def make_memory(
+    pools: GroupPools, config: EngineConfig, copies: CopyQueue, host: HostMemory | None, anchors: StateAnchors | None
+) -> KvMemory:
     """Rows, pages and prefix cache over `pools`."""
-    page_size, windows, states = pools.first.page_size, pools.windows, pools.states
-    limits, anchors = config.scheduler, None
-    if states is not None and config.cache.enable_prefix_cache:
-        anchors = StateAnchors(states.anchor_slots, page_size=page_size)
+    page_size, windows, limits = pools.first.page_size, pools.windows, config.scheduler
     return KvMemory(
         rows=ReqToTokenPool(_rows(limits, pools), _max_pages(limits, page_size)),
         allocator=PageAllocator(pools.page_ids, copies, windows if anchors is None else [*windows, anchors]),
@@ -219,7 +225,7 @@ def make_memory(pools: GroupPools, config: EngineConfig, copies: CopyQueue, host
         copies=copies,
         host=host,
         windows=windows,
-        stateful=states is not None,
+        stateful=pools.states is not None,
         anchors=anchors,
     )
 
@@ -408,7 +414,9 @@ def make_parts(
     joint = JointWork(group=loaded.parallel.forward, failure=loaded.parallel.failure)
     executor = platform.executor(_executor_parts(loaded, config, runner, joint, host_pool, pools.states))
     copies = CopyQueue(submit=executor.copy, least=None if loaded.parallel.size == 1 else agreement.least)
-    memory = make_memory(pools, config, copies, make_host_memory(host_pool, pools, copies, config.cache, geometry))
+    anchors = make_anchors(pools, config.cache)
+    host = make_host_memory(host_pool, pools, copies, config.cache, geometry, anchors)
+    memory = make_memory(pools, config, copies, host, anchors)
     generations = Generations()
     grammars = make_grammars(loaded, config.grammar)
     local_clock, agreed_clock = MonotonicClock(), AgreedClock()

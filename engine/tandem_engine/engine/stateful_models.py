@@ -31,9 +31,7 @@ def unsupported(facts: ModelConfig, config: EngineConfig) -> str | None:
     """What of `config` does not go with layers that keep states; None where all does, or there are none."""
     if not facts.has_states:
         return None
-    host, algorithm = config.cache.host, config.speculative.algorithm
-    if host.enable_cache:
-        return "its layers keep states, which are not kept in host memory yet: leave out --enable-hierarchical-cache"
+    algorithm = config.speculative.algorithm
     if algorithm is not None:
         return (
             f"its layers keep states, which rejected drafts would change: leave out --speculative-algorithm {algorithm}"

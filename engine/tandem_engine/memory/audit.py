@@ -149,8 +149,9 @@ def _window_problems(
 def _anchor_problems(memory: KvMemory, live: Sequence[RequestKv], *, tree: Sequence[PageId]) -> list[str]:
     if memory.anchors is None:
         return []
-    pending = [anchor.slot for kv in live for anchor in kv.pending_anchors]
+    pending = [*memory.landings, *(anchor.slot for kv in live for anchor in kv.pending_anchors)]
     pins = Counter(kv.continues_from for kv in live if kv.continues_from is not None)
+    pins.update(pin.anchor for pin in memory.pins if pin.anchor is not None)
     return memory.anchors.problems(tree=tree, pending=pending, pins=pins)
 
 

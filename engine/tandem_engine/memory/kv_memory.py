@@ -23,25 +23,22 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tandem_engine.base.names import PageId
-from tandem_engine.forward.batch import Snapshot
 from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool, Writer
 from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.page_copies import CopyQueue
 from tandem_engine.memory.prefix_cache import Lock, PrefixCache
-from tandem_engine.memory.request_kv import PendingAnchor, RequestKv
+from tandem_engine.memory.request_anchors import (
+    NO_MOVES,
+    StateMoves,
+    aim,
+    attach_anchors,
+    drop_anchors,
+    moves_of_step,
+)
+from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.memory.state_anchors import StateAnchors
 from tandem_engine.memory.window_pages import WindowPages
 from tandem_engine.messages.kv_events import CacheSpace
-
-
-class StateMoves(NamedTuple):
-    """See `ForwardBatch`."""
-
-    copies: tuple[tuple[int, int], ...] = ()
-    snapshots: tuple[Snapshot, ...] = ()
-
-
-NO_MOVES = StateMoves()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +49,15 @@ class Pin:
     pages: int
     used: tuple[tuple[PageId, ...], ...] = ()
     """Pages that the next turn reads, for each group of layers with a window."""
+    anchor: PageId | None = None
+    """Whose state a peer reads."""
+
+
+class Touched(NamedTuple):
+    """What may still read or write a slot of a state that was given out."""
+
+    step: int
+    copy: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +80,10 @@ class KvMemory:
     pins: list[Pin] = field(default_factory=list)
     last_settled: int = -1
     """Step."""
+    last_launched: int = -1
+    """Step that copies states. Without anchors none does."""
+    landings: set[int] = field(default_factory=set)
+    """Slots of states that peers write."""
 
     def poll(self) -> bool:
         """Once per iteration, before planning: process completed copies, queue backups. True if anything moved."""
@@ -145,25 +155,31 @@ class KvMemory:
             passed=passed,
         )
         if self.anchors is not None:
-            self._aim(kv, self.anchors, tokens=len(token_ids), known=match.known * self.page_size)
+            aim(kv, self.anchors, tokens=len(token_ids), known=match.known * self.page_size)
         return kv
 
-    def load_back(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
+    def load_back(self, kv: RequestKv, token_ids: Sequence[int], *, with_state: bool = True) -> None:
         """`kv` of `token_ids` is admitted and has its pages: copy there what host memory has of its prefix.
 
         Those pages enter the tree at once. They are filled before any forward that is launched later reads
-        them; others wait (`readable`).
+        them; others wait (`readable`). Without `with_state` it gets its state otherwise (`expect_state`).
         """
         slower, kv.slower = kv.slower, None
         if slower is None:
             return
         first = len(kv.pages) - len(kv.private_pages)
-        kv.loaded = slower.load(kv.pages[first : first + slower.num_pages])
-        if slower.num_pages:
+        row = kv.row if with_state and slower.has_state else None
+        kv.loaded = slower.load(kv.pages[first : first + slower.num_pages], row)
+        if slower.num_pages or row is not None:
             kv.copy = self.copies.launched
+        if slower.num_pages:
             self.commit(kv, kv.committed_len + slower.num_pages * self.page_size)
             self.mark_brought(kv, kv.committed_len)
             self.checkpoint(kv, token_ids)
+        if row is not None:
+            # Its first step copies the state to an anchor: the next request finds it on the device.
+            later = [length for length in kv.anchor_lens if length > kv.committed_len]
+            kv.anchor_lens = [kv.committed_len, *later]
 
     def readable(self, kv: RequestKv) -> bool:
         """Whether its committed tokens are in their pages for a reader outside the executor's order, too
@@ -257,7 +273,7 @@ class KvMemory:
         if first < whole:
             self._share(kv, token_ids[kv.cache_protected_len : settled], kv.pages[first:whole], after_step)
         if self.anchors is not None:
-            self._attach_anchors(kv, self.anchors)
+            attach_anchors(kv, self.anchors, settled=self.last_settled)
 
     def state_moves(
         self, step: int, kvs: Sequence[RequestKv], starts: Sequence[int], stops: Sequence[int]
@@ -268,25 +284,42 @@ class KvMemory:
         """
         if self.anchors is None:
             return NO_MOVES
-        reads = [(self._read_anchor(kv, self.anchors), int(kv.row)) for kv in kvs if kv.continues_from is not None]
-        writes, snapshots = [], []
-        for sequence, (kv, start, stop) in enumerate(zip(kvs, starts, stops, strict=True)):
-            for length in self._lengths_to_keep(kv, self.anchors, start, stop):
-                slot = self._slot_for(kv, self.anchors, length, step)
-                if slot is None:
-                    continue
-                if length == start:
-                    writes.append((int(kv.row), slot))
-                else:
-                    snapshots.append(Snapshot(sequence, length, slot))
-        return StateMoves((*reads, *writes), tuple(snapshots))
+        self.last_launched = step
+        return moves_of_step(self.anchors, step, kvs, starts, stops)
 
     def expect_state(self, kv: RequestKv) -> None:
         """A peer or a copy writes the state after all tokens that `kv` begins with. So it continues from no anchor, and
         no step here has the states at which anchors were to be made."""
         if self.anchors is not None:
-            self._drop_anchors(kv, self.anchors)
+            drop_anchors(kv, self.anchors)
             kv.anchor_lens.clear()
+
+    def reserve_state(self) -> tuple[int, Touched] | None:
+        """A slot for the state of a prefix that a peer writes once it is `untouched`. None if none is free.
+
+        It comes back through `attach_state` or `give_back_state`.
+        """
+        slot = None if self.anchors is None else self.anchors.take()
+        if slot is None:
+            return None
+        self.landings.add(slot)
+        return slot, Touched(step=self.last_launched, copy=self.copies.newest_of_state)
+
+    def untouched(self, touched: Touched) -> bool:
+        """Whether all that could read or write the slot when it was given out is over [page-fence]."""
+        return self.last_settled >= touched.step and self.copies.passed(touched.copy)
+
+    def attach_state(self, page: PageId, slot: int) -> None:
+        """The state in `slot` is that at the end of `page`, which the cache has."""
+        assert self.anchors is not None, "a state of a prefix where none can be continued"
+        self.landings.discard(slot)
+        self.anchors.attach(page, slot)
+
+    def give_back_state(self, slot: int) -> None:
+        """Nothing came of it, and its writer will not touch it any more."""
+        assert self.anchors is not None, "a state of a prefix where none can be continued"
+        self.landings.remove(slot)
+        self.anchors.give_back(slot)
 
     def kept_blocks(self, kv: RequestKv) -> int:
         """Leading blocks that `kv` is expected to find again after a while: others have locked them, too."""
@@ -311,16 +344,19 @@ class KvMemory:
         No step is in flight, so its row is free.
         """
         space = kv.space
+        settled = kv.committed_len
         self.distrust(kv)
-        self.release(kv, token_ids[: kv.committed_len], checkpoint=True, after_step=None)
-        begun = self.begin(token_ids, space=space, max_match=max_match)
+        self.release(kv, token_ids[:settled], checkpoint=True, after_step=None)
+        # The device has those pages, so at most a state comes from host memory: nothing that needs a page.
+        begun = self.begin(token_ids, space=space, max_match=min(max_match, settled))
         assert begun is not None, "a row that was given back is gone"
+        self.load_back(begun, token_ids)
         return begun
 
     def distrust(self, kv: RequestKv) -> None:
         """Steps with `kv` raised, maybe before they copied its state: no copy that is pending becomes an anchor."""
         if self.anchors is not None:
-            self._drop_anchors(kv, self.anchors)
+            drop_anchors(kv, self.anchors)
 
     def renew(self, kv: RequestKv) -> RequestKv:
         """All that `kv` holds, under a new identity: what was computed beyond the settled tokens is to be forgotten.
@@ -359,6 +395,9 @@ class KvMemory:
     def unpin(self, pin: Pin, *, spent: bool = False) -> None:
         """Let eviction have the pages again. `spent` as of `PrefixCache.unlock`."""
         self.pins.remove(pin)
+        if pin.anchor is not None:
+            assert self.anchors is not None, "an anchor is pinned where there are none"
+            self.anchors.unpin(pin.anchor)
         for window, pages in zip(self.windows, pin.used, strict=False):
             window.leave(pages)
         self.cache.unlock(pin.lock, spent=spent)
@@ -386,7 +425,7 @@ class KvMemory:
         for window, first in zip(self.windows, kv.passed, strict=True):
             window.leave(kv.pages[first:cached])
         if self.anchors is not None:
-            self._drop_anchors(kv, self.anchors)
+            drop_anchors(kv, self.anchors)
         private, kv.pages = kv.private_pages, []
         kv.cache_protected_len = kv.committed_len = 0
         self._unlock(kv)
@@ -424,53 +463,6 @@ class KvMemory:
                 if page != kv.pages[block]:
                     window.fill(page, kv.pages[block])
             window.use(pages[max(0, passed - first) :])
-
-    def _aim(self, kv: RequestKv, anchors: StateAnchors, *, tokens: int, known: int) -> None:
-        """Continue from the anchor that was found, and copy the state where others may continue: before the last token
-        of `tokens`, and where these leave what is cached, which is `known` tokens."""
-        if kv.pages:
-            kv.continues_from = kv.pages[-1]
-            anchors.pin(kv.continues_from)
-        aims = {anchors.at_most(known), anchors.at_most(tokens - 1)}
-        kv.anchor_lens = sorted(length for length in aims if length > kv.committed_len)
-        kv.aimed_len = max(aims)
-
-    def _read_anchor(self, kv: RequestKv, anchors: StateAnchors) -> int:
-        assert kv.continues_from is not None, f"row {kv.row} continues from no anchor"
-        page, kv.continues_from = kv.continues_from, None
-        return anchors.unpin(page)
-
-    def _lengths_to_keep(self, kv: RequestKv, anchors: StateAnchors, start: int, stop: int) -> list[int]:
-        """Of its states before or within a step that computes tokens [start, stop)."""
-        if start > kv.aimed_len:
-            return [start] if start % anchors.grain == 0 else []
-        lengths = [length for length in kv.anchor_lens if length < stop]
-        del kv.anchor_lens[: len(lengths)]
-        return lengths
-
-    def _slot_for(self, kv: RequestKv, anchors: StateAnchors, length: int, step: int) -> int | None:
-        """Of one more of its pending anchors. A decode keeps its newest state alone."""
-        if kv.pending_anchors and kv.pending_anchors[-1].length > kv.aimed_len:
-            slot: int | None = kv.pending_anchors.pop().slot
-        else:
-            slot = anchors.take()
-        if slot is not None:
-            kv.pending_anchors.append(PendingAnchor(length, slot, step))
-        return slot
-
-    def _attach_anchors(self, kv: RequestKv, anchors: StateAnchors) -> None:
-        """Those whose pages the cache has. A step that has not settled may yet turn out to have copied nothing."""
-        pending = kv.pending_anchors
-        while pending and pending[0].length <= kv.cache_protected_len and pending[0].step <= self.last_settled:
-            anchor = pending.pop(0)
-            anchors.attach(kv.pages[anchor.length // self.page_size - 1], anchor.slot)
-
-    def _drop_anchors(self, kv: RequestKv, anchors: StateAnchors) -> None:
-        if kv.continues_from is not None:
-            self._read_anchor(kv, anchors)
-        for anchor in kv.pending_anchors:
-            anchors.give_back(anchor.slot)
-        kv.pending_anchors.clear()
 
     def _unlock(self, kv: RequestKv) -> None:
         assert kv.lock is not None, f"row {kv.row} holds no lock"

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from tandem_engine.base.names import PageId
+from tandem_engine.base.names import PageId, ReqPoolIdx
 from tandem_engine.messages.kv_events import BASE_SPACE, AllCleared, CacheSpace, KvEvent
 
 
@@ -48,8 +48,14 @@ class SlowerPrefix(Protocol):
         """May be 0."""
         ...
 
-    def load(self, pages: Sequence[PageId]) -> LoadedPages:
-        """The request is admitted: queue the copy to device `pages`, `num_pages` of them."""
+    @property
+    def has_state(self) -> bool:
+        """Whether the state to continue from is there, and not at an anchor on the device."""
+        ...
+
+    def load(self, pages: Sequence[PageId], row: ReqPoolIdx | None = None) -> LoadedPages:
+        """The request is admitted: queue the copy to device `pages`, `num_pages` of them, and of the state to `row`;
+        None: it gets its state otherwise."""
         ...
 
     def release(self) -> None:

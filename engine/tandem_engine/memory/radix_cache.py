@@ -229,6 +229,11 @@ class RadixCache:
         node = self._node_ending_at(reach)
         return MatchResult(pages=node.path_pages(), lock=self._lock(node), known=known)
 
+    def match_blocks(self, token_ids: Sequence[int], *, space: CacheSpace, blocks: int) -> MatchResult:
+        """Lock and return `blocks` blocks, which the tree has, whether or not a request can continue there."""
+        node = self._node_ending_at(self._reach(self._root(space), token_ids, blocks))
+        return MatchResult(pages=node.path_pages(), lock=self._lock(node), known=blocks)
+
     def peek(self, token_ids: Sequence[int], *, space: CacheSpace = BASE_SPACE, max_tokens: int | None = None) -> int:
         root = self._roots.get(space)
         if root is None:

@@ -16,7 +16,7 @@ prompt then leaves the bits of its state as they are.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import lcm
 
 from tandem_engine.base.names import PageId
@@ -37,6 +37,8 @@ class StateAnchors:
         self._slot_of: OrderedDict[PageId, int] = OrderedDict()
         self._pins: Counter[PageId] = Counter()
         self._changes: list[tuple[PageId, bool]] = []
+        self.losing: Callable[[PageId, int], None] | None = None
+        """Called with the page of an anchor and its slot, before another anchor gets the slot."""
 
     def at_most(self, tokens: int) -> int:
         """The longest length of an anchor within so many tokens."""
@@ -49,6 +51,10 @@ class StateAnchors:
             if pages[blocks - 1] in self._slot_of:
                 return blocks
         return 0
+
+    def slot_of(self, page: PageId) -> int | None:
+        """Of the anchor at the end of `page`; None if there is none."""
+        return self._slot_of.get(page)
 
     def pin(self, page: PageId) -> None:
         """A request continues from the anchor of `page`. It counts as used now."""
@@ -68,6 +74,8 @@ class StateAnchors:
             oldest = next((page for page in self._slot_of if page not in self._pins), None)
             if oldest is None:
                 return None
+            if self.losing is not None:
+                self.losing(oldest, self._slot_of[oldest])
             self._free.append(self._slot_of.pop(oldest))
             self._changes.append((oldest, False))
         return self._free.pop()

@@ -149,7 +149,8 @@ class WriteGrant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     """Digest of the adapter that the KV shall be of, b"" for the base model. The writer gives up where its own differs,
     so no engine takes KV of another one."""
     groups: GroupGrants | UnsetType = UNSET
-    """For what the whole prompt leaves in further groups of layers, whatever the receiver has of its pages."""
+    """For what the whole prompt, or the prefix that is sent, leaves in further groups of layers, whatever the receiver
+    has of its pages."""
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
@@ -297,6 +298,8 @@ class PrefixRecord(msgspec.Struct, frozen=True, kw_only=True, tag="prefix_record
     """Of the request for the prefix."""
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     """As in `HandoffRecord`."""
+    groups: DigestsOfGroups | UnsetType = UNSET
+    """Of what the prefix left in further groups of layers after its last page, unless no page was written."""
 
 
 ProbeMessage = ProbeRequest | ProbeGrant | ProbeRefusal

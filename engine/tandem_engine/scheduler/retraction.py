@@ -118,7 +118,7 @@ class Swapping:
         if not complete or not self._fits(req, kv, reserved, ratio):
             self.memory.release(kv, (), checkpoint=False, after_step=None)
             return Return.LATER if complete else self._recompute(req)
-        self.memory.load_back(kv, tokens)
+        self.memory.load_back(kv, tokens, with_state=False)
         self.memory.expect_state(kv)
         swap.back(swapped, kv)
         self._resume(req, kv)

@@ -39,7 +39,8 @@ from tandem_engine.forward.batch import (
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.logit_edits import ANY, BadWords, History, LogitEdits, Penalties, TokenBiases, TokenSets
 from tandem_engine.forward.results import PooledTokens
-from tandem_engine.memory.kv_memory import NO_MOVES, KvMemory, StateMoves
+from tandem_engine.memory.kv_memory import KvMemory
+from tandem_engine.memory.request_anchors import NO_MOVES, StateMoves
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.finishing import PenaltySlots
 from tandem_engine.scheduler.grammar import open_masks

@@ -117,13 +117,13 @@ class Verification:
     def _not_taken(self, path: Path) -> str | None:
         """Why `path` is not for models that keep more than K and V of equal heads; None where it is, or others do."""
         facts = self.model.model_config
-        unequal = (path.disaggregated or path.drained) and path.tp_size != path.receiver_tp_size
+        unequal = (path.disaggregated or path.drained or path.fetched) and path.tp_size != path.receiver_tp_size
         if facts.varied is not None and unequal:
             return "its layers differ in their heads, whose pages only equal numbers of ranks exchange"
         if not facts.has_states:
             return None
-        if path.fetched:
-            return "its layers keep states, which no prefix fetch brings"
+        if path.fetched and facts.delta is None:
+            return "its layers keep states of transformers' modules, which no prefix fetch brings"
         return "its layers keep states, which only equal numbers of ranks exchange" if unequal else None
 
     def _on_two(self, path: Path, config: EngineConfig, began: float) -> PathResult:

@@ -49,7 +49,8 @@ def make_side(
     peer: Peer, *, fabric: FakeFabric, network: PeerNetwork, config: DisaggConfig = CONFIG, **engine: object
 ) -> Side:
     built = make_engine(**engine)
-    transport = fabric.join(peer, built.model.pool, built.clock)
+    states = built.model.states
+    transport = fabric.join(peer, built.model.pool, built.clock, states)
     link = network.join(peer)
     stage = HandoffStage.build(
         host=built.scheduler.for_stages,
@@ -58,6 +59,7 @@ def make_side(
         config=config,
         page_bytes=built.model.pool.page_bytes,
         layers=built.model.pool.layout.layers,
+        state_bytes=0 if states is None else states.page_bytes,
     )
     built.scheduler.attach(stage)
     return Side(peer=peer, engine=built, stage=stage, transport=transport, link=link)
@@ -138,6 +140,6 @@ def make_pair(
     return Pair(
         fabric=fabric,
         network=network,
-        prefill=make_side(make_peer("p"), **parts, **both, **(prefill or {})),
-        decode=make_side(make_peer("d"), **parts, **both, **(decode or {})),
+        prefill=make_side(make_peer("p"), **parts, **{**both, **(prefill or {})}),
+        decode=make_side(make_peer("d"), **parts, **{**both, **(decode or {})}),
     )

@@ -37,6 +37,7 @@ from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.page_copies import PageCopier
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.sampling.logits_processor import LogitEditor
+from tandem_testing.fake_states import BEGIN, FakeStates, State, following
 
 RAMP_TOP = 3.0
 RAMP_STEP = 0.25
@@ -105,11 +106,16 @@ class FakeModel:
         max_rows: int = 1024,
         host_pool: HostPool | None = None,
         windows: Sequence[WindowLayer] = (),
+        states: FakeStates | None = None,
     ) -> None:
-        """`windows`: further layers, which have to agree with the others as far as they see."""
+        """`windows`: further layers, which have to agree with the others as far as they see. `states`: of a layer that
+        keeps them, which have to agree with the pages."""
         self.pool = pool
         self.windows = windows
-        self.copy = PageCopier(pool, host_pool)
+        self.states = states
+        self._after: list[State] = []
+        """Of each sequence of the newest step."""
+        self.copy = PageCopier(pool, host_pool, states)
         """What an executor runs between forwards."""
         self.vocab_size = vocab_size
         self.forwards = 0
@@ -164,6 +170,8 @@ class FakeModel:
             self.pool.store(layer, ids.view(-1, 1, 1), batch.positions.view(-1, 1, 1), slots)
             if batch.kv_progress is not None:
                 batch.kv_progress.wrote(layer)
+        if self.states is not None:
+            self._after = self.states.step(batch, ids)
 
     def _resolved(self, batch: ForwardBatch) -> torch.Tensor:
         # torch's repeat_interleave starts a thread team, which costs a tiny batch more than all the rest.
@@ -193,6 +201,8 @@ class FakeModel:
             self._agrees(window, pages.page_table[sequence].long(), kv[0])
             for window, pages in zip(self.windows, batch.windows, strict=True)
         )
+        if self.states is not None and length == int(batch.seq_lens[sequence]):
+            sound = sound and self._after[sequence] == following(BEGIN, tokens.tolist())
         return digest if sound else digest ^ 1
 
     def _agrees(self, window: WindowLayer, page_table: torch.Tensor, kv: torch.Tensor) -> bool:

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import UNSET
 from torch import Tensor
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester, answer
+from tandem_engine.disaggregation.nixl.transport import group_pool
 from tandem_engine.disaggregation.transport import (
     DigestOrder,
     Digests,
@@ -25,6 +27,7 @@ from tandem_engine.disaggregation.transport import (
     PushDone,
     PushFailed,
     PushKey,
+    StateSlots,
     TransportEvent,
 )
 from tandem_engine.forward.kv_progress import VOID
@@ -71,9 +74,9 @@ class FakeFabric:
     endpoints: "dict[str, FakeTransport]" = field(default_factory=dict)
     _flights: list[_Flight] = field(default_factory=list)
 
-    def join(self, me: Peer, pool: PagePool, clock: Clock) -> "FakeTransport":
+    def join(self, me: Peer, pool: PagePool, clock: Clock, states: StateSlots | None = None) -> "FakeTransport":
         """A transport for one engine."""
-        transport = FakeTransport(fabric=self, me=me, pool=pool, clock=clock)
+        transport = FakeTransport(fabric=self, me=me, pool=pool, clock=clock, states=states)
         self.endpoints[me.incarnation] = transport
         return transport
 
@@ -112,7 +115,7 @@ class FakeFabric:
             self._flights.remove(flight)
             sender.lose(push.peer, push.key)
             return False
-        total = sender.pool.layout.layers
+        total = sender.pool_of(push).layout.layers
         ready = total if push.progress is None else push.progress.layers
         if fate.fail or ready == VOID:
             sender.events.append(PushFailed(key=push.key, reason="injected fault, or a failed step", peer_lost=False))
@@ -126,7 +129,7 @@ class FakeFabric:
 
     def _write(self, sender: "FakeTransport", receiver: "FakeTransport", flight: _Flight, layers: int) -> None:
         push = flight.push
-        here, there = _by_heads(sender.pool), _by_heads(receiver.pool)
+        here, there = _by_heads(sender.pool_of(push)), _by_heads(receiver.pool_of(push))
         heads = push.heads or HeadPart(range(here.shape[3]), range(there.shape[3]))
         source, target = (slice(part.start, part.stop) for part in heads)
         written = slice(flight.layers, layers)
@@ -135,9 +138,9 @@ class FakeFabric:
 
     def _arrive(self, sender: "FakeTransport", receiver: "FakeTransport", flight: _Flight) -> None:
         push, key = flight.push, flight.push.key
-        digests = PageDigester(sender.pool).begin_sent(push).take()
+        digests = sender.digester.begin_sent(push).take()
         if flight.fate.corrupt:
-            receiver.pool.bytes_view()[push.target[0]] ^= 1
+            receiver.pool_of(push).bytes_view()[push.target[0]] ^= 1
         sender.events.append(PushDone(key=key, digests=digests, seconds=flight.fate.seconds))
 
 
@@ -149,6 +152,7 @@ class FakeTransport:
     me: Peer
     pool: PagePool
     clock: Clock
+    states: StateSlots | None = None
     connected: set[str] = field(default_factory=set)
     expected: int = 0
     events: deque[TransportEvent] = field(default_factory=deque)
@@ -167,8 +171,20 @@ class FakeTransport:
             num_pages=self.pool.num_pages,
             heads=self.pool.layout.heads,
             device_id=0,
+            groups=UNSET if self.states is None else (group_pool(self.states),),
             **({"device": "DRAM"} | self.facts),
         )
+
+    def pool_of(self, push: Push) -> PagePool:
+        """Of the group of layers that `push` concerns."""
+        if not push.key.group:
+            return self.pool
+        assert self.states is not None, f"group {push.key.group} of an engine that has pages alone"
+        return self.states
+
+    @property
+    def digester(self) -> PageDigester:
+        return PageDigester(self.pool, states=None if self.states is None else PageDigester(self.states))
 
     def rename(self, me: Peer) -> None:
         self.me = me
@@ -190,7 +206,7 @@ class FakeTransport:
             self.fabric.start(self, push)
 
     def digest(self, order: DigestOrder) -> None:
-        self.verified.append(answer(order, PageDigester(self.pool).begin_order(order)))
+        self.verified.append(answer(order, self.digester.begin_order(order)))
 
     def expect(self, transfers: int) -> None:
         self.expected = transfers

@@ -6,6 +6,7 @@ from functools import partial
 
 from tandem_engine.base.names import PageId
 from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool
+from tandem_engine.memory.anchored_cache import AnchoredCache
 from tandem_engine.memory.audit import ConservationReport, check_conservation
 from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.host.tier import SwappedKv
@@ -14,6 +15,7 @@ from tandem_engine.memory.page_copies import CopyQueue, CopyReport, PageCopy
 from tandem_engine.memory.prefix_cache import PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
 from tandem_engine.memory.request_kv import RequestKv
+from tandem_engine.memory.state_anchors import StateAnchors
 from tandem_engine.memory.window_pages import WindowPages, usable_blocks
 from tandem_engine.messages.kv_events import BASE_SPACE, CacheSpace
 
@@ -35,21 +37,28 @@ def make_memory(
     copies: CopyQueue | None = None,
     host: HostMemory | None = None,
     windows: Sequence[WindowPages] = (),
+    anchors: StateAnchors | None = None,
+    stateful: bool = False,
 ) -> KvMemory:
     """Memory with `usable_pages` besides the dummy page.
 
-    Its cache is the one given, else that of `host`, else a radix cache. `host` needs the `copies` it was built on.
+    Its cache is the one given, else that of `host`, else one of `anchors` or a radix cache. `host` needs the `copies`
+    it was built on.
     """
     copies = copies or CopyQueue(submit=copy_at_once)
     tiered = None if host is None else host.cache
+    if cache is None and tiered is None and anchors is not None:
+        cache = AnchoredCache(page_size, anchors)
     return KvMemory(
         rows=ReqToTokenPool(max_rows, max_pages),
-        allocator=PageAllocator(usable_pages + 1, copies, windows),
+        allocator=PageAllocator(usable_pages + 1, copies, windows if anchors is None else [*windows, anchors]),
         cache=cache or tiered or RadixCache(page_size, usable=partial(usable_blocks, windows) if windows else None),
         page_size=page_size,
         copies=copies,
         host=host,
         windows=windows,
+        stateful=stateful,
+        anchors=anchors,
     )
 
 

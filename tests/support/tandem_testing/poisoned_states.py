@@ -1,15 +1,19 @@
-"""Rows with a state of NaN: a request that reads its row before it writes it computes NaN.
+"""States and pages of NaN: whatever is read before it is written makes a request compute NaN.
 
-For engines that compute and copy in the scheduler's thread: elsewhere a queued copy may still read a row that is free.
+For engines that compute and copy in the scheduler's thread: elsewhere a queued copy may still read what is free.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
+from torch import Tensor
 
-from tandem_engine.base.names import ReqPoolIdx
 from tandem_engine.engine import Engine
+from tandem_engine.memory.kv_memory import KvMemory
+
+POISON = 0xFF
 
 
 @contextmanager
@@ -17,19 +21,48 @@ def poisoned_states(*engines: Engine) -> Iterator[None]:
     """In this context every row that one of `engines` gives to a request has such a state."""
     with pytest.MonkeyPatch.context() as patch:
         for engine in engines:
-            _poison(engine, patch)
+            _poison(patch, engine.memory.rows, "alloc", _states_of(engine))
         yield
 
 
-def _poison(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    states, rows = engine._parts.pools.states, engine.memory.rows
+@contextmanager
+def poisoned_memory(*engines: Engine) -> Iterator[None]:
+    """As `poisoned_states`, and the same of pages and anchors on the device and of pages in host memory."""
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(
+                poisoned(engine.memory, pages=engine._parts.pool.bytes_view(), states=_states_of(engine))
+            )
+        yield
+
+
+@contextmanager
+def poisoned(memory: KvMemory, *, pages: Tensor, states: Tensor) -> Iterator[None]:
+    """Whatever `memory` gives out of `pages`, `states` and its host memory is filled first."""
+    with pytest.MonkeyPatch.context() as patch:
+        _poison(patch, memory.rows, "alloc", states)
+        _poison(patch, memory.allocator, "alloc", pages)
+        if memory.anchors is not None:
+            _poison(patch, memory.anchors, "take", states)
+        if memory.host is not None:
+            _poison(patch, memory.host.tier.pages, "_take", memory.host.pool.bytes_view())
+        yield
+
+
+def _states_of(engine: Engine) -> Tensor:
+    states = engine._parts.pools.states
     assert states is not None, "a model without states"
-    alloc, slots = rows.alloc, states.bytes_view()
+    return states.bytes_view()
 
-    def poisoned() -> ReqPoolIdx | None:
-        row = alloc()
-        if row is not None:
-            slots[row].fill_(0xFF)
-        return row
 
-    patch.setattr(rows, "alloc", poisoned)
+def _poison(patch: pytest.MonkeyPatch, owner: object, name: str, memory: Tensor) -> None:
+    """Have method `name` of `owner` fill what it gives of `memory`."""
+    take: Callable[..., int | Sequence[int] | None] = getattr(owner, name)
+
+    def filled(*args: Any) -> int | Sequence[int] | None:
+        taken = take(*args)
+        for each in () if taken is None else [taken] if isinstance(taken, int) else taken:
+            memory[each].fill_(POISON)
+        return taken
+
+    patch.setattr(owner, name, filled)

@@ -10,9 +10,10 @@ from tandem_engine.memory.host.memory import HostMemory
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.host.storage import HostStorage
 from tandem_engine.memory.kv_memory import KvMemory
-from tandem_engine.memory.page_copies import CopyQueue
+from tandem_engine.memory.page_copies import CopyQueue, parts_of_state
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.prefix_cache import NoPrefixCache
+from tandem_engine.memory.state_anchors import StateAnchors
 from tandem_engine.memory.window_pages import WindowPages
 from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput
 from tandem_engine.messages.requests import AdapterRef, GenerateRequest, Handoff, PrefixFetch, SessionRef, TraceContext
@@ -35,6 +36,7 @@ from tandem_testing.fake_executor import (
     ramp,
 )
 from tandem_testing.fake_executors import Computed, EagerExecutor, LateExecutor
+from tandem_testing.fake_states import FakeStates
 from tandem_testing.memory_builders import make_memory
 from tandem_testing.plain_reasoning import allowed_after, answer_of
 from tandem_testing.plain_sampling import edited_logits, most_likely_token
@@ -296,13 +298,14 @@ def make_engine(
     grammars: Grammars | None = None,
     least: Least | None = None,
     windows: Sequence[FakeWindow] = (),
+    anchors: int | None = None,
     **config: object,
 ) -> Engine:
     """An audited engine that follows toy grammars. In overlap mode forwards run as late as can be, unless an executor
     is given.
 
     With a proposer it speculates, in chains as long as can be unless `adaptive`. `host_pages` of host memory are used
-    as `host` says. `windows`: of further groups of layers.
+    as `host` says. `windows`: of further groups of layers. `anchors`: so many, next to the states of a further layer.
     """
     settings = {"audit_every_step": True, "enable_overlap": False, "enable_mixed_chunk": False, **config}
     scheduler_config = SchedulerConfig(context_length=context_length, **settings)
@@ -310,11 +313,14 @@ def make_engine(
         num_pages=usable_pages + 1, page_size=page_size, num_layers=num_layers, num_kv_heads=num_kv_heads
     )
     host_pool = HostPool(num_pages=host_pages, page_bytes=pool.page_bytes) if host_pages else None
+    states = None if anchors is None else FakeStates(rows=max_rows, anchors=anchors)
+    state_anchors = StateAnchors(states.anchor_slots, page_size=page_size) if states is not None and radix else None
     window_pages = [window.build(page_ids=usable_pages + 1, page_size=page_size) for window in windows]
     model = FakeModel(
         pool=pool,
         vocab_size=VOCAB,
         host_pool=host_pool,
+        states=states,
         windows=[
             WindowLayer(tokens=each.tokens, pool=layer) for each, (_, layer) in zip(windows, window_pages, strict=True)
         ],
@@ -325,7 +331,15 @@ def make_engine(
     copies = CopyQueue(submit=built.copy)
     host_memory = None
     if host_pool is not None:
-        host_memory = HostMemory.build(host_pool, copies, host or HostConfig(), page_size=page_size, storage=storage)
+        host_memory = HostMemory.build(
+            host_pool,
+            copies,
+            host or HostConfig(),
+            page_size=page_size,
+            storage=storage,
+            state_pages=0 if states is None else parts_of_state(states.page_bytes, pool.page_bytes),
+            anchors=state_anchors,
+        )
     memory = make_memory(
         page_size=page_size,
         usable_pages=usable_pages,
@@ -335,6 +349,8 @@ def make_engine(
         copies=copies,
         host=host_memory,
         windows=[pages for pages, _ in window_pages],
+        anchors=state_anchors,
+        stateful=states is not None,
     )
     received: dict[str, Received] = {}
     deliveries: list[tuple[bytes, tuple[TokenOutput, ...]]] = []

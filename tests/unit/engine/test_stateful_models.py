@@ -28,6 +28,7 @@ from tandem_engine.memory.sizing import MemoryFacts, MemoryPlan
 from tandem_engine.memory.state_pool import StatePool, StateSpec
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_engine.model.adapters.checkpoint import open_adapter
 from tandem_engine.parallel.group import Parallel, SingleRank
 from tandem_engine.speculative.assembly import read_draft
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
@@ -46,15 +47,9 @@ def engine(loaded: LoadedModel, **cache: Any) -> Engine:
     return Engine.build(loaded, replace(loaded.config, scheduler=SCHEDULER, cache=CacheConfig(**cache)))
 
 
-@pytest.mark.parametrize(
-    ("config", "flag"),
-    [
-        (replace(PLAIN, cache=CacheConfig(host=HostConfig(enable_cache=True))), "--enable-hierarchical-cache"),
-        (replace(PLAIN, speculative=SpecConfig(algorithm=SpecAlgorithm.NGRAM)), "--speculative-algorithm NGRAM"),
-    ],
-)
-def test_what_continues_from_pages_alone_is_refused(hybrid, config, flag):
-    with pytest.raises(ConfigError, match=f"qwen3_5_text: its layers keep states, .*{flag}"):
+def test_drafts_are_refused_where_layers_keep_states(hybrid):
+    config = replace(PLAIN, speculative=SpecConfig(algorithm=SpecAlgorithm.NGRAM))
+    with pytest.raises(ConfigError, match="qwen3_5_text: its layers keep states, .*--speculative-algorithm NGRAM"):
         load(replace(config, model_path=hybrid.config.model_path), progress=False)
 
 
@@ -268,6 +263,16 @@ def test_reloaded_weights_continue_from_no_former_state(hybrid):
 
 def request(rid: str, tokens: Sequence[int], *, max_tokens: int = 2) -> GenerateRequest:
     return GenerateRequest(rid=rid, input_ids=tuple(tokens), sampling=SamplingParams(max_tokens=max_tokens))
+
+
+def test_a_hierarchical_cache_without_room_for_a_state_is_refused(hybrid):
+    with pytest.raises(ConfigError, match="the hierarchical cache has .* holds not one state: .* raise --hicache-size"):
+        engine(hybrid, num_pages=40, host=HostConfig(enable_cache=True, size_bytes=12_000))
+
+
+def test_adapters_of_a_model_with_states_are_refused_by_name(hybrid, tmp_path):
+    with pytest.raises(CheckpointError, match="adapters of models with states .* merge the adapter into its base"):
+        open_adapter(tmp_path, hybrid.model_config, max_rank=8)
 
 
 def test_swap_space_without_room_for_a_state_is_refused(hybrid):

@@ -14,6 +14,9 @@ reserve is not enough. A page is released only when no copy and no read touches 
     3. pin       for a match, a copy, or a write to storage; any number of times
     4. evict     the least recent unpinned block, whether or not the device has it too [mirror-reclaimable]
 
+A state is as many blocks as its bytes fill pages, whose keys are the hash of the block that it follows and a number.
+They are held, evicted and stored like blocks of KV, and no event names them.
+
 A hash identifies a block together with all before it, so a block needs no parent. Its own tokens are compared as well:
 a match goes block by block from the root and has compared those before. A block without its predecessor cannot be
 reached, and ages until it is evicted.
@@ -37,6 +40,14 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.names import HostPageId
 from tandem_engine.memory.pool import untouched_zeros
 from tandem_engine.messages.kv_events import BlockRemoved, BlockStored, KvEvent, Tier
+
+DIGEST_BYTES = 16
+"""Of a block. The keys of a state's parts are longer."""
+
+
+def state_keys(digest: bytes, parts: int) -> list[bytes]:
+    """The parts of the state after the block of `digest`, each of a page's size."""
+    return [digest + part.to_bytes(4, "big") for part in range(1, parts + 1)]
 
 
 class HostPages:
@@ -99,7 +110,7 @@ class HostPages:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class HostBlock:
-    """One page of KV in host memory."""
+    """One page of KV in host memory, or of a state."""
 
     digest: bytes
     tokens: bytes
@@ -221,8 +232,9 @@ class TierEvents:
 
 
 def _runs(blocks: Iterable[Marked]) -> Iterable[tuple[bool, tuple[bytes, ...]]]:
-    """Runs of neighbors with the same mark, in order."""
-    for elsewhere, run in groupby(blocks, key=itemgetter(1)):
+    """Runs of neighbors with the same mark, in order, without parts of states."""
+    whole = (marked for marked in blocks if len(marked[0]) == DIGEST_BYTES)
+    for elsewhere, run in groupby(whole, key=itemgetter(1)):
         yield elsewhere, tuple(digest for digest, _ in run)
 
 

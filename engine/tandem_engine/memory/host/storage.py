@@ -8,6 +8,9 @@ has the wrong content, is a miss; one that cannot be written is not stored.
     <directory>/<block hash>.<geometry>.kv     header, then the bytes of the page
     header   magic · fingerprint of model and KV geometry · block hash · xxh3-128 of the bytes
 
+Parts of a state (`pages`) are files, too: the number of the part follows the block hash in the name, and is the seed of
+the digest.
+
 A file is written under a temporary name and renamed, so no reader sees an incomplete one. A file that is torn, damaged,
 of another model or of another shape is a miss and is removed; the digest detects damage. The time of modification is
 the recency, which therefore survives a restart. Files of other models and geometries count against the bound and are
@@ -27,7 +30,7 @@ import logging
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -43,7 +46,7 @@ import xxhash
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import PRIVATE_FOLDER, private_opener
 from tandem_engine.base.thread_pools import started_pool
-from tandem_engine.memory.host.pages import HostBlock, HostBlocks, HostPages, HostPool, TierEvents
+from tandem_engine.memory.host.pages import DIGEST_BYTES, HostBlock, HostBlocks, HostPages, HostPool, TierEvents
 from tandem_engine.messages.kv_events import Tier
 
 
@@ -104,7 +107,7 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".kv"
 PARTIAL = ".part"
 
-OURS = re.compile(rf"[0-9a-f]{{32}}\.[0-9a-f]{{32}}\{SUFFIX}(\.\d+\{PARTIAL})?")
+OURS = re.compile(rf"[0-9a-f]{{32}}(?:[0-9a-f]{{8}})?\.[0-9a-f]{{32}}\{SUFFIX}(\.\d+\{PARTIAL})?")
 """Any other file in the directory is left alone and not counted."""
 
 MAGIC = b"TANDEMKV"
@@ -217,7 +220,7 @@ class DiskStorage:
         return PutReport(stored=stored, evicted=tuple(self._keys_of(evicted)))
 
     def _write(self, name: str, key: bytes, page: memoryview) -> bool:
-        header = HEADER.pack(MAGIC, self._fingerprint, key, xxhash.xxh3_128_digest(page))
+        header = self._header(key, page)
         # Two workers may write the same block at once.
         partial = self._directory / f"{name}.{os.getpid()}{PARTIAL}"
         try:
@@ -259,7 +262,7 @@ class DiskStorage:
                 read = os.readv(file.fileno(), (header, page))
                 # One byte more would mean a longer file: not one of ours.
                 whole = read == self._file_bytes and not file.read(1)
-            if whole and self._is_sound(bytes(header), key, page):
+            if whole and header == self._header(key, page):
                 os.utime(path)
                 with self._lock:
                     if name in self._sizes:
@@ -270,8 +273,9 @@ class DiskStorage:
             logger.warning("cannot read KV block %s in %s: %s", name, self._directory, error.strerror)
         return self._forget(name)
 
-    def _is_sound(self, header: bytes, key: bytes, page: memoryview) -> bool:
-        return header == HEADER.pack(MAGIC, self._fingerprint, key, xxhash.xxh3_128_digest(page))
+    def _header(self, key: bytes, page: memoryview) -> bytes:
+        digest, part = key[:DIGEST_BYTES], int.from_bytes(key[DIGEST_BYTES:], "big")
+        return HEADER.pack(MAGIC, self._fingerprint, digest, xxhash.xxh3_128_digest(page, seed=part))
 
     def _forget(self, name: str) -> Fetched:
         with self._lock:
@@ -358,10 +362,16 @@ class StorageTraffic:
             if len(self._writing) >= MAX_WRITES:
                 self.not_stored += 1
                 continue
-            self._writing[block] = True
-            self.blocks.pin(block)
-            future = self.storage.put(block.digest, self.pool.page_bytes_of(block.page))
-            future.add_done_callback(partial(self._report, self._written, block))
+            self._write(block)
+
+    def store_whole(self, parts: Sequence[HostBlock]) -> None:
+        """Write the parts of a state, or none: fewer are worth nothing."""
+        missing = [part for part in parts if part.digest not in self.storage]
+        if len(self._writing) >= MAX_WRITES:
+            self.not_stored += len(missing)
+            return
+        for part in missing:
+            self._write(part)
 
     def read(self, block: HostBlock) -> None:
         """Fill a block that was added with `loading` set; its first pin is this read's."""
@@ -395,6 +405,12 @@ class StorageTraffic:
         if self._bell >= 0:
             os.close(self._bell)
             self._bell = -1
+
+    def _write(self, block: HostBlock) -> None:
+        self._writing[block] = True
+        self.blocks.pin(block)
+        future = self.storage.put(block.digest, self.pool.page_bytes_of(block.page))
+        future.add_done_callback(partial(self._report, self._written, block))
 
     def _report(self, queue: "SimpleQueue[Report[Outcome]]", block: HostBlock, future: "Future[Outcome]") -> None:
         """On the I/O thread."""

@@ -32,7 +32,7 @@ from functools import partial
 from typing import NamedTuple
 
 from tandem_engine.base.names import HostPageId, PageId
-from tandem_engine.memory.host.pages import HostBlock, HostBlocks, HostPages, TierEvents
+from tandem_engine.memory.host.pages import DIGEST_BYTES, HostBlock, HostBlocks, HostPages, TierEvents, state_keys
 from tandem_engine.memory.host.storage import StorageTraffic
 from tandem_engine.memory.page_copies import CopyFence, CopyKind, CopyQueue, PageCopy
 from tandem_engine.memory.request_kv import RequestKv
@@ -68,6 +68,8 @@ class HostTier:
     events: TierEvents
     traffic: StorageTraffic | None = None
     """To and from storage; None without one."""
+    state_pages: int = 0
+    """Host pages that hold a state; 0 where no layer keeps one."""
     _outgoing: list[tuple[PageId, HostBlock]] = field(default_factory=list)
     """Backups that have their page and are not queued yet."""
 
@@ -90,6 +92,15 @@ class HostTier:
         self.events.stored(Tier.HOST, [(block.digest, True)])
         self._outgoing.append((candidate.page, block))
         return Backup.QUEUED
+
+    def has(self, key: bytes) -> bool:
+        """Whether `key` is here, or in storage. Changes nothing."""
+        return self.blocks.get(key) is not None or (self.traffic is not None and key in self.traffic.storage)
+
+    def discard(self, block: HostBlock) -> None:
+        """`block`, which nothing fills after all and its adder alone pins, is out."""
+        self.blocks.drop(block)
+        self._unpin(block)
 
     def left_device(self, digest: bytes) -> bool:
         """The device drops its copy. True if the block can still be found here."""
@@ -180,7 +191,18 @@ class HostTier:
         if block is None:
             return None
         self.events.removed(Tier.HOST, [(block.digest, block.on_device)])
+        if not block.on_device and len(block.digest) == DIGEST_BYTES:
+            self._drop_state(block.digest)
         return block.page
+
+    def _drop_state(self, digest: bytes) -> None:
+        """Nothing has the block of `digest` any more, so its state cannot be continued from."""
+        for key in state_keys(digest, self.state_pages):
+            part = self.blocks.get(key)
+            if part is not None and part.pins == 0:
+                page = self.blocks.drop(part)
+                assert page is not None, "an unpinned part kept its page"
+                self.pages.free_cached(page)
 
     def _backed_up(self, blocks: Sequence[HostBlock]) -> None:
         if self.traffic is not None:

@@ -253,3 +253,32 @@ def test_a_row_that_a_peer_may_write_is_no_other_requests():
     assert leaked == f"row {kv.row} leaked: no request or hold has it"
     memory.rows.free(kv.row)
     assert memory.rows.available == 4
+
+
+def test_a_slot_for_a_peer_waits_for_steps_that_had_it():  # [page-fence]
+    memory, tokens = make(range(5, 6)), [*range(100)]
+    end(memory, compute(memory, tokens), tokens)
+    kv = memory.begin(tokens, space=BASE_SPACE, max_match=99)
+    assert kv is not None
+    assert launch(memory, kv, 64, 100, settles=False).copies == ((5, kv.row),)
+    reserved = memory.reserve_state()
+    assert reserved is not None
+    slot, touched = reserved
+    assert (slot, memory.untouched(touched), memory.reserve_state()) == (5, False, None)
+    audited(memory, kv)
+    memory.settled(memory.last_launched)
+    assert memory.untouched(touched)
+    memory.give_back_state(slot)
+    audited(memory, kv)
+
+
+def test_a_state_that_a_peer_has_written_becomes_an_anchor():
+    memory, tokens = make(range(5, 6)), [*range(64)]
+    reserved, pages = memory.reserve_state(), memory.reserve_pages(4)
+    assert reserved is not None
+    assert pages is not None
+    inserted = memory.cache.insert(tokens, pages)
+    memory.attach_state(inserted.pages[-1], reserved[0])
+    memory.cache.unlock(inserted.lock)
+    assert found(memory, [*tokens, 0]) == 64
+    audited(memory)

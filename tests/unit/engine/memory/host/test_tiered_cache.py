@@ -60,7 +60,7 @@ def test_a_request_that_is_not_admitted_is_no_hit():
 
 
 def test_a_large_backup_is_spread_over_turns(monkeypatch):
-    monkeypatch.setattr("tandem_engine.memory.host.memory.BACKUP_BYTES", 32)
+    monkeypatch.setattr("tandem_engine.memory.host.tiered_cache.BACKUP_BYTES", 32)
     tiers = make_tiers(WritePolicy.WRITE_THROUGH)
     tiers.serve(PROMPT)
     tiers.memory.poll()

@@ -1,0 +1,99 @@
+"""Anchors of requests: where each begins, and at which lengths its state is copied for others.
+
+1. aim       it begins at an anchor, if it found one, and the lengths at which others may continue are set
+2. moves     a step is launched: it copies anchors to rows that begin, and states of rows to slots, pending
+3. attach    the step has settled and the cache has the pages: pending copies become anchors
+   drop      the request ends, or its steps count for nothing: what is pending is given back
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tandem_engine.forward.batch import Snapshot
+from tandem_engine.memory.request_kv import PendingAnchor, RequestKv
+from tandem_engine.memory.state_anchors import StateAnchors
+
+
+class StateMoves(NamedTuple):
+    """See `ForwardBatch`."""
+
+    copies: tuple[tuple[int, int], ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
+
+
+NO_MOVES = StateMoves()
+
+
+def aim(kv: RequestKv, anchors: StateAnchors, *, tokens: int, known: int) -> None:
+    """Continue from the anchor that was found, and copy the state where others may continue: before the last token of
+    `tokens`, and where these leave what is cached, which is `known` tokens."""
+    if kv.pages and not (kv.slower is not None and kv.slower.has_state):
+        kv.continues_from = kv.pages[-1]
+        anchors.pin(kv.continues_from)
+    aims = {anchors.at_most(known), anchors.at_most(tokens - 1)}
+    kv.anchor_lens = sorted(length for length in aims if length > kv.committed_len)
+    kv.aimed_len = max(aims)
+
+
+def moves_of_step(
+    anchors: StateAnchors, step: int, kvs: Sequence[RequestKv], starts: Sequence[int], stops: Sequence[int]
+) -> StateMoves:
+    """What `step`, which computes tokens [start, stop) of each of `kvs`, copies.
+
+    Anchors that requests begin with are read before any slot is given to another one.
+    """
+    reads = [(_read_anchor(kv, anchors), int(kv.row)) for kv in kvs if kv.continues_from is not None]
+    writes, snapshots = [], []
+    for sequence, (kv, start, stop) in enumerate(zip(kvs, starts, stops, strict=True)):
+        for length in _lengths_to_keep(kv, anchors, start, stop):
+            slot = _slot_for(kv, anchors, length, step)
+            if slot is None:
+                continue
+            if length == start:
+                writes.append((int(kv.row), slot))
+            else:
+                snapshots.append(Snapshot(sequence, length, slot))
+    return StateMoves((*reads, *writes), tuple(snapshots))
+
+
+def attach_anchors(kv: RequestKv, anchors: StateAnchors, *, settled: int) -> None:
+    """Those whose pages the cache has. A step after `settled` may yet turn out to have copied nothing."""
+    pending = kv.pending_anchors
+    while pending and pending[0].length <= kv.cache_protected_len and pending[0].step <= settled:
+        anchor = pending.pop(0)
+        anchors.attach(kv.pages[anchor.length // kv.page_size - 1], anchor.slot)
+
+
+def drop_anchors(kv: RequestKv, anchors: StateAnchors) -> None:
+    """The one that it continues from, and those that are pending."""
+    if kv.continues_from is not None:
+        _read_anchor(kv, anchors)
+    for anchor in kv.pending_anchors:
+        anchors.give_back(anchor.slot)
+    kv.pending_anchors.clear()
+
+
+def _read_anchor(kv: RequestKv, anchors: StateAnchors) -> int:
+    assert kv.continues_from is not None, f"row {kv.row} continues from no anchor"
+    page, kv.continues_from = kv.continues_from, None
+    return anchors.unpin(page)
+
+
+def _lengths_to_keep(kv: RequestKv, anchors: StateAnchors, start: int, stop: int) -> list[int]:
+    """Of its states before or within a step that computes tokens [start, stop)."""
+    if start > kv.aimed_len:
+        return [start] if start % anchors.grain == 0 else []
+    lengths = [length for length in kv.anchor_lens if length < stop]
+    del kv.anchor_lens[: len(lengths)]
+    return lengths
+
+
+def _slot_for(kv: RequestKv, anchors: StateAnchors, length: int, step: int) -> int | None:
+    """Of one more of its pending anchors. A decode keeps its newest state alone."""
+    if kv.pending_anchors and kv.pending_anchors[-1].length > kv.aimed_len:
+        slot: int | None = kv.pending_anchors.pop().slot
+    else:
+        slot = anchors.take()
+    if slot is not None:
+        kv.pending_anchors.append(PendingAnchor(length, slot, step))
+    return slot
