@@ -10,10 +10,23 @@ from tandem_engine.memory.state_pool import ALIGNMENT, StatePool, parted_spec
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.fallback import FallbackModel
 from tandem_engine.model.loader import load_model
-from tandem_testing.exactness import CACHED, CHUNKED, DISAGGREGATED, FAULTY, MIXED, MOVED, RETRACTED, SWAPPED, run_paths
+from tandem_testing.exactness import (
+    CACHED,
+    CHUNKED,
+    DISAGGREGATED,
+    FAULTY,
+    FETCHED,
+    FILES,
+    HOST,
+    MIXED,
+    MOVED,
+    RETRACTED,
+    SWAPPED,
+    run_paths,
+)
 from tandem_testing.tiny_checkpoints import STATEFUL_MODELS, write_tiny_checkpoint
 
-PATHS = [CHUNKED, CACHED, MIXED, RETRACTED, DISAGGREGATED, SWAPPED, MOVED, FAULTY]
+PATHS = [CHUNKED, CACHED, MIXED, RETRACTED, DISAGGREGATED, SWAPPED, MOVED, FAULTY, HOST, FILES, FETCHED]
 ROUNDED = {("zamba2", CHUNKED)}
 """Its tokens are equal, and a logprob is off by 1.3e-4, where 1e-4 is the bound."""
 SAMPLED = "lfm2"

@@ -122,8 +122,6 @@ class Verification:
             return "its layers differ in their heads, whose pages only equal numbers of ranks exchange"
         if not facts.has_states:
             return None
-        if path.fetched and facts.delta is None:
-            return "its layers keep states of transformers' modules, which no prefix fetch brings"
         return "its layers keep states, which only equal numbers of ranks exchange" if unequal else None
 
     def _on_two(self, path: Path, config: EngineConfig, began: float) -> PathResult:
