@@ -13,7 +13,7 @@ from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.sockets import listen
 from tandem_services.gateway.app import api_app, build_gateway
-from tandem_services.gateway.queueing.late_binding import MOST_EARLY
+from tandem_services.gateway.queueing.precedence import MOST_EARLY
 from tandem_services.gateway.serve import http_server
 from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of

@@ -53,6 +53,30 @@ class PieceWriter(Protocol):
     def write(self, piece: ChoicePiece) -> None: ...
 
 
+@dataclass(slots=True)
+class _Merging:
+    """Where the pieces of one choice meet those of the others. Implements `PieceWriter`, so that an ordinary token
+    wakes no task of its choice."""
+
+    arrived: "asyncio.Queue[ChoicePiece | BaseException]"
+
+    @property
+    def is_ready(self) -> Callable[[], bool]:
+        return _always
+
+    def write(self, piece: ChoicePiece) -> None:
+        self.arrived.put_nowait(piece)
+
+
+def _always() -> bool:
+    return True
+
+
+STARTED_AT_ONCE = 8
+"""Choices of one request, after which the event loop serves others: each queues and queries the router, and a request
+may have hundreds."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Generator:
     """Runs jobs. One per model service."""
@@ -67,7 +91,8 @@ class Generator:
     def pieces(self, job: Job, writer: PieceWriter | None = None) -> AsyncGenerator[list[ChoicePiece], None]:
         """Pieces of all choices; each list is what has gathered since the last one. Close it when done.
 
-        Ordinary pieces of a single choice may go to `writer` instead, while the consumer waits for the next ones.
+        Ordinary pieces of a single choice may go to `writer` instead, while the consumer waits for the next ones. Those
+        of several choices are merged on the call stack of the connection's reader.
         """
         if len(job.plan.choices) == 1:
             return self._choice(job, job.plan.choices[0], None, writer)
@@ -76,14 +101,15 @@ class Generator:
     async def _merged(self, job: Job) -> AsyncGenerator[list[ChoicePiece], None]:
         arrived: asyncio.Queue[ChoicePiece | BaseException] = asyncio.Queue()
         routes = self._routes(job.plan)
-        tasks = [
-            asyncio.create_task(self._feed(job, choice, routes[choice.index // job.plan.n], arrived))
-            for choice in job.plan.choices
-        ]
-        for task in tasks:
-            task.add_done_callback(partial(_note_failure, arrived))
-        unfinished = len(tasks)
+        tasks: list[asyncio.Task[None]] = []
+        unfinished = len(job.plan.choices)
         try:
+            for choice in job.plan.choices:
+                if tasks and len(tasks) % STARTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                task = asyncio.create_task(self._feed(job, choice, routes[choice.index // job.plan.n], arrived))
+                task.add_done_callback(partial(_note_failure, arrived))
+                tasks.append(task)
             while unfinished:
                 batch = await _gathered(arrived)
                 unfinished -= sum(piece.finish is not None for piece in batch)
@@ -107,9 +133,10 @@ class Generator:
         route: SharedRoute | None,
         arrived: "asyncio.Queue[ChoicePiece | BaseException]",
     ) -> None:
-        async with aclosing(self._choice(job, choice, route, None)) as pieces:
+        merging = _Merging(arrived)
+        async with aclosing(self._choice(job, choice, route, merging)) as pieces:
             async for (piece,) in pieces:
-                arrived.put_nowait(piece)
+                merging.write(piece)
 
     async def _choice(
         self, job: Job, choice: PlannedChoice, route: SharedRoute | None, writer: PieceWriter | None
