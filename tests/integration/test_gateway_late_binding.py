@@ -1,11 +1,13 @@
 """A gateway with the real router in front of a worker with little room: requests wait at the gateway."""
 
 import asyncio
+from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
@@ -25,6 +27,8 @@ from tandem_testing.tokenizer_builders import write_tokenizer
 from tandem_testing.waiting import until
 
 ROOM = 2
+MANY = 48
+"""Choices of one request."""
 
 
 async def report(fleet: Fleet, engine: MockEngine, most: list[int]) -> None:
@@ -97,3 +101,56 @@ async def test_a_flood_waits_at_the_gateway_and_lets_another_tenant_by(server, t
     assert ended.index("calm") < 10
     assert {request.tenant for request in engine.received} == {"flood", "calm"}, "the worker computes them in turns"
     assert (calm.headers["x-ratelimit-remaining-requests"], second.status_code, third.status_code) == ("1", 200, 429)
+
+
+@pytest.mark.parametrize("shape", ["n", "best_of", "prompts", "long_prompts", "long_outputs"])
+async def test_short_chat_does_not_wait_for_any_choice_of_a_flood(server, tmp_path, shape):
+    """Whatever makes the flood large: no choice of it ends, and the other tenant's prompt is at the worker, which has
+    a few choices and no queue."""
+    server.wipe()
+    most: list[int] = []
+    behaviour = MockBehaviour(token=hash_tokens(3, 250), hold_at=1)
+    with EngineRack() as rack:
+        engine = rack.add("solo", behaviour)
+        fleet = Fleet(server)
+        reporting = asyncio.create_task(report(fleet, engine, most))
+
+        async def complete(client: httpx.AsyncClient, tenant: str, **fields: object) -> httpx.Response:
+            body = {"model": "m", "prompt": "hi", "max_tokens": 2, "ignore_eos": True, **fields}
+            return await client.post("/v1/completions", json=body, headers=bearer(tenant))
+
+        try:
+            await until(lambda: bool(most), 60.0, "the worker is registered")
+            async with serving(server, rack, tmp_path) as client:
+                flood = [asyncio.create_task(complete(client, "flood", **flood_of(shape, n))) for n in range(4)]
+                await asyncio.to_thread(engine.wait_until, lambda: engine.running >= ROOM)
+                calm = asyncio.create_task(complete(client, "calm"))
+                await asyncio.to_thread(engine.wait_until, lambda: "calm" in {each.tenant for each in engine.received})
+                sent = Counter(request.tenant for request in engine.received)
+                behaviour.hold_at = None
+                answers = await asyncio.gather(calm, *flood)
+        finally:
+            behaviour.hold_at = None
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+            await fleet.close()
+    assert {answer.status_code for answer in answers} == {200}
+    # A report may be old when the second round of choices finds its places.
+    assert sent["flood"] <= 2 * ROOM
+    assert sent["calm"] == 1
+    assert max(most) <= 2 * ROOM + MOST_EARLY
+
+
+def flood_of(shape: str, number: int) -> dict[str, object]:
+    """What makes request `number` of a flood a large one."""
+    match shape:
+        case "n":
+            return {"n": MANY}
+        case "best_of":
+            return {"best_of": 20}
+        case "prompts":
+            return {"prompt": [f"prompt {number} {n}" for n in range(MANY)]}
+        case "long_prompts":
+            return {"prompt": f"{number} " + "hi " * 60}
+        case _:
+            return {"max_tokens": 100}

@@ -20,7 +20,7 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError, Side, TokenSink
-from tandem_services.gateway.dispatch.generation import STARTED_AT_ONCE, Generator, Job
+from tandem_services.gateway.dispatch.generation import AT_ONCE, Generator, Job
 from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.observe.explain import ChoiceRecord, RequestRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
@@ -352,14 +352,14 @@ async def test_tokens_of_several_choices_wake_no_task_of_theirs(tokenizer):
 
 async def test_start_of_many_choices_lets_others_run(tokenizer):
     """A request of hundreds of choices does not keep the event loop until all have queried the router."""
-    many = 16 * STARTED_AT_ONCE
+    many = 16 * AT_ONCE
     stream = Stream(tokenizer, SamplingParams(max_tokens=100), choices=many)
     started = []
     while len(stream.dispatcher.started) < many:
         started.append(len(stream.dispatcher.started))
         await asyncio.sleep(0)
     steps = [after - before for before, after in pairwise([*started, many])]
-    assert max(steps) <= STARTED_AT_ONCE
+    assert max(steps) <= AT_ONCE
     assert stream.dispatcher.started == [*range(many)]
     stream.task.cancel()
     with pytest.raises(asyncio.CancelledError):

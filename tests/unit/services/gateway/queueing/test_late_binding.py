@@ -80,13 +80,27 @@ class Desk:
         self.admission = Admission(binding=self.binding)
         self.order: list[str] = []
 
-    def come(self, name: str, tenant: str = "", *, prompt: int = 100, priority: int = 0) -> "asyncio.Task[Choice]":
-        return asyncio.create_task(self._come(name, tenant, prompt, priority))
+    def come(
+        self,
+        name: str,
+        tenant: str = "",
+        *,
+        prompt: int = 100,
+        priority: int = 0,
+        arrivals: asyncio.Semaphore | None = None,
+    ) -> "asyncio.Task[Choice]":
+        return asyncio.create_task(self._come(name, tenant, prompt, priority, arrivals))
 
-    async def _come(self, name: str, tenant: str, prompt: int, priority: int) -> Choice:
+    async def _come(
+        self, name: str, tenant: str, prompt: int, priority: int, arrivals: asyncio.Semaphore | None
+    ) -> Choice:
         holder = Tenant(name=tenant, sha256=()) if tenant else UNKNOWN
         choice = await self.admission.admit(
-            lambda: self.fleet.ask(name, prompt), tenant=holder, priority=priority, prompt_tokens=prompt
+            lambda: self.fleet.ask(name, prompt),
+            tenant=holder,
+            priority=priority,
+            prompt_tokens=prompt,
+            arrivals=arrivals,
         )
         self.order.append(name)
         return choice
@@ -188,6 +202,29 @@ async def test_tenant_behind_does_not_wait_for_anothers_query():
     await calm[0]
     await desk.done(holder)
     await serve_all(desk, [*flood, *calm])
+
+
+async def test_choices_of_one_request_query_few_at_a_time():
+    """Without room the first of them find none, and the others take seats without a query."""
+    desk = Desk(Fleet(places=0, gate=asyncio.Event()), poll_s=60.0)
+    arrivals = asyncio.Semaphore(3)
+    tasks = [desk.come(str(n), "flood", arrivals=arrivals) for n in range(50)]
+    await until(lambda: len(desk.fleet.asked) >= 3, 10.0, "some query")
+    desk.fleet.gate.set()
+    await desk.waiting(50)
+    assert {*desk.fleet.asked} == {"0", "1", "2"}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await desk.admission.close()
+
+
+async def test_choices_of_one_request_all_find_room_on_arrival():
+    desk = Desk(Fleet(places=50), poll_s=60.0)
+    arrivals = asyncio.Semaphore(3)
+    await asyncio.gather(*(desk.come(str(n), "flood", arrivals=arrivals) for n in range(50)))
+    assert desk.fleet.asked == [str(n) for n in range(50)]
+    assert desk.value("queue_wait_seconds_bucket", le="0.0") == 50
 
 
 async def test_a_request_alone_has_not_overtaken():
