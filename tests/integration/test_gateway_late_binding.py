@@ -15,8 +15,10 @@ from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.sockets import listen
 from tandem_services.gateway.app import api_app, build_gateway
+from tandem_services.gateway.dispatch.generation import AT_ONCE
 from tandem_services.gateway.queueing.precedence import MOST_EARLY
 from tandem_services.gateway.serve import http_server
+from tandem_services.router.decision import Choice, RouteQuery
 from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
@@ -27,6 +29,8 @@ from tandem_testing.tokenizer_builders import write_tokenizer
 from tandem_testing.waiting import until
 
 ROOM = 2
+FLOOD = 4
+"""Requests."""
 MANY = 48
 """Choices of one request."""
 
@@ -104,11 +108,19 @@ async def test_a_flood_waits_at_the_gateway_and_lets_another_tenant_by(server, t
 
 
 @pytest.mark.parametrize("shape", ["n", "best_of", "prompts", "long_prompts", "long_outputs"])
-async def test_short_chat_does_not_wait_for_any_choice_of_a_flood(server, tmp_path, shape):
+async def test_short_chat_does_not_wait_for_any_choice_of_a_flood(server, tmp_path, monkeypatch, shape):
     """Whatever makes the flood large: no choice of it ends, and the other tenant's prompt is at the worker, which has
-    a few choices and no queue."""
+    a few choices and no queue. Few choices have queried the router by then: each query is one that others wait for."""
     server.wipe()
     most: list[int] = []
+    queried: set[str] = set()
+    choose = Router.choose
+
+    async def noted(router: Router, query: RouteQuery) -> Choice:
+        queried.add(query.request_id)
+        return await choose(router, query)
+
+    monkeypatch.setattr(Router, "choose", noted)
     behaviour = MockBehaviour(token=hash_tokens(3, 250), hold_at=1)
     with EngineRack() as rack:
         engine = rack.add("solo", behaviour)
@@ -122,11 +134,11 @@ async def test_short_chat_does_not_wait_for_any_choice_of_a_flood(server, tmp_pa
         try:
             await until(lambda: bool(most), 60.0, "the worker is registered")
             async with serving(server, rack, tmp_path) as client:
-                flood = [asyncio.create_task(complete(client, "flood", **flood_of(shape, n))) for n in range(4)]
+                flood = [asyncio.create_task(complete(client, "flood", **flood_of(shape, n))) for n in range(FLOOD)]
                 await asyncio.to_thread(engine.wait_until, lambda: engine.running >= ROOM)
                 calm = asyncio.create_task(complete(client, "calm"))
                 await asyncio.to_thread(engine.wait_until, lambda: "calm" in {each.tenant for each in engine.received})
-                sent = Counter(request.tenant for request in engine.received)
+                sent, before = Counter(request.tenant for request in engine.received), len(queried)
                 behaviour.hold_at = None
                 answers = await asyncio.gather(calm, *flood)
         finally:
@@ -138,19 +150,23 @@ async def test_short_chat_does_not_wait_for_any_choice_of_a_flood(server, tmp_pa
     # A report may be old when the second round of choices finds its places.
     assert sent["flood"] <= 2 * ROOM
     assert sent["calm"] == 1
+    # On arrival, and those next in line since.
+    assert before <= FLOOD * AT_ONCE + 4 * ROOM
     assert max(most) <= 2 * ROOM + MOST_EARLY
 
 
 def flood_of(shape: str, number: int) -> dict[str, object]:
-    """What makes request `number` of a flood a large one."""
+    """What makes request `number` of a flood a large one. Its prompts are longer than that of the short chat, whose
+    tenant is behind then from the first one on."""
+    prompt = f"{number} " + "hi " * 20
     match shape:
         case "n":
-            return {"n": MANY}
+            return {"prompt": prompt, "n": MANY}
         case "best_of":
-            return {"best_of": 20}
+            return {"prompt": prompt, "best_of": 20}
         case "prompts":
-            return {"prompt": [f"prompt {number} {n}" for n in range(MANY)]}
+            return {"prompt": [f"{n} {prompt}" for n in range(MANY)]}
         case "long_prompts":
-            return {"prompt": f"{number} " + "hi " * 60}
+            return {"prompt": prompt * 4}
         case _:
-            return {"max_tokens": 100}
+            return {"prompt": prompt, "max_tokens": 100}
