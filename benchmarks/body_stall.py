@@ -94,8 +94,9 @@ class Sender(threading.Thread):
 class Unfinished(threading.Thread):
     """One connection that sends all of its body but the last byte, and then waits for an answer or the end."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, body: bytes) -> None:
         super().__init__()
+        self._body = body
         self._connection = socket.create_connection(("127.0.0.1", port), timeout=60)
         self.outcome = "open"
 
@@ -104,7 +105,7 @@ class Unfinished(threading.Thread):
         # One that is refused by its head is closed before it has sent its body. The answer may be there all the same.
         with suppress(BrokenPipeError, ConnectionResetError):
             self._connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode())
-            self._connection.sendall(bytes(UNFINISHED_BYTES - 1))
+            self._connection.sendall(self._body)
         try:
             answer = self._connection.recv(1024)
         except ConnectionResetError:
@@ -183,10 +184,12 @@ def measure(running: Running, options: argparse.Namespace) -> dict[str, dict[str
 
 
 def measure_unfinished(running: Running, options: argparse.Namespace) -> dict[str, object]:
-    """Before any other body, so that the peak of the gateway's memory is that of this phase."""
+    """Before any other body, so that no memory of theirs is there to be used again."""
     gateway = running.pids[0]
+    Path(f"/proc/{gateway}/clear_refs").write_text("5")  # the peak is from now on
     before = memory_mib(gateway, "VmRSS")
-    connections = [Unfinished(running.port) for _ in range(UNFINISHED)]
+    body = bytes(UNFINISHED_BYTES - 1)
+    connections = [Unfinished(running.port, body) for _ in range(UNFINISHED)]
     for each in connections:
         each.start()
     held: list[int] = []
