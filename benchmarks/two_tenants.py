@@ -166,9 +166,9 @@ async def run_case(url: str, name: str, options: argparse.Namespace) -> dict[str
         alone += await small_tenant(client, options.rate, options.seconds / 2, random)
         parts = {"alone": await median_parts_ms(client, alone), "crowded": await median_parts_ms(client, crowded)}
     result: dict[str, object] = {"large_requests": len(done), "large_tokens": sum(done), "parts": parts}
-    before, beside = ([each.first_token_s for each in chats] for chats in (alone, crowded))
+    alone_s, crowded_s = ([each.first_token_s for each in chats] for chats in (alone, crowded))
     for label, share in (("p50", 0.5), ("p99", 0.99)):
-        base, with_load = percentile_ms(before, share), percentile_ms(beside, share)
+        base, with_load = percentile_ms(alone_s, share), percentile_ms(crowded_s, share)
         result |= {f"alone_{label}_ms": base, f"{label}_ms": with_load, f"{label}_ratio": round(with_load / base, 2)}
     print(name, result, file=sys.stderr, flush=True)
     return result
