@@ -134,6 +134,13 @@ async def test_short_chat_does_not_wait_for_any_choice_of_a_flood(server, tmp_pa
         try:
             await until(lambda: bool(most), 60.0, "the worker is registered")
             async with serving(server, rack, tmp_path) as client:
+
+                async def reaches_worker() -> bool:
+                    return (await complete(client, "flood", max_tokens=1)).status_code == 200
+
+                await until(reaches_worker, 60.0, "the gateway reaches the worker")
+                engine.received.clear()
+                queried.clear()
                 flood = [asyncio.create_task(complete(client, "flood", **flood_of(shape, n))) for n in range(FLOOD)]
                 await asyncio.to_thread(engine.wait_until, lambda: engine.running >= ROOM)
                 calm = asyncio.create_task(complete(client, "calm"))
@@ -146,7 +153,7 @@ async def test_short_chat_does_not_wait_for_any_choice_of_a_flood(server, tmp_pa
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
             await fleet.close()
-    assert {answer.status_code for answer in answers} == {200}
+    assert [answer.text for answer in answers if answer.status_code != 200] == []
     # A report may be old when the second round of choices finds its places.
     assert sent["flood"] <= 2 * ROOM
     assert sent["calm"] == 1
