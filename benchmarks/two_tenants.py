@@ -15,6 +15,13 @@ request when the last one has ended:
 
 A case runs between two phases of the small tenant alone, so that both are measured on the machine of that moment. The
 result is the ratio of the small tenant's TTFT in the case to its TTFT alone, at p50 and p99; both should stay below 2.
+`parts` is where the time goes, by the record of each request (`explain`), as medians alone and in the case:
+
+    admission   in the gateway's queue
+    queue       in the queue of the engine that computes the prompt
+    prefill     the steps of the prompt, until its first token
+    gateway     the rest of what the gateway measures: reading, tokenizing, routing, the way to the worker and back
+    client      what only the client measures
 """
 
 import argparse
@@ -25,7 +32,8 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -68,32 +76,61 @@ def headers(tenant: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key_of(tenant)}"}
 
 
-async def first_token_s(client: httpx.AsyncClient, random: Random) -> float:
-    """Seconds from the request to its first event with text. Raises for any status but 200."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """One answered chat of the small tenant."""
+
+    first_token_s: float
+    """From the request to its first event with text."""
+    answer_id: str
+
+
+async def chat(client: httpx.AsyncClient, random: Random) -> Chat:
+    """Raises for any status but 200."""
     message = {"role": "user", "content": words(random, 10)}
     body = {"model": "tandem-mini", "messages": [message], "max_tokens": 8, "stream": True, "ignore_eos": True}
     started = time.perf_counter()
-    first = None
+    first, answer_id = None, ""
     async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers(SMALL)) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
-            if (
-                first is None
-                and line.startswith("data: {")
-                and json.loads(line[6:])["choices"][0]["delta"].get("content")
-            ):
+            if first is not None or not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            answer_id = event["id"]
+            if event["choices"][0]["delta"].get("content"):
                 first = time.perf_counter() - started
     assert first is not None, "a stream without text"
-    return first
+    return Chat(first_token_s=first, answer_id=answer_id)
 
 
-async def small_tenant(client: httpx.AsyncClient, rate: float, seconds: float, random: Random) -> list[float]:
+async def small_tenant(client: httpx.AsyncClient, rate: float, seconds: float, random: Random) -> list[Chat]:
     """Open loop: requests start at their times, regardless of earlier ones."""
     tasks = []
     for _ in range(round(rate * seconds)):
-        tasks.append(asyncio.create_task(first_token_s(client, random)))
+        tasks.append(asyncio.create_task(chat(client, random)))
         await asyncio.sleep(1 / rate)
     return list(await asyncio.gather(*tasks))
+
+
+async def parts_of(client: httpx.AsyncClient, done: Chat) -> dict[str, float]:
+    """Seconds of its first token by where they were spent."""
+    response = await client.get(f"/v1/requests/{done.answer_id}/explain", headers=headers(SMALL))
+    response.raise_for_status()
+    record = response.json()["choices"][0]
+    parts = {
+        "admission": record["admission_s"] or 0.0,
+        "queue": record["queue_s"] or 0.0,
+        "prefill": record["prefill_s"] or 0.0,
+    }
+    parts["gateway"] = record["ttft_s"] - sum(parts.values())
+    parts["client"] = done.first_token_s - record["ttft_s"]
+    return parts
+
+
+async def median_parts_ms(client: httpx.AsyncClient, chats: Sequence[Chat]) -> dict[str, float]:
+    found = [await parts_of(client, each) for each in chats]
+    return {name: percentile_ms([parts[name] for parts in found], 0.5) for name in found[0]}
 
 
 async def large_tenant(
@@ -127,9 +164,11 @@ async def run_case(url: str, name: str, options: argparse.Namespace) -> dict[str
         await asyncio.gather(*load, return_exceptions=True)
         await asyncio.sleep(SETTLE_S)
         alone += await small_tenant(client, options.rate, options.seconds / 2, random)
-    result: dict[str, object] = {"large_requests": len(done), "large_tokens": sum(done)}
+        parts = {"alone": await median_parts_ms(client, alone), "crowded": await median_parts_ms(client, crowded)}
+    result: dict[str, object] = {"large_requests": len(done), "large_tokens": sum(done), "parts": parts}
+    alone_s, crowded_s = ([each.first_token_s for each in chats] for chats in (alone, crowded))
     for label, share in (("p50", 0.5), ("p99", 0.99)):
-        base, with_load = percentile_ms(alone, share), percentile_ms(crowded, share)
+        base, with_load = percentile_ms(alone_s, share), percentile_ms(crowded_s, share)
         result |= {f"alone_{label}_ms": base, f"{label}_ms": with_load, f"{label}_ratio": round(with_load / base, 2)}
     print(name, result, file=sys.stderr, flush=True)
     return result
@@ -138,7 +177,7 @@ async def run_case(url: str, name: str, options: argparse.Namespace) -> dict[str
 async def run_cases(url: str, options: argparse.Namespace) -> dict[str, dict[str, object]]:
     async with httpx.AsyncClient(base_url=url, timeout=300.0) as client:
         for _ in range(5):  # compiles nothing in the first figure
-            await first_token_s(client, Random(0))
+            await chat(client, Random(0))
     return {name: await run_case(url, name, options) for name in options.cases.split(",")}
 
 

@@ -53,6 +53,30 @@ class PieceWriter(Protocol):
     def write(self, piece: ChoicePiece) -> None: ...
 
 
+@dataclass(slots=True)
+class _Merging:
+    """Where the pieces of one choice meet those of the others. Implements `PieceWriter`, so that an ordinary token
+    wakes no task of its choice."""
+
+    arrived: "asyncio.Queue[ChoicePiece | BaseException]"
+
+    @property
+    def is_ready(self) -> Callable[[], bool]:
+        return _always
+
+    def write(self, piece: ChoicePiece) -> None:
+        self.arrived.put_nowait(piece)
+
+
+def _always() -> bool:
+    return True
+
+
+AT_ONCE = 8
+"""Choices of one request that start before the event loop serves others, and that arrive in the queue at the same time.
+A request may have hundreds."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Generator:
     """Runs jobs. One per model service."""
@@ -67,23 +91,28 @@ class Generator:
     def pieces(self, job: Job, writer: PieceWriter | None = None) -> AsyncGenerator[list[ChoicePiece], None]:
         """Pieces of all choices; each list is what has gathered since the last one. Close it when done.
 
-        Ordinary pieces of a single choice may go to `writer` instead, while the consumer waits for the next ones.
+        Ordinary pieces of a single choice may go to `writer` instead, while the consumer waits for the next ones. Those
+        of several choices are merged on the call stack of the connection's reader.
         """
         if len(job.plan.choices) == 1:
-            return self._choice(job, job.plan.choices[0], None, writer)
+            choice = job.plan.choices[0]
+            return self._choice(job, choice, _choice_request(self.model, job, choice), writer)
         return self._merged(job)
 
     async def _merged(self, job: Job) -> AsyncGenerator[list[ChoicePiece], None]:
         arrived: asyncio.Queue[ChoicePiece | BaseException] = asyncio.Queue()
-        routes = self._routes(job.plan)
-        tasks = [
-            asyncio.create_task(self._feed(job, choice, routes[choice.index // job.plan.n], arrived))
-            for choice in job.plan.choices
-        ]
-        for task in tasks:
-            task.add_done_callback(partial(_note_failure, arrived))
-        unfinished = len(tasks)
+        routes, arrivals = self._routes(job.plan), asyncio.Semaphore(AT_ONCE)
+        tasks: list[asyncio.Task[None]] = []
+        unfinished = len(job.plan.choices)
         try:
+            for choice in job.plan.choices:
+                if tasks and len(tasks) % AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                route = routes[choice.index // job.plan.n]
+                request = _choice_request(self.model, job, choice, route=route, arrivals=arrivals)
+                task = asyncio.create_task(self._feed(job, choice, request, arrived))
+                task.add_done_callback(partial(_note_failure, arrived))
+                tasks.append(task)
             while unfinished:
                 batch = await _gathered(arrived)
                 unfinished -= sum(piece.finish is not None for piece in batch)
@@ -104,20 +133,21 @@ class Generator:
         self,
         job: Job,
         choice: PlannedChoice,
-        route: SharedRoute | None,
+        request: ChoiceRequest,
         arrived: "asyncio.Queue[ChoicePiece | BaseException]",
     ) -> None:
-        async with aclosing(self._choice(job, choice, route, None)) as pieces:
+        merging = _Merging(arrived)
+        async with aclosing(self._choice(job, choice, request, merging)) as pieces:
             async for (piece,) in pieces:
-                arrived.put_nowait(piece)
+                merging.write(piece)
 
     async def _choice(
-        self, job: Job, choice: PlannedChoice, route: SharedRoute | None, writer: PieceWriter | None
+        self, job: Job, choice: PlannedChoice, request: ChoiceRequest, writer: PieceWriter | None
     ) -> AsyncGenerator[list[ChoicePiece], None]:
         """One piece at a time. A refused grammar is called by the name that the client used."""
         output = _ChoiceOutput(self, job, choice, writer)
         try:
-            async with aclosing(self._outputs(job, choice, route, output)) as outputs:
+            async with aclosing(self._outputs(job, request, output)) as outputs:
                 async for accepted in outputs:
                     piece = output.next_piece(accepted)
                     if piece is None:
@@ -129,16 +159,14 @@ class Generator:
             name_grammar_field(error, job.plan.grammar_field)
             raise
 
-    def _outputs(
-        self, job: Job, choice: PlannedChoice, route: SharedRoute | None, output: "_ChoiceOutput"
-    ) -> AsyncGenerator[Accepted, None]:
+    def _outputs(self, job: Job, request: ChoiceRequest, output: "_ChoiceOutput") -> AsyncGenerator[Accepted, None]:
         """What the workers send for one choice."""
-        request, record = _choice_request(self.model, job, choice, route), job.record.choices[choice.index]
+        record = job.record.choices[request.index]
         if job.plan.turn is None:
             return self.dispatcher.run(request, record, output if output.may_write else None)
         # Each output is written into the session's record.
         outputs = self.dispatcher.run(request, record)
-        return remembered(outputs, job.plan.turn, prompt_tokens=len(choice.input_ids))
+        return remembered(outputs, job.plan.turn, prompt_tokens=len(request.input_ids))
 
 
 class _ChoiceOutput:
@@ -231,7 +259,14 @@ async def _gathered(arrived: "asyncio.Queue[ChoicePiece | BaseException]") -> li
     return batch
 
 
-def _choice_request(model: str, job: Job, choice: PlannedChoice, route: SharedRoute | None) -> ChoiceRequest:
+def _choice_request(
+    model: str,
+    job: Job,
+    choice: PlannedChoice,
+    *,
+    route: SharedRoute | None = None,
+    arrivals: asyncio.Semaphore | None = None,
+) -> ChoiceRequest:
     return ChoiceRequest(
         request_id=job.record.request_id,
         index=choice.index,
@@ -244,6 +279,7 @@ def _choice_request(model: str, job: Job, choice: PlannedChoice, route: SharedRo
         priority=job.plan.priority,
         group="" if route is None else f"{job.record.request_id}-{choice.index // job.plan.n}",
         route=route,
+        arrivals=arrivals,
         ticket=job.ticket,
         turn=job.plan.turn,
         deadline=job.deadline,

@@ -239,6 +239,7 @@ class Placing:
             priority=request.priority,
             prompt_tokens=len(query.token_ids),
             lane=Lane(adapter=query.adapter, ask_apart=apart),
+            arrivals=request.arrivals,
         )
 
     async def _together(

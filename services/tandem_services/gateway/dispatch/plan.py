@@ -1,5 +1,6 @@
 """A validated request: all parameters checked, all prompts in token ids. Nothing has been sent yet."""
 
+import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -144,6 +145,8 @@ class ChoiceRequest:
     """Name that all choices of the prompt share, "" when there is one."""
     route: SharedRoute | None = None
     """Where their first attempts go."""
+    arrivals: asyncio.Semaphore | None = None
+    """What its request's choices share: so many arrive in the queue at the same time. None: it is the only one."""
     ticket: RouteTicket = field(default_factory=RouteTicket)
     """Where the first attempt of all is to go, if a stand-alone router has chosen."""
     turn: SessionTurn | None = None

@@ -6,6 +6,7 @@ request goes before all that wait, or when a short interval has passed.
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from tandem_services.common.metrics import REQUEST_SECONDS, MetricFamilies
@@ -26,9 +27,19 @@ class Admission:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def admit(
-        self, ask: Ask, *, tenant: Tenant, priority: int, prompt_tokens: int, lane: Lane | None = None
+        self,
+        ask: Ask,
+        *,
+        tenant: Tenant,
+        priority: int,
+        prompt_tokens: int,
+        lane: Lane | None = None,
+        arrivals: asyncio.Semaphore | None = None,
     ) -> Choice:
-        """Workers with room for a new request, reserved for it; may take a while. `lane`: how it passes others.
+        """Workers with room for a new request, reserved for it; may take a while.
+
+        `lane`: how it passes others. `arrivals`: bounds those of one request that query the router on arrival. Once one
+        of them has found no room the next take seats, instead of a query each that turns of the queue wait behind.
 
         Raises:
             ApiError: 429 when its tenant's other requests fill the queue; 503 when it is full, or nobody takes it in
@@ -38,7 +49,8 @@ class Admission:
         visitor = self.binding.visitor(
             ask, choice, tenant=tenant, priority=priority, prompt_tokens=prompt_tokens, lane=lane
         )
-        found = await self.binding.arrive(visitor)
+        async with arrivals or nullcontext():
+            found = await self.binding.arrive(visitor)
         return await self._wait(visitor, choice) if found is None else found
 
     def freed(self, worker: str = "") -> None:

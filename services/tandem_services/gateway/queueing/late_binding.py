@@ -1,6 +1,7 @@
 """Late binding: a new request waits at the gateway, not at a worker, until a worker has capacity for it.
 
-    1. arrives    the queue is empty: the router is queried at once, and a worker with capacity gets the request
+    1. arrives    the queue is empty, or the request goes first: the router is queried at once, and a worker with
+                  capacity gets the request
     2. queued     otherwise it takes one of a bounded number of seats (`FairQueue`)
     3. tried      the head of line queries the router whenever a request has ended or an interval has passed. A request
                   that no worker can serve is skipped for `PASSED_OVER_S`. One that lacks capacity is passed only by
@@ -10,9 +11,8 @@
                   without any worker: 429 or 503 with Retry-After
 
 A worker has capacity when the sequence need not wait for others to end, and the prompt waits at most `worker_wait_s`
-for other prompts: the worker stays busy, without a queue of its own. A tenant that is behind (`RecentTenants`) may find
-`BEHIND_WAIT` times as many prompts there: workers compute prompts of tenants in turns. Up to `MOST_EARLY` of its
-choices also go to a worker without a free place, and get the next ones.
+for other prompts: the worker stays busy, without a queue of its own. A tenant that is behind may do more
+(`precedence`): its request is tried at once, may find more prompts at a worker, and may go to one without a free place.
 
 `Turnover` counts slots that were freed but are not in a worker's report yet, which may be a second old. A slot that a
 request of this gateway freed, or that another gateway offered, counts at once. It expires after `UNREPORTED_S`: by then
@@ -22,7 +22,6 @@ a report contains it, or another gateway has used it.
 """
 
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -34,6 +33,7 @@ from tandem_services.common.tasks import BackgroundTasks, for_ever
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.fair_queue import SYNC_S, FairQueue, GivingWay, SharedCounters, Waiting, wish_of
 from tandem_services.gateway.queueing.lanes import BlockedLanes, Lane
+from tandem_services.gateway.queueing.precedence import Precedence
 from tandem_services.gateway.queueing.turnover import Pace, Turnover
 from tandem_services.router.decision import Choice, NoWorkersError, WorkerView
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
@@ -96,40 +96,8 @@ def refusal(reason: str, *, no_workers: bool, wait_s: float) -> ApiError:
     return unavailable("All workers are at their limit. Try again later.", retry_after=wait_s)
 
 
-BEHIND_WAIT = 2.0
-"""Above 1, so that a tenant that keeps a worker at its limit leaves room for others."""
-
-MOST_EARLY = 4
-"""Choices of one queue that were sent to workers before a place there was free."""
-
 NEXT_S = 0.001
 """Until a new request that is first in line is tried: by then the other choices of its request have come."""
-
-RECENT_S = 10.0
-"""For so long a tenant counts as present after a request."""
-
-
-@dataclass(kw_only=True, slots=True)
-class RecentTenants:
-    """One per queue; belongs to its event loop."""
-
-    clock: Clock
-    _seen: OrderedDict[str, float] = field(default_factory=OrderedDict)
-    """When a request of it last came, the last one last."""
-
-    def see(self, tenant: str) -> None:
-        """A request of it has come."""
-        self._seen[tenant] = self.clock.now()
-        self._seen.move_to_end(tenant)
-
-    def is_behind(self, visitor: Visitor, queue: FairQueue[Visitor]) -> bool:
-        """Whether its tenant will have had less than each other that is present, with the next request of each."""
-        oldest = self.clock.now() - RECENT_S
-        while self._seen and next(iter(self._seen.values())) < oldest:
-            self._seen.popitem(last=False)
-        others = [queue.after_next(other) for other in self._seen if other != visitor.tenant]
-        return bool(others) and queue.counters.value(visitor.tenant) + visitor.cost < min(others)
-
 
 logger = logging.getLogger(__name__)
 
@@ -201,9 +169,7 @@ class LateBinding:
     policy: AdmissionPolicy
     _way: GivingWay = field(init=False)
     _turnover: Turnover = field(init=False)
-    _recent: RecentTenants = field(init=False)
-    _early: int = 0
-    """Choices that were sent early, less the places freed since."""
+    _precedence: Precedence = field(init=False)
     _nobody_since: float | None = None
     _blocked: BlockedLanes = field(default_factory=BlockedLanes)
     """Of the last round."""
@@ -213,7 +179,7 @@ class LateBinding:
     def __post_init__(self) -> None:
         self._way = GivingWay(clock=self.clock)
         self._turnover = Turnover(clock=self.clock)
-        self._recent = RecentTenants(clock=self.clock)
+        self._precedence = Precedence(clock=self.clock)
         self._pace = Pace(clock=self.clock)
 
     def figures(self) -> QueueFigures:
@@ -256,9 +222,12 @@ class LateBinding:
             ApiError: 429 when its tenant's other requests fill the queue; 503 when it is full.
         """
         self.observer.asked(visitor.prompt_tokens)
-        self._recent.see(visitor.tenant)
-        visitor.is_behind = self._recent.is_behind(visitor, self.queue)
-        choice = None if self.queue or self._gives_way(visitor) else await self._try(visitor, BlockedLanes())
+        self._precedence.see(visitor.tenant)
+        visitor.is_behind = self._precedence.is_behind(visitor, self.queue)
+        choice = None
+        if self._precedence.goes_at_once(visitor, self.queue) and not self._gives_way(visitor):
+            with self._precedence.at_once(visitor.tenant):
+                choice = await self._try(visitor, BlockedLanes())
         if choice is None:
             self._seat(visitor)
             return None
@@ -296,9 +265,7 @@ class LateBinding:
 
     def freed(self, worker: str = "") -> None:
         """A request has ended, or left its worker, whose incarnation is `worker` if it is known."""
-        if self._early:
-            self._early -= 1
-        elif self.queue:
+        if not self._precedence.takes_freed_place() and self.queue:
             self._turnover.add(1, worker=worker)
 
     async def run(self) -> None:
@@ -446,13 +413,11 @@ class LateBinding:
         return not has_to_wait(choice.terms) and self._waits_little(choice, visitor)
 
     def _waits_little(self, choice: Choice, visitor: Visitor) -> bool:
-        most = self.policy.worker_wait_s * (BEHIND_WAIT if visitor.is_behind else 1.0)
+        most = self._precedence.longest_wait_s(visitor, self.policy.worker_wait_s)
         return prefill_wait_s(choice.terms) <= most
 
     def _goes_early(self, choice: Choice, visitor: Visitor) -> bool:
-        early = visitor.is_behind and self._early < MOST_EARLY and self._waits_little(choice, visitor)
-        self._early += early
-        return early
+        return self._waits_little(choice, visitor) and self._precedence.goes_early(visitor)
 
     def _hand_over(self, visitor: Visitor, choice: Choice) -> None:
         self.leave(visitor)

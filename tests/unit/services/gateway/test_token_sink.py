@@ -6,6 +6,7 @@ The real `Generator` and `Attempt`; engine and client are played. The oracle is 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError, Side, TokenSink
-from tandem_services.gateway.dispatch.generation import Generator, Job
+from tandem_services.gateway.dispatch.generation import AT_ONCE, Generator, Job
 from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.observe.explain import ChoiceRecord, RequestRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
@@ -51,17 +52,22 @@ class Engine:
 
 
 @dataclass
-class OneAttempt:
-    """Stands for the dispatcher."""
+class Attempts:
+    """Stands for the dispatcher: one attempt for each choice."""
 
-    engine: Engine
-    attempt: Attempt
+    attempts: list[Attempt]
+    started: list[int] = field(default_factory=list)
+    """Choices, in the order in which they began."""
+    passed: int = 0
+    """Outputs that went through the task of a choice."""
 
     async def run(
         self, request: Any, record: ChoiceRecord, sink: TokenSink | None = None
     ) -> AsyncGenerator[Accepted, None]:
+        self.started.append(request.index)
         while True:
-            accepted = await self.attempt.next(sink)
+            accepted = await self.attempts[request.index].next(sink)
+            self.passed += 1
             yield accepted
             if accepted.finish is not None:
                 return
@@ -94,24 +100,25 @@ class Client:
 
 
 class Stream:
-    """One choice being streamed."""
+    """Choices of one prompt being streamed."""
 
-    def __init__(self, tokenizer, sampling: SamplingParams) -> None:
-        self.engine, self.client = Engine(), Client()
+    def __init__(self, tokenizer, sampling: SamplingParams, *, choices: int = 1) -> None:
+        self.engines, self.client = [Engine() for _ in range(choices)], Client()
+        self.engine = self.engines[0]
         self.client.reads.set()
-        choice = PlannedChoice(index=0, input_ids=(5,), sampling=sampling)
         plan = GenerationPlan(
             model="m",
-            choices=(choice,),
+            choices=tuple(PlannedChoice(index=n, input_ids=(5,), sampling=sampling) for n in range(choices)),
             shows_logprobs=False,
-            n=1,
-            kept=1,
+            n=choices,
+            kept=choices,
             stream=True,
             include_usage=False,
             continuous_usage=False,
             tells_ids=True,
         )
-        self.record = ChoiceRecord(index=0)
+        records = [ChoiceRecord(index=n) for n in range(choices)]
+        self.record = records[0]
         request = RequestRecord(
             request_id="r",
             client_request_id=None,
@@ -120,16 +127,17 @@ class Stream:
             requested_model="m",
             stream=True,
             prompt_tokens=1,
-            n=1,
+            n=choices,
             created=0,
-            choices=[self.record],
+            choices=records,
         )
-        attempt = Attempt("r", 0, self.record, began=0.0)
-        for is_prefill in (False, True):
-            attempt.submit(self.engine, None, is_prefill=is_prefill)  # type: ignore[arg-type]
+        self.dispatcher = Attempts([Attempt("r", 0, record, began=0.0) for record in records])
+        for engine, attempt in zip(self.engines, self.dispatcher.attempts, strict=True):
+            for is_prefill in (False, True):
+                attempt.submit(engine, None, is_prefill=is_prefill)  # type: ignore[arg-type]
         generator = Generator(
             model="m",
-            dispatcher=OneAttempt(self.engine, attempt),  # type: ignore[arg-type]
+            dispatcher=self.dispatcher,  # type: ignore[arg-type]
             vocabulary=tokenizer.vocabulary,
             clock=ServiceClock(),
             metrics=GatewayMetrics(MetricFamilies(CollectorRegistry()), model="m"),
@@ -142,8 +150,8 @@ class Stream:
             await self.client.reads.wait()
             self.client.pieces += batch
 
-    def send(self, output: TokenOutput, *, by_prefill: bool = False) -> None:
-        self.engine.sides[by_prefill].on_output(output)
+    def send(self, output: TokenOutput, *, by_prefill: bool = False, choice: int = 0) -> None:
+        self.engines[choice].sides[by_prefill].on_output(output)
 
 
 async def turns(number: int = TURNS) -> None:
@@ -319,3 +327,40 @@ async def test_finish_is_left_to_the_generator(tokenizer):
     assert stream.client.written == 0
     await stream.task
     assert stream.client.pieces[-1].finish is not None
+
+
+async def test_tokens_of_several_choices_wake_no_task_of_theirs(tokenizer):
+    stream = Stream(tokenizer, SamplingParams(max_tokens=100), choices=3)
+    await turns()
+    for choice in range(3):
+        stream.send(one(0), choice=choice)
+    await turns()
+    for index in range(1, 4):
+        for choice in range(3):
+            stream.send(one(index), choice=choice)
+    await turns()
+    assert stream.dispatcher.passed == 0
+    by_choice = [[piece.tokens for piece in stream.client.pieces if piece.index == choice] for choice in range(3)]
+    assert by_choice == [[1, 2, 3, 4]] * 3
+    for choice in range(3):
+        stream.send(
+            TokenOutput(rid="r", index=4, token_ids=(EOS,), finish=Finish(reason=FinishReason.STOP)), choice=choice
+        )
+    await stream.task
+    assert [piece.index for piece in stream.client.pieces[-3:]] == [0, 1, 2]
+
+
+async def test_start_of_many_choices_lets_others_run(tokenizer):
+    """A request of hundreds of choices does not keep the event loop until all have queried the router."""
+    many = 16 * AT_ONCE
+    stream = Stream(tokenizer, SamplingParams(max_tokens=100), choices=many)
+    started = []
+    while len(stream.dispatcher.started) < many:
+        started.append(len(stream.dispatcher.started))
+        await asyncio.sleep(0)
+    steps = [after - before for before, after in pairwise([*started, many])]
+    assert max(steps) <= AT_ONCE
+    assert stream.dispatcher.started == [*range(many)]
+    stream.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stream.task

@@ -15,13 +15,8 @@ from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
 from tandem_services.gateway.queueing.lanes import Lane
-from tandem_services.gateway.queueing.late_binding import (
-    MOST_EARLY,
-    RECENT_S,
-    AdmissionPolicy,
-    LateBinding,
-    Verdict,
-)
+from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding, Verdict
+from tandem_services.gateway.queueing.precedence import MOST_EARLY, RECENT_S
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
@@ -85,13 +80,27 @@ class Desk:
         self.admission = Admission(binding=self.binding)
         self.order: list[str] = []
 
-    def come(self, name: str, tenant: str = "", *, prompt: int = 100, priority: int = 0) -> "asyncio.Task[Choice]":
-        return asyncio.create_task(self._come(name, tenant, prompt, priority))
+    def come(
+        self,
+        name: str,
+        tenant: str = "",
+        *,
+        prompt: int = 100,
+        priority: int = 0,
+        arrivals: asyncio.Semaphore | None = None,
+    ) -> "asyncio.Task[Choice]":
+        return asyncio.create_task(self._come(name, tenant, prompt, priority, arrivals))
 
-    async def _come(self, name: str, tenant: str, prompt: int, priority: int) -> Choice:
+    async def _come(
+        self, name: str, tenant: str, prompt: int, priority: int, arrivals: asyncio.Semaphore | None
+    ) -> Choice:
         holder = Tenant(name=tenant, sha256=()) if tenant else UNKNOWN
         choice = await self.admission.admit(
-            lambda: self.fleet.ask(name, prompt), tenant=holder, priority=priority, prompt_tokens=prompt
+            lambda: self.fleet.ask(name, prompt),
+            tenant=holder,
+            priority=priority,
+            prompt_tokens=prompt,
+            arrivals=arrivals,
         )
         self.order.append(name)
         return choice
@@ -174,6 +183,48 @@ async def test_prompts_of_another_tenant_are_no_reason_to_wait():
         task.cancel()
     await asyncio.gather(*flood, return_exceptions=True)
     await desk.admission.close()
+
+
+async def test_tenant_behind_does_not_wait_for_anothers_query():
+    """And only one request of it at a time: the next one queues."""
+    desk = Desk(Fleet(places=1), poll_s=60.0)
+    holder = await desk.come("holder", "flood", prompt=1000)
+    flood = [desk.come(f"f{n}", "flood", prompt=1000) for n in range(3)]
+    await desk.waiting(3)
+    desk.fleet.gate = asyncio.Event()
+    asked = len(desk.fleet.asked)
+    desk.admission.freed()
+    await until(lambda: len(desk.fleet.asked) > asked, 10.0, "the query of a turn is under way")
+    calm = [desk.come(f"c{n}", "calm", prompt=10) for n in range(2)]
+    await desk.waiting(4)
+    assert [name for name in desk.fleet.asked if name.startswith("c")] == ["c0"]
+    desk.fleet.gate.set()
+    await calm[0]
+    await desk.done(holder)
+    await serve_all(desk, [*flood, *calm])
+
+
+async def test_choices_of_one_request_query_few_at_a_time():
+    """Without room the first of them find none, and the others take seats without a query."""
+    desk = Desk(Fleet(places=0, gate=asyncio.Event()), poll_s=60.0)
+    arrivals = asyncio.Semaphore(3)
+    tasks = [desk.come(str(n), "flood", arrivals=arrivals) for n in range(50)]
+    await until(lambda: len(desk.fleet.asked) >= 3, 10.0, "some query")
+    desk.fleet.gate.set()
+    await desk.waiting(50)
+    assert {*desk.fleet.asked} == {"0", "1", "2"}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await desk.admission.close()
+
+
+async def test_choices_of_one_request_all_find_room_on_arrival():
+    desk = Desk(Fleet(places=50), poll_s=60.0)
+    arrivals = asyncio.Semaphore(3)
+    await asyncio.gather(*(desk.come(str(n), "flood", arrivals=arrivals) for n in range(50)))
+    assert desk.fleet.asked == [str(n) for n in range(50)]
+    assert desk.value("queue_wait_seconds_bucket", le="0.0") == 50
 
 
 async def test_a_request_alone_has_not_overtaken():
