@@ -197,7 +197,7 @@ def add_to_panel(
 @inlined
 def _product_of(adapter: Array, place: int) -> Array:
     """A row of an adapter's table."""
-    return array_at(adapter[TABLE] + place * TABLE_COLUMNS * 8, (TABLE_COLUMNS,), types.int64)
+    return array_at(adapter[TABLE] + place * TABLE_COLUMNS * 8, (TABLE_COLUMNS,), types.int64)  # type: ignore[no-any-return]
 
 
 @inlined
