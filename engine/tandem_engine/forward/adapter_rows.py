@@ -52,6 +52,8 @@ class AdapterRows:
 
 
 def _by_slot(slots: "npt.NDArray[np.int64]") -> tuple[SlotRows, ...]:
+    if len(slots) == 0:
+        return ()
     order = np.argsort(slots, kind="stable")
     found, firsts = np.unique(slots[order], return_index=True)
     rows = np.split(order, firsts[1:])

@@ -14,8 +14,8 @@ Any number of threads may run the kernel on one record. They share the tasks of 
 panels of weights, tokens, parts of attention. Each thread computes cheap parts (norms, activations) for itself, which
 is faster than waiting for another. No result depends on which thread computes it.
 
-Steps in which tokens have adapters are another kernel, where each product adds what they do
-(`kernels.cpu.step_products`). The one of all other steps has nothing of it.
+Steps in which tokens have adapters are another kernel, which adds to each product what they do
+(`kernels.cpu.step_products`). The kernel of all other steps has nothing of it.
 """
 
 from typing import Any, NamedTuple

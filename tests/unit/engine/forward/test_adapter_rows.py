@@ -64,6 +64,12 @@ def test_adapted_chunk_without_a_sample_wants_nothing() -> None:
     assert (listed(made.tokens), listed(made.wanted)) == ({2: slice(0, 3)}, {})
 
 
+def test_step_of_one_chunk_wants_nothing() -> None:
+    made = rows(sequences(3, samples=[0]), 2)
+    assert made is not None
+    assert (listed(made.tokens), made.wanted) == ({2: slice(0, 3)}, ())
+
+
 def test_all_tokens_wanted_have_the_rows_of_the_step() -> None:
     made = rows(sequences(3, decodes=1), 2, NO_ADAPTER)
     assert made is not None
