@@ -55,7 +55,7 @@ class AdapterPart:
 
     @classmethod
     def of(cls, *, rows: slice, outputs: slice, b: Tensor, scale: float) -> Self:
-        """With a copy of `b` that lies in memory as its transpose."""
+        """With `b` [outputs, r] laid out as its transpose."""
         return cls(rows=rows, outputs=outputs, b=b.t().contiguous().t(), scale=scale)
 
 
