@@ -5,10 +5,11 @@
     unused      eight adapters are loaded, and the requests are of the model alone
     mixed       the same engine; each of the eight requests has another adapter, of all seven projections
 
-Each round runs the engine without adapters, then both cases, so that a noisy machine disturbs all alike; `ratio` is the
-median of the rounds' ratios, and `target` its limit. Engines have run the workload `WARM_UP` times before. Outputs of
-the model alone must be equal in both engines, token for token, and those of adapters must differ from them, or the
-benchmark stops. Prints one JSON object per case. Exit status 1 if a ratio misses its target.
+Each round runs the engine without adapters, then both cases, every second one in the opposite order, so that a noisy
+machine and what ran before disturb all alike; `ratio` is the median of the rounds' ratios, and `target` its limit.
+Engines have run the workload `WARM_UP` times before. Outputs of the model alone must be equal in both engines, token
+for token, and those of adapters must differ from them, or the benchmark stops. Prints one JSON object per case. Exit
+status 1 if a ratio misses its target.
 """
 
 import argparse
@@ -89,7 +90,8 @@ def measure(bare: Engine, full: Engine, rounds: int) -> list[dict[str, float]]:
     cases = {"bare": (bare, alone), "unused": (full, alone), "mixed": (full, requests(refs))}
     found = []
     for number in range(WARM_UP + rounds):
-        runs = {name: run(engine, sent) for name, (engine, sent) in cases.items()}
+        order = list(cases.items())[:: -1 if number % 2 else 1]
+        runs = {name: run(engine, sent) for name, (engine, sent) in order}
         expected = runs["bare"][1]
         if runs["unused"][1] != expected:
             raise SystemExit("adapters that are not used change outputs of the model")

@@ -65,12 +65,7 @@ def step_logits(
     wanted = every if wanted is None else wanted
     by_token = np.repeat(np.array(slots), lens)
     step = StepAdapters(
-        rows=AdapterRows(
-            tokens=rows_of(by_token),
-            num_tokens=len(by_token),
-            wanted=rows_of(by_token[wanted.numpy()]),
-            num_wanted=len(wanted),
-        ),
+        rows=AdapterRows(tokens=rows_of(by_token), wanted=rows_of(by_token[wanted.numpy()])),
         slots=adapters.weights,
     )
     positions = torch.cat([torch.arange(length) for length in lens])

@@ -64,6 +64,11 @@ class AdapterConfig:
             sources=tuple(AdapterSource(name=name, path=str(path)) for name, path in paths.items()), max_rank=max_rank
         )
 
+    @property
+    def may_exist(self) -> bool:
+        """Whether requests can have an adapter, now or later."""
+        return bool(self.sources) or self.allow_updates
+
     def located(self, path: str) -> Path:
         """The folder that `path` means. Raises `ConfigError` unless it lies in `folder`, links followed."""
         try:

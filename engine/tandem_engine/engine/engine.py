@@ -365,8 +365,9 @@ class Engine:
         # A configuration names the device of the node's first rank.
         before = self._served.loaded_with
         device = device_of_rank(before.device, -before.parallel.local_rank(self._parallel.rank))
-        # Adapters stay: the architecture is the same, so they fit.
-        config = replace(before, model_path=path, device=device, adapters=AdapterConfig())
+        # Adapters stay: the architecture is the same, so they fit. None is read again.
+        adapters = AdapterConfig(allow_updates=before.adapters.may_exist)
+        config = replace(before, model_path=path, device=device, adapters=adapters)
         loaded = load(config, progress=False, parallel=self._parallel)
         self._served.require_same_architecture(loaded)
         return loaded

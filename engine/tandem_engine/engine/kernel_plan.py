@@ -43,7 +43,7 @@ def kernel_plan(config: EngineConfig, facts: ModelConfig) -> KernelPlan:
     dtype = resolve_dtype(config.dtype, facts, device=config.device)
     pages = kv_dtype(config.cache.dtype, dtype)
     transfers = _of_transfers(facts, pages) if config.disagg.transport != NO_TRANSPORT else []
-    rows, step = _of_fused_steps(facts, dtype) if _is_fused(config, facts, dtype) else ([], [])
+    rows, step = _of_fused_steps(config, facts, dtype) if _is_fused(config, facts, dtype) else ([], [])
     attention = _of_attention(config, facts, pages) if facts.latent is None else []
     return KernelPlan(
         tuple(step), (*attention, *rows, *_of_products(facts, dtype), *_of_steps(facts, pages), *transfers)
@@ -79,8 +79,10 @@ def _stay_quantized(facts: ModelConfig) -> bool:
     return "held " in facts.quantization
 
 
-def _of_fused_steps(facts: ModelConfig, dtype: torch.dtype) -> tuple[list[KernelSpec], list[KernelSpec]]:
-    """Kernels over rows, and that of small steps."""
+def _of_fused_steps(
+    config: EngineConfig, facts: ModelConfig, dtype: torch.dtype
+) -> tuple[list[KernelSpec], list[KernelSpec]]:
+    """Kernels over rows, and those of small steps: without adapters, and with them where there may be any."""
     from tandem_engine.kernels.cpu.decoder_step import build_step_kernel
     from tandem_engine.kernels.cpu.row_ops import build_gate_kernel, build_norm_kernel, build_place_kernel
     from tandem_engine.kernels.cpu.tensors import dtype_of
@@ -88,7 +90,8 @@ def _of_fused_steps(facts: ModelConfig, dtype: torch.dtype) -> tuple[list[Kernel
     number, group = dtype_of(dtype), facts.num_heads // facts.num_kv_heads
     place = build_place_kernel.spec(number, facts.head_dim, group)
     rows = [place, build_gate_kernel.spec(number), build_norm_kernel.spec(number)]
-    return rows, [build_step_kernel.spec(number, facts.head_dim, group)]
+    adapted = (False, True) if config.adapters.may_exist else (False,)
+    return rows, [build_step_kernel.spec(number, facts.head_dim, group, adapted=each) for each in adapted]
 
 
 def _of_attention(config: EngineConfig, facts: ModelConfig, pages: torch.dtype) -> list[KernelSpec]:

@@ -127,6 +127,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         group=parallel.forward,
         load_format=config.load_format,
         quantization=config.quantization,
+        adapted=config.adapters.may_exist,
     )
     require_supported(model.config, config)
     adapters = LoadedAdapters.load(config.adapters, facts, dtype=dtype, device=config.device, group=parallel.forward)

@@ -1,8 +1,8 @@
 """Which tokens of a step belong to which adapter: indices that the scheduler's thread computes for the layers.
 
-A slot is the place of an adapter among those that an engine has loaded. Layers gather the tokens of a slot, multiply
-them by its matrices, and add the result to their rows; they look at no other row. The last layer computes only the
-tokens that are wanted after it, so their rows are listed as well.
+A slot is the place of an adapter among those that an engine has loaded. Layers multiply the tokens of a slot by its
+matrices, and add the result to their rows; they look at no other row. Adjacent rows, such as those of one prompt, need
+not be gathered. The last layer computes only the tokens that are wanted after it, so their rows are listed as well.
 """
 
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ class SlotRows(NamedTuple):
     """The rows of one adapter."""
 
     slot: int
-    rows: Tensor | None
-    """[N] int64, in ascending order; None for all rows of the step."""
+    rows: Tensor | slice
+    """[N] int64, in ascending order, or a range of adjacent ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +33,8 @@ class AdapterRows:
 
     tokens: tuple[SlotRows, ...]
     """By index among the step's tokens."""
-    num_tokens: int
     wanted: tuple[SlotRows, ...]
     """By index among the tokens that are wanted after the last layer."""
-    num_wanted: int
 
     @classmethod
     def of(cls, batch: ForwardBatch, slots: "npt.NDArray[np.int64]") -> Self | None:
@@ -44,20 +42,24 @@ class AdapterRows:
         if bool((slots == NO_ADAPTER).all()):
             return None
         by_token = np.repeat(slots, batch.extend_lens.numpy())
-        by_wanted = by_token[wanted_tokens(batch).numpy()]
-        return cls(
-            tokens=_by_slot(by_token), num_tokens=len(by_token), wanted=_by_slot(by_wanted), num_wanted=len(by_wanted)
-        )
+        tokens, wanted = _by_slot(by_token), wanted_tokens(batch).numpy()
+        every = len(wanted) == len(by_token) and bool((wanted == np.arange(len(by_token))).all())
+        return cls(tokens=tokens, wanted=tokens if every else _by_slot(by_token[wanted]))
 
     def with_all_wanted(self) -> "AdapterRows":
         """The same for a step whose tokens are all wanted after the last layer, in their order."""
-        return replace(self, wanted=self.tokens, num_wanted=self.num_tokens)
+        return replace(self, wanted=self.tokens)
 
 
 def _by_slot(slots: "npt.NDArray[np.int64]") -> tuple[SlotRows, ...]:
-    distinct = np.unique(slots)
-    if len(distinct) == 1 and distinct[0] != NO_ADAPTER:
-        return (SlotRows(int(distinct[0]), None),)
-    return tuple(
-        SlotRows(int(slot), torch.from_numpy(np.flatnonzero(slots == slot))) for slot in distinct if slot != NO_ADAPTER
-    )
+    if len(slots) == 0:
+        return ()
+    order = np.argsort(slots, kind="stable")
+    found, firsts = np.unique(slots[order], return_index=True)
+    rows = np.split(order, firsts[1:])
+    return tuple(SlotRows(int(slot), _rows(each)) for slot, each in zip(found, rows, strict=True) if slot != NO_ADAPTER)
+
+
+def _rows(indices: "npt.NDArray[np.int64]") -> Tensor | slice:
+    first, last = int(indices[0]), int(indices[-1])
+    return slice(first, last + 1) if last - first + 1 == len(indices) else torch.from_numpy(indices)

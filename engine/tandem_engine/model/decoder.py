@@ -137,8 +137,8 @@ def attention_specs(config: ModelConfig, blocks: Sequence[Block] | None = None) 
     )
 
 
-def build_decoder(config: ModelConfig, weights: Weights, *, positions: int) -> Decoder:
-    """Assemble a decoder that can place tokens at [0, positions)."""
+def build_decoder(config: ModelConfig, weights: Weights, *, positions: int, adapted: bool = False) -> Decoder:
+    """Assemble a decoder that can place tokens at [0, positions). `adapted`: tokens may have adapters."""
     embedding, scores = _vocabulary(config, weights)
     builder = BlockBuilder(config=config, weights=weights, heads=heads_of_rank(config, weights.group.size))
     rotary = tuple(_rotary(rope, config, size, weights, positions) for rope, size in _rotations(config))
@@ -155,7 +155,7 @@ def build_decoder(config: ModelConfig, weights: Weights, *, positions: int) -> D
         further=further_inputs(config, weights),
         sources=frozenset(map(config.source_of, config.reading_layers)),
     )
-    return _fused(decoder, weights) if weights.device.type == "cpu" else decoder
+    return _fused(decoder, weights, adapted=adapted) if weights.device.type == "cpu" else decoder
 
 
 def _vocabulary(config: ModelConfig, weights: Weights) -> tuple[TokenEmbedding, Projection]:
@@ -169,7 +169,7 @@ def _vocabulary(config: ModelConfig, weights: Weights) -> tuple[TokenEmbedding, 
     return token_embedding(table, weights.group, scores=scores, scale=scale), scores
 
 
-def _fused(decoder: Decoder, weights: Weights) -> Decoder:
+def _fused(decoder: Decoder, weights: Weights, *, adapted: bool) -> Decoder:
     """With the kernels of its steps, if those cover the model."""
     # Only an engine on a CPU needs numba.
     from tandem_engine.model.cpu.step import fuse
@@ -182,6 +182,7 @@ def _fused(decoder: Decoder, weights: Weights) -> Decoder:
         rotary=decoder.rotary[0],
         norm=decoder.norm,
         specs=decoder.attention,
+        adapted=adapted,
     )
     return decoder if fused is None else replace(decoder, fused=fused)
 

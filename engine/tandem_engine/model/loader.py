@@ -207,6 +207,7 @@ def load_model(
     group: TpGroup | None = None,
     load_format: LoadFormat = LoadFormat.AUTO,
     quantization: Quantization = Quantization.DEQUANTIZE,
+    adapted: bool = False,
 ) -> CausalLM:
     """Load the weights in `path`, the directory that `config` was read from.
 
@@ -216,6 +217,7 @@ def load_model(
         group: the ranks that share the model; this one reads its part alone. None reads all.
         load_format: with `dummy`, no weight file is opened.
         quantization: how projections are held; what `config` was read with.
+        adapted: tokens may have adapters.
 
     Raises:
         ConfigError: the ranks of `group` cannot share this model evenly, or it is not held like that.
@@ -238,7 +240,7 @@ def load_model(
     holding = holding_of(quantization, scheme, place)
     if load_format is LoadFormat.DUMMY:
         dummy = DummyWeights(shapes=expected_shapes(config), dtype=dtype, device=place, group=group, holding=holding)
-        return build_decoder(config, dummy, positions=positions)
+        return build_decoder(config, dummy, positions=positions, adapted=adapted)
     tensors = open_weights(directory, scheme, config)
     require_tensors(config, tensors, where=directory.path)
     total = sum(tensors[name].size for name in expected_shapes(config))
@@ -246,7 +248,7 @@ def load_model(
         weights = WeightReader(
             tensors=tensors, dtype=dtype, device=place, advance=advance, group=group, holding=holding
         )
-        return build_decoder(config, weights, positions=positions)
+        return build_decoder(config, weights, positions=positions, adapted=adapted)
 
 
 def load_kv_scales(path: str | Path, config: ModelConfig, *, load_format: LoadFormat) -> torch.Tensor | None:

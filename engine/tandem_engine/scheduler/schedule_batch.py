@@ -365,7 +365,10 @@ class BatchBuilder:
 
     def _adapted(self, made: ForwardBatch, batch: ScheduleBatch) -> ForwardBatch:
         """`made` of `batch`, with the rows of its adapters."""
-        slots = [self.adapter_slots[req.space.adapter] if req.space.adapter else NO_ADAPTER for req in batch.requests]
+        digests = [req.space.adapter for req in batch.requests]
+        if not any(digests):
+            return made
+        slots = [self.adapter_slots[digest] if digest else NO_ADAPTER for digest in digests]
         return replace(made, adapters=AdapterRows.of(made, _int_array(slots)))
 
     def _state_moves(self, batch: ScheduleBatch, starts: Ints, stops: Ints) -> StateMoves:

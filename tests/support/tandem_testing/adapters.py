@@ -5,7 +5,7 @@ files of the base, not computed.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,27 +98,40 @@ def write_fleet_adapter(folder: Path, name: str) -> Path:
 
 
 def random_adapter(
-    config: ModelConfig, *, seed: int, rank: int = 3, dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    *,
+    seed: int,
+    rank: int = 3,
+    dtype: torch.dtype = torch.float32,
+    modules: Sequence[str] = SEVEN,
+    layers: Collection[int] | None = None,
 ) -> AdapterWeights:
-    """Of every projection of a model without experts, whole on one rank."""
+    """Of projections of a model without experts, whole on one rank. All layers by default."""
     dice = torch.Generator().manual_seed(seed)
+    sizes = _outputs_and_inputs(config)
+    sites = {}
+    for layer in range(config.num_layers) if layers is None else layers:
+        for site in Site:
+            rows_of_a, parts, first = [], [], 0
+            for index, projection in enumerate(site.value):
+                outputs, inputs = sizes[projection.rpartition(".")[2]]
+                places, first = slice(first, first + outputs), first + outputs
+                if projection.rpartition(".")[2] not in modules:
+                    continue
+                rows = slice(len(parts) * rank, (len(parts) + 1) * rank)
+                rows_of_a.append(torch.randn((rank, inputs), generator=dice) * inputs**-0.5)
+                b = (torch.randn((outputs, rank), generator=dice) * 0.35 * rank**-0.5).to(dtype)
+                parts.append(AdapterPart.of(rows=rows, outputs=places, b=b, scale=0.5 + index))
+            if parts:
+                sites[layer, site] = SiteWeights(a=torch.cat(rows_of_a), parts=tuple(parts))
+    return AdapterWeights(digest=bytes([seed] * 16), rank=rank, sites=sites)
+
+
+def _outputs_and_inputs(config: ModelConfig) -> dict[str, tuple[int, int]]:
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
-    shapes = {
-        Site.QKV: (hidden, (query, kv, kv)),
-        Site.OUTPUT: (query, (hidden,)),
-        Site.GATE_UP: (hidden, (inner, inner)),
-        Site.DOWN: (inner, (hidden,)),
+    columns = {"q_proj": query, "k_proj": kv, "v_proj": kv, "gate_proj": inner, "up_proj": inner}
+    rows = {"o_proj": query, "down_proj": inner}
+    return {name: (outputs, hidden) for name, outputs in columns.items()} | {
+        name: (hidden, inputs) for name, inputs in rows.items()
     }
-    sites = {}
-    for layer in range(config.num_layers):
-        for site, (inputs, outputs) in shapes.items():
-            a = torch.randn((rank * len(outputs), inputs), generator=dice) * inputs**-0.5
-            parts, first = [], 0
-            for index, size in enumerate(outputs):
-                b = (torch.randn((size, rank), generator=dice) * 0.2).to(dtype)
-                rows, places = slice(index * rank, (index + 1) * rank), slice(first, first + size)
-                parts.append(AdapterPart(rows=rows, outputs=places, b=b, scale=0.5 + index))
-                first += size
-            sites[layer, site] = SiteWeights(a=a, parts=tuple(parts))
-    return AdapterWeights(digest=bytes([seed] * 16), rank=rank, sites=sites)

@@ -13,6 +13,9 @@ the lock. So the scheduler's thread runs during the whole step.
 Any number of threads may run the kernel on one record. They share the tasks of each phase (`kernels.cpu.threads`):
 panels of weights, tokens, parts of attention. Each thread computes cheap parts (norms, activations) for itself, which
 is faster than waiting for another. No result depends on which thread computes it.
+
+Steps in which tokens have adapters are another kernel, which adds to each product what they do
+(`kernels.cpu.step_products`). The kernel of all other steps has nothing of it.
 """
 
 from typing import Any, NamedTuple
@@ -22,9 +25,9 @@ import numpy as np
 from numba.core import types as numba_types
 
 from tandem_engine.kernels.cpu.attention_work import GROUP_COLUMNS, QUERY_COLUMNS, STATISTICS, merge_queries
-from tandem_engine.kernels.cpu.gemm import OUTPUTS, WORD_BYTES, multiply_panel
+from tandem_engine.kernels.cpu.gemm import OUTPUTS, WORD_BYTES
 from tandem_engine.kernels.cpu.kept import kept
-from tandem_engine.kernels.cpu.numbers import narrowed, rounded, widened
+from tandem_engine.kernels.cpu.numbers import narrowed, widened
 from tandem_engine.kernels.cpu.paged_attention import (
     AttendGroup,
     Scratch,
@@ -32,20 +35,31 @@ from tandem_engine.kernels.cpu.paged_attention import (
     build_attend_group,
     build_scratch,
 )
-from tandem_engine.kernels.cpu.pieces import Array, compiled_callback, compiled_piece, inlined
+from tandem_engine.kernels.cpu.pieces import Array, compiled_callback, inlined
 from tandem_engine.kernels.cpu.row_ops import PlaceHeads, build_place_heads, norm_row, norm_rows, silu_and_multiply
+from tandem_engine.kernels.cpu.step_products import (
+    ADAPTER_COLUMNS,
+    DOWN,
+    GATE_UP,
+    OUTPUT,
+    PROJECTION_COLUMNS,
+    PROJECTIONS,
+    QKV,
+    Adapters,
+    panels_of,
+    product_of_panels,
+    product_with_adapters,
+    shrink,
+)
 from tandem_engine.kernels.cpu.threads import PHASE_BYTES, array_at, finish, is_open, take, wait
 
-QKV, OUTPUT, GATE_UP, DOWN = range(4)
-"""Rows of `projections`, for each layer,"""
-
-PROJECTIONS = 4
-
-ADDRESS, PANEL_BYTES, BIAS = range(3)
-"""and their columns: address of the panels, bytes from one to the next, address of the bias or 0."""
-
-PROJECTION_COLUMNS = 3
 PHASES_OF_LAYER = 6
+
+
+def phases_of(layers: int, *, adapted: bool) -> int:
+    """Of a step. Those of adapters, one for each product, come after all others."""
+    return 2 + PHASES_OF_LAYER * layers + (PROJECTIONS * layers if adapted else 0)
+
 
 STEP = np.dtype(
     [
@@ -94,6 +108,12 @@ STEP = np.dtype(
             "head_norm",
             "feed_forward_norm",
             "norm",
+            "adapters",
+            "num_adapters",
+            "adapted_tokens",
+            "num_adapted_tokens",
+            "low",
+            "low_rows",
         )
     ]
     + [("eps", np.float32), ("scale", np.float32)]
@@ -111,8 +131,13 @@ of the step
     page_table, tasks, groups, members, queries     as `kernels.cpu.paged_attention.ATTEND` has them; every
                     token is that of a query
     head_parts      groups of attention are cut into so many by K/V heads: 1, or KV
-    phases          [2 + 6 L, PHASE_BYTES] zeros
+    phases          [`phases_of`, PHASE_BYTES] zeros
     out             [S, E] of the model's dtype
+
+of a step with adapters
+    adapters        [adapters, ADAPTER_COLUMNS] int64
+    adapted_tokens  [N] int64: those of each adapter, one adapter after the other
+    low             [T, low_rows], scratch
 
 scratch
     hidden [T, E], qkv [T, (H + 2 KV) · D], query [T, H, D], partial [tasks, H, D + STATISTICS], gate_up [T, 2 I]
@@ -191,10 +216,17 @@ types: Any = numba_types
 StepKernel = Any
 """A compiled callback of the address of a `STEP` record."""
 
+Project = Any
+"""`_project_alone` or `_project_adapted`: a product of a layer, for all tokens."""
+
 
 @kept
-def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKernel:
-    """The kernel for a model of `dtype`, heads of `head_dim` and `group` query heads per K/V head."""
+def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int, *, adapted: bool = False) -> StepKernel:
+    """The kernel for a model of `dtype`, heads of `head_dim` and `group` query heads per K/V head.
+
+    `adapted`: for steps in which tokens have adapters.
+    """
+    project = _project_adapted if adapted else _project_alone
     number = numba.from_dtype(dtype)
     attend_group = build_attend_group(dtype, head_dim, group, capped=False)
     allocate = build_scratch(dtype, head_dim, group, capped=False)
@@ -249,17 +281,17 @@ def build_step_kernel(dtype: np.dtype[Any], head_dim: int, group: int) -> StepKe
         _embed(phase, work, shared, model)
         for layer in range(work.num_layers):
             phase += PHASE_BYTES
-            _project_heads(phase, layer, work, shared, model, own)
+            _project_heads(phase, layer, work, shared, model, own, project)
             phase += PHASE_BYTES
             _place_heads(phase, layer, work, shared, model, place_heads)
             phase += PHASE_BYTES
             _attend(phase, _attention(layer, work, shared), shared.groups, work.head_parts, scratch, attend_group)
             phase += PHASE_BYTES
-            _project_gathered(phase, layer, shared, model, own, head_dim)
+            _project_gathered(phase, layer, work, shared, model, own, head_dim, project)
             phase += PHASE_BYTES
-            _project_gates(phase, layer, work, shared, model, own)
+            _project_gates(phase, layer, work, shared, model, own, project)
             phase += PHASE_BYTES
-            _project_inner(phase, layer, shared, model, own)
+            _project_inner(phase, layer, work, shared, model, own, project)
         _norm_wanted(phase + PHASE_BYTES, work, shared, model)
 
     return compiled_callback(compute_step, types.void(types.CPointer(numba.from_dtype(STEP))))
@@ -292,12 +324,14 @@ def _embed(phase: int, work: Record, shared: Shared, model: Model) -> None:
 
 
 @inlined
-def _project_heads(phase: int, layer: int, work: Record, shared: Shared, model: Model, own: Own) -> None:
+def _project_heads(
+    phase: int, layer: int, work: Record, shared: Shared, model: Model, own: Own, project: Project
+) -> None:
     """q, k and v of all tokens."""
     qkv = shared.qkv.reshape(shared.qkv.shape[0], shared.qkv.shape[1] * shared.qkv.shape[2])
-    if is_open(phase, _panels_of(qkv)):
+    if is_open(phase, panels_of(qkv)):
         norm_rows(shared.hidden, model.attention_norm[layer], work.eps, own.normed)
-    _project(phase, own.normed, model.projections[layer, QKV], own.sums, qkv, False)
+    project(phase, layer, QKV, own.normed, work, model, own.sums, qkv, False)
 
 
 @inlined
@@ -353,33 +387,39 @@ def _attend(
 
 
 @inlined
-def _project_gathered(phase: int, layer: int, shared: Shared, model: Model, own: Own, head_dim: int) -> None:
+def _project_gathered(
+    phase: int, layer: int, work: Record, shared: Shared, model: Model, own: Own, head_dim: int, project: Project
+) -> None:
     """What attention gathered, on top of the hidden states."""
-    if is_open(phase, _panels_of(shared.hidden)):
+    if is_open(phase, panels_of(shared.hidden)):
         merge_queries(shared.queries, shared.partial, own.merged, head_dim)
         tokens, width = own.gathered.shape[0], own.gathered.shape[1]
         merged = own.merged.reshape(tokens, width)
         for token in range(tokens):
             for i in range(width):
                 own.gathered[token, i] = narrowed(merged[token, i], own.gathered)
-    _project(phase, own.gathered, model.projections[layer, OUTPUT], own.sums, shared.hidden, True)
+    project(phase, layer, OUTPUT, own.gathered, work, model, own.sums, shared.hidden, True)
 
 
 @inlined
-def _project_gates(phase: int, layer: int, work: Record, shared: Shared, model: Model, own: Own) -> None:
+def _project_gates(
+    phase: int, layer: int, work: Record, shared: Shared, model: Model, own: Own, project: Project
+) -> None:
     """Gate and up of all tokens."""
-    if is_open(phase, _panels_of(shared.gate_up)):
+    if is_open(phase, panels_of(shared.gate_up)):
         norm_rows(shared.hidden, model.feed_forward_norm[layer], work.eps, own.normed)
-    _project(phase, own.normed, model.projections[layer, GATE_UP], own.sums, shared.gate_up, False)
+    project(phase, layer, GATE_UP, own.normed, work, model, own.sums, shared.gate_up, False)
 
 
 @inlined
-def _project_inner(phase: int, layer: int, shared: Shared, model: Model, own: Own) -> None:
+def _project_inner(
+    phase: int, layer: int, work: Record, shared: Shared, model: Model, own: Own, project: Project
+) -> None:
     """silu(gate) · up through `down`, on top of the hidden states."""
-    if is_open(phase, _panels_of(shared.hidden)):
+    if is_open(phase, panels_of(shared.hidden)):
         for token in range(own.inner.shape[0]):
             silu_and_multiply(shared.gate_up[token], own.inner[token], own.decay, own.exponents)
-    _project(phase, own.inner, model.projections[layer, DOWN], own.sums, shared.hidden, True)
+    project(phase, layer, DOWN, own.inner, work, model, own.sums, shared.hidden, True)
 
 
 @inlined
@@ -391,56 +431,40 @@ def _norm_wanted(phase: int, work: Record, shared: Shared, model: Model) -> None
         index = take(phase)
 
 
-@compiled_piece
-def _project(phase: int, x: Array, weight: Array, sums: Array, out: Array, added: bool) -> None:
-    """out [T, N] = x [T, K] Wᵀ + b, or that on top of `out`; `weight` is a row of `projections`."""
-    panels = _panels_of(out)
-    panel = take(phase)
-    while panel < panels:
-        multiply_panel(x, weight[ADDRESS] + panel * weight[PANEL_BYTES], sums)
-        if added:
-            _add(sums, weight[BIAS], panel, x, out)
-        else:
-            _put(sums, weight[BIAS], panel, x, out)
-        finish(phase)
-        panel = take(phase)
-    wait(phase, panels)
+@inlined
+def _project_alone(
+    phase: int,
+    layer: int,
+    product: int,
+    x: Array,
+    work: Record,  # noqa: ARG001 - see `Project`
+    model: Model,
+    sums: Array,
+    out: Array,
+    added: bool,
+) -> None:
+    product_of_panels(phase, x, model.projections[layer, product], sums, out, added)
 
 
 @inlined
-def _panels_of(out: Array) -> int:
-    """Of the weight that gives `out` [T, N]."""
-    return (out.shape[1] + OUTPUTS - 1) // OUTPUTS  # type: ignore[no-any-return]
-
-
-@inlined
-def _put(sums: Array, bias: int, panel: int, like: Array, out: Array) -> None:
-    """out[:, outputs of the panel] = sums + bias, as a number of `like`."""
-    first = panel * OUTPUTS
-    count = min(OUTPUTS, out.shape[1] - first)
-    _add_bias(sums, bias, first, count, out.shape[0])
-    for token in range(out.shape[0]):
-        for i in range(count):
-            out[token, first + i] = rounded(sums[token, i], like)
-
-
-@inlined
-def _add(sums: Array, bias: int, panel: int, like: Array, out: Array) -> None:
-    """The same on top of `out`, whose numbers are those of `like` too."""
-    first = panel * OUTPUTS
-    count = min(OUTPUTS, out.shape[1] - first)
-    _add_bias(sums, bias, first, count, out.shape[0])
-    for token in range(out.shape[0]):
-        for i in range(count):
-            out[token, first + i] = rounded(out[token, first + i] + rounded(sums[token, i], like), like)
-
-
-@inlined
-def _add_bias(sums: Array, bias: int, first: int, count: int, rows: int) -> None:
-    """sums [T, OUTPUTS] += the bias of `count` outputs from `first` on, if there is one at its address."""
-    if bias == 0:
-        return
-    offsets = array_at(bias, (first + count,), types.float32)
-    for row in range(rows):
-        for i in range(count):
-            sums[row, i] += offsets[first + i]
+def _project_adapted(
+    phase: int,
+    layer: int,
+    product: int,
+    x: Array,
+    work: Record,
+    model: Model,
+    sums: Array,
+    out: Array,
+    added: bool,
+) -> None:
+    adapters = Adapters(
+        each=array_at(work.adapters, (work.num_adapters, ADAPTER_COLUMNS), types.int64),
+        tokens=array_at(work.adapted_tokens, (work.num_adapted_tokens,), types.int64),
+        low=array_at(work.low, (x.shape[0], work.low_rows), types.float32),
+    )
+    place = layer * PROJECTIONS + product
+    if is_open(phase, panels_of(out)):
+        first = 2 + PHASES_OF_LAYER * work.num_layers
+        shrink(work.phases + (first + place) * PHASE_BYTES, place, adapters, x)
+    product_with_adapters(phase, x, model.projections[layer, product], sums, out, added, place, adapters)

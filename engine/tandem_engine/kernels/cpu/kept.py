@@ -182,18 +182,18 @@ def expecting(kernels: Expected) -> Iterator[None]:
 class LateKernel:
     """A kernel that this process can do without until another one has compiled it, where that is expected."""
 
-    def __init__(self, builder: KeptBuilder, *given: Any) -> None:
-        self._builder, self._given = builder, given
-        self._spec = builder.spec(*given)
+    def __init__(self, builder: KeptBuilder, *given: Any, **named: Any) -> None:
+        self._builder, self._build = builder, functools.partial(builder, *given, **named)
+        self._spec = builder.spec(*given, **named)
         self._look_at = 0.0
-        self._kernel = None if _comes_later(self._keys()) else builder(*given)
+        self._kernel = None if _comes_later(self._keys()) else self._build()
 
     def get(self) -> Callback | None:
         """The kernel, as soon as it is in a file. Cheap enough for every step."""
         if self._kernel is None and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_S
             if not _comes_later(self._keys()) and is_there(self._spec):
-                self._kernel = self._builder(*self._given)
+                self._kernel = self._build()
                 logger.info("from now on steps use %s", self._spec.name)
         return self._kernel
 

@@ -2,42 +2,49 @@
 
     delta = (x Aᵀ) · s Bᵀ       for the rows of each adapter, added to those rows of the product in place
 
-Where all rows belong to one adapter, nothing is gathered. Rows behind the step, which pad a product, and rows without
-an adapter are neither read nor written, so the base model's tokens have the same bits in any batch.
+Adjacent rows are not gathered, and in float32 an adapter adds to them by one product. Rows behind the step, which pad a
+product, and rows without an adapter are neither read nor written, so the base model's tokens have the same bits in any
+batch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tandem_engine.forward.adapter_rows import AdapterRows
 from tandem_engine.model.adapters.tensor_names import Site
-from tandem_engine.model.adapters.weights import AdapterWeights, SiteWeights
+from tandem_engine.model.adapters.weights import AdapterPart, AdapterWeights, SiteWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteDelta:
     """Implements `Delta` of one site of a layer."""
 
-    additions: tuple[tuple[SiteWeights, Tensor | None], ...]
-    """Of each adapter with the indices of its rows; None for all."""
-    count: int
-    """Rows of the step, without padding."""
+    additions: tuple[tuple[SiteWeights, Tensor | slice], ...]
+    """Of each adapter with its rows."""
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Add to `out` [≥ count, outputs], a product of `x` [≥ count, in]."""
+        """Add to the rows in `out` [T, outputs], a product of `x` [T, in]."""
         for weights, rows in self.additions:
-            picked = x[: self.count] if rows is None else x.index_select(0, rows)
+            picked = x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
             shrunk = F.linear(picked.float(), weights.a)
             for part in weights.parts:
-                added = F.linear((shrunk[:, part.rows] * part.scale).to(part.b.dtype), part.b)
-                target = out[: self.count, part.outputs]
-                if rows is None:
-                    target += added
-                else:
-                    target.index_add_(0, rows, added)
+                _add(part, shrunk[:, part.rows], out[:, part.outputs], rows)
+
+
+def _add(part: AdapterPart, shrunk: Tensor, out: Tensor, rows: Tensor | slice) -> None:
+    """out[rows] += s · shrunk Bᵀ"""
+    if isinstance(rows, slice) and part.b.dtype is torch.float32:
+        out[rows].addmm_(shrunk, part.b.t(), alpha=part.scale)
+        return
+    added = F.linear((shrunk * part.scale).to(part.b.dtype), part.b)
+    if isinstance(rows, slice):
+        out[rows] += added
+    else:
+        out.index_add_(0, rows, added)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,5 +64,4 @@ class StepAdapters:
         lists = self.rows.wanted if wanted else self.rows.tokens
         found = ((self.slots[slot].sites.get((layer, site)), rows) for slot, rows in lists)
         additions = tuple((weights, rows) for weights, rows in found if weights is not None)
-        count = self.rows.num_wanted if wanted else self.rows.num_tokens
-        return SiteDelta(additions=additions, count=count) if additions else None
+        return SiteDelta(additions=additions) if additions else None

@@ -4,7 +4,8 @@
                      per projection: rows of A x, a range of outputs, B [outputs, r], s
 
 A stays float32 and B has the model's dtype: A x is small, so it is computed and scaled in float32 and rounded once. The
-factor s is not part of B, because s · B would be rounded too.
+factor s is not part of B, because s · B would be rounded too. B lies in memory as its transpose, the outputs of one
+rank adjacent, which compiled steps read as they read panels (`kernels.cpu.step_products`).
 
 Ranks cut an adapter as they cut the base. Where they share outputs, each has all of A and the rows of B for its
 outputs; where they share inputs, each has the columns of A for its inputs and all of B, so that the base's one sum
@@ -19,6 +20,7 @@ import hashlib
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import msgspec
 import torch
@@ -48,8 +50,13 @@ class AdapterPart:
     outputs: slice
     """Of the site, on this rank."""
     b: Tensor
-    """[outputs, r]"""
+    """[outputs, r], dense as its transpose."""
     scale: float
+
+    @classmethod
+    def of(cls, *, rows: slice, outputs: slice, b: Tensor, scale: float) -> Self:
+        """With `b` [outputs, r] laid out as its transpose."""
+        return cls(rows=rows, outputs=outputs, b=b.t().contiguous().t(), scale=scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +68,9 @@ class SiteWeights:
     parts: tuple[AdapterPart, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class AdapterWeights:
-    """Immutable and shared."""
+    """Immutable and shared. One is equal to itself alone: `digest` compares contents."""
 
     digest: bytes
     rank: int
@@ -105,7 +112,7 @@ def _site(reads: list[_Read]) -> SiteWeights:
     parts, first = [], 0
     for read in reads:
         rows = slice(first, first + len(read.a))
-        parts.append(AdapterPart(rows=rows, outputs=read.outputs, b=read.b, scale=read.scale))
+        parts.append(AdapterPart.of(rows=rows, outputs=read.outputs, b=read.b, scale=read.scale))
         first = rows.stop
     return SiteWeights(a=torch.cat([read.a for read in reads]), parts=tuple(parts))
 

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from tandem_engine.config import ModelConfig
-from tandem_engine.kernels.cpu.decoder_step import PROJECTION_COLUMNS, PROJECTIONS, STEP
+from tandem_engine.kernels.cpu.decoder_step import STEP
 from tandem_engine.kernels.cpu.gemm import OUTPUTS
 from tandem_engine.kernels.cpu.panels import Panels, pack, steps_of
 from tandem_engine.kernels.cpu.pieces import Array
+from tandem_engine.kernels.cpu.step_products import PROJECTION_COLUMNS, PROJECTIONS
 from tandem_engine.kernels.cpu.tensors import as_numbers
 from tandem_engine.model.layers.attention import RotaryTable, SelfAttention
 from tandem_engine.model.layers.linear import (

@@ -3,9 +3,9 @@
     model           float32 or bfloat16 on a CPU, whole on one rank; plain blocks: an RMS norm before attention and one
                     before a SwiGLU feed-forward, one rotation, one kind of attention and no cap on its scores
     small step      at most `FEW_TOKENS`, all of whose attention reads pages in place: decodes, drafts, a few tokens on
-                    a cached prefix. One call (`kernels.cpu.decoder_step`)
-    large step      any other, and any with adapters: products by oneDNN, and compiled calls over rows between them; at
-                    first also small ones, when another process still compiles their kernel
+                    a cached prefix. One call (`kernels.cpu.decoder_step`); another kernel where tokens have adapters
+    large step      any other: products by oneDNN, and compiled calls over rows between them; at first also small ones,
+                    when another process still compiles their kernel
 
 Every other model takes the layers of `Decoder` one by one. A large step:
 
@@ -21,7 +21,7 @@ Python takes as long as some of the arithmetic of forty decodes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tandem_engine.config import Activation, ModelConfig, NormKind, NormPlacement, QkNorm
 from tandem_engine.kernels.cpu.attention_work import STATISTICS
-from tandem_engine.kernels.cpu.decoder_step import PHASES_OF_LAYER, StepKernel, build_step_kernel
+from tandem_engine.kernels.cpu.decoder_step import StepKernel, build_step_kernel, phases_of
 from tandem_engine.kernels.cpu.kept import LateKernel
 from tandem_engine.kernels.cpu.panels import steps_of
 from tandem_engine.kernels.cpu.pieces import Array
@@ -51,6 +51,7 @@ from tandem_engine.model.adapters.tensor_names import Site
 from tandem_engine.model.attention.backend import AttentionSpec, ToldPlan, distinct
 from tandem_engine.model.attention.cpu import CpuPlan, PagedQueries
 from tandem_engine.model.base import Attend
+from tandem_engine.model.cpu.adapters import AdapterTables, AdapterTasks
 from tandem_engine.model.cpu.arrays import ModelArrays, plain_attention
 from tandem_engine.model.layers.attention import RotaryTable
 from tandem_engine.model.layers.linear import Delta, TokenEmbedding, padded_tokens, project
@@ -217,6 +218,8 @@ class SmallStep:
     queries: PagedQueries
     scale: float
     """Of attention scores."""
+    adapters: AdapterTasks | None = None
+    """For a kernel of steps with adapters."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         """See `CausalLM.forward`."""
@@ -242,6 +245,8 @@ class SmallStep:
         step["num_queries"] = len(queries.queries)
         step["head_parts"] = self._head_parts(threads)
         step["scale"] = self.scale
+        if self.adapters is not None:
+            self.adapters.write(step)
         team().run(self.kernel.address, record.ctypes.data, threads)
         if step["refused"]:
             raise IndexError("a token id lies outside of the vocabulary, or a position beyond the rotary table")
@@ -255,12 +260,15 @@ class SmallStep:
         few = threads > 1 and len(self.queries.groups) < TASKS_PER_THREAD * threads
         return self.model.config.num_kv_heads if few else 1
 
+    def _phases(self) -> int:
+        return phases_of(self.model.config.num_layers, adapted=self.adapters is not None)
+
     def _scratch(self, tokens: int) -> dict[str, Array]:
         """See `STEP`, by its names."""
         config = self.model.config
         heads, head_dim = config.num_heads, config.head_dim
         return {
-            "phases": np.zeros((2 + PHASES_OF_LAYER * config.num_layers, PHASE_BYTES), np.uint8),
+            "phases": np.zeros((self._phases(), PHASE_BYTES), np.uint8),
             "hidden": np.empty((tokens, config.hidden_size), np.float32),
             "qkv": np.empty((tokens, heads + 2 * config.num_kv_heads, head_dim), np.float32),
             "query": np.empty((tokens, heads, head_dim), np.float32),
@@ -280,6 +288,9 @@ class FusedStack:
     kernel: LateKernel
     """Of small steps. Until it is there they are large ones."""
     arrays: ModelArrays
+    adapted: LateKernel | None = None
+    """The same with adapters; None for a model that has none."""
+    tables: AdapterTables = field(default_factory=AdapterTables)
 
     def step_of(
         self, attend: Attend, tokens: int, adapters: StepAdapters | None = None
@@ -288,12 +299,23 @@ class FusedStack:
         plan, wrote = (attend.plan, attend.wrote) if isinstance(attend, ToldPlan) else (attend, None)
         if not isinstance(plan, CpuPlan) or plan.kernels.pages.dtype != dtype_of(self.arrays.dtype):
             return None
-        few = tokens <= FEW_TOKENS and wrote is None and adapters is None
+        few = tokens <= FEW_TOKENS and wrote is None
         view = plan.read_in_place() if few else None
-        kernel = None if view is None else self.kernel.get()
+        late = self.kernel if adapters is None else self.adapted
+        kernel = None if view is None or late is None else late.get()
         if view is None or view.paged is None or kernel is None:
             return LargeStep(model=self.arrays, plan=plan, wrote=wrote, adapters=adapters)
-        return SmallStep(kernel=kernel, model=self.arrays, plan=plan, queries=view.paged, scale=view.spec.scale)
+        return SmallStep(
+            kernel=kernel,
+            model=self.arrays,
+            plan=plan,
+            queries=view.paged,
+            scale=view.spec.scale,
+            adapters=None if adapters is None else self._tasks(adapters, tokens),
+        )
+
+    def _tasks(self, adapters: StepAdapters, tokens: int) -> AdapterTasks:
+        return self.tables.tasks_of(adapters, tokens=tokens, layers=self.arrays.config.num_layers)
 
 
 def fuse(
@@ -305,16 +327,22 @@ def fuse(
     rotary: RotaryTable,
     norm: Norm,
     specs: Sequence[AttentionSpec],
+    adapted: bool,
 ) -> FusedStack | None:
-    """The kernel for a decoder of these parts, or None when it does not cover the model."""
+    """The kernel for a decoder of these parts, or None when it does not cover the model.
+
+    `adapted`: tokens may have adapters.
+    """
     if not (_is_here(weights) and covers(config, weights.dtype, specs)):
         return None
     arrays = ModelArrays.of(config, weights.dtype, embedding=embedding, blocks=blocks, rotary=rotary, norm=norm)
     if arrays is None:
         return None
-    group = config.num_heads // config.num_kv_heads
+    kind = (dtype_of(weights.dtype), config.head_dim, config.num_heads // config.num_kv_heads)
     return FusedStack(
-        kernel=LateKernel(build_step_kernel, dtype_of(weights.dtype), config.head_dim, group), arrays=arrays
+        kernel=LateKernel(build_step_kernel, *kind),
+        arrays=arrays,
+        adapted=LateKernel(build_step_kernel, *kind, adapted=True) if adapted else None,
     )
 
 

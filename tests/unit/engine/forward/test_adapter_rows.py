@@ -23,8 +23,8 @@ def rows(made: Sequence[Seq], *slots: int) -> AdapterRows | None:
     return AdapterRows.of(make_batch(made), np.array(slots))
 
 
-def listed(entries: Sequence[SlotRows]) -> dict[int, list[int] | None]:
-    return {slot: None if indices is None else indices.tolist() for slot, indices in entries}
+def listed(entries: Sequence[SlotRows]) -> dict[int, list[int] | slice]:
+    return {slot: indices if isinstance(indices, slice) else indices.tolist() for slot, indices in entries}
 
 
 def test_step_without_adapters_has_no_rows() -> None:
@@ -34,8 +34,7 @@ def test_step_without_adapters_has_no_rows() -> None:
 def test_tokens_belong_to_the_slot_of_their_sequence() -> None:
     made = rows(sequences(3, 2, decodes=2), 1, NO_ADAPTER, 0, 1)
     assert made is not None
-    assert listed(made.tokens) == {0: [5], 1: [0, 1, 2, 6]}
-    assert made.num_tokens == 7
+    assert listed(made.tokens) == {0: slice(5, 6), 1: [0, 1, 2, 6]}
 
 
 def test_wanted_rows_count_among_the_wanted() -> None:
@@ -43,23 +42,35 @@ def test_wanted_rows_count_among_the_wanted() -> None:
     made = rows(step, 1, 1, NO_ADAPTER, 0)
     assert made is not None
     assert wanted_tokens(make_batch(step)).tolist() == [2, 8, 9]
-    assert (listed(made.wanted), made.num_wanted) == ({0: [2], 1: [0]}, 3)
+    assert listed(made.wanted) == {0: slice(2, 3), 1: slice(0, 1)}
 
 
-def test_one_adapter_for_all_needs_no_indices() -> None:
-    made = rows(sequences(3, decodes=2), 4, 4, 4)
+def test_adjacent_rows_are_a_range() -> None:
+    made = rows(sequences(3, 2, decodes=3), 4, 4, 7, NO_ADAPTER, 7)
     assert made is not None
-    assert listed(made.tokens) == listed(made.wanted) == {4: None}
+    assert listed(made.tokens) == {4: slice(0, 5), 7: [5, 7]}
+    assert listed(made.wanted) == {4: slice(0, 2), 7: [2, 4]}
+
+
+def test_decodes_want_the_rows_of_their_tokens() -> None:
+    made = rows(sequences(decodes=4), 1, NO_ADAPTER, 0, 1)
+    assert made is not None
+    assert listed(made.wanted) == listed(made.tokens) == {0: slice(2, 3), 1: [0, 3]}
 
 
 def test_adapted_chunk_without_a_sample_wants_nothing() -> None:
     made = rows(sequences(3, decodes=1, samples=[0]), 2, NO_ADAPTER)
     assert made is not None
-    assert (listed(made.tokens), listed(made.wanted), made.num_wanted) == ({2: [0, 1, 2]}, {}, 1)
+    assert (listed(made.tokens), listed(made.wanted)) == ({2: slice(0, 3)}, {})
+
+
+def test_step_of_one_chunk_wants_nothing() -> None:
+    made = rows(sequences(3, samples=[0]), 2)
+    assert made is not None
+    assert (listed(made.tokens), made.wanted) == ({2: slice(0, 3)}, ())
 
 
 def test_all_tokens_wanted_have_the_rows_of_the_step() -> None:
     made = rows(sequences(3, decodes=1), 2, NO_ADAPTER)
     assert made is not None
-    every = made.with_all_wanted()
-    assert (every.wanted, every.num_wanted) == (made.tokens, 4)
+    assert made.with_all_wanted().wanted == made.tokens

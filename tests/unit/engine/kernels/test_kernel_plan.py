@@ -58,8 +58,20 @@ def functions(config: EngineConfig, facts: ModelConfig) -> tuple[list[str], list
         ((), {"quantization": "held int8"}, [], [*STEPS, *TRANSFERS, *ATTENTION, "build_product_kernel"]),
         ((), {"quantization": "Int4(group_size=64)"}, FUSED, [*STEPS, *TRANSFERS, *ATTENTION, *ROWS]),
         ((), {"windows": (None, 8)}, [], [*STEPS, *TRANSFERS, *ATTENTION]),
+        (("--lora-modules", "sql=folder"), {}, 2 * FUSED, [*STEPS, *TRANSFERS, *ATTENTION, *ROWS]),
+        (("--allow-runtime-lora-updating",), {}, 2 * FUSED, [*STEPS, *TRANSFERS, *ATTENTION, *ROWS]),
     ],
-    ids=["plain", "bfloat16", "without transfers", "another activation", "int8", "unpacked", "two kinds of attention"],
+    ids=[
+        "plain",
+        "bfloat16",
+        "without transfers",
+        "another activation",
+        "int8",
+        "unpacked",
+        "two kinds of attention",
+        "adapters",
+        "adapters later",
+    ],
 )
 def test_plan_has_what_a_model_of_its_kind_calls(flags, fields, step, others):
     assert functions(config_of(*flags), small_config(**fields)) == (step, sorted(others))

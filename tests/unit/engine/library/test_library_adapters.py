@@ -11,6 +11,7 @@ from tandem_engine import LLM, AsyncLLM, LoRARequest, SamplingParams
 from tandem_engine.base.errors import CheckpointError, ConfigError, InvalidRequestError
 from tandem_engine.config.flags.adapters import add_adapter_flags
 from tandem_engine.library.adapters import adapter_config
+from tandem_engine.model.cpu.step import SmallStep
 from tandem_testing.adapters import read_files, write_adapter, write_files
 
 MODEL = Path(__file__).resolve().parents[4] / "models" / "tandem-mini"
@@ -110,11 +111,19 @@ def test_drafts_of_a_head_keep_the_outputs(llm: LLM, folder: Path) -> None:
         assert tokens(drafting, PROMPT, "one", None) == tokens(llm, PROMPT, "one", None)
 
 
-def test_adapters_stay_when_weights_are_replaced(folder: Path) -> None:
+def test_adapters_stay_when_weights_are_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted: list[bool] = []
+    forward = SmallStep.forward
+    monkeypatch.setattr(
+        SmallStep, "forward", lambda step, *given: adapted.append(step.adapters is not None) or forward(step, *given)
+    )
     with LLM(MODEL, adapters={"one": folder / "one"}, **OPTIONS) as llm:
         before = tokens(llm, PROMPT, "one", None)
+        assert any(adapted)
         llm.reload_weights()
+        adapted.clear()
         assert tokens(llm, PROMPT, "one", None) == before
+        assert any(adapted)
 
 
 @pytest.mark.parametrize(

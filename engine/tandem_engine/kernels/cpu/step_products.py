@@ -1,0 +1,293 @@
+"""Products of a step (`kernels.cpu.decoder_step`): x Wᵀ by panels of W, and what adapters add to rows of them.
+
+    low = s · x Aᵀ      `shrink`, in float32, rounded to a number of the model's dtype: a phase before the product
+    x Wᵀ + low Bᵀ       `add_to_panel`, while a panel of the product is in the first cache
+
+Rows without an adapter are neither read nor written. Every sum is over its inputs in order, whatever rows a step has,
+so a row has the same bits in any batch. A and B are read where the adapter holds them (`model.adapters.weights`).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import llvmlite.ir
+import numpy as np
+from numba.core import cgutils
+from numba.core import types as numba_types
+from numba.extending import intrinsic, overload
+
+from tandem_engine.kernels.cpu.gemm import OUTPUTS, multiply_panel
+from tandem_engine.kernels.cpu.numbers import rounded, widened
+from tandem_engine.kernels.cpu.pieces import Array, compiled_piece, inlined, kernel_piece_options
+from tandem_engine.kernels.cpu.threads import array_at, finish, take, wait
+from tandem_engine.kernels.cpu.vectors import LANES, Vectors, load_unaligned
+
+QKV, OUTPUT, GATE_UP, DOWN = range(4)
+"""Rows of `STEP`'s `projections`, for each layer,"""
+
+PROJECTIONS = 4
+
+ADDRESS, PANEL_BYTES, BIAS = range(3)
+"""and their columns: address of the panels, bytes from one to the next, address of the bias or 0."""
+
+PROJECTION_COLUMNS = 3
+
+SHRINK_ROWS = 16
+"""Of A that are one task."""
+
+TABLE, FIRST, END = range(3)
+"""Columns of `STEP`'s `adapters`: address of the adapter's table, and where its tokens are in `adapted_tokens`."""
+
+ADAPTER_COLUMNS = 3
+
+A, ROWS, SCALES, PARTS = range(4)
+"""Columns of a table, int64 [layers, PROJECTIONS, TABLE_COLUMNS]: addresses of A, dense float32 [ROWS, in], and of a
+factor s for each of its rows, float32; from `PARTS` on there are `MOST_PARTS` parts. ROWS is 0 where the adapter has
+nothing."""
+
+FIRST_ROW, RANK, FIRST_OUTPUT, PART_OUTPUTS, B = range(5)
+"""Columns of a part: its rows of A x, its outputs, and the address of Bᵀ, dense [RANK, PART_OUTPUTS] of the model's
+dtype. RANK is 0 where there is no further part."""
+
+MOST_PARTS, PART_COLUMNS = 3, 5
+TABLE_COLUMNS = PARTS + MOST_PARTS * PART_COLUMNS
+
+_HALF_BITS = 16
+ir: Any = llvmlite.ir
+types: Any = numba_types
+
+
+class Adapters(NamedTuple):
+    """Those of a step; see `STEP`."""
+
+    each: Array
+    """[adapters, ADAPTER_COLUMNS]"""
+    tokens: Array
+    """[N]"""
+    low: Array
+    """[T, most rows of an A]"""
+
+
+@compiled_piece
+def product_of_panels(phase: int, x: Array, weight: Array, sums: Array, out: Array, added: bool) -> None:
+    """out [T, N] = x [T, K] Wᵀ + b, or that on top of `out`; `weight` is a row of `projections`."""
+    panels = panels_of(out)
+    panel = take(phase)
+    while panel < panels:
+        multiply_panel(x, weight[ADDRESS] + panel * weight[PANEL_BYTES], sums)
+        if added:
+            _add(sums, weight[BIAS], panel, x, out)
+        else:
+            _put(sums, weight[BIAS], panel, x, out)
+        finish(phase)
+        panel = take(phase)
+    wait(phase, panels)
+
+
+@inlined
+def panels_of(out: Array) -> int:
+    """Of the weight that gives `out` [T, N]."""
+    return (out.shape[1] + OUTPUTS - 1) // OUTPUTS  # type: ignore[no-any-return]
+
+
+@inlined
+def _put(sums: Array, bias: int, panel: int, like: Array, out: Array) -> None:
+    """out[:, outputs of the panel] = sums + bias, as a number of `like`."""
+    first = panel * OUTPUTS
+    count = min(OUTPUTS, out.shape[1] - first)
+    _add_bias(sums, bias, first, count, out.shape[0])
+    for token in range(out.shape[0]):
+        for i in range(count):
+            out[token, first + i] = rounded(sums[token, i], like)
+
+
+@inlined
+def _add(sums: Array, bias: int, panel: int, like: Array, out: Array) -> None:
+    """The same on top of `out`, whose numbers are those of `like` too."""
+    first = panel * OUTPUTS
+    count = min(OUTPUTS, out.shape[1] - first)
+    _add_bias(sums, bias, first, count, out.shape[0])
+    for token in range(out.shape[0]):
+        for i in range(count):
+            out[token, first + i] = rounded(out[token, first + i] + rounded(sums[token, i], like), like)
+
+
+@inlined
+def _add_bias(sums: Array, bias: int, first: int, count: int, rows: int) -> None:
+    """sums [T, OUTPUTS] += the bias of `count` outputs from `first` on, if there is one at its address."""
+    if bias == 0:
+        return
+    offsets = array_at(bias, (first + count,), types.float32)
+    for row in range(rows):
+        for i in range(count):
+            sums[row, i] += offsets[first + i]
+
+
+@compiled_piece
+def product_with_adapters(
+    phase: int, x: Array, weight: Array, sums: Array, out: Array, added: bool, place: int, adapters: Adapters
+) -> None:
+    """As `product_of_panels`, with what adapters add to the product at `place`."""
+    delta, panels = np.empty(OUTPUTS, np.float32), panels_of(out)
+    panel = take(phase)
+    while panel < panels:
+        multiply_panel(x, weight[ADDRESS] + panel * weight[PANEL_BYTES], sums)
+        first = panel * OUTPUTS
+        count = min(OUTPUTS, out.shape[1] - first)
+        _add_bias(sums, weight[BIAS], first, count, out.shape[0])
+        add_to_panel(first, count, place, adapters, sums, delta, x)
+        if added:
+            _add(sums, 0, panel, x, out)
+        else:
+            _put(sums, 0, panel, x, out)
+        finish(phase)
+        panel = take(phase)
+    wait(phase, panels)
+
+
+@compiled_piece
+def shrink(phase: int, place: int, adapters: Adapters, x: Array) -> None:
+    """`low` of all adapted tokens; `place` is that of a product in the tables, layer by layer."""
+    chunks = (adapters.low.shape[1] + SHRINK_ROWS - 1) // SHRINK_ROWS
+    tasks = adapters.each.shape[0] * chunks
+    task = take(phase)
+    while task < tasks:
+        adapter = adapters.each[task // chunks]
+        found = _product_of(adapter, place)
+        first = task % chunks * SHRINK_ROWS
+        end = min(first + SHRINK_ROWS, found[ROWS])
+        if first < end:
+            a = array_at(found[A], (found[ROWS], x.shape[1]), types.float32)
+            scales = array_at(found[SCALES], (found[ROWS],), types.float32)
+            for row in range(first, end):
+                for index in range(adapter[FIRST], adapter[END]):
+                    token = adapters.tokens[index]
+                    total = _dot(a[row], x[token], x.shape[1])
+                    adapters.low[token, row] = rounded(total * scales[row], x)
+        finish(phase)
+        task = take(phase)
+    wait(phase, tasks)
+
+
+@inlined
+def add_to_panel(
+    first: int, count: int, place: int, adapters: Adapters, sums: Array, delta: Array, like: Array
+) -> None:
+    """sums [T, OUTPUTS], `count` outputs of a product from `first` on, += what adapters add to them.
+
+    Both are rounded as numbers of `like` before and after. `delta` [OUTPUTS] is overwritten.
+    """
+    for number in range(adapters.each.shape[0]):
+        adapter = adapters.each[number]
+        found = _product_of(adapter, place)
+        if found[ROWS] == 0:
+            continue
+        for index in range(MOST_PARTS):
+            part = found[PARTS + index * PART_COLUMNS :]
+            begin = max(first, part[FIRST_OUTPUT])
+            width = min(first + count, part[FIRST_OUTPUT] + part[PART_OUTPUTS]) - begin
+            if part[RANK] == 0 or width <= 0:
+                continue
+            for place_of_token in range(adapter[FIRST], adapter[END]):
+                token = adapters.tokens[place_of_token]
+                expand(adapters.low[token, part[FIRST_ROW] :], part, begin - part[FIRST_OUTPUT], width, delta, like)
+                _add_rounded(sums[token, begin - first :], delta, width, like)
+
+
+@inlined
+def _product_of(adapter: Array, place: int) -> Array:
+    """A row of an adapter's table."""
+    return array_at(adapter[TABLE] + place * TABLE_COLUMNS * 8, (TABLE_COLUMNS,), types.int64)  # type: ignore[no-any-return]
+
+
+@inlined
+def _dot(weights: Array, x: Array, size: int) -> float:
+    total = np.float32(0.0)
+    for i in range(size):
+        total += weights[i] * widened(x[i])
+    return total  # type: ignore[return-value]
+
+
+@inlined
+def _add_rounded(sums: Array, delta: Array, count: int, like: Array) -> None:
+    for i in range(count):
+        sums[i] = rounded(rounded(sums[i], like) + rounded(delta[i], like), like)
+
+
+def expand(low: Any, part: Any, first: Any, width: Any, delta: Any, like: Any) -> Any:
+    """delta[:width] = low · Bᵀ of `part`, for its outputs from `first` on. For compiled code.
+
+    Args:
+        low: [at least RANK] float32, dense.
+        delta: [OUTPUTS] float32, dense; all of a whole panel at once.
+    """
+    raise NotImplementedError("expand is for compiled code")
+
+
+def _build_panel(*, halves: bool) -> Callable[[int, int, int, int, int], None]:
+    """A function for compiled code: OUTPUTS outputs in registers."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def panel(typing_context: Any, low: Any, b: Any, b_row: Any, delta: Any, rank: Any) -> Any:  # noqa: ARG001
+        """Addresses; `b_row` numbers from one row of Bᵀ to the next."""
+        signature = types.void(types.uintp, types.uintp, types.intp, types.uintp, types.intp)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+            _write_panel(Vectors(builder), *arguments, halves=halves)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return panel  # type: ignore[no-any-return]
+
+
+def _write_panel(code: Vectors, low: Any, b: Any, b_row: Any, delta: Any, rank: Any, *, halves: bool) -> None:
+    builder, columns = code.builder, [code.index(column) for column in range(0, OUTPUTS, LANES)]
+    low, delta = code.floats(low), code.floats(delta)
+    b = builder.inttoptr(b, (ir.IntType(16) if halves else code.number).as_pointer())
+    # Stack slots, which the optimiser turns into registers.
+    totals = [cgutils.alloca_once(builder, code.vector) for _ in columns]
+    for total in totals:
+        builder.store(code.constant(0.0), total)
+    with cgutils.for_range(builder, rank) as loop:
+        value = code.spread(builder.load(builder.gep(low, [loop.index])))
+        for column, total in zip(columns, totals, strict=True):
+            place = code.place(b, loop.index, b_row, column)
+            weights = _widened_vector(code, place) if halves else code.load(place)
+            builder.store(code.multiply_add(value, weights, builder.load(total)), total)
+    for column, total in zip(columns, totals, strict=True):
+        code.store(builder.load(total), builder.gep(delta, [column]))
+
+
+def _widened_vector(code: Vectors, place: Any) -> Any:
+    """bfloat16 numbers as float32."""
+    builder = code.builder
+    words = builder.zext(load_unaligned(builder, place, ir.VectorType(ir.IntType(16), LANES)), code.integers)
+    shift = ir.Constant(code.integers, [_HALF_BITS] * LANES)
+    return builder.bitcast(builder.shl(words, shift), code.vector)
+
+
+def _expander(number: Any, *, halves: bool) -> Callable[[Any, Any, Any, Any, Any, Any], None]:
+    whole_panel, size = _build_panel(halves=halves), 2 if halves else 4
+
+    # numba wants the very same signature, annotations included, of the stub, the chooser and the choices.
+    def multiply(low: Any, part: Any, first: Any, width: Any, delta: Any, like: Any) -> Any:  # noqa: ARG001
+        if width == OUTPUTS:
+            address = part[B] + first * size
+            whole_panel(low.ctypes.data, address, part[PART_OUTPUTS], delta.ctypes.data, part[RANK])
+            return
+        b = array_at(part[B], (part[RANK], part[PART_OUTPUTS]), number)
+        delta[:width] = np.float32(0.0)
+        for row in range(part[RANK]):
+            for i in range(width):
+                delta[i] += low[row] * widened(b[row, first + i])
+
+    return multiply
+
+
+_expand_floats, _expand_halves = _expander(types.float32, halves=False), _expander(types.uint16, halves=True)
+
+
+@overload(expand, jit_options=kernel_piece_options())  # type: ignore[untyped-decorator]
+def _expand_of_dtype(low: Any, part: Any, first: Any, width: Any, delta: Any, like: Any) -> Any:  # noqa: ARG001
+    return _expand_floats if like.dtype == types.float32 else _expand_halves

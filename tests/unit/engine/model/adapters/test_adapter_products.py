@@ -1,0 +1,73 @@
+"""What adapters add to a product of few rows is that of plain numpy, and other rows keep their bits."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from tandem_engine.forward.adapter_rows import AdapterRows, SlotRows
+from tandem_engine.kernels.cpu.gemm import OUTPUTS
+from tandem_engine.kernels.cpu.step_products import PROJECTIONS, Adapters, add_to_panel, shrink
+from tandem_engine.kernels.cpu.tensors import as_numbers
+from tandem_engine.kernels.cpu.threads import PHASE_BYTES
+from tandem_engine.model.adapters.step import StepAdapters
+from tandem_engine.model.adapters.tensor_names import Site
+from tandem_engine.model.adapters.weights import AdapterWeights
+from tandem_engine.model.cpu.adapters import PRODUCTS, AdapterTables
+from tandem_testing.adapters import random_adapter
+from tandem_testing.compiled_pieces import calling
+from tandem_testing.random_weights import small_config
+
+TOKENS = 7
+LISTS = ([5, 0, 3], [2], [6, 4])
+"""Tokens of three adapters; token 1 has none."""
+
+Floats = npt.NDArray[np.float64]
+
+
+def reference(x: Floats, sums: Floats, adapters: Sequence[AdapterWeights], layer: int, site: Site) -> Floats:
+    """In float64, one token after the other."""
+    result = sums.copy()
+    for weights, tokens in zip(adapters, LISTS, strict=True):
+        found = weights.sites.get((layer, site))
+        for part in () if found is None else found.parts:
+            a, b = found.a[part.rows].double().numpy(), part.b.double().numpy()
+            for token in tokens:
+                result[token, part.outputs] += b @ (a @ x[token] * part.scale)
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_add_what_plain_numpy_does(dtype: torch.dtype) -> None:
+    add = calling(add_to_panel)
+    config = small_config()
+    adapters = [
+        random_adapter(config, seed=1, rank=8, dtype=dtype),
+        random_adapter(config, seed=2, rank=1, dtype=dtype, layers=[1], modules=["k_proj", "up_proj"]),
+        random_adapter(config, seed=3, rank=37, dtype=dtype),
+    ]
+    rows = tuple(SlotRows(slot, torch.tensor(tokens)) for slot, tokens in enumerate(LISTS))
+    tasks = AdapterTables().tasks_of(
+        StepAdapters(rows=AdapterRows(tokens=rows, wanted=rows), slots=adapters), tokens=TOKENS, layers=2
+    )
+    given = Adapters(each=tasks.each, tokens=tasks.tokens, low=tasks.low)
+    dice = torch.Generator().manual_seed(4)
+    for layer, site, inputs, outputs in ((1, Site.QKV, 64, 128), (0, Site.GATE_UP, 64, 192), (1, Site.DOWN, 96, 64)):
+        x = torch.randn((TOKENS, inputs), generator=dice).to(dtype)
+        before = torch.randn((TOKENS, outputs), generator=dice).to(dtype).float()
+        sums, delta = np.zeros((TOKENS, OUTPUTS), np.float32), np.empty(OUTPUTS, np.float32)
+        place, phase = layer * PROJECTIONS + PRODUCTS[site], np.zeros(PHASE_BYTES, np.uint8)
+        shrink(phase.ctypes.data, place, given, as_numbers(x))
+        found = np.empty((TOKENS, outputs))
+        for first in range(0, outputs, OUTPUTS):
+            panel = slice(first, min(first + OUTPUTS, outputs))
+            sums[:, : panel.stop - first] = before[:, panel]
+            add(first, panel.stop - first, place, given, sums, delta, as_numbers(x))
+            found[:, panel] = sums[:, : panel.stop - first]
+        expected = reference(x.double().numpy(), before.double().numpy(), adapters, layer, site)
+        within = 1e-5 if dtype is torch.float32 else 2**-5
+        np.testing.assert_allclose(found, expected, atol=within, rtol=within)
+        assert np.array_equal(found[1], before[1].numpy())
+        assert np.abs(expected - before.numpy()).max() > 10 * within
