@@ -61,7 +61,7 @@ def systems(request, tmp_path_factory, collector) -> Iterator[tuple[System, Syst
         fleet = System.start(
             folder / "fleet",
             *("--prefill", "2", "--decode", "2", "--local-prefill-tokens", SHORT_REST),
-            *("--lora-modules", *modules, "--allow-runtime-lora-updating"),
+            *("--lora-modules", *modules, "--lora-dir", str(folder), "--allow-runtime-lora-updating"),
             *("--log-format", "json"),
             # Only what a test sends as part of a sampled trace is traced.
             *("--otlp-traces-endpoint", collector.url, "--otlp-traces-sample-ratio", "0"),

@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 from random import Random
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -14,7 +16,7 @@ from tandem_engine.ipc.keys import KeyPair
 from tandem_lab.verify.reference import TransformersReference
 from tandem_services.cli.flags import bundled_model
 from tandem_services.common.tokens import order_token
-from tandem_testing.adapters import FLEET_ADAPTERS
+from tandem_testing.adapters import FLEET_ADAPTERS, write_adapter
 from tandem_testing.system_client import SystemClient
 from tandem_testing.waiting import until
 
@@ -133,6 +135,37 @@ async def test_adapter_is_loaded_and_unloaded_while_streams_run(fleet, merged):
     refused = await fleet.http.post("/v1/completions", json=body_of("late", 4))
     assert refused.status_code == 404
     assert tuple((await complete(fleet, "two"))["choices"][0]["token_ids"]) == merged["two"]
+
+
+async def test_registered_name_outlives_workers_and_gateway(fleet, merged):
+    """None of the new workers has the adapter: they load it for the request."""
+    folder = write_adapter(fleet.system.run_dir.parent / "fresh", bundled_model(), seed=9)
+    await command(fleet, "/v1/load_lora_adapter", lora_name="fresh", lora_path="fresh")
+    expected = (await complete(fleet, "fresh"))["choices"][0]["token_ids"]
+    assert tuple(expected) not in merged.values()
+    for worker in fleet.system.workers:
+        fleet.system.kill(fleet.system.engine_pid(worker))
+    fleet.system.kill(fleet.system.gateway_pid())
+    answers: list[dict[str, Any]] = []
+
+    async def answered() -> bool:
+        try:
+            answer = await fleet.http.post(
+                "/v1/completions", json=body_of("fresh", TOKENS) | {"return_token_ids": True}
+            )
+        except httpx.TransportError:
+            return False  # no gateway
+        assert answer.status_code in {200, 503}, answer.text
+        if answer.status_code == 200:
+            answers.append(answer.json())
+        return bool(answers)
+
+    await until(answered, 120.0, "the fleet answers again")
+    assert answers[0]["choices"][0]["token_ids"] == expected
+    await fleet.all_ready()
+    shutil.rmtree(folder)
+    await command(fleet, "/v1/unload_lora_adapter", lora_name="fresh")
+    assert (await fleet.http.post("/v1/completions", json=body_of("fresh", 4))).status_code == 404
 
 
 async def command(fleet: SystemClient, path: str, **body: str) -> set[tuple[str, str]]:

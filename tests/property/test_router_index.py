@@ -19,12 +19,13 @@ from tandem_services.router.cost import (
     HANDOFF_S,
     NO_ROOM_S,
     PAIR_ENDS,
+    PRESENT,
     TURN_TOKENS,
     Candidate,
     Demand,
     Load,
 )
-from tandem_services.router.decision import EXPLAINED_OPTIONS, PricedOptions
+from tandem_services.router.decision import EXPLAINED_OPTIONS, Absence, PricedOptions
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import TIE_S, cheapest, options, priced_options
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
@@ -50,6 +51,8 @@ class Member:
     blocks: int
     in_host: int
     """Of the blocks, the last so many."""
+    absence: Absence = PRESENT
+    """Of the request's adapter."""
 
     @property
     def matched(self) -> int:
@@ -86,6 +89,9 @@ links = st.lists(
 ).map(tuple)
 
 
+absences = st.sampled_from([PRESENT, PRESENT, Absence(0.01, 0.0), Absence(0.5, 0.0), Absence(0.05, 0.2)])
+
+
 @st.composite
 def fleets(draw: st.DrawFn) -> list[Member]:
     fleet = []
@@ -98,7 +104,8 @@ def fleets(draw: st.DrawFn) -> list[Member]:
             compat_hash=draw(st.sampled_from(["a", "b"])),
         )
         blocks = draw(st.sampled_from([0, 0, 1, 2, 30, 61, len(CHAIN)]))
-        fleet.append(Member(record, blocks, draw(st.sampled_from([0, 0, 1, blocks // 2, blocks])) if blocks else 0))
+        in_host = draw(st.sampled_from([0, 0, 1, blocks // 2, blocks])) if blocks else 0
+        fleet.append(Member(record, blocks, in_host, draw(absences)))
     return fleet
 
 
@@ -131,7 +138,14 @@ def sources(fleet: list[Member], computing: Member) -> list[Member]:
 def cost(fleet: list[Member], prefill: Member | None, decode: Member) -> float | None:
     """Price of a choice by the definition of docs/routing.md; None when it is not allowed."""
     computing, load = prefill or decode, decode.record.load
-    seconds = min(computing_s(computing, source) for source in (None, *sources(fleet, computing)))
+    source = min((None, *sources(fleet, computing)), key=lambda source: computing_s(computing, source))
+    seconds = computing_s(computing, source)
+    queue_s = computing.record.load.queue_tokens / computing.record.load.prefill_rate
+    seconds += max(0.0, computing.absence.load_s - queue_s) + computing.absence.evict_s
+    if prefill is not None:
+        missing = max(1, len(PROMPT) - (source or computing).matched)
+        passing_s = queue_s + missing / computing.record.load.prefill_rate
+        seconds += max(0.0, decode.absence.load_s - passing_s) + decode.absence.evict_s
     seconds += load.sequences * load.step_s
     if load.sequences >= load.max_sequences or DEMAND.prompt_tokens + DEMAND.output_tokens > load.room_tokens:
         seconds += NO_ROOM_S
@@ -191,6 +205,7 @@ def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, 
             page_size=PAGE,
             chain=b"".join(CHAIN),
             exclude=frozenset(),
+            absences={m.record.view.incarnation: m.absence for m in fleet if m.absence is not PRESENT},
             seed=seed,
             explained=explained,
         )
@@ -255,6 +270,7 @@ def test_the_local_formula_makes_the_cheapest_allowed_choice(fleet, seed):
             matched=m.matched,
             in_host=m.host_tokens,
             links=m.record.link_rates,
+            absence=m.absence,
         )
         for m in fleet
     ]

@@ -11,6 +11,8 @@ MAX_NAME_BYTES = 128
 MAX_ADAPTERS = 256
 """Of one engine: a worker repeats all of them with each heartbeat."""
 DEFAULT_MAX_RANK = 64
+DEFAULT_TURN_S = 2.0
+MAX_TURN_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,8 @@ class AdapterConfig:
     """Adapters that a worker keeps in memory."""
     folder: str = ""
     """Paths are relative to it and lie in it; "" for any path."""
+    turn_s: float = DEFAULT_TURN_S
+    """Seconds for which an adapter in memory is used before it makes way for one that waits."""
     allow_updates: bool = False
     """Adapters may be loaded and unloaded while the engine serves."""
 
@@ -51,6 +55,8 @@ class AdapterConfig:
             raise ConfigError(f"max_lora_rank must be at least 1, got {self.max_rank}")
         if not 1 <= self.max_loaded <= MAX_ADAPTERS:
             raise ConfigError(f"--max-cpu-loras must be between 1 and {MAX_ADAPTERS}, got {self.max_loaded}")
+        if not 0.0 < self.turn_s <= MAX_TURN_S:
+            raise ConfigError(f"--lora-turn must be above 0 and at most {MAX_TURN_S:.0f} seconds, got {self.turn_s}")
         names: set[str] = set()
         for source in self.sources:
             if source.name in names:

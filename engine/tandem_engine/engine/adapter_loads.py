@@ -9,7 +9,9 @@ A file system that hangs keeps the thread in a read that nothing can end. The en
 daemon, so the process exits as well.
 """
 
+import os
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Thread
@@ -43,6 +45,7 @@ class AdapterLoads:
     """None ends the thread."""
     _begun: "list[Future[LoadedAdapters]]" = field(default_factory=list)
     """Those that may not be done."""
+    _ended: int = field(default_factory=lambda: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
     _thread: Thread | None = None
     """Starts with the first load. One at a time, in their order."""
     _closed: bool = False
@@ -66,6 +69,20 @@ class AdapterLoads:
         self._jobs.put((source, loading))
         return loading
 
+    @property
+    def allowed(self) -> bool:
+        """Whether adapters may change while the engine serves."""
+        return self.config.allow_updates and self.group.size == 1
+
+    def fileno(self) -> int:
+        """Readable when a load has ended since `acknowledge`."""
+        return self._ended
+
+    def acknowledge(self) -> None:
+        """Ended loads have been looked at."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._ended)
+
     def require_allowed(self) -> None:
         """Raise `ConfigError` where adapters are loaded at start alone."""
         if not self.config.allow_updates:
@@ -83,6 +100,11 @@ class AdapterLoads:
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(self.close_s)
+            if self._thread.is_alive():
+                return  # it writes to the descriptor when the file system answers
+        if self._ended >= 0:
+            os.close(self._ended)
+            self._ended = -1
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -93,6 +115,7 @@ class AdapterLoads:
                 loading.set_result(self._load(source))
             except BaseException as error:  # noqa: BLE001  # raised where the future is read
                 loading.set_exception(error)
+            os.eventfd_write(self._ended, 1)
 
     def _load(self, source: AdapterSource) -> LoadedAdapters:
         one = replace(self.config, sources=(source,))

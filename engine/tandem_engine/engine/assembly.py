@@ -22,6 +22,7 @@ from tandem_engine.config import (
     SchedulerConfig,
     SpecConfig,
 )
+from tandem_engine.engine.adapter_shelf import LoadingShelf, make_shelf
 from tandem_engine.engine.host_parts import make_host_memory, make_host_pool
 from tandem_engine.engine.loaded_model import LoadedModel, kv_geometry, scales_of_rank
 from tandem_engine.engine.stateful_models import log_states, require_supported, state_shares
@@ -386,7 +387,7 @@ class EngineParts:
     generations: Generations
     """Outputs of an engine without a sink."""
     grammars: GrammarCompiler | NoGrammars
-    adapters: AdapterTable
+    shelf: LoadingShelf
 
     @property
     def pool(self) -> KvPool:
@@ -432,6 +433,7 @@ def make_parts(
             run=lambda work: executor.run(lambda: joint.run(work)),
         )
         speculation = make_speculation(config.speculative, proposer, memory, clock, local_clock, agreement)
+    shelf = make_shelf(loaded, config.adapters, adapters, clock)
     scheduler = Scheduler(
         memory=memory,
         executor=executor,
@@ -444,6 +446,7 @@ def make_parts(
         session_pages=config.cache.session_pages(geometry.page_bytes, num_pages=pools.page_ids),
         stopwatch=local_clock,
         grammars=grammars,
+        shelf=shelf,
         least=agreement.least,
     )
     return EngineParts(
@@ -458,7 +461,7 @@ def make_parts(
         inputs=make_inputs(scheduler, agreement, loaded.parallel, agreed_clock, local_clock),
         generations=generations,
         grammars=grammars,
-        adapters=adapters,
+        shelf=shelf,
     )
 
 
@@ -489,5 +492,4 @@ def _facts(model: ModelConfig, adapters: AdapterTable) -> ModelFacts:
         context_length=model.max_position,
         hidden_size=model.hidden_size,
         adapter_slots=adapters.slots,
-        closed_adapters=adapters.closed,
     )

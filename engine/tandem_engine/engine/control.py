@@ -111,7 +111,7 @@ class Operations:
             case StartProfile() | StopProfile():
                 return self._profile(order)
             case UnloadAdapter(name=name):
-                gone = self.engine.remove_adapter(name, digest=order.digest)
+                gone = self.engine.remove_adapter(name, digest=order.digest, cached=order.cached)
                 self.changed()
                 return Outcome(f"adapter {name} serves no new request", {"digest": gone.digest})
 
@@ -160,12 +160,20 @@ class Operations:
     def _answer_load(self, order: LoadAdapter, loading: Future[LoadedAdapters]) -> None:
         former = next((each.digest for each in self.engine.served_adapters if each.name == order.name), "")
         try:
-            adapter = self.engine.add_adapter(loading.result(), replaces=order.replaces, digest=order.digest)
+            adapter = self.engine.add_adapter(
+                loading.result(), replaces=order.replaces, digest=order.digest, pinned=order.pinned
+            )
         except EngineError as error:
             self._refuse(order.nonce, error)
             return
         self.changed()
-        figures: dict[str, int | str] = {"digest": adapter.digest, "rank": adapter.rank, "former": former}
+        figures: dict[str, int | str] = {
+            "digest": adapter.digest,
+            "rank": adapter.rank,
+            "root": adapter.root,
+            "size": adapter.size,
+            "former": former,
+        }
         self.answer(OrderDone(nonce=order.nonce, message=f"serving adapter {adapter.name}", figures=figures))
 
     def _poll_profile(self) -> None:

@@ -14,7 +14,6 @@ import torch
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.names import RequestId
 from tandem_engine.config import AdapterConfig, EngineConfig, ModelConfig
-from tandem_engine.engine.adapter_loads import AdapterLoads
 from tandem_engine.engine.assembly import EngineParts, make_parts
 from tandem_engine.engine.loaded_model import LoadedModel, Served, load
 from tandem_engine.engine.peer_setup import EnginePort, PeerSide
@@ -26,7 +25,7 @@ from tandem_engine.executor.profiler import StepProfiler
 from tandem_engine.executor.self_test import SelfTestReport
 from tandem_engine.kernels.compiles import COMPILED
 from tandem_engine.memory.audit import ConservationReport
-from tandem_engine.messages.control import KvGeometry, PauseMode, ServedAdapter
+from tandem_engine.messages.control import AdapterMemory, KvGeometry, PauseMode, ServedAdapter
 from tandem_engine.messages.requests import GenerateRequest, Peer
 from tandem_engine.messages.stats import EngineStats
 from tandem_engine.model.adapters.loaded import LoadedAdapters
@@ -85,14 +84,7 @@ class Engine:
             size=loaded.parallel.size,
         )
         parts.inputs.weights = self._reload
-        self.adapter_loads = AdapterLoads(
-            table=parts.adapters,
-            config=config.adapters,
-            base=loaded.model_config,
-            dtype=loaded.dtype,
-            device=loaded.config.device,
-            group=loaded.parallel.forward,
-        )
+        self.adapter_loads = parts.shelf.loads
         """Adapters that are loaded while it serves."""
 
     @classmethod
@@ -285,12 +277,13 @@ class Engine:
         """File descriptors that become readable when `step` has something to do."""
         host = [] if self.memory.host is None else self.memory.host.descriptors()
         grammars = self._parts.grammars.fileno()
-        return [*self._peers.descriptors(), *host, *([] if grammars is None else [grammars])]
+        gates = [self.adapter_loads.fileno(), *([] if grammars is None else [grammars])]
+        return [*self._peers.descriptors(), *host, *gates]
 
     def stats(self) -> EngineStats:
         """Numbers for the worker service."""
         stats = engine_stats(self.scheduler, self._peers.handoff, self._throughput, total_pages=self.total_pages)
-        return self._with_adapters(stats) if self._parts.adapters.slots else stats
+        return self._with_adapters(stats) if self._parts.shelf.in_use else stats
 
     # For operators.
 
@@ -331,31 +324,58 @@ class Engine:
     @property
     def served_adapters(self) -> tuple[ServedAdapter, ...]:
         """Those that new requests may have, now."""
-        return self._parts.adapters.served
+        return self._parts.shelf.table.served
 
-    def add_adapter(self, loaded: LoadedAdapters, *, replaces: bool, digest: str = "") -> ServedAdapter:
-        """See `AdapterTable.add`. Requests that run with a former adapter of its name end with that one."""
-        return self._parts.adapters.add(loaded, replaces=replaces, digest=digest)
+    @property
+    def adapter_memory(self) -> AdapterMemory:
+        """Where adapters are."""
+        return self._parts.shelf.memory()
 
-    def remove_adapter(self, name: str, *, digest: str = "") -> ServedAdapter:
+    @property
+    def adapter_changes(self) -> tuple[int, int, int]:
+        """Another one when `served_adapters` or `adapter_memory` has changed."""
+        return self._parts.shelf.changes
+
+    def add_adapter(
+        self, loaded: LoadedAdapters, *, replaces: bool, digest: str = "", pinned: bool = False
+    ) -> ServedAdapter:
+        """See `AdapterTable.add`. Requests that run with a former adapter of its name end with that one; one that no
+        request has makes way for it."""
+        return self._parts.shelf.add(
+            loaded, replaces=replaces, digest=digest, pinned=pinned, usage=self.scheduler.adapter_usage()
+        )
+
+    def remove_adapter(self, name: str, *, digest: str = "", cached: str = "") -> ServedAdapter:
         """See `AdapterTable.remove`. Requests that have begun go on with it."""
         self.adapter_loads.require_allowed()
-        return self._parts.adapters.remove(name, digest=digest)
+        return self._parts.shelf.table.remove(name, digest=digest, cached=cached)
 
     def _with_adapters(self, stats: EngineStats) -> EngineStats:
-        queues, table = self.scheduler.queues, self._parts.adapters
+        queues, table = self.scheduler.queues, self._parts.shelf.table
         running = {req.space.adapter for req in queues.running}
         if queues.chunked is not None:
             running.add(queues.chunked.space.adapter)
         others = {req.space.adapter for req in queues.live()} - running
+        shelf = self._parts.shelf
         return msgspec.structs.replace(
-            stats, running_adapters=table.names(running), waiting_adapters=table.names(others)
+            stats,
+            running_adapters=table.names(running),
+            waiting_adapters=table.names(others),
+            adapter_loads_total=shelf.loads_total,
+            adapter_load_failures_total=shelf.failures_total,
+            adapter_evictions_total=shelf.evictions_total,
+            adapter_load_s_total=shelf.load_s_total,
+            waiting_for_adapter=self.scheduler.waiting_for_adapter,
         )
 
     def _sweep_adapters(self) -> None:
-        steps = self.scheduler.steps
-        used = (req.space.adapter for req in self.scheduler.queues.live())
-        self._parts.adapters.sweep(used, launched=steps.launched, settled=steps.settled)
+        table = self._parts.shelf.table
+        self.adapter_loads.acknowledge()
+        if table.closed or table.leaving:
+            steps = self.scheduler.steps
+            used = (req.space.adapter for req in self.scheduler.queues.live())
+            computing = self.scheduler.adapter_usage().computing
+            table.sweep(used, launched=steps.launched, settled=steps.settled, computing=computing)
 
     def require_replaceable(self) -> None:
         """Raise `ConfigError` when the weights cannot be replaced, whatever by."""

@@ -170,7 +170,7 @@ def _ready(config: ProcessConfig, engine: Engine, request_endpoint: str, test: S
         decode_step_s=test.decode_step_s,
         transport=engine.transport_name,
         adapters=engine.served_adapters,
-        max_adapters=engine.adapter_loads.config.max_loaded,
+        adapter_memory=engine.adapter_memory,
     )
 
 

@@ -84,6 +84,8 @@ class Reports:
     ready: EngineReady
     _event_sequence: int = 0
     _stats_at: float = 0.0
+    _adapter_changes: tuple[int, int, int] = (0, 0, 0)
+    """When they were last announced."""
     _drain_wanted: bool = False
 
     def tell(self, message: EngineToWorker) -> None:
@@ -98,7 +100,9 @@ class Reports:
             geometry=self.engine.geometry,
             compat_hash=self.engine.compat_hash,
             adapters=self.engine.served_adapters,
+            adapter_memory=self.engine.adapter_memory,
         )
+        self._adapter_changes = self.engine.adapter_changes
         self.tell(self.ready)
 
     def publish(self) -> None:
@@ -108,6 +112,8 @@ class Reports:
         if events:
             self._send_events(events)
         self._report_ended()
+        if self.engine.adapter_changes != self._adapter_changes:
+            self.announce()
         self.publish_stats()
 
     def publish_stats(self) -> None:

@@ -60,6 +60,32 @@ class ServedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """The largest of its matrices."""
     root: Annotated[str, msgspec.Meta(max_length=256)]
     """Name of the folder that it was read from."""
+    size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Bytes of its tensors; 0 where its release reports none."""
+
+
+MAX_RESIDENT = 512
+"""Digests in one report: more than an engine ever keeps in memory."""
+MAX_REFUSED_ADAPTERS = 32
+
+HexDigest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+
+
+class AdapterMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the adapters of an engine are, and what it costs to bring one in: what routing prices."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1)]
+    """Adapters that it keeps in memory at a time."""
+    loads: bool = False
+    """It loads the adapter of a request from the folder that the request names."""
+    resident: Annotated[tuple[HexDigest, ...], msgspec.Meta(max_length=MAX_RESIDENT)] = ()
+    """Digests of those in memory that new requests have at once."""
+    refused: Annotated[tuple[HexDigest, ...], msgspec.Meta(max_length=MAX_REFUSED_ADAPTERS)] = ()
+    """Digests that it could not load just now, or was commanded to unload."""
+    mean_size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Bytes of one in memory."""
+    byte_s: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    """Seconds per byte of its loads, as measured; 0 before the first."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -80,8 +106,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     transport: str
     """nixl or none."""
     adapters: tuple[ServedAdapter, ...] = ()
-    max_adapters: int = 0
-    """That it keeps in memory at a time; 0 where its release reports nothing."""
+    adapter_memory: AdapterMemory | None = None
+    """None where its release reports none."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -232,6 +258,8 @@ class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter")
     """It may take the place of another one of its name."""
     digest: str = ""
     """In hexadecimal: other content is refused. "" for any."""
+    pinned: bool = False
+    """It makes way for no other adapter."""
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapter"):
@@ -241,6 +269,8 @@ class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapt
     name: str
     digest: str = ""
     """In hexadecimal: refused where the name stands for other content. "" for any."""
+    cached: str = ""
+    """Digest of content that a request has brought in, and that goes as well; "" for none."""
 
 
 class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag="start_profile"):

@@ -105,6 +105,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """Receipt to first scheduled step, with the first output."""
     delay_s: float | None = None
     """Of `queue_s`, what it waited for the scheduling delay; with the first output, where it did."""
+    adapter_wait_s: float | None = None
+    """For how long it waited until its adapter was in memory; with the first output, where it did."""
     prefill_s: float | None = None
     """First scheduled step to first token, with the first output."""
     leaving: bool = False

@@ -200,6 +200,10 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
     """For messages."""
     digest: bytes
     """Of its content, `DIGEST_BYTES` long: what it is identified by."""
+    source: str = ""
+    """Folder, in the `--lora-dir` of workers, from which a worker without it may load it; "" if none is registered."""
+    size: int = 0
+    """Bytes of its tensors; 0 if not known."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):

@@ -130,6 +130,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     running_adapters: tuple[str, ...] = ()
     """Names of those that running requests have; of the next field those that waiting ones have."""
     waiting_adapters: tuple[str, ...] = ()
+    waiting_for_adapter: int = 0
+    """Requests whose adapter is being loaded, or has no room."""
+    adapter_loads_total: int = 0
+    """Adapters that requests have brought into memory."""
+    adapter_load_failures_total: int = 0
+    adapter_evictions_total: int = 0
+    """Adapters that made way for others."""
+    adapter_load_s_total: float = 0.0
+    """Time spent on loads for requests."""
     transfer_mishaps_total: int = 0
     """Errors that nobody foresaw where KV is moved, on rank 0; those of other ranks are in the log alone."""
     handed_over_total: int = 0

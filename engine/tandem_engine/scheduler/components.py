@@ -17,7 +17,8 @@ from tandem_engine.sampling.grammar.compiler import Grammars
 from tandem_engine.scheduler.counters import Tally
 from tandem_engine.scheduler.fault_isolation import Health, Isolation
 from tandem_engine.scheduler.finishing import EndedLog, Endings, PenaltySlots, Steps
-from tandem_engine.scheduler.grammar import GrammarGate
+from tandem_engine.scheduler.gates.adapters import AdapterGate, AdapterShelf
+from tandem_engine.scheduler.gates.grammar import GrammarGate
 from tandem_engine.scheduler.ingress import Ingress, Prefetching
 from tandem_engine.scheduler.loop import Loop
 from tandem_engine.scheduler.migration import Departures
@@ -71,6 +72,7 @@ class SchedulerParts:
     endings: Endings
     prefetching: Prefetching
     gate: GrammarGate
+    adapters: AdapterGate
     ingress: Ingress
     isolation: Isolation
     planner: Planner
@@ -86,6 +88,7 @@ def make_parts(
     *,
     session_pages: int,
     grammars: Grammars,
+    shelf: AdapterShelf,
     least: Least,
     allow_stop_strings: bool,
 ) -> SchedulerParts:
@@ -95,6 +98,7 @@ def make_parts(
     endings = _endings(shared, sessions)
     prefetching = Prefetching(memory=memory, queues=queues, clock=shared.clock)
     gate = GrammarGate(grammars=grammars, queues=queues, endings=endings, model=shared.facts, least=least)
+    adapters = AdapterGate(shelf=shelf, queues=queues, endings=endings, tally=tally, clock=shared.clock)
     ingress = Ingress(
         config=config,
         model=shared.facts,
@@ -106,19 +110,23 @@ def make_parts(
         sessions=sessions,
         prefetching=prefetching,
         gate=gate,
+        adapters=adapters,
         tally=tally,
     )
     isolation = Isolation(config=config, memory=memory, queues=queues, endings=endings, tally=tally)
     planner = _planner(shared, endings, sessions, isolation)
+    loop = _loop(shared, endings, isolation, planner, executor)
+    adapters.stand_still = loop.stand_still
     return SchedulerParts(
         sessions=sessions,
         endings=endings,
         prefetching=prefetching,
         gate=gate,
+        adapters=adapters,
         ingress=ingress,
         isolation=isolation,
         planner=planner,
-        loop=_loop(shared, endings, isolation, planner, executor),
+        loop=loop,
         pausing=Pausing(
             memory=memory, queues=queues, isolation=isolation, endings=endings, sessions=sessions, tally=tally
         ),

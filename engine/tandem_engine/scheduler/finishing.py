@@ -12,13 +12,17 @@ PenaltySlots   rows of the device's tables of token counts. A penalized request 
                on a row until it releases that row. The lowest free number is taken, so the tables are as large as
                the most penalized requests that ran at once (`sampling.logits_processor`). They need no fence: the
                next owner loads its slot in a later step, after everything that steps in flight do to it
+Deadlines      requests by the time at which they must end. The entry of a finished request stays until `overdue`
+               reaches it, and must not keep its prompt in memory
 """
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TypeAlias
+from weakref import ref
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import EngineError, InvalidRequestError
@@ -226,3 +230,23 @@ class Endings:
         for forget in self.on_release:
             forget(kv, settled)
         self.memory.release(kv, settled, checkpoint=checkpoint, after_step=self.steps.newest_in_flight)
+
+
+class Deadlines:
+    """O(log n) per request with a deadline, O(1) per step."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, ref[Request]]] = []
+        self._order = count()
+
+    def watch(self, req: Request) -> None:
+        """Remember the deadline of `req`, if it has one."""
+        if req.deadline is not None:
+            heapq.heappush(self._heap, (req.deadline, next(self._order), ref(req)))
+
+    def overdue(self, now: float) -> Iterator[Request]:
+        """Take out and yield the live requests whose time has come."""
+        while self._heap and self._heap[0][0] <= now:
+            req = heapq.heappop(self._heap)[2]()
+            if req is not None and req.finished is None:
+                yield req

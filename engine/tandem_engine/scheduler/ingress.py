@@ -13,7 +13,8 @@ handoff [abort-both-ways].
     2. joins     the queue at its place of arrival, when all blocks are here, or failed, or the time is up
 
 Other requests are served in the meantime, so only requests that benefit are delayed. A request that also needs a
-grammar waits for both at once: in `Queues.compiling` until it is compiled, then here for what is still missing.
+grammar or an adapter waits for all at once: in `Queues.compiling` until these are there, then here for what is still
+missing.
 """
 
 import logging
@@ -22,7 +23,6 @@ from dataclasses import dataclass
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import (
-    AdapterMissingError,
     DrainingError,
     EngineError,
     InvalidRequestError,
@@ -43,7 +43,8 @@ from tandem_engine.messages.requests import (
 )
 from tandem_engine.scheduler.counters import Tally
 from tandem_engine.scheduler.finishing import Endings
-from tandem_engine.scheduler.grammar import GrammarGate
+from tandem_engine.scheduler.gates.adapters import AdapterGate
+from tandem_engine.scheduler.gates.grammar import GrammarGate
 from tandem_engine.scheduler.migration import is_moving
 from tandem_engine.scheduler.prompt_results import PooledPrompt, PromptLogprobs, check_pooling
 from tandem_engine.scheduler.queues import Queues
@@ -64,7 +65,7 @@ class Prefetching:
     def enter(self, req: Request) -> None:
         """Give a new request its place: in the queue, or in `prefetching`."""
         entered = self.queues.enter(req)
-        if not entered and not req.awaits_grammar:
+        if not entered and not req.held_up:
             return
         # What another engine has is more than what is here, in whatever tier: that is why it was named.
         awaited = self._fetch(req) or self._read(req)
@@ -84,7 +85,7 @@ class Prefetching:
         ready = [req for req, awaited in self.queues.prefetching.items() if awaited.done or now >= awaited.until]
         for req in ready:
             del self.queues.prefetching[req]
-            self.queues.waiting.join(req)
+            self.queues.join(req)
         return bool(ready)
 
     def _fetch(self, req: Request) -> AwaitedPages | None:
@@ -123,6 +124,7 @@ class Ingress:
     sessions: Sessions
     prefetching: Prefetching
     gate: GrammarGate
+    adapters: AdapterGate
     tally: Tally
     draining: bool = False
     paused: bool = False
@@ -144,7 +146,7 @@ class Ingress:
         try:
             self._check_room(message)
             check_pooling(message, hidden_size=self.model.hidden_size)
-            self._check_adapter(message)
+            self.adapters.check(message.adapter)
             self._check(req)
         except EngineError as error:
             self.endings.refuse(req, error)
@@ -155,6 +157,7 @@ class Ingress:
         if complete is not None:
             self.endings.finish(req, complete)
             return None
+        self.adapters.begin(req, message.adapter)
         self.queues.tenants.see(req.tenant, self.clock.now())
         if not any(stage.accept(req) for stage in self.queues.stages):
             self.prefetching.enter(req)
@@ -197,6 +200,7 @@ class Ingress:
             handoff=message.handoff,
             fetch=message.fetch,
             space=space_of(message),
+            adapter=message.adapter,
             priority=message.priority,
             tenant=message.tenant,
             group=message.group,
@@ -215,7 +219,7 @@ class Ingress:
         """Raise `InvalidRequestError` for a request that this engine can never serve, or not as its session is now, and
         `AdapterMissingError` for one whose adapter is not here."""
         check_pooling(message, hidden_size=self.model.hidden_size)
-        self._check_adapter(message)
+        self.adapters.check(message.adapter)
         self._check(self._request(self.sessions.whole_turn(message), b""))
 
     def _check_room(self, message: GenerateRequest) -> None:
@@ -248,14 +252,6 @@ class Ingress:
             raise InvalidRequestError(
                 "stop strings need a tokenizer and this engine has none; use stop_token_ids", param="stop"
             )
-
-    def _check_adapter(self, message: GenerateRequest) -> None:
-        """Never answered by the base model alone."""
-        adapter = message.adapter
-        if adapter is None:
-            return
-        if adapter.digest not in self.model.adapter_slots or adapter.digest in self.model.closed_adapters:
-            raise AdapterMissingError(f"adapter {adapter.name!r} is not loaded in this engine")
 
     def _check_tokens(self, field: str, ids: tuple[int, ...] | list[int]) -> None:
         if not ids:

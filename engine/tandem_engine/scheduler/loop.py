@@ -32,7 +32,7 @@ from tandem_engine.forward.batch import ForwardBatch, ForwardResult, TokenMasks
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.scheduler.counters import Phase, Tally
 from tandem_engine.scheduler.finishing import Steps
-from tandem_engine.scheduler.grammar import fill_masks
+from tandem_engine.scheduler.gates.grammar import fill_masks
 from tandem_engine.scheduler.planner import Hold, Planner, StepPlan
 from tandem_engine.scheduler.request import sends_kv
 from tandem_engine.scheduler.schedule_batch import BatchBuilder, ScheduleBatch

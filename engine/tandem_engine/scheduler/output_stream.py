@@ -74,6 +74,7 @@ class OutputStream:
             fetch=req.fetched if first else None,
             queue_s=_elapsed(req.arrived_at, req.first_scheduled_at) if first else None,
             delay_s=(req.delayed_s or None) if first else None,
+            adapter_wait_s=(req.adapter_wait_s or None) if first else None,
             prefill_s=_elapsed(req.first_scheduled_at, req.first_token_at) if first else None,
         )
 

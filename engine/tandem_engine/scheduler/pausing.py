@@ -37,13 +37,13 @@ class Pausing:
     def put_back_all(self) -> int:
         """Put every request with KV back at the head of the queue, in admission order; returns how many.
 
-        One that waits for its grammar goes on waiting for that, without KV. A request whose pages are being sent keeps
-        them where they are [settled-only-sent].
+        One that waits for its grammar or adapter goes on waiting for that, without KV. A request whose pages are being
+        sent keeps them where they are [settled-only-sent].
         """
         holders = [req for req in self._holders() if not sends_kv(req)]
         for req in reversed(holders):
             self.endings.release(req, checkpoint=True)
-            if not req.awaits_grammar:
+            if not req.held_up:
                 self.queues.waiting.return_to_head(req)
         self.queues.running = [req for req in self.queues.running if req.kv is not None]
         if self.queues.chunked is not None and self.queues.chunked.kv is None:

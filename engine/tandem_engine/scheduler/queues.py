@@ -2,7 +2,8 @@
 
 Every live request is in exactly one place [one-home]:
 
-    compiling   its grammar is not compiled yet; with KV, if a stage has handed it over in the meantime
+    compiling   its grammar is not compiled, or its adapter not in memory; with KV, if a stage has handed it over
+                in the meantime
     waiting     needs an EXTEND; arrival order, with retracted and recomputed requests at its head
     following   waits for another choice of the same response to compute their prompt
     prefetching will be waiting when its prefix has come from storage or from another engine
@@ -30,18 +31,13 @@ have their prompts computed in turns (start-time fair queueing, Goyal et al., SI
 So a tenant without requests in the queue goes next, whatever others have queued, and two that have are computed token
 for token. Prompts that end before they are computed cost nothing once their tenant has no other left. Time plays no
 part but in `shared`: whether several tenants had something to do within `TENANT_WINDOW_S`.
-
-`Deadlines` orders requests by the time at which they must end. The entry of a finished request stays until `overdue`
-reaches it, and must not keep its prompt in memory.
 """
 
-import heapq
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count, islice
+from itertools import chain, islice
 from typing import NamedTuple
-from weakref import ref
 
 from tandem_engine.base.names import PageId, ReqPoolIdx, RequestId
 from tandem_engine.memory.request_kv import RequestKv
@@ -130,6 +126,11 @@ class Groups:
             if member is not req and kv is not None and kv.committed_len >= req.prompt_len and same_prompt(member, req):
                 return kv
         return None
+
+    def has(self, req: Request) -> bool:
+        """Whether it is a member already."""
+        group = self._groups.get(_key(req)) if req.group else None
+        return group is not None and (group.leader is req or req in group.apart or req in group.following)
 
     def led(self) -> Iterator[tuple[Request, Sequence[Request]]]:
         """Leaders whose prompt is not computed, and their followers."""
@@ -271,6 +272,9 @@ class WaitingQueue:
             place += 1
         self._requests.insert(place, req)
 
+    def has(self, req: Request) -> bool:
+        return req in self._requests
+
     def discard(self, req: Request) -> None:
         """Take `req` out, wherever it stands, if it is here."""
         if self.head is req:
@@ -312,24 +316,45 @@ class Queues:
     def take_over(self, req: Request) -> None:
         """Give a request with KV and a token its home: a stage has it no more."""
         self.requests[req.rid] = req
-        if req.awaits_grammar:
+        if req.held_up:
             self.compiling[req.rid] = req
         else:
             self.running.append(req)
 
-    def grammar_ready(self, req: Request) -> None:
-        """Continue a request whose grammar is compiled. No-op if a stage has it, or it has ended."""
-        if self.compiling.pop(req.rid, None) is None:
+    def ready(self, req: Request) -> None:
+        """Continue a request that has what held it up. No-op if it waits elsewhere, or has ended."""
+        if req.held_up or self.compiling.pop(req.rid, None) is None:
             return
         prefetch = self.reading.pop(req, None)
         if req.kv is not None:
             self.running.append(req)
-        elif self.groups.follow(req):
+        elif req.swapped is not None:
+            self.swapped.append(req)
+        elif req.first_scheduled_at is not None:
+            self.waiting.return_to_head(req)
+        elif not self.groups.has(req) and self.groups.follow(req):
             return
         elif prefetch is None or prefetch.done:
             self.waiting.join(req)
         else:
             self.prefetching[req] = prefetch
+
+    def join(self, req: Request) -> None:
+        """`req`, which was kept elsewhere, waits for memory next, unless something holds it up."""
+        if req.held_up:
+            self.compiling[req.rid] = req
+        else:
+            self.waiting.join(req)
+
+    def hold_up(self, req: Request) -> None:
+        """`req`, which is held up from now on and has no KV on the device, waits in no line."""
+        if req in self.swapped:
+            self.swapped.remove(req)
+        elif self.waiting.has(req):
+            self.waiting.discard(req)
+        else:
+            return
+        self.compiling[req.rid] = req
 
     def of_other_tenants(self, req: Request) -> list[Request]:
         """Requests in the queue that `req` may overtake there."""
@@ -351,7 +376,7 @@ class Queues:
         return True
 
     def parked(self) -> list[Request]:
-        """Requests with KV that will run as soon as their grammar is compiled."""
+        """Requests with KV that will run as soon as nothing holds them up."""
         return [req for req in self.compiling.values() if req.kv is not None]
 
     def live(self) -> Iterator[Request]:
@@ -361,14 +386,14 @@ class Queues:
             yield from stage.live()
 
     def enter(self, req: Request) -> bool:
-        """`req` needs its prompt computed. False: it is kept here until its grammar is compiled, or until another
-        choice of its answer has computed the prompt."""
+        """`req` needs its prompt computed. False: it is kept here while something holds it up, or until another choice
+        of its answer has computed the prompt."""
         self.requests[req.rid] = req
-        follows = not req.awaits_grammar and self.groups.follow(req)
+        follows = not req.held_up and self.groups.follow(req)
         self.tenants.arrive(req, 1 if follows else req.seq_len)
-        if req.awaits_grammar:
+        if req.held_up:
             self.compiling[req.rid] = req
-        return not (follows or req.awaits_grammar)
+        return not (follows or req.held_up)
 
     def prompt_computed(self, req: Request) -> None:
         """Those that waited for the prompt of `req` go next, in their order."""
@@ -383,8 +408,8 @@ class Queues:
 
     def _queue_follower(self, req: Request) -> None:
         """At the head, while what it shares is in the cache; unless another worker expects prompts as they came."""
-        if sends_kv(req):
-            self.waiting.join(req)
+        if req.held_up or sends_kv(req):
+            self.join(req)
         else:
             self.waiting.return_to_head(req)
 
@@ -399,7 +424,7 @@ class Queues:
         return any(True for stage in self.stages for _ in stage.live())
 
     def stage_keeps_memory(self) -> bool:
-        """Whether some stage, or the compiler of grammars, has pages that will come back."""
+        """Whether some stage, or a request that is held up, has pages that will come back."""
         if self.parked() or any(stage.holds_for_a_while() for stage in self.stages):
             return True
         return any(req.kv is not None for stage in self.stages for req in stage.live())
@@ -461,23 +486,3 @@ class Queues:
         held_up = (req for req in self.compiling.values() if req.kv is None)
         fresh = (req for req in chain(self.waiting, self.prefetching, held_up) if req.first_scheduled_at is None)
         return max((now - req.arrived_at for req in fresh), default=0.0)
-
-
-class Deadlines:
-    """O(log n) per request with a deadline, O(1) per step."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, ref[Request]]] = []
-        self._order = count()
-
-    def watch(self, req: Request) -> None:
-        """Remember the deadline of `req`, if it has one."""
-        if req.deadline is not None:
-            heapq.heappush(self._heap, (req.deadline, next(self._order), ref(req)))
-
-    def overdue(self, now: float) -> Iterator[Request]:
-        """Take out and yield the live requests whose time has come."""
-        while self._heap and self._heap[0][0] <= now:
-            req = heapq.heappop(self._heap)[2]()
-            if req is not None and req.finished is None:
-                yield req

@@ -28,7 +28,7 @@ from tandem_engine.memory.host.tier import SwappedKv
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.kv_events import BASE_SPACE, CacheSpace
 from tandem_engine.messages.outputs import CacheHits, FetchReport, Finish, FinishReason, TokenLogprob, TransferReport
-from tandem_engine.messages.requests import Handoff, HandoffSide, PrefixFetch, TraceContext, about_attempt
+from tandem_engine.messages.requests import AdapterRef, Handoff, HandoffSide, PrefixFetch, TraceContext, about_attempt
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.sampling.grammar.backend import CompiledGrammar, Matcher
 from tandem_engine.scheduler.prompt_results import PooledPrompt, PromptLogprobs
@@ -111,6 +111,8 @@ class Request:
     fetch: PrefixFetch | None = None
     space: CacheSpace = BASE_SPACE
     """Where its prefix may be cached. The adapter in it, if any, computes prompt and output."""
+    adapter: AdapterRef | None = None
+    """What is known of that one."""
     priority: int = 0
     tenant: str = ""
     """Tenants get prompts computed in turns (see `queues`)."""
@@ -170,6 +172,12 @@ class Request:
     fetched: FetchReport | None = None
     grammar: GrammarProgress | None = None
     """Set once the grammar it requires is compiled, before its first token can be sampled."""
+    awaits_adapter: bool = False
+    """Its adapter is not in memory: see `scheduler.gates.adapters`."""
+    adapter_awaited_at: float = 0.0
+    """Since when, or since when the last time."""
+    adapter_wait_s: float = 0.0
+    """Time that it has waited for its adapter, all waits that have ended together."""
     first_scheduled_at: float | None = None
     delayed_since: float | None = None
     """When the last plan left it in the queue for the scheduling delay (`scheduler.policies`)."""
@@ -195,6 +203,11 @@ class Request:
     def awaits_grammar(self) -> bool:
         """Whether it cannot sample yet because its grammar is being compiled."""
         return self.grammar is None and self.sampling.grammar is not None
+
+    @property
+    def held_up(self) -> bool:
+        """Whether it cannot be computed yet, for want of its grammar or its adapter."""
+        return self.awaits_adapter or self.awaits_grammar
 
     @property
     def prompt_len(self) -> int:

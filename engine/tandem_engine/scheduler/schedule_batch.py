@@ -43,7 +43,7 @@ from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_anchors import NO_MOVES, StateMoves
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.scheduler.finishing import PenaltySlots
-from tandem_engine.scheduler.grammar import open_masks
+from tandem_engine.scheduler.gates.grammar import open_masks
 from tandem_engine.scheduler.prefill_adder import Extend
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.speculation import NO_DRAFTS, StepDrafts

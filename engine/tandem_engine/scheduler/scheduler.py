@@ -40,12 +40,12 @@ from tandem_engine.parallel.agreement import Least
 from tandem_engine.sampling.grammar.compiler import Grammars, NoGrammars
 from tandem_engine.scheduler.components import SchedulerParts, Shared, make_parts
 from tandem_engine.scheduler.counters import Phase, SchedulerStats
-from tandem_engine.scheduler.finishing import EndedLog, Steps, error_finish
+from tandem_engine.scheduler.finishing import Deadlines, EndedLog, Steps, error_finish
+from tandem_engine.scheduler.gates.adapters import AdapterShelf, FixedShelf, Usage
 from tandem_engine.scheduler.migration import is_moving
 from tandem_engine.scheduler.output_stream import OutputStream, Sink
 from tandem_engine.scheduler.policies import Policy, make_policy
 from tandem_engine.scheduler.prefill_adder import KeptBack, expected_pages, kept_back
-from tandem_engine.scheduler.queues import Deadlines
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.retraction import NewTokenRatio
 from tandem_engine.scheduler.speculation import Speculation
@@ -225,6 +225,7 @@ class Scheduler:
         session_pages: int = 0,
         stopwatch: Clock | None = None,
         grammars: Grammars | None = None,
+        shelf: AdapterShelf | None = None,
         least: Least | None = None,
     ) -> None:
         """Compose a scheduler.
@@ -238,6 +239,7 @@ class Scheduler:
             stopwatch: what durations are measured with where `clock` stands still during a turn, as the time
                 that ranks agree on does. None measures with `clock`.
             grammars: Compiles them; without it requests with a grammar are rejected.
+            shelf: Loads adapters that requests need; without it those in `model` are all there are.
             least: `Agreement.least` of the ranks that run in lock-step with this one, if there are others.
         """
         context_length = min(model.context_length, config.context_length)
@@ -261,6 +263,7 @@ class Scheduler:
             executor,
             session_pages=session_pages,
             grammars=grammars or NoGrammars("this engine was built without grammars"),
+            shelf=shelf or FixedShelf(facts.adapter_slots),
             least=least or list,
             allow_stop_strings=decode_text is not None,
         )
@@ -331,7 +334,7 @@ class Scheduler:
             self._ingress.abort(req.rid, OVERDUE)
         self.sessions.sweep()
         polled = [self.memory.poll(), *(stage.poll() for stage in self.queues.stages), self._parts.prefetching.poll()]
-        polled.append(self._parts.gate.poll())
+        polled += [self._parts.gate.poll(), self._parts.adapters.poll()]
         for req in self._departures.poll():
             self._ingress.abort(req.rid, NOT_TAKEN)
         if self._pausing.paused:
@@ -455,6 +458,15 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Numbers for `messages.stats.EngineStats`."""
         return scheduler_stats(self._shared, self._parts)
+
+    def adapter_usage(self) -> Usage:
+        """Requests by adapter."""
+        return self._parts.adapters.usage()
+
+    @property
+    def waiting_for_adapter(self) -> int:
+        """Requests whose adapter is not in memory."""
+        return sum(map(len, self._parts.adapters.waiting.values()))
 
     @property
     def launched(self) -> int:

@@ -10,7 +10,7 @@ A token that ends the output belongs to it: it is streamed and counted. The deto
 `Finish.matched_stop`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -30,8 +30,6 @@ class ModelFacts:
     """Size of embeddings; 0 when the model gives none."""
     adapter_slots: Mapping[bytes, int] = field(default_factory=dict)
     """Of the adapters that are loaded, by digest. It may change between two steps."""
-    closed_adapters: Collection[bytes] = frozenset()
-    """Of these, those that new requests cannot have; as changeable."""
 
 
 DecodeText: TypeAlias = Callable[[Sequence[int]], str]

@@ -129,6 +129,7 @@ WORKER = FlagTable(
             *("--transport", "--grant-timeout", "--hold-timeout", "--kv-push-layers", "--link-probe-mib"),
             *("--grammar-backend", "--grammar-compile-timeout", "--grammar-cache-size"),
             *("--enable-lora", "--lora-modules", "--lora-dir", "--max-loras", "--max-cpu-loras", "--max-lora-rank"),
+            "--lora-turn",
             "--allow-runtime-lora-updating",
         }
     ),

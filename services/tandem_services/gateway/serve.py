@@ -68,6 +68,7 @@ from tandem_services.gateway.models.catalog import LiveModels
 from tandem_services.gateway.models.file import ModelsFileMetrics, ModelsWatch
 from tandem_services.gateway.models.service import Fleet
 from tandem_services.router.deployment import Deployment
+from tandem_services.router.registered_adapters import RegisteredAdapters
 from tandem_services.router.router import Router, RouterConfig
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ class RoutedFleet:
             quarantine=router.quarantine,
             end_reports=router.end_reports,
             fairness=router.fairness,
+            adapters=RegisteredAdapters(model=config.name, deployment=Deployment.of(keys), board=router.adapters),
         )
         return RoutedFleet(router, parts)
 
@@ -141,6 +143,13 @@ class RoutedFleet:
     def view(self) -> ViewedFleet:
         """For people."""
         return ViewedFleet(self.parts.config.cluster, self.router.fleet, self.parts.config.root)
+
+    async def start(self) -> None:
+        """Raises `RedisUnavailableError`."""
+        await self.router.start()
+        if self.parts.adapters is not None:
+            # No registered name is unknown at first.
+            await self.parts.adapters.sync()
 
     async def close(self) -> None:
         await self.router.stop()
@@ -169,7 +178,7 @@ class OpenFleets:
         tokenizer = await asyncio.to_thread(TextTokenizer.load, model.path)
         fleet = RoutedFleet.of(model, tokenizer, key_pair_of(model), start_timeout_s=LATER_START_S)
         try:
-            await fleet.router.start()
+            await fleet.start()
         except RedisUnavailableError:
             await fleet.close()
             raise
@@ -412,7 +421,7 @@ async def _serve(
         # An invalid key file is reported at once, without waiting for Redis.
         parts, usage = [fleet.parts for fleet in fleets], fleets[0].router.usage
         gateway = build_gateway(config, parts, clock=MonotonicClock(), health=health, usage=usage, spans=spans)
-        await _start([fleet.router for fleet in fleets])
+        await _start(fleets)
         live = LiveModels(catalog=gateway.models, door=door, build=gateway.build_service, opened=fleets)
         console = None
         if config.serves_console:
@@ -481,10 +490,10 @@ async def _following(config: GatewayConfig, gateway: Gateway, live: LiveModels[R
         await live.close()
 
 
-async def _start(routers: Sequence[Router]) -> None:
+async def _start(fleets: Sequence[RoutedFleet]) -> None:
     """Raises `StartupError` when a Redis cannot be used at all."""
     try:
-        for router in routers:
-            await router.start()
+        for fleet in fleets:
+            await fleet.start()
     except RedisUnavailableError as error:
         raise StartupError(str(error)) from error

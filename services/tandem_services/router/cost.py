@@ -11,6 +11,8 @@
                      a decode worker one that will arrive; everywhere those that arrive later (FOLLOWERS). For fetched
                      tokens only those whose blocks they evict from the cache (COPY_FOLLOWERS)
     transfer         for a pair: handoff messages + KV bytes that the decode worker lacks / rate of the link
+    adapter_load     seconds to load an adapter that the worker does not have, beyond its queue, and to load again what
+                     makes way for it; for a pair also of the decode worker, beyond queue and compute of the other
     decode_load      (sequences there + reserved) × step time: what one more sequence costs the others
     decode_room      NO_ROOM_S if the sequence would have to wait for others to end
 
@@ -25,7 +27,7 @@ from random import Random
 from typing import TypeVar
 
 from tandem_engine.config import Role
-from tandem_services.router.decision import WorkerView
+from tandem_services.router.decision import Absence, WorkerView
 
 ASSUMED_PREFILL_RATE = 2_000.0
 """Tokens per second of a worker that has published no rate: a slow one, so that it is tried but not flooded."""
@@ -64,6 +66,9 @@ for any shorter queue, and the copies push each other out (docs/benchmarks.md)."
 
 COPY_FOLLOWERS = 2
 """Followers that are charged for a fetched prefix: it is not computed, but it is a second copy."""
+
+
+PRESENT = Absence(0.0, 0.0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -165,6 +170,11 @@ def transfer_s(token_seconds: float, matched: int, demand: Demand) -> float:
     return HANDOFF_S + uncached(matched, demand) * token_seconds
 
 
+def absent_adapter_s(absence: Absence, hidden_s: float) -> float:
+    """Of a worker that loads an adapter, in the first `hidden_s` seconds of which other work is done anyway."""
+    return max(0.0, absence.load_s - hidden_s) + absence.evict_s
+
+
 def decode_load_s(load: Load) -> float:
     return load.sequences * load.step_s
 
@@ -200,6 +210,8 @@ class Candidate:
     """Bytes per second of its writes by the receiver's incarnation; 0 for a broken link."""
     fetch: PricedFetch | None = None
     """What it had better fetch if it computes the prompt."""
+    absence: Absence = PRESENT
+    """Of the adapter of the request."""
 
     @property
     def held(self) -> int:

@@ -8,12 +8,12 @@ relies on signed rows alone.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import ServedAdapter
+from tandem_engine.messages.control import AdapterMemory, ServedAdapter
 from tandem_engine.messages.kv_events import CacheSpace
 
 
@@ -59,14 +59,29 @@ class WorkerView:
     page_size: int
     model: str
     adapters: Mapping[str, ServedAdapter] = field(default_factory=dict, hash=False)
-    """Those that it has loaded, by name."""
+    """Those that it has a name for."""
+    adapter_memory: AdapterMemory | None = field(default=None, hash=False)
+    """Which adapters are in its memory; None: those that it has a name for, and it loads no others."""
     health_endpoint: str = ""
     """http:// address of its port for commands; "" where it reports none."""
 
     def has_adapter(self, digest: bytes) -> bool:
-        """Whether it has loaded the adapter with this content, under whatever name."""
+        """Whether the adapter with this content is in its memory, under whatever name."""
         wanted = digest.hex()
+        if self.adapter_memory is not None:
+            return wanted in self.adapter_memory.resident
         return any(adapter.digest == wanted for adapter in self.adapters.values())
+
+    def can_serve(self, digest: bytes, *, registered: bool) -> bool:
+        """Whether it has the adapter with this content, or can load it: it knows the folder by a name of its own, or
+        a request tells it, because the adapter is `registered`."""
+        memory = self.adapter_memory
+        if memory is None or self.has_adapter(digest):
+            return self.has_adapter(digest)
+        wanted = digest.hex()
+        if wanted in memory.refused:
+            return False
+        return (registered and memory.loads) or any(each.digest == wanted for each in self.adapters.values())
 
 
 class ScoreTerm(msgspec.Struct, frozen=True, gc=False):
@@ -119,6 +134,15 @@ class PricedOptions(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 EXPLAINED_OPTIONS = 8
 
 
+class Absence(NamedTuple):
+    """An adapter that a worker would have to load."""
+
+    load_s: float
+    """Predicted seconds until it is there."""
+    evict_s: float
+    """Seconds to load again what makes way for it; 0 where there is room."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteQuery:
     """One attempt that needs a worker."""
@@ -138,7 +162,14 @@ class RouteQuery:
     session_key: str = ""
     """Whose request it is, for the policy `session`."""
     adapter: bytes = b""
-    """Digest of the adapter that computes it, b"" for the base model: workers without it are not chosen."""
+    """Digest of the adapter that computes it, b"" for the base model: workers that neither have it nor can load it are
+    not chosen."""
+    registered: bool = False
+    """The request names the folder of its adapter."""
+    adapter_size: int = 0
+    """Bytes of its tensors; 0 if not known."""
+    absences: Mapping[str, Absence] = field(default_factory=dict)
+    """By incarnation, of workers that have to load it: the router sets this."""
 
     @property
     def space(self) -> CacheSpace:
@@ -146,8 +177,8 @@ class RouteQuery:
         return CacheSpace(self.cache_salt, self.adapter)
 
     def served_by(self, worker: WorkerView) -> bool:
-        """Whether `worker` has its adapter, if it has one."""
-        return not self.adapter or worker.has_adapter(self.adapter)
+        """Whether `worker` has its adapter or can load it, if it has one."""
+        return not self.adapter or worker.can_serve(self.adapter, registered=self.registered)
 
 
 @dataclass(frozen=True, slots=True)

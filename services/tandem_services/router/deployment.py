@@ -5,6 +5,7 @@ Redis is shared, so its content is untrusted until a signature proves it:
     namespace  part of every key's name: two deployments with the same cluster name and different keys never meet
     row        a worker signs its whole description; readers drop rows without a valid signature
     claim      a worker signs its incarnation: "this incarnation exists", by which it holds its worker's name
+    adapter    a gateway signs what the name of an adapter stands for, with a revision
     verdict    why an incarnation has ended: the claim of a newer incarnation of the same worker, or a sentence signed
                by a process of the deployment (a peer that found it dead, or the worker itself as it exits, which also
                says whether the kernel killed its engine because memory was short)
@@ -63,6 +64,14 @@ class Deployment:
     def wrote(self, fields: Mapping[str, str]) -> bool:
         """Whether a process of this deployment wrote this row."""
         return _equal(fields.get(PROOF_FIELD, ""), self.row_proof(fields))
+
+    def adapter_proof(self, model: str, content: str) -> str:
+        """Proof of an entry of a registered adapter."""
+        return self._proof("adapter", model, content)
+
+    def registered(self, model: str, content: str, *, proof: str) -> bool:
+        """Whether a process of this deployment wrote this entry."""
+        return _equal(proof, self.adapter_proof(model, content))
 
     def claim(self, incarnation: str) -> str:
         """By which `incarnation` holds the name of its worker."""

@@ -4,7 +4,7 @@ An update names the revision that it builds on (scripts/index.lua). `route` matc
 round trip (scripts/route.lua).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,6 +15,7 @@ import msgspec
 from tandem_services.router.cost import Demand
 from tandem_services.router.decision import (
     EXPLAINED_OPTIONS,
+    Absence,
     Claim,
     PricedOption,
     PricedOptions,
@@ -165,12 +166,14 @@ class BlockIndex:
         page_size: int,
         chain: bytes,
         exclude: frozenset[str],
+        absences: Mapping[str, Absence] | None = None,
         seed: int,
         explained: bool = False,
     ) -> Routed | None:
         """Choose and reserve; None when no live worker qualifies.
 
-        `chain`: 16-byte digests of the prompt's pages. `explained`: also return the options that were priced.
+        `chain`: 16-byte digests of the prompt's pages. `absences`: of workers that have to load the adapter, by
+        incarnation. `explained`: also return the options that were priced.
         """
         reply = await self.library.ask(
             "route_and_reserve",
@@ -185,6 +188,8 @@ class BlockIndex:
             named_blocks(chain),
             len(chain) // DIGEST_BYTES,
             EXPLAINED_OPTIONS - 1 if explained else 0,
+            len(absences or {}),
+            *(part for each in (absences or {}).items() for part in (each[0], repr(each[1][0]), repr(each[1][1]))),
             *exclude,
             shape=_RouteReply,
         )

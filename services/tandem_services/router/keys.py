@@ -16,6 +16,7 @@ hash tag, so on a Redis Cluster all keys of one cluster name share a slot and on
     cursor:<incarnation> STR   revision of the last index update that was applied to the two sets above
     links:<incarnation>  STR   lines of a receiver's incarnation, a space and the seconds to move one token's KV to it
     quarantine           ZSET  digest of a request that crashes workers → when it may be forgotten
+    adapters             HASH  model and name of a registered adapter → what it stands for, signed
     usage:<tenant>       HASH  requests and tokens of one API key's last minute, by second (scripts/usage.lua)
     running:<tenant>     ZSET  request of it that runs → end of its lease
     fair                 HASH  tenant → virtual tokens it has had (scripts/fair.lua)
@@ -81,6 +82,9 @@ SWEEP_EVERY_MS = 1_000
 
 SWEEP_STEP = 512
 """Incarnations retired in one sweep, so that no call blocks Redis for long."""
+
+MAX_REGISTERED = 8192
+"""Entries of adapters in Redis, those that were removed included."""
 
 MAX_WORKERS = 4_096
 """One more is rejected. Rows beyond it were not written by workers: they are removed, and the workers stay."""
@@ -174,6 +178,10 @@ class Keys:
     @property
     def quarantine(self) -> str:
         return self.prefix + "quarantine"
+
+    @property
+    def adapters(self) -> str:
+        return self.prefix + "adapters"
 
     def usage_of(self, tenant: str) -> tuple[str, str]:
         """KEYS of the usage functions."""

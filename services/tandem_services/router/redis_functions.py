@@ -47,9 +47,10 @@ SCRIPTS = (
     "route",
     "usage",
     "fair",
+    "adapters",
 )
 
-SCOPED = frozenset({"lease", "usage", "fair"})
+SCOPED = frozenset({"lease", "usage", "fair", "adapters"})
 """Scripts of which no other uses anything. Their names are local to them: a Lua chunk has room for 200."""
 
 CONSTANTS: Mapping[str, float] = {
@@ -63,6 +64,7 @@ CONSTANTS: Mapping[str, float] = {
     "SWEEP_EVERY_MS": keys.SWEEP_EVERY_MS,
     "SWEEP_STEP": keys.SWEEP_STEP,
     "MAX_WORKERS": keys.MAX_WORKERS,
+    "MAX_REGISTERED": keys.MAX_REGISTERED,
     "DESCRIBED_TTL_MS": keys.DESCRIBED_TTL_MS,
     "MAX_CHANGES": keys.MAX_CHANGES,
     "MAX_ROW_FIELDS": keys.MAX_ROW_FIELDS,

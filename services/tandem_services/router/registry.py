@@ -29,7 +29,7 @@ import msgspec
 from tandem_engine.base.addresses import Address
 from tandem_engine.config import Role
 from tandem_engine.config.adapters import MAX_ADAPTERS
-from tandem_engine.messages.control import MAX_LINKS, ServedAdapter
+from tandem_engine.messages.control import MAX_LINKS, AdapterMemory, ServedAdapter
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.router.cost import ASSUMED_TRANSFER_RATE, Load, token_s
 from tandem_services.router.decision import WorkerView
@@ -43,6 +43,9 @@ ROW = struct.Struct("<BBII8s16s7d")
 
 ADAPTERS_FIELD = "adapters"
 """Of the readable hash. A worker of a release without it serves no adapter."""
+
+ADAPTER_MEMORY_FIELD = "adapter_memory"
+"""The same: where adapters are. Without it, those of `ADAPTERS_FIELD` are in memory, and no others can be loaded."""
 
 DESCRIBED_FIELD = "described"
 """Of the readable hash: `description_digest`. When it changes, readers read the worker again."""
@@ -351,9 +354,15 @@ def readable_fields(record: WorkerRecord) -> dict[str, str | int | float]:
     """The hash `worker:<worker_id>`; the script adds incarnation and number."""
     view, load = record.view, record.load
     adapters = msgspec.json.encode(tuple(view.adapters.values())).decode() if view.adapters else None
+    memory = view.adapter_memory
+    if memory is not None and (view.adapters or memory.loads):
+        placed = {ADAPTER_MEMORY_FIELD: msgspec.json.encode(memory).decode()}
+    else:
+        placed = {}
     return {
         **record.details,
         **({} if adapters is None else {ADAPTERS_FIELD: adapters}),
+        **placed,
         "role": view.role,
         "state": record.state,
         "model": view.model,
@@ -397,6 +406,7 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
             page_size=_size(fields["page_size"]),
             model=fields["model"],
             adapters=_adapters(fields.get(ADAPTERS_FIELD, "[]")),
+            adapter_memory=_adapter_memory(fields.get(ADAPTER_MEMORY_FIELD, "")),
             health_endpoint=_http_address(fields.get("health_endpoint", "")),
         )
         load = Load(
@@ -446,6 +456,14 @@ def _adapters(text: str) -> Mapping[str, ServedAdapter]:
     except msgspec.DecodeError as error:
         raise ValueError(f"adapters: {error}") from error
     return {adapter.name: adapter for adapter in adapters}
+
+
+@lru_cache(maxsize=256)
+def _adapter_memory(text: str) -> AdapterMemory | None:
+    try:
+        return msgspec.json.decode(text, type=AdapterMemory) if text else None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"adapter_memory: {error}") from error
 
 
 def _links(text: str) -> tuple[LinkReport, ...]:

@@ -29,6 +29,7 @@ from tandem_services.common.redis_client import (
     RedisUnavailableError,
 )
 from tandem_services.common.tasks import for_ever
+from tandem_services.router.adapter_prices import AdapterPrices
 from tandem_services.router.cost import Demand, room_needed
 from tandem_services.router.decision import (
     Choice,
@@ -49,6 +50,7 @@ from tandem_services.router.keys import HEARTBEAT_S, Keys
 from tandem_services.router.membership import PROOF_WAIT_S, FleetView, Membership
 from tandem_services.router.policies import PoliciesByRole, PolicyNames, SlowStart
 from tandem_services.router.redis_functions import FunctionLibrary, LibrarySource, library_source
+from tandem_services.router.registered_adapters import AdapterBoard
 from tandem_services.router.registry import Registry, WorkerState
 from tandem_services.router.scoring import has_to_wait
 from tandem_services.router.selection import (
@@ -106,15 +108,20 @@ class RouterCounters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exclusions:
-    """Workers that a query may not use: unusable ones, those with other weights, and those that policies leave out."""
+    """Workers that a query may not use: unusable ones, those with other weights, those that cannot have its adapter,
+    and those that policies leave out. Of the others, which have to load its adapter."""
 
     membership: Membership
     policies: PoliciesByRole
+    adapters: AdapterPrices
 
     def narrowed(self, query: RouteQuery) -> RouteQuery:
-        """`query`, which excludes all of them."""
+        """`query`, which excludes all of them, and has the price of its adapter elsewhere."""
         excluded = self.membership.unusable | self._of_other_weights(query) | self._without_adapter(query)
         query = replace(query, exclude=query.exclude | excluded)
+        if query.adapter:
+            able = (each for each in self.membership.workers() if each.incarnation not in query.exclude)
+            query = replace(query, absences=self.adapters.absences(query, able))
         return replace(query, exclude=query.exclude | self._passed_over(query))
 
     def _of_other_weights(self, query: RouteQuery) -> frozenset[str]:
@@ -194,6 +201,8 @@ class Router:
         """What tenants have used of their limits."""
         self.fairness = FairBoard(library=FunctionLibrary(self._background, source), keys=keys)
         """What tenants have had of the fleet."""
+        self.adapters = AdapterBoard(library=FunctionLibrary(self._background, source), keys=keys)
+        """What gateways have registered."""
         registry = Registry(library=FunctionLibrary(self._background, source), keys=keys, deployment=config.deployment)
         self.end_reports = registry
         """How workers have ended."""
@@ -234,7 +243,8 @@ class Router:
             slow_start=self._slow_start,
             exploration=config.exploration,
         )
-        self._exclusions = Exclusions(membership=self._membership, policies=policies)
+        self._adapter_prices = AdapterPrices(clock=self._clock)
+        self._exclusions = Exclusions(membership=self._membership, policies=policies, adapters=self._adapter_prices)
         self._refreshed_at = self._clock.now()
         self._refresher: asyncio.Task[None] | None = None
 
@@ -378,6 +388,12 @@ class Router:
 
     async def _find(self, query: RouteQuery) -> Choice | None:
         query = self._exclusions.narrowed(query)
+        choice = await self._find_among(query)
+        if choice is not None and query.absences:
+            self._adapter_prices.note(choice, query)
+        return choice
+
+    async def _find_among(self, query: RouteQuery) -> Choice | None:
         explained = self._explain_budget.spend()
         share = self._membership.unlisted_share(query.model)
         if share > 0.0 and self._random.random() < share:

@@ -192,7 +192,12 @@ def _pairs(group: _Group, demand: Demand, random: Random) -> Iterable[Option]:
     typical = min(cost.token_s(prefill.load, None) for prefill in prefills)
     decodes = shortlist(
         group.decodes,
-        [sum(_decode(c, demand)) + cost.transfer_s(typical, c.matched, demand) for c in group.decodes],
+        [
+            sum(_decode(c, demand))
+            + cost.transfer_s(typical, c.matched, demand)
+            + cost.absent_adapter_s(c.absence, 0.0)
+            for c in group.decodes
+        ],
         random,
     )
     for prefill in prefills:
@@ -233,16 +238,18 @@ def _may_serve_alone(decode: Candidate, group: _Group, demand: Demand, *, any_wh
     return bool(group.prefills) and 0 < cost.uncached(decode.matched, demand) <= allowed
 
 
-def _prefill(candidate: Candidate, demand: Demand) -> tuple[float, float, float, float, float]:
+def _prefill(candidate: Candidate, demand: Demand) -> tuple[float, float, float, float, float, float]:
     load, known, role = candidate.load, candidate.known, candidate.view.role
     copying = cost.host_load_s(load, candidate.in_host)
     stall = cost.prefill_stall_s(load, role, known, demand) + copying * cost.waiting_sequences(load, role)
+    queue = cost.prefill_queue_s(load)
     return (
         0.0 if candidate.fetch is None else cost.fetch_wait_s(candidate.fetch.seconds, load),
         copying,
-        cost.prefill_queue_s(load),
+        queue,
         cost.prefill_compute_s(load, known, demand),
         stall + cost.copy_s(load, candidate.fetched),
+        cost.absent_adapter_s(candidate.absence, queue),
     )
 
 
@@ -250,12 +257,22 @@ def _decode(candidate: Candidate, demand: Demand) -> tuple[float, float]:
     return cost.decode_load_s(candidate.load), cost.decode_room_s(candidate.load, demand)
 
 
+def _at_decode_end(computing: Candidate, decode: Candidate, demand: Demand) -> float:
+    """Of a pair: what the decode worker's load of the adapter adds to what happens before its turn."""
+    if decode.absence is cost.PRESENT:
+        return 0.0
+    hidden = cost.prefill_queue_s(computing.load) + cost.prefill_compute_s(computing.load, computing.known, demand)
+    return cost.absent_adapter_s(decode.absence, hidden)
+
+
 def _terms(
     computing: Candidate, token_seconds: float | None, decode: Candidate, demand: Demand
 ) -> tuple[ScoreTerm, ...]:
     """`token_seconds`: of the link between the two; None when there is nothing to move."""
-    fetch, copying, queue, compute, stall = _prefill(computing, demand)
+    fetch, copying, queue, compute, stall, absent = _prefill(computing, demand)
     load, room = _decode(decode, demand)
+    if computing is not decode:
+        absent += _at_decode_end(computing, decode, demand)
     transfer = 0.0 if token_seconds is None else cost.transfer_s(token_seconds, decode.matched, demand)
     return (
         ScoreTerm("prefix_fetch", fetch),
@@ -263,6 +280,7 @@ def _terms(
         ScoreTerm(PREFILL_QUEUE, queue),
         ScoreTerm("prefill_compute", compute),
         ScoreTerm("prefill_stall", stall),
+        ScoreTerm("adapter_load", absent),
         ScoreTerm("transfer", transfer),
         ScoreTerm("decode_load", load),
         ScoreTerm(DECODE_ROOM, room),

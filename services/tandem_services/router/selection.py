@@ -34,8 +34,16 @@ from tandem_engine.config import Role
 from tandem_engine.messages.kv_events import BASE_SPACE, CacheSpace, chain_hashes
 from tandem_engine.messages.requests import about_attempt
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.cost import ASSUMED_PREFILL_RATE, Candidate, Demand, PricedFetch, room_needed, uncached
-from tandem_services.router.decision import Choice, Claim, PlannedFetch, Reservation, RouteQuery, Source
+from tandem_services.router.cost import (
+    ASSUMED_PREFILL_RATE,
+    PRESENT,
+    Candidate,
+    Demand,
+    PricedFetch,
+    room_needed,
+    uncached,
+)
+from tandem_services.router.decision import Absence, Choice, Claim, PlannedFetch, Reservation, RouteQuery, Source
 from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import BlockIndex, Routed
 from tandem_services.router.keys import MAX_CHAIN_BLOCKS, RESERVATION_MS
@@ -111,6 +119,7 @@ class SharedChoices:
             page_size=page_size,
             chain=b"".join(chain),
             exclude=query.exclude,
+            absences=query.absences,
             seed=self.random.getrandbits(31),
             explained=explained,
         )
@@ -216,9 +225,10 @@ class LocalRouting:
         demand: Demand,
         first_block: bytes | None,
         in_flight: Mapping[str, int] | None = None,
+        absences: Mapping[str, Absence] | None = None,
     ) -> Option | None:
         """The cheapest of `options`; None when there are none."""
-        return cheapest(self.options(records, demand, first_block, in_flight), self.random)
+        return cheapest(self.options(records, demand, first_block, in_flight, absences), self.random)
 
     def options(
         self,
@@ -226,18 +236,20 @@ class LocalRouting:
         demand: Demand,
         first_block: bytes | None,
         in_flight: Mapping[str, int] | None = None,
+        absences: Mapping[str, Absence] | None = None,
     ) -> list[Option]:
         """Empty when no record can decode.
 
         `first_block`: digest of the prompt's first page, if it has one. `in_flight`: prompt tokens that workers will
-        have cached soon, by incarnation.
+        have cached soon, by incarnation. `absences`: of workers that have to load the adapter.
         """
         homes, coming = _homes(records, first_block), in_flight or {}
         candidates = []
         for record in records:
             incarnation = record.view.incarnation
             guessed = demand.prompt_tokens // 2 if incarnation in homes else 0
-            candidates.append(self._candidate(record, guessed, min(coming.get(incarnation, 0), demand.prompt_tokens)))
+            candidate = self._candidate(record, guessed, min(coming.get(incarnation, 0), demand.prompt_tokens))
+            candidates.append(replace(candidate, absence=(absences or {}).get(incarnation, PRESENT)))
         return options(candidates, demand, self.random)
 
     def _candidate(self, record: WorkerRecord, guessed: int, coming: int) -> Candidate:
@@ -354,7 +366,7 @@ class LocalChoices:
         if not records:
             return None
         coming = {name: blocks * page_size for name, blocks in self.in_flight.matches(chain).items()}
-        options = self.routing.options(records, demand, chain[0] if chain else None, coming)
+        options = self.routing.options(records, demand, chain[0] if chain else None, coming, query.absences)
         option = cheapest(options, self.random)
         if option is None:
             return None

@@ -33,7 +33,7 @@ misspelled one would have another effect than intended.
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 import uvicorn
@@ -115,11 +115,15 @@ class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     load_inplace: bool = False
     """It may take the place of another one of its name."""
     digest: str = ""
+    pinned: bool = False
+    """It makes way for no other adapter."""
 
 
 class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lora_name: str
     digest: str = ""
+    cached: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?$")] = ""
+    """Content that requests have brought in, and that goes as well."""
 
 
 class RoleBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,7 +170,12 @@ def operator_routes(operate: Operate, set_role: SetRole, *, model: str) -> list[
         if body.lora_name == model:
             raise BadOrderError(f"lora_name {model!r} is the name of the model: give the adapter another one")
         return LoadAdapter(
-            nonce=nonce, name=body.lora_name, path=body.lora_path, replaces=body.load_inplace, digest=body.digest
+            nonce=nonce,
+            name=body.lora_name,
+            path=body.lora_path,
+            replaces=body.load_inplace,
+            digest=body.digest,
+            pinned=body.pinned,
         )
 
     return [
@@ -174,7 +183,7 @@ def operator_routes(operate: Operate, set_role: SetRole, *, model: str) -> list[
         route(
             "/unload_lora_adapter",
             UnloadAdapterBody,
-            lambda body, nonce: UnloadAdapter(nonce=nonce, name=body.lora_name, digest=body.digest),
+            lambda body, nonce: UnloadAdapter(nonce=nonce, name=body.lora_name, digest=body.digest, cached=body.cached),
         ),
         route("/abort", AbortBody, _abort),
         route("/flush_cache", EmptyBody, lambda body, nonce: FlushCache(nonce=nonce)),  # noqa: ARG005

@@ -36,6 +36,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("num_requests_running", "Requests in the running batch.", lambda s: s.running),
     ("num_requests_waiting", "Requests waiting to be scheduled.", lambda s: s.waiting),
     ("num_requests_transferring", "Requests waiting for KV pages from a peer.", lambda s: s.transferring),
+    (
+        "num_requests_waiting_for_adapter",
+        "Requests whose LoRA adapter is being loaded, or has no room.",
+        lambda s: s.waiting_for_adapter,
+    ),
     ("num_requests_inflight", "Requests whose KV pages are being sent to a peer.", lambda s: s.inflight),
     ("waiting_prompt_tokens", "Prompt tokens not yet computed.", lambda s: s.waiting_tokens),
     ("oldest_wait_seconds", "How long the first request waits that has not begun.", lambda s: s.oldest_wait_s),
@@ -95,6 +100,10 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "KV pages sent to workers that requested them.",
         lambda s: s.prefix_fetch.lent_pages_total,
     ),
+    ("lora_loads", "LoRA adapters that requests have brought into memory.", lambda s: s.adapter_loads_total),
+    ("lora_load_failures", "LoRA adapters that could not be loaded.", lambda s: s.adapter_load_failures_total),
+    ("lora_load_seconds", "Time spent on loading LoRA adapters.", lambda s: s.adapter_load_s_total),
+    ("lora_evictions", "LoRA adapters that made way for others.", lambda s: s.adapter_evictions_total),
     ("requests_moved", "Running requests that moved to another worker with their KV.", lambda s: s.moved_total),
     ("request_moves_failed", "Requests that left without their KV.", lambda s: s.move_failures_total),
     ("schedule_seconds", "Time spent scheduling.", lambda s: s.schedule_s),
@@ -192,7 +201,9 @@ def _sizes(ready: EngineReady, stats: EngineStats | None) -> Iterator[Metric]:
     for adapter in ready.adapters:
         adapters.add_metric([adapter.name, str(adapter.rank)], 1.0)
     yield adapters
-    if ready.adapters:
+    if ready.adapter_memory is not None and (ready.adapters or ready.adapter_memory.resident):
+        yield _gauge("lora_adapters_resident", "LoRA adapters in memory.", len(ready.adapter_memory.resident))
+    if ready.adapters or (stats is not None and stats.adapter_loads_total):
         yield _adapters_of_requests(ready, stats)
 
 
@@ -205,7 +216,8 @@ def _adapters_of_requests(ready: EngineReady, stats: EngineStats | None) -> Metr
         labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
     )
     running, waiting = ((), ()) if stats is None else (stats.running_adapters, stats.waiting_adapters)
-    metric.add_metric([str(ready.max_adapters), ",".join(running), ",".join(waiting)], time.time())
+    limit = 0 if ready.adapter_memory is None else ready.adapter_memory.limit
+    metric.add_metric([str(limit), ",".join(running), ",".join(waiting)], time.time())
     return metric
 
 

@@ -321,6 +321,7 @@ def _view(config: WorkerConfig, ready: EngineReady, role: Role, health_endpoint:
         page_size=ready.geometry.page_size,
         model=config.model_name,
         adapters={adapter.name: adapter for adapter in ready.adapters},
+        adapter_memory=ready.adapter_memory,
         health_endpoint=health_endpoint,
     )
 

@@ -38,6 +38,7 @@ async def test_a_prefill_and_a_decode_worker_are_paired(fleet, router):
         "prefill_queue",
         "prefill_compute",
         "prefill_stall",
+        "adapter_load",
         "transfer",
         "decode_load",
         "decode_room",

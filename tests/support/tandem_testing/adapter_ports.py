@@ -89,7 +89,7 @@ class AdapterPort:
     def carry_out(self, command: OperatorOrder) -> OrderDone:
         """Raises `EngineError`."""
         if isinstance(command, UnloadAdapter):
-            gone = self.table.remove(command.name, digest=command.digest)
+            gone = self.table.remove(command.name, digest=command.digest, cached=command.cached)
             return OrderDone(nonce=1, message="unloaded", figures={"digest": gone.digest})
         assert isinstance(command, LoadAdapter), command
         if command.path not in self.contents:
@@ -98,10 +98,14 @@ class AdapterPort:
         served = ServedAdapter(name=command.name, digest=digest, rank=4, root=command.path)
         weights = AdapterWeights(digest=bytes.fromhex(digest), rank=4, sites={})
         former = self.loaded.get(command.name, "")
-        loaded = LoadedAdapters(weights=(weights,), served=(served,))
+        loaded = LoadedAdapters(weights=(weights,), served=(served,), folders={weights.digest: command.path})
         self.table.add(loaded, replaces=command.replaces, digest=command.digest)
         self.table.sweep([], launched=0, settled=0)
-        return OrderDone(nonce=1, message="loaded", figures={"digest": digest, "rank": 4, "former": former})
+        return OrderDone(
+            nonce=1,
+            message="loaded",
+            figures={"digest": digest, "rank": 4, "root": command.path, "size": 1000, "former": former},
+        )
 
 
 @asynccontextmanager

@@ -5,8 +5,8 @@ import json
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import AdapterConfig, AdapterSource
-from tandem_engine.config.adapters import DEFAULT_MAX_RANK, MAX_ADAPTERS
-from tandem_engine.config.flags.types import positive_int
+from tandem_engine.config.adapters import DEFAULT_MAX_RANK, DEFAULT_TURN_S, MAX_ADAPTERS
+from tandem_engine.config.flags.types import positive_float, positive_int
 
 JSON_FIELDS = {"name", "path", "base_model_name"}
 """The base model is the one that is served, whatever the third one is."""
@@ -49,6 +49,14 @@ def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help=f"most adapters that a worker keeps in memory, at least --max-loras (default: {MAX_ADAPTERS})",
+    )
+    group.add_argument(
+        "--lora-turn",
+        type=positive_float,
+        default=DEFAULT_TURN_S,
+        metavar="SECONDS",
+        help="with more adapters in use than --max-cpu-loras: how long one is used before it makes way for one that "
+        "waits (default: %(default)s)",
     )
     group.add_argument(
         "--lora-dir",
@@ -107,6 +115,7 @@ def adapter_config(args: argparse.Namespace) -> AdapterConfig:
         max_rank=args.max_lora_rank,
         max_loaded=args.max_cpu_loras or MAX_ADAPTERS,
         folder=args.lora_dir,
+        turn_s=args.lora_turn,
         allow_updates=args.allow_runtime_lora_updating,
     )
     if len(config.sources) > config.max_loaded:

@@ -1,5 +1,6 @@
 """The adapters of one engine: read with its model, each in a slot that steps name it by."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
@@ -25,6 +26,10 @@ class LoadedAdapters:
     """By slot."""
     served: tuple[ServedAdapter, ...] = ()
     """What a worker reports of them."""
+    folders: Mapping[bytes, str] = field(default_factory=dict)
+    """Path of each, as it was given, by digest."""
+    seconds: float = 0.0
+    """That reading and checking them took."""
 
     @classmethod
     def load(cls, config: AdapterConfig, base: ModelConfig, *, dtype: torch.dtype, device: str, group: TpGroup) -> Self:
@@ -37,6 +42,7 @@ class LoadedAdapters:
         """
         if config.sources and torch.device(device).type != "cpu":
             raise ConfigError(f"adapters are computed on a CPU only, got --device {device}: leave out adapters")
+        begun = time.monotonic()
         names: dict[str, AdapterRef] = {}
         by_digest: dict[bytes, AdapterWeights] = {}
         served = []
@@ -48,10 +54,24 @@ class LoadedAdapters:
                 raise CheckpointError(f"adapter {source.name!r}: {error}") from error
             names[source.name] = AdapterRef(name=source.name, digest=weights.digest)
             root = checkpoint.path.name.encode("utf-8", "replace").decode()
-            served.append(ServedAdapter(name=source.name, digest=weights.digest.hex(), rank=weights.rank, root=root))
+            served.append(
+                ServedAdapter(
+                    name=source.name,
+                    digest=weights.digest.hex(),
+                    rank=weights.rank,
+                    root=root,
+                    size=checkpoint.num_bytes,
+                )
+            )
             by_digest.setdefault(weights.digest, weights)
         _require_agreement(names, group)
-        return cls(names=names, weights=tuple(by_digest.values()), served=tuple(served))
+        return cls(
+            names=names,
+            weights=tuple(by_digest.values()),
+            served=tuple(served),
+            folders={names[source.name].digest: source.path for source in config.sources},
+            seconds=time.monotonic() - begun,
+        )
 
     @property
     def slots(self) -> Mapping[bytes, int]:

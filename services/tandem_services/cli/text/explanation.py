@@ -34,6 +34,7 @@ def _choice(choice: Record) -> Iterator[str]:
         "in the gateway's queue": choice["admission_s"],
         "in the worker's queue": choice["queue_s"],
         "of it for the scheduling delay": choice.get("delay_s"),
+        "until its adapter was in memory": choice.get("adapter_wait_s"),
         "prefill": choice["prefill_s"],
         "first token after": choice["ttft_s"],
     }

@@ -36,8 +36,8 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     lora_path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
     load_inplace: bool = False
     """Replace the adapter of this name, if there is one."""
-    pinned: Any = None
-    """SGLang's: without effect, because no adapter makes way for another."""
+    pinned: bool = False
+    """SGLang's: on the workers that load it now, it makes way for no other adapter."""
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -76,7 +76,7 @@ class AdapterRoutes:
             raise bad_request(
                 f"lora_name: '{quoted(name)}' is a name of a model: give the adapter another one", "lora_name"
             )
-        return json_response(await updates.load(name, body.lora_path, replaces=body.load_inplace))
+        return json_response(await updates.load(name, body.lora_path, replaces=body.load_inplace, pinned=body.pinned))
 
     async def unload(self, request: Request) -> Response:
         require_order(request, self.access, by_key=self.by_key)

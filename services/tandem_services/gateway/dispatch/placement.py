@@ -238,7 +238,7 @@ class Placing:
             tenant=request.caller.tenant,
             priority=request.priority,
             prompt_tokens=len(query.token_ids),
-            lane=Lane(adapter=query.adapter, ask_apart=apart),
+            lane=Lane(adapter=query.adapter, registered=query.registered, ask_apart=apart),
             arrivals=request.arrivals,
         )
 
@@ -257,6 +257,8 @@ class Placing:
             token_ids=(*request.input_ids, *progress.received),
             cache_salt=request.cache_salt,
             adapter=b"" if request.adapter is None else request.adapter.digest,
+            registered=request.adapter is not None and bool(request.adapter.source),
+            adapter_size=0 if request.adapter is None else request.adapter.size,
             max_tokens=request.sampling.max_tokens - len(progress.received),
             exclude=frozenset(progress.failed),
             compat_hash=self._kind_wanted(progress),

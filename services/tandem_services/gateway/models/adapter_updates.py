@@ -6,6 +6,9 @@
             4. if a worker has failed, those that have newly loaded the adapter unload it, and so do those that may have
     unload  all workers at once. One that does not have the adapter has nothing to do
 
+The name is then registered, for workers that start later: they load the adapter for the first request that needs it. An
+unloaded name is first removed there.
+
 A replaced adapter is not restored after a failure: requests may have begun with the new one. Repeating a command
 continues it: a worker that has the adapter answers at once, without an effect.
 
@@ -25,7 +28,9 @@ import msgspec
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.base.logs import quoted
 from tandem_engine.config import Role
+from tandem_engine.messages.control import ServedAdapter
 from tandem_services.common.errors import ApiError, bad_request, not_found, unavailable
+from tandem_services.common.tasks import for_ever
 from tandem_services.gateway.models.model import ServedModel
 from tandem_services.gateway.models.worker_commands import (
     LoadedThere,
@@ -34,6 +39,8 @@ from tandem_services.gateway.models.worker_commands import (
     WorkerSilentError,
 )
 from tandem_services.router.decision import WorkerView
+from tandem_services.router.keys import HEARTBEAT_S
+from tandem_services.router.registered_adapters import MAX_NAMES, RegisteredAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -99,13 +106,19 @@ class AdapterUpdates:
     """Of one model service. Belongs to its event loop."""
 
     model: ServedModel
+    registered: RegisteredAdapters
     commands: WorkerCommands
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def load(self, name: str, path: str, *, replaces: bool) -> AdapterChange:
+    async def run(self) -> None:
+        """Stay synchronized with the other gateways until canceled."""
+        problem = "cannot synchronize registered adapters"
+        await for_ever(self.registered.sync, every_s=HEARTBEAT_S, logger=logger, complaint=problem, at_once=True)
+
+    async def load(self, name: str, path: str, *, replaces: bool, pinned: bool = False) -> AdapterChange:
         """Raises `ApiError`: 400 for an adapter that cannot be loaded, 503 where workers fail or are busy."""
         async with self._turn():
-            return await self._load(name, path, replaces=replaces)
+            return await self._load(name, path, replaces=replaces, pinned=pinned)
 
     async def unload(self, name: str) -> AdapterChange:
         """Raises `ApiError`: 404 where no worker has it, 503 where workers fail or are busy."""
@@ -127,14 +140,18 @@ class AdapterUpdates:
         finally:
             self._one_at_a_time.release()
 
-    async def _load(self, name: str, path: str, *, replaces: bool) -> AdapterChange:
+    async def _load(self, name: str, path: str, *, replaces: bool, pinned: bool) -> AdapterChange:
+        await self.registered.sync()
+        entry = self.registered.find(name)
+        if entry is None and self.registered.full:
+            raise unavailable(f"{MAX_NAMES} names of adapters are registered: unload some.", retry_after=RETRY_AFTER_S)
         done: dict[str, LoadedThere] = {}
         failed: dict[str, _Failed] = {}
 
         async def load_on(worker: WorkerView, digest: str) -> None:
             async def command() -> LoadedThere:
                 return await self.commands.load(
-                    worker, name=name, path=path, replaces=replaces, digest=digest, within_s=LOAD_S
+                    worker, name=name, path=path, replaces=replaces, digest=digest, within_s=LOAD_S, pinned=pinned
                 )
 
             outcome = await self._carry_out(worker, command)
@@ -144,7 +161,8 @@ class AdapterUpdates:
                 done[worker.incarnation] = outcome
 
         for reader in self._workers():
-            await load_on(reader, "")
+            # A registered name is replaced on purpose only.
+            await load_on(reader, "" if entry is None or replaces else entry.digest)
             if done:
                 break
             if (failure := failed.get(reader.incarnation)) is not None and isinstance(
@@ -153,7 +171,12 @@ class AdapterUpdates:
                 raise _rejected(failure.error)
         if not done:
             raise self._no_reader(failed.values())
-        digest = next(iter(done.values())).digest
+        first = next(iter(done.values()))
+        digest = first.digest
+        adapter = ServedAdapter(name=name, digest=digest, rank=first.rank, root=first.root, size=first.size)
+        if entry is not None and entry.digest != digest:
+            # Others may have requests of the new one from now on.
+            await self.registered.register(adapter, source=path)
         while waiting := [w for w in self._workers() if w.incarnation not in done and w.incarnation not in failed]:
             # Again for those that have joined since.
             await asyncio.gather(*(load_on(worker, digest) for worker in waiting))
@@ -165,20 +188,25 @@ class AdapterUpdates:
             # Whether these have loaded it is not known. They are reported in any case.
             await self._undo([key for key, each in still_failed.items() if each.silent], name, digest)
             raise _incomplete(still_failed.values(), undone=len(fresh) == len(done) and not kept)
+        await self.registered.register(adapter, source=path)
         await self._until_seen(lambda: self._digest_of(name) == digest)
         logger.info("adapter loaded", extra={"fields": {"adapter": name, "digest": digest, "workers": len(done)}})
         states = {incarnation: _state(loaded) for incarnation, loaded in done.items()}
         return self._change(f"Success: LoRA adapter '{name}' added successfully.", name, digest, states)
 
     async def _unload(self, name: str) -> AdapterChange:
+        await self.registered.sync()
         workers = self._workers()
         digest, states, failed = self._digest_of(name), dict[str, str](), list[_Failed]()
+        removed = await self.registered.remove(name)
+        last = self.registered.last_digest(name)
+        cached = "" if self.registered.has(last) else last
 
         async def unload_on(worker: WorkerView) -> None:
             nonlocal digest
 
             async def command() -> str:
-                return await self.commands.unload(worker, name=name, digest="", within_s=UNLOAD_S)
+                return await self.commands.unload(worker, name=name, digest="", cached=cached, within_s=UNLOAD_S)
 
             outcome = await self._carry_out(worker, command)
             if isinstance(outcome, str):
@@ -194,7 +222,7 @@ class AdapterUpdates:
             if len(failed) == len(workers) and isinstance(first, WorkerRejectedError):
                 raise _rejected(first)
             raise _incomplete(failed, undone=len(failed) == len(workers))
-        if "unloaded" not in states.values():
+        if "unloaded" not in states.values() and not removed:
             raise not_found(f"The adapter '{quoted(name)}' is not loaded.", "lora_name", reason="model_not_found")
         await self._until_seen(lambda: not self._digest_of(name))
         logger.info("adapter unloaded", extra={"fields": {"adapter": name, "digest": digest}})
@@ -228,7 +256,7 @@ class AdapterUpdates:
 
         async def undo_on(worker: WorkerView) -> bool:
             async def command() -> str:
-                return await self.commands.unload(worker, name=name, digest=digest, within_s=UNLOAD_S)
+                return await self.commands.unload(worker, name=name, digest=digest, cached="", within_s=UNLOAD_S)
 
             outcome = await self._carry_out(worker, command)
             return isinstance(outcome, _Failed) and not outcome.missing

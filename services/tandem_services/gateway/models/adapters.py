@@ -1,13 +1,14 @@
-"""Which adapter a name stands for, according to the workers of one model.
+"""Which adapter a name stands for, according to what is registered and to the workers of one model.
 
-Workers may have different adapters under one name, for example while a new version is rolled out. A name stands for the
+A name that a command to a gateway has registered stands for that, whatever workers have. For names of workers' flags:
+workers may have different adapters under one name, for example while a new version is rolled out. A name stands for the
 one that most workers have; of equal numbers, for the one of the newest worker. Workers that take no new requests, such
 as those of a revision that is being tested, count only where no other worker has the name, and so do prefill workers
 where no worker that generates has the same adapter. All gateways with the same view of the fleet resolve it alike, and
 a request keeps the adapter that its name stood for when it was planned.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -16,6 +17,7 @@ from tandem_engine.config import Role
 from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.requests import AdapterRef
 from tandem_services.router.decision import WorkerView
+from tandem_services.router.registered_adapters import RegisteredAdapter
 
 
 class HeldAdapter(msgspec.Struct, kw_only=True):
@@ -28,8 +30,10 @@ class HeldAdapter(msgspec.Struct, kw_only=True):
     root: str
     requested: bool
     """The name stands for it."""
+    registered: bool
+    """A command to a gateway has registered the name."""
     workers: list[str]
-    """Ids of those that have it."""
+    """Ids of those that have it in memory."""
 
 
 class HeldAdapters(msgspec.Struct, kw_only=True):
@@ -40,12 +44,22 @@ class HeldAdapters(msgspec.Struct, kw_only=True):
 class AdapterNames:
     """Of one view of the fleet. `offered`: incarnations that take new requests."""
 
-    def __init__(self, workers: Iterable[WorkerView], *, offered: Collection[str]) -> None:
-        self._workers = [worker for worker in workers if worker.adapters]
+    def __init__(
+        self,
+        workers: Iterable[WorkerView],
+        *,
+        offered: Collection[str],
+        registered: Mapping[str, RegisteredAdapter] | None = None,
+    ) -> None:
+        self._all = tuple(workers)
+        self._workers = [worker for worker in self._all if worker.adapters]
         self._offered = offered
+        self._registered = registered or {}
 
     def find(self, name: str) -> ServedAdapter | None:
-        """None where no worker has an adapter of this name."""
+        """None where neither is one of this name registered nor has a worker one."""
+        if name in self._registered:
+            return self._registered[name]
         votes: dict[str, _Vote] = {}
         for worker in self._workers:
             adapter = worker.adapters.get(name)
@@ -56,27 +70,27 @@ class AdapterNames:
 
     def all(self) -> dict[str, ServedAdapter]:
         """By name."""
-        names = {name for worker in self._workers for name in worker.adapters}
+        names = {name for worker in self._workers for name in worker.adapters} | self._registered.keys()
         found = ((name, self.find(name)) for name in names)
         return {name: adapter for name, adapter in found if adapter is not None}
 
     def held(self, model: str) -> list[HeldAdapter]:
         """What each worker has, by name and digest; `model` is theirs."""
-        current, held = self.all(), dict[tuple[str, str], HeldAdapter]()
-        for worker in self._workers:
-            for name, adapter in worker.adapters.items():
-                entry = HeldAdapter(
-                    model=model,
-                    name=name,
-                    digest=adapter.digest,
-                    rank=adapter.rank,
-                    root=adapter.root,
-                    requested=current[name].digest == adapter.digest,
-                    workers=[],
-                )
-                held.setdefault((name, adapter.digest), entry).workers.append(worker.worker_id)
-        for entry in held.values():
-            entry.workers.sort()
+        current = self.all()
+        named = [*self._registered.values(), *(each for w in self._workers for each in w.adapters.values())]
+        held = {
+            (adapter.name, adapter.digest): HeldAdapter(
+                model=model,
+                name=adapter.name,
+                digest=adapter.digest,
+                rank=adapter.rank,
+                root=adapter.root,
+                requested=current[adapter.name].digest == adapter.digest,
+                registered=adapter.name in self._registered,
+                workers=sorted(w.worker_id for w in self._all if w.has_adapter(bytes.fromhex(adapter.digest))),
+            )
+            for adapter in named
+        }
         return [held[key] for key in sorted(held)]
 
 
@@ -103,4 +117,5 @@ class _Vote:
 
 def ref_of(adapter: ServedAdapter) -> AdapterRef:
     """What requests carry of it."""
-    return AdapterRef(name=adapter.name, digest=bytes.fromhex(adapter.digest))
+    source = adapter.source if isinstance(adapter, RegisteredAdapter) else ""
+    return AdapterRef(name=adapter.name, digest=bytes.fromhex(adapter.digest), source=source, size=adapter.size)

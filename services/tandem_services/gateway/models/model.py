@@ -15,6 +15,7 @@ from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.models.adapters import AdapterNames
 from tandem_services.gateway.output.reader import OutputDialect
 from tandem_services.router.decision import WorkerView
+from tandem_services.router.registered_adapters import RegisteredAdapters
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -44,6 +45,8 @@ class ServedModel:
     workers: Callable[[], tuple[WorkerView, ...]]
     offered: Callable[[], tuple[WorkerView, ...]] = tuple
     """Those of them that new requests may be sent to. Names of adapters are resolved by them."""
+    registered: RegisteredAdapters | None = None
+    """Adapters that commands to gateways have registered."""
     checkpoint_length: int | None = None
     """The checkpoint's context length, for a fleet that may be scaled to zero: the limit for clients until a worker has
     reported its own. None: without a worker no request is served."""
@@ -51,7 +54,7 @@ class ServedModel:
     """Repository and commit that it is from; empty where no hub is."""
     created: int = field(default_factory=lambda: int(time.time()))
     _last_length: int | None = None
-    _last_adapters: AdapterNames = field(default_factory=lambda: AdapterNames((), offered=()))
+    _last_offered: tuple[tuple[WorkerView, ...], frozenset[str]] = ((), frozenset())
     longest_token: int = field(init=False)
     """Bytes of the longest token: no token covers more characters than this."""
 
@@ -86,12 +89,14 @@ class ServedModel:
 
     @property
     def adapters(self) -> AdapterNames:
-        """What its workers have loaded, now. While there are no workers, what the last ones had: requests wait for a
-        worker as those of the model do."""
-        own = [worker for worker in self.workers() if worker.model == self.name]
+        """What is registered, and what its workers have loaded, now. While there are no workers, what the last ones
+        had: requests wait for a worker as those of the model do."""
+        own = tuple(worker for worker in self.workers() if worker.model == self.name)
         if own:
-            self._last_adapters = AdapterNames(own, offered={worker.incarnation for worker in self.offered()})
-        return self._last_adapters
+            self._last_offered = own, frozenset(worker.incarnation for worker in self.offered())
+        last, offered = self._last_offered
+        registered = {} if self.registered is None else self.registered.all()
+        return AdapterNames(last, offered=offered, registered=registered)
 
     def adapters_for(self, caller: Caller) -> dict[str, ServedAdapter]:
         """Those that `caller` may use, by name."""

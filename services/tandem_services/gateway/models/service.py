@@ -31,6 +31,7 @@ from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
 from tandem_services.gateway.queueing.fair_queue import Board as FairBoard
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
 from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
+from tandem_services.router.registered_adapters import RegisteredAdapters
 from tandem_services.router.usage_counters import VirtualCounters
 
 
@@ -70,6 +71,8 @@ class Fleet:
     fairness: FairBoard | None = None
     end_reports: EndReports | None = None
     """How workers have ended. None: it is not known."""
+    adapters: RegisteredAdapters | None = None
+    """Names that commands have registered; None: none yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +113,7 @@ class ModelService:
         """Begin what runs as long as it serves."""
         work = {
             f"quarantine of {self.model.name}": self.dispatcher.quarantine.run(),
+            f"adapters of {self.model.name}": self.updates.run(),
             f"virtual token counters of {self.model.name}": self.dispatcher.placing.admission.binding.run(),
         }
         self._tasks.extend(asyncio.create_task(run, name=name) for name, run in work.items())
@@ -131,6 +135,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
     dialect = OutputDialect.of(
         tokenizer, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
     )
+    registered = fleet.adapters or RegisteredAdapters(model=config.name)
     model = ServedModel(
         names=config.names,
         root=config.root,
@@ -138,6 +143,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
         dialect=dialect,
         workers=fleet.chooser.workers,
         offered=fleet.chooser.offered,
+        registered=registered,
         checkpoint_length=checkpoint_length(config.path) if config.from_zero else None,
     )
     engines = _engines(fleet, shared, metrics)
@@ -177,7 +183,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
             metrics=metrics,
         ),
         metrics=metrics,
-        updates=AdapterUpdates(model=model, commands=WorkerCommands(keys=fleet.context.keys)),
+        updates=AdapterUpdates(model=model, registered=registered, commands=WorkerCommands(keys=fleet.context.keys)),
         policies=str(config.policies),
     )
 

@@ -45,7 +45,9 @@ class _Reply(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     code: str = ""
     digest: str = ""
-    rank: int = 0
+    rank: int = 1
+    root: str = ""
+    size: int = 0
     former: str = ""
 
 
@@ -55,6 +57,8 @@ class LoadedThere:
 
     digest: str
     rank: int
+    root: str
+    size: int
     former: str
     """Digest of what the name stood for before; "" for nothing."""
 
@@ -67,18 +71,31 @@ class WorkerCommands:
     """Those of the deployment."""
 
     async def load(
-        self, worker: WorkerView, *, name: str, path: str, replaces: bool, digest: str, within_s: float
+        self,
+        worker: WorkerView,
+        *,
+        name: str,
+        path: str,
+        replaces: bool,
+        digest: str,
+        within_s: float,
+        pinned: bool = False,
     ) -> LoadedThere:
-        """`digest`: other content is refused; "" for any. Raises `WorkerRejectedError` and `WorkerSilentError`."""
+        """`digest`: other content is refused; "" for any. `pinned`: it makes way for no other adapter.
+
+        Raises `WorkerRejectedError` and `WorkerSilentError`.
+        """
         body = {"lora_name": name, "lora_path": path, "load_inplace": replaces, "digest": digest}
+        body |= {"pinned": True} if pinned else {}
         reply = await self._post(worker, "/load_lora_adapter", body, within_s=within_s)
         if not reply.digest:
             raise WorkerSilentError("its reply has no digest")
-        return LoadedThere(digest=reply.digest, rank=reply.rank, former=reply.former)
+        return LoadedThere(digest=reply.digest, rank=reply.rank, root=reply.root, size=reply.size, former=reply.former)
 
-    async def unload(self, worker: WorkerView, *, name: str, digest: str, within_s: float) -> str:
-        """The digest of what is unloaded. `digest`: refused for other content; "" for any. Raises as `load`."""
-        body = {"lora_name": name, "digest": digest}
+    async def unload(self, worker: WorkerView, *, name: str, digest: str, cached: str, within_s: float) -> str:
+        """The digest of what is unloaded. `digest`: refused for other content; "" for any. `cached`: content that a
+        request has brought in, and that goes as well; "" for none. Raises as `load`."""
+        body = {"lora_name": name, "digest": digest} | ({"cached": cached} if cached else {})
         return (await self._post(worker, "/unload_lora_adapter", body, within_s=within_s)).digest
 
     async def _post(self, worker: WorkerView, path: str, body: Mapping[str, Any], *, within_s: float) -> _Reply:

@@ -106,6 +106,8 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
     queue_s: float | None = None
     delay_s: float | None = None
     """Of `queue_s`, what the prompt waited for the scheduling delay (`--scheduler-delay-factor`); None: it did not."""
+    adapter_wait_s: float | None = None
+    """What the prompt waited until its adapter was in memory; None: it did not."""
     prefill_s: float | None = None
     ttft_s: float | None = None
     """From accepting the request to the first token."""
@@ -135,6 +137,8 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
                 self.cache_hits = FoundTokens.of(output.cached_tokens, output.cache_hits)
         if self.queue_s is None:
             self.queue_s, self.delay_s = output.queue_s, output.delay_s
+        if self.adapter_wait_s is None:
+            self.adapter_wait_s = output.adapter_wait_s
         if self.prefill_s is None:
             self.prefill_s = output.prefill_s
         if self.fetch is None:
@@ -248,6 +252,7 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
         "admission_s": first.admission_s,
         "queue_s": first.queue_s,
         "delay_s": first.delay_s,
+        "adapter_wait_s": first.adapter_wait_s,
         "prefill_s": first.prefill_s,
         "ttft_s": first.ttft_s,
         "e2e_s": record.e2e_s,

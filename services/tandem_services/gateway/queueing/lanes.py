@@ -1,7 +1,7 @@
 """Which requests pass one that lacks capacity: those that take nothing of what it waits for.
 
-Only workers that have an adapter serve its requests. While all of them are full, the first such request would hold back
-every request behind it, also those that other workers have capacity for.
+Only workers that have an adapter, or can load it, serve its requests. While all of them are full, the first such
+request would hold back every request behind it, also those that other workers have capacity for.
 
     blocked    the request that is tried lacks capacity. Requests of its adapter stay behind it, and so do those that
                have no other workers than the ones it waits for
@@ -30,12 +30,14 @@ class Lane:
 
     adapter: bytes
     """Digest; b"" for the model alone."""
+    registered: bool = False
+    """Its requests name the folder."""
     ask_apart: Callable[[frozenset[str]], Awaitable[Choice]]
     """Queries the router without these workers, by incarnation. Raises `NoWorkersError`."""
 
     def serves(self, worker: WorkerView) -> bool:
-        """Whether `worker` may serve its requests."""
-        return not self.adapter or worker.has_adapter(self.adapter)
+        """Whether `worker` may serve its requests, after a load where it has to."""
+        return not self.adapter or worker.can_serve(self.adapter, registered=self.registered)
 
 
 @dataclass(kw_only=True, slots=True)

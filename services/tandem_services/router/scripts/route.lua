@@ -3,8 +3,12 @@
 
 -- `tokens_at(n)`: prompt tokens in the first n named blocks of the chain; `named_per_token`: named blocks per token.
 local function read_query(state, args)
-  local exclude = {}
-  for i = 11, #args do exclude[args[i]] = true end
+  local exclude, absent, last_absent = {}, nil, 11 + 3 * tonumber(args[11])
+  for i = 12, last_absent, 3 do
+    absent = absent or {}
+    absent[args[i]] = {load_s = tonumber(args[i + 1]), evict_s = tonumber(args[i + 2])}
+  end
+  for i = last_absent + 1, #args do exclude[args[i]] = true end
   local prompt_tokens, output_tokens, block_size = tonumber(args[3]), tonumber(args[4]), tonumber(args[5])
   local chain, blocks = args[8], tonumber(args[9])
   local named, step = math.min(math.floor(#chain / DIGEST_BYTES), MAX_NAMED_BLOCKS), 1
@@ -13,7 +17,7 @@ local function read_query(state, args)
   return {
     model = args[2], prompt_tokens = prompt_tokens, room_tokens = prompt_tokens + output_tokens,
     block_size = block_size, local_prefill_tokens = tonumber(args[6]), named = named,
-    digest = digest, look = look, search = search, on_device = on_device, others = tonumber(args[10]), exclude = exclude,
+    digest = digest, look = look, search = search, on_device = on_device, others = tonumber(args[10]), exclude = exclude, absent = absent,
     tokens_at = function(position)
       if position == 0 then return 0 end
       local tokens = (position < named and position * step or blocks) * block_size
@@ -37,10 +41,11 @@ local function promising(group, query)
   end)
   for _, prefill in ipairs(prefills) do typical = math.min(typical, prefill.transfer_token_s) end
   ends = group.decodes
-  for i = 1, #ends do receiving[i] = ends[i].hold_s + ends[i].missing * typical end
+  for i = 1, #ends do receiving[i] = ends[i].hold_s + absent_s(ends[i], 0) + ends[i].missing * typical end
   local decodes = lowest(ends, receiving, function(worker, bound)
-    local enough = prompt_tokens - (bound - worker.hold_s) / typical
-    return settled_beyond(enough, worker, group, query) and worker.hold_s + worker.missing * typical
+    local held_s = worker.hold_s + absent_s(worker, 0)
+    local enough = prompt_tokens - (bound - held_s) / typical
+    return settled_beyond(enough, worker, group, query) and held_s + worker.missing * typical
   end)
   return prefills, decodes
 end
@@ -55,6 +60,7 @@ local function best_pair(group, query)
     for _, decode in ipairs(decodes) do
       local link_s = links[decode.incarnation] or prefill.transfer_token_s
       local cost = prefill.compute_s + transfer(decode, link_s) + decode.hold_s
+      if decode.absent then cost = cost + absent_at_end(decode, prefill, query) end
       -- The same worker at both ends is "alone" plus a transfer, and "alone" is a separate option.
       if prefill == decode then cost = math.huge end
       count = count + 1
@@ -145,7 +151,8 @@ end
 -- ARGV: 1 prefix, 2 model (8-byte digest), 3 prompt tokens, 4 output tokens to reserve, 5 block size of
 --       the chain, 6 local prefill tokens, 7 random seed, 8 chain (16-byte digests, concatenated) of named blocks,
 --       9 number of blocks of the prompt: each 1st, 2nd, 4th, 8th … of them is named, up to the limit, and the last one,
---       10 number of other options to return, 11… incarnations to exclude
+--       10 number of other options to return, 11 number of workers that have to load the adapter, then of each
+--       incarnation, seconds to load it, seconds to load again what makes way; then incarnations to exclude
 -- Returns msgpack {status = chosen | none, chosen = {decode, prefill, degraded, matched, decode_matched, fetch, terms},
 --                  passed_over, reservation, dropped}.
 --   matched: prompt tokens found on the worker that computes the prompt; decode_matched: on the decode worker.

@@ -7,6 +7,8 @@
 --   prefill_compute  prompt tokens that are not cached or fetched, at least one × seconds per token
 --   prefill_stall    prefill_compute and host_load × sequences that wait for them, now and later; eviction by fetched
 --                    tokens
+--   adapter_load     seconds to load an adapter that a worker lacks, beyond what happens before it is needed, and to
+--                    load again what makes way for it
 --   transfer         handoff messages + prompt tokens that the decode worker lacks × seconds to move one
 --   decode_load      (sequences + reserved) × step time: the cost of one more sequence for the others
 --   decode_room      NO_ROOM_S if the sequence would have to wait for others to finish
@@ -40,6 +42,17 @@ local function known_to(worker)
   return worker.source and worker.source.held or worker.matched
 end
 
+-- Seconds that the load of an adapter adds for `worker`, `hidden_s` of which pass anyway.
+local function absent_s(worker, hidden_s)
+  local absent = worker.absent
+  return absent and math.max(0, absent.load_s - hidden_s) + absent.evict_s or 0
+end
+
+-- The same at the decode end of a pair.
+local function absent_at_end(decode, prefill, query)
+  return absent_s(decode, prefill.queue_s + missing_after(known_to(prefill), query) * prefill.token_s)
+end
+
 -- `token_s` of a pair: seconds to move one token over the link between its ends.
 local function terms_of(choice, query)
   local decode = choice.decode
@@ -52,6 +65,8 @@ local function terms_of(choice, query)
     prefill_queue = computing.queue_s, prefill_compute = compute,
     prefill_stall = (compute + copying) * computing.waiting
       + (known - computing.matched) * computing.copy_s,
+    adapter_load = absent_s(computing, computing.queue_s)
+      + (choice.prefill and absent_at_end(decode, choice.prefill, query) or 0),
     transfer = choice.prefill and transfer(decode, choice.token_s) or 0,
     decode_load = decode.load_s, decode_room = decode.hold_s - decode.load_s,
   }

@@ -28,6 +28,7 @@ local function price(worker, matched, group, query)
     known_s, worker.source, worker.fetch_s = cheapest_fetch(worker, matched, known_s, group.sources)
   end
   local compute_s = worker.queue_s + worker.back_s + known_s
+  if worker.absent then compute_s = compute_s + absent_s(worker, worker.queue_s) end
   worker.compute_s = compute_s
   if is_alone then worker.alone_s = compute_s + hold_s end
 end
@@ -46,8 +47,10 @@ local function price_group(group, query)
   group.sources, group.longest = sources_of(matches, query), matches[1] and matches[1].held or 0
   group.most_alone = most_missing_alone(group, query)
   local most, tokens = 0, 0 -- those of the previous worker: mostly the same
+  local absent = query.absent
   for i = 1, #members do
     local worker = members[i]
+    worker.absent = absent and absent[worker.incarnation] or false
     local low, high = worker.low, worker.high
     local noted = in_flight and in_flight[worker.blocks]
     if noted and noted > low and worker.page_size == query.block_size then
@@ -78,6 +81,7 @@ end
 -- With a fetch the rest of the longest match may cost no more than the copy.
 local function enough_to_compute(worker, bound, group, query)
   local left_s, longest, prompt_tokens = bound - worker.queue_s, group.longest, query.prompt_tokens
+  if worker.absent then left_s = left_s - absent_s(worker, worker.queue_s) end
   local enough = prompt_tokens - left_s / worker.work_s
   if longest == 0 then return enough end
   local fetching = longest - (left_s - (prompt_tokens - longest) * worker.work_s) / worker.copy_s

@@ -38,7 +38,7 @@ local function unread_worker(prefix, incarnation)
     queue_tokens = 0, sequences = 0, step_s = 0, room_tokens = 0, max_sequences = 0, full = false,
     token_s = 0, transfer_token_s = 0, queue_s = 0, turn_s = 0, waiting = 0, work_s = 0, copy_s = 0, load_s = 0,
     low = 0, high = 0, settled = false, in_host = 0, back_s = 0, matched = 0, held = 0, missing = 0,
-    source = false, fetch_s = 0, alone = false, compute_s = 0, hold_s = 0, alone_s = 0,
+    absent = false, source = false, fetch_s = 0, alone = false, compute_s = 0, hold_s = 0, alone_s = 0,
   }
 end
 

@@ -11,7 +11,7 @@ from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.sampling import ReasoningBudget, SamplingParams
 from tandem_engine.sampling.grammar.compiler import NoGrammars
 from tandem_engine.sampling.grammar.reasoning import BudgetedReasoning
-from tandem_engine.scheduler.grammar import JobState, fill_masks, open_masks
+from tandem_engine.scheduler.gates.grammar import JobState, fill_masks, open_masks
 from tandem_engine.scheduler.queues import WaitingQueue
 from tandem_engine.scheduler.request import GrammarProgress, Request
 from tandem_testing.fake_executors import Computes, LateExecutor, ThreadedExecutor

@@ -41,6 +41,7 @@ LONGER = {
     "gateway.limits.BODY_TIMEOUT_S": "a client sends its body",
     "gateway.limits.HEAD_TIMEOUT_S": "a client sends its headers",
     "gateway.limits.SEND_STALL_S": "a client takes what it is sent",
+    "router.registered_adapters.REMOVED_S": "nothing waits: an administrator's command is remembered",
     "ModelConfig.room_s": "a client's request waits for room, until its deadline at most",
     "AdmissionPolicy.room_s": "the same",
     "GatewayConfig.keep_alive_s": "an idle connection of a client",

@@ -11,6 +11,7 @@ from tandem_engine.base.names import LinkTransport
 from tandem_engine.config import Role
 from tandem_engine.messages.control import (
     AbortRequests,
+    AdapterMemory,
     AuditReport,
     DecodeElsewhere,
     EngineReady,
@@ -164,7 +165,7 @@ async def test_adapters_of_requests_have_vllms_own_series(probed, client):
     name = "vllm:lora_requests_info{"
     assert name not in (await client.get("/metrics")).text
     adapters = tuple(ServedAdapter(name=each, digest="0a" * 16, rank=8, root="") for each in ("a", "b", "c"))
-    probed.ready = msgspec.structs.replace(probed.ready, adapters=adapters, max_adapters=8)
+    probed.ready = msgspec.structs.replace(probed.ready, adapters=adapters, adapter_memory=AdapterMemory(limit=8))
     probed.stats = idle_stats(running_adapters=("a", "b"), waiting_adapters=("c",))
     before = time.time()
     [line] = [line for line in (await client.get("/metrics")).text.split("\n") if line.startswith(name)]

@@ -21,6 +21,7 @@ def loaded(name: str, number: int) -> LoadedAdapters:
         names={name: AdapterRef(name=name, digest=digest(number))},
         weights=(AdapterWeights(digest=digest(number), rank=1, sites={}),),
         served=(ServedAdapter(name=name, digest=digest(number).hex(), rank=1, root=name),),
+        folders={digest(number): name},
     )
 
 
@@ -68,6 +69,18 @@ def test_replaced_adapter_closes_and_returns_with_its_content(table):
     table.add(loaded("b", 1), replaces=False)
     table.sweep([], launched=1, settled=1)
     assert (held(table), table.closed) == ([digest(1), digest(2)], set())
+
+
+def test_full_table_keeps_the_name_of_an_adapter_for_later(table):
+    table.add(loaded("b", 2), replaces=False)
+    table.add(loaded("c", 3), replaces=False)
+    table.add(loaded("d", 4), replaces=False, later=True)
+    assert (held(table), table.folder_of(digest(4))) == ([digest(1), digest(2), digest(3)], "d")
+    table.add(loaded("d", 5), replaces=True, later=True)  # what it replaces has no memory to free
+    assert (len(held(table)), table.folder_of(digest(4)), table.folder_of(digest(5))) == (3, "", "d")
+    table.add(loaded("e", 6), replaces=False, idle=[digest(2)])
+    table.sweep([digest(1)], launched=0, settled=0)
+    assert set(held(table)) == {digest(1), digest(3), digest(6)}
 
 
 def test_same_content_may_replace_itself(table):

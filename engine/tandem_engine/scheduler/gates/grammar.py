@@ -143,7 +143,7 @@ class GrammarGate:
     def _go_on(self, req: Request, compiled: CompiledGrammar) -> None:
         finish = self._start(req, compiled)
         if finish is None:
-            self.queues.grammar_ready(req)
+            self.queues.ready(req)
         else:
             self._end(req, finish)
 

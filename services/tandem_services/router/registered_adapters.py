@@ -1,0 +1,194 @@
+"""Adapters that the gateways of a deployment have registered, for workers that start later.
+
+    entry      name ─▶ digest, folder, size; signed. The one with the higher revision holds
+    removed    an entry that says so, kept for `REMOVED_S`: a gateway that has missed it would write the old one again
+    sync       every heartbeat: take what is newer in Redis, write what is newer here
+
+Each gateway keeps all entries in memory, so a Redis that is away, or has lost its data, changes nothing: gateways write
+them again. What no process of the deployment has signed is overwritten or removed. An old entry that somebody writes
+again has an old revision; only a gateway that knows no newer one takes it.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from tandem_engine.messages.control import ServedAdapter
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.router.deployment import Deployment
+from tandem_services.router.keys import Keys
+from tandem_services.router.redis_functions import FunctionLibrary
+
+REMOVED_S = 7 * 86_400.0
+MAX_NAMES = 1024
+"""Of one fleet, removed ones included. Beyond them no further name is registered."""
+
+MAX_TEXT = 8192
+
+MAX_FOLDER = 4096
+
+
+class RegisteredAdapter(ServedAdapter, frozen=True, kw_only=True):
+    """What a name stands for, whatever workers there are."""
+
+    source: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_FOLDER)]
+    """Folder, in the `--lora-dir` of workers."""
+    revision: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    at: float
+    """Unix time of the command."""
+    removed: bool = False
+
+    @property
+    def order(self) -> tuple[int, bool, str]:
+        """Of two entries of one name the greater one holds, at all gateways."""
+        return self.revision, self.removed, self.digest + self.source
+
+
+class _Reply(msgspec.Struct, frozen=True, kw_only=True):
+    entries: tuple[msgspec.Raw, ...]
+
+
+_ENTRY = msgspec.msgpack.Decoder(tuple[str, str])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterBoard:
+    """The entries in Redis. Raises `RedisUnavailableError`."""
+
+    library: FunctionLibrary
+    keys: Keys
+
+    async def sync(self, changes: Iterable[tuple[str, str, str]] = ()) -> dict[str, str]:
+        """All texts by field. `changes`: field, text as it was read, new text; see scripts/adapters.lua."""
+        args = [part for change in changes for part in change]
+        reply = await self.library.ask("sync_adapters", (self.keys.adapters,), *args, shape=_Reply)
+        found = {}
+        for raw in reply.entries:
+            try:
+                name, text = _ENTRY.decode(raw)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue  # in nobody's way: a gateway that has such a name overwrites nothing it cannot read
+            found[name] = text
+        return found
+
+
+@dataclass(kw_only=True, slots=True)
+class RegisteredAdapters:
+    """Of one model, as this gateway knows them. Belongs to its event loop."""
+
+    model: str
+    deployment: Deployment = field(default_factory=Deployment)
+    board: AdapterBoard | None = None
+    """None: this gateway has them for itself."""
+    now: Callable[[], float] = time.time
+    _entries: dict[str, RegisteredAdapter] = field(default_factory=dict)
+    """By name, removed ones included."""
+
+    def all(self) -> Mapping[str, RegisteredAdapter]:
+        """By name."""
+        return {name: entry for name, entry in self._entries.items() if not entry.removed}
+
+    def find(self, name: str) -> RegisteredAdapter | None:
+        entry = self._entries.get(name)
+        return None if entry is None or entry.removed else entry
+
+    def last_digest(self, name: str) -> str:
+        """Of what the name stands for, or stood for when it was removed; "" for a name that is not known."""
+        entry = self._entries.get(name)
+        return "" if entry is None else entry.digest
+
+    def has(self, digest: str) -> bool:
+        """Whether a name stands for this content."""
+        return any(entry.digest == digest for entry in self.all().values())
+
+    @property
+    def full(self) -> bool:
+        """Whether no further name can be registered."""
+        return len(self._entries) >= MAX_NAMES
+
+    async def register(self, adapter: ServedAdapter, *, source: str) -> None:
+        """From now on its name stands for it; in Redis too, as soon as that is there."""
+        former = self._entries.get(adapter.name)
+        if former is not None and not former.removed and (former.digest, former.source) == (adapter.digest, source):
+            return
+        self._entries[adapter.name] = RegisteredAdapter(
+            name=adapter.name,
+            digest=adapter.digest,
+            rank=adapter.rank,
+            root=adapter.root,
+            size=adapter.size,
+            source=source,
+            revision=1 + (0 if former is None else former.revision),
+            at=self.now(),
+        )
+        await self.sync()
+
+    async def remove(self, name: str) -> bool:
+        """The name stands for nothing from now on. False if it was not registered."""
+        former = self.find(name)
+        if former is None:
+            return False
+        changed = msgspec.structs.replace(former, revision=former.revision + 1, at=self.now(), removed=True)
+        self._entries[name] = changed
+        await self.sync()
+        return True
+
+    async def sync(self) -> None:
+        """Take over what is newer, and write what is newer here. Redis away: next time."""
+        self._forget_removed()
+        if self.board is None:
+            return
+        try:
+            texts = await self.board.sync()
+            changes = self._merge(texts)
+            if changes:
+                self._merge(await self.board.sync(changes))
+        except RedisUnavailableError:
+            return
+
+    def _merge(self, texts: Mapping[str, str]) -> list[tuple[str, str, str]]:
+        """What to change in Redis."""
+        prefix, changes = f"{self.model}:", []
+        for field_name, text in texts.items():
+            if not field_name.startswith(prefix) or ":" in field_name.removeprefix(prefix):
+                continue
+            name = field_name.removeprefix(prefix)
+            entry = self._read(name, text)
+            if entry is None or self._is_over(entry):
+                if name not in self._entries:
+                    changes.append((field_name, text, ""))
+            elif (known := self._entries.get(name)) is None:
+                if not self.full:
+                    self._entries[name] = entry
+            elif entry.order > known.order:
+                self._entries[name] = entry
+        for name, entry in self._entries.items():
+            before, after = texts.get(prefix + name, ""), self._text(entry)
+            if before != after:
+                changes.append((prefix + name, before, after))
+        return changes
+
+    def _text(self, entry: RegisteredAdapter) -> str:
+        content = msgspec.json.encode(entry, order="deterministic").decode()
+        return f"{self.deployment.adapter_proof(self.model, content)} {content}"
+
+    def _read(self, name: str, text: str) -> RegisteredAdapter | None:
+        """None for what no process of this deployment has written for this name."""
+        proof, _, content = text.partition(" ")
+        if len(text) > MAX_TEXT or not self.deployment.registered(self.model, content, proof=proof):
+            return None
+        try:
+            entry = msgspec.json.decode(content, type=RegisteredAdapter)
+        except msgspec.DecodeError:
+            return None
+        return entry if entry.name == name else None
+
+    def _is_over(self, entry: RegisteredAdapter) -> bool:
+        return entry.removed and self.now() - entry.at > REMOVED_S
+
+    def _forget_removed(self) -> None:
+        for name in [name for name, entry in self._entries.items() if self._is_over(entry)]:
+            del self._entries[name]
