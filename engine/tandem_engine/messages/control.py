@@ -82,6 +82,10 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     adapters: tuple[ServedAdapter, ...] = ()
     max_adapters: int = 0
     """That it keeps in memory at a time; 0 where its release reports nothing."""
+    device: str = ""
+    """What computes, for people: `cpu`, or the GPU's number and name. Empty where its release reports nothing."""
+    kernel_target: str = ""
+    """The kind of CPU that its kernels are compiled for (`kernels.cpu.target`); empty on a GPU."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

@@ -45,6 +45,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Prefixes brought from other workers."""
     transport: Label = ""
     dtype: Label = ""
+    device: Label = ""
+    kernel_target: Label = ""
+    """Kind of CPU that its kernels are compiled for; empty on a GPU."""
 
 
 FIGURES = frozenset(field.name for field in msgspec.structs.fields(Figures))

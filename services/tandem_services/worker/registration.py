@@ -262,6 +262,8 @@ def describe(config: WorkerConfig, ready: EngineReady, monitor: LoadMonitor, *, 
         "total_pages": ready.total_pages,
         "fingerprint": geometry.fingerprint,
         "dtype": geometry.dtype,
+        "device": ready.device,
+        "kernel_target": ready.kernel_target,
     }
     if stats is not None:
         details |= {
