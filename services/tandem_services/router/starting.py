@@ -55,14 +55,14 @@ class StartingBoard:
 
     async def read(self) -> tuple[StartingWorker, ...]:
         """Those that start now, by name."""
-        texts = await self.library.ask("starting_list", (self.keys.starting,), shape=list[bytes])
+        texts = await self.library.ask("starting_list", (self.keys.starting,), shape=list[msgspec.Raw])
         found = (_worker(text) for text in texts[:MAX_STARTING])
         return tuple(sorted((each for each in found if each is not None), key=lambda each: each.worker_id))
 
 
-def _worker(text: bytes) -> StartingWorker | None:
-    """None for what no worker has written."""
+def _worker(packed: msgspec.Raw) -> StartingWorker | None:
+    """None for what no worker has written. Each is read by itself: bytes that are no text spoil one."""
     try:
-        return _WORKER.decode(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _WORKER.decode(msgspec.msgpack.decode(packed, type=str))
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return None

@@ -64,6 +64,8 @@ async def test_malformed_report_is_removed_and_others_stay(fleet, values):  # [r
 async def test_report_with_other_fields_is_left_out(fleet):  # [redis-values-untrusted]
     board = board_of(fleet)
     await fleet.client.command("SET", fleet.keys.starting, "a string")
+    assert await board.read() == ()
+    await fleet.client.command("HSET", fleet.keys.starting, "bytes", f"{NOW} ".encode() + b"\xff\xfe")
     for name, changes in (("a", {"done": -1}), ("b", {"seconds": float("inf")}), ("c", {"phase": "x" * 300})):
         await board.report(msgspec.structs.replace(starting(name), **changes))
     await board.report(starting("z"))
