@@ -76,13 +76,14 @@ if [ "$kind" = runtime ] && [ "${TANDEM_LOCK:-yes}" = yes ]; then
     machine=$("$venv/bin/python" -c 'import platform, sys; print(platform.machine(), *sys.version_info[:2])')
     [ "$flavour $machine" = "cpu x86_64 3 11" ] && by_hash=yes
 fi
-hashed=("${install[@]}" --require-hashes --no-deps --requirement "$lock")
+hashed=("${install[@]}" --require-hashes --no-deps --requirement "$venv/.tandem-lock")
 
 step 3 "torch $torch_version ($flavour build)"
 have=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || true)
 if [ -n "$by_hash" ]; then
     echo "with all other dependencies, from $lock"
-    # As docker/install-dependencies.sh.
+    # As docker/install-dependencies.sh: NIXL comes twice, for CUDA 12 and 13, and torch is built with 13.
+    grep -v '^nixl-cu12==' "$lock" >"$venv/.tandem-lock"
     "${hashed[@]}" || "${hashed[@]}" --extra-index-url "$cpu_index" ||
         fail "the package index lacks a file of $lock: TANDEM_LOCK=no takes what it has"
 elif [ "$flavour" = cuda ]; then
