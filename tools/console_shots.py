@@ -34,6 +34,8 @@ START_S = 300.0
 CLIENTS = 6
 WARM_UP_S = 45
 """Long enough for curves that show something, and for links to be measured."""
+STARTED_S = 1.5
+"""From the first report of a worker that starts to one that shows more than imports."""
 SYSTEM = "You are a storyteller who knows every animal of the forest by name and never tells the same story twice. "
 TOPICS = ("a fox by the river", "an owl and a lantern", "two hares and the first snow", "a bear who counts stars")
 
@@ -121,6 +123,14 @@ async def telling_request(url: str) -> str:
     return max(ended, key=lambda row: (row["prefill"] is not None, row["output_tokens"]))["request_id"]
 
 
+async def send_refused(url: str) -> None:
+    """Requests that the view of errors shows."""
+    fields = ({"temperature": 9}, {"max_tokens": -1}, {"logit_bias": {"x": 1}}, {"model": "another"})
+    async with httpx.AsyncClient(base_url=url) as http:
+        for wrong in fields:
+            await http.post("/v1/completions", json={"model": "tandem-mini", "prompt": "A fox", **wrong})
+
+
 async def look(browser: Browser, url: str, request: str, folder: Path) -> None:
     """Every view at every width, light and dark."""
     views = {
@@ -169,6 +179,7 @@ async def take_all(system: System, folder: Path, looked_at: Path | None) -> None
                 async with looking(browser, system.url, shot) as page:
                     await take(page, shot, folder)
             if looked_at is not None:
+                await send_refused(system.url)
                 await look(browser, system.url, request, looked_at)
             with system.no_restarts():
                 system.kill(system.service_pid("decode-1"))
@@ -177,6 +188,7 @@ async def take_all(system: System, folder: Path, looked_at: Path | None) -> None
                 await asyncio.sleep(5)
                 await take(day, Shot(name="worker-lost", view="fleet", whole=False), folder)
             await day.wait_for_selector(".starting li", timeout=60_000)
+            await asyncio.sleep(STARTED_S)
             await take(day, Shot(name="starting", view="fleet", whole=False), folder)
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)

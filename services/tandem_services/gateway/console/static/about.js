@@ -24,7 +24,7 @@ function factsOf(fleet) {
     ...given("From the hub", roots.join(", ")),
     ["Data types", of((worker) => worker.figures?.dtype)],
     ["Devices", of((worker) => worker.figures?.device)],
-    ...given("CPU kernels for", of((worker) => worker.figures?.kernel_target)),
+    ...given("CPU kernels", of((worker) => worker.figures?.kernel_target)),
     ["KV transport", of((worker) => worker.figures?.transport)],
     ...adaptersOf(fleet.workers),
     ["Clusters", clusters.join(", ")],

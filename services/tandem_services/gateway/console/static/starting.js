@@ -1,7 +1,6 @@
 // @ts-check
 /** Workers that are not registered yet, with what their engines do. Hidden where there are none. */
 import { h, keep, setAttribute, setText } from "./dom.js";
-import * as format from "./format.js";
 import { panel } from "./table.js";
 
 export function startingPanel() {
@@ -33,7 +32,7 @@ function startingRow() {
     bar.hidden = worker.share === null;
     setAttribute(bar, "value", String(worker.share ?? 0));
     setAttribute(bar, "aria-label", `${worker.worker_id}: ${worker.phase}`);
-    setText(since, format.seconds(worker.seconds));
+    setText(since, `${Math.round(worker.seconds)} s`);
   }
   return { element, update };
 }

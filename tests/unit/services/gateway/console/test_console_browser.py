@@ -134,11 +134,11 @@ async def test_starting_workers_show_phases_before_and_beside_others(see):
             starting("d1", Role.DECODE, phase="kernels", done=7, total=16, unit=""),
         ]
         await sight.open()
-        await sight.says(ATTACK, "weights 25 % of 4.00 GiB", "kernels 7 of 16", "12.3 s", selector=".starting")
+        await sight.says(ATTACK, "weights 25 % of 4.00 GiB", "kernels 7 of 16", "12 s", selector=".starting")
         await sight.shows("It serves when the first workers of each role have started.")
         await sight.is_sound()
         sight.fleet.members = [member("p1", figures={"device": "cpu", "kernel_target": "x86-64-v3"})]
-        await sight.says("p1", "CPU kernels for\nx86-64-v3", "Devices\ncpu")
+        await sight.says("p1", "CPU kernels\nx86-64-v3", "Devices\ncpu")
         sight.fleet.starting = []
         await sight.watched.page.wait_for_selector(".starting", state="hidden", timeout=PATIENCE_MS)
         await sight.is_sound()
