@@ -32,8 +32,7 @@ class Peer:
     @staticmethod
     def given(command: str) -> "Peer":
         """One of --peer."""
-        words = tuple(shlex.split(command))
-        return Peer(name=Path(words[0]).name, command=words)
+        return Peer(name=command, command=tuple(shlex.split(command)))
 
     def argv(self, *, port: int, model: Path) -> list[str]:
         return [word.format(port=port, model=model) for word in self.command]
