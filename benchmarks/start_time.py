@@ -1,4 +1,4 @@
-"""How long a person waits: `tandem up` with the bundled model until it is ready, and `tandem --help`.
+"""How long a person waits: `tandem up` with the bundled model until it is ready and has answered, and `tandem --help`.
 
     python benchmarks/start_time.py [--rounds 3] [--command serve] [--json]
     python benchmarks/start_time.py --peer 'llama-server -m mini.gguf --port {port}'
@@ -8,8 +8,10 @@ that no one has read since the machine was started. `--help` and `import torch` 
 to `import torch` in the same run, which shows how fast the machine was. CPU seconds are those of all processes of a
 start; they depend less on what else the machine does. What each process took is printed as well.
 
-A peer is a command with {port} and, where it takes one, {model} for the folder of the bundled model. It has started
-when `/health` answers 200. `vllm serve {model}` is one where vLLM is on PATH. Its first start counts by itself, too.
+Beside it vLLM and llama-server, where `make bench-peers` has installed them or PATH has them, on the same weights. All
+are compared by the seconds until a completion of one token has come; a peer's first start counts by itself, too.
+--peer adds a command with {port} and, where it takes one, {model} for the folder of the bundled model. It is asked when
+`/health` answers 200.
 """
 
 import argparse
@@ -17,8 +19,6 @@ import json
 import os
 import re
 import resource
-import shlex
-import shutil
 import signal
 import statistics
 import subprocess
@@ -27,10 +27,12 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from start_peers import Peer, known_peers
 
 from tandem_services.common.sockets import free_port
 
@@ -41,7 +43,6 @@ STOP_S = 120.0
 PEER_S = 600.0
 POLL_S = 0.02
 OK = 200
-VLLM = "vllm serve {model} --port {port} --dtype float32"
 _READY = re.compile(r"ready\S* (.+?) after ([0-9.]+) s")
 
 
@@ -60,6 +61,8 @@ class Startup:
     command: str
     ready_s: float
     ready_cpu_s: float
+    token_s: float
+    """Until a completion of one token has come."""
     first_s: float
     """Of the start that compiles kernels; one measurement."""
     first_cpu_s: float
@@ -69,32 +72,36 @@ class Startup:
     parts: dict[str, float]
     """Seconds until each process of the last start was ready."""
     peers: dict[str, float] = field(default_factory=dict)
-    """Command → seconds."""
+    """Name → seconds until a completion of one token has come."""
     peers_first: dict[str, float] = field(default_factory=dict)
+    peers_missing: dict[str, str] = field(default_factory=dict)
+    """Name → why it was not started."""
     load: float
     """Processes that ran at the end; more than cores: the seconds are those of a busy machine."""
 
 
-def measure(rounds: int, command: str, peers: Sequence[str]) -> Startup:
+def measure(rounds: int, command: str, peers: Sequence[Peer]) -> Startup:
     helped = [_taken_by(*COMMAND, "--help").seconds for _ in range(rounds + 1)][1:]
     imported = [_taken_by(sys.executable, "-c", "import torch").seconds for _ in range(rounds + 1)][1:]
     with tempfile.TemporaryDirectory(prefix="tandem-kernels-") as cache:
-        first, _ = _start(command, cache)
+        first, _, _ = _start(command, cache)
         # The kernel of small steps comes after a start; the starts that count have it.
         subprocess.run([*COMMAND, "kernels", "build"], env=_environment(cache), stdout=subprocess.DEVNULL, check=True)
         started = [_start(command, cache) for _ in range(rounds)]
-    others = {each: [_peer_seconds(each) for _ in range(rounds + 1)] for each in peers}
+    others = {each.name: [_peer_seconds(each) for _ in range(rounds + 1)] for each in peers if not each.missing}
     return Startup(
         command=command,
-        ready_s=statistics.median(taken.seconds for taken, _ in started),
-        ready_cpu_s=statistics.median(taken.cpu_s for taken, _ in started),
+        ready_s=statistics.median(taken.seconds for taken, _, _ in started),
+        ready_cpu_s=statistics.median(taken.cpu_s for taken, _, _ in started),
+        token_s=statistics.median(seconds for _, seconds, _ in started),
         first_s=first.seconds,
         first_cpu_s=first.cpu_s,
         help_s=statistics.median(helped),
         torch_s=statistics.median(imported),
-        parts=started[-1][1],
+        parts=started[-1][2],
         peers={name: statistics.median(seconds[1:]) for name, seconds in others.items()},
         peers_first={name: seconds[0] for name, seconds in others.items()},
+        peers_missing={each.name: each.missing for each in peers if each.missing},
         load=os.getloadavg()[0],
     )
 
@@ -118,16 +125,23 @@ def _taken_by(*command: str) -> Taken:
     return Taken(seconds=time.perf_counter() - began, cpu_s=_cpu_seconds() - cpu)
 
 
-def _start(command: str, cache: str) -> tuple[Taken, dict[str, float]]:
-    """From the command to its greeting, and what it said of its processes on the way. CPU seconds include the end."""
+def _start(command: str, cache: str) -> tuple[Taken, float, dict[str, float]]:
+    """From the command to its greeting, seconds to its first token, and what it said of its processes on the way.
+
+    CPU seconds include the end.
+    """
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="tandem-startup-") as folder, Path(folder, "err").open("w+") as err:
-        argv = [*COMMAND, command, "--port", str(free_port()), "--run-dir", f"{folder}/run"]
+        argv = [*COMMAND, command, "--port", str(port), "--run-dir", f"{folder}/run"]
         began, cpu = time.perf_counter(), _cpu_seconds()
         with subprocess.Popen(argv, env=_environment(cache), stdout=subprocess.PIPE, stderr=err, text=True) as process:
             try:
                 assert process.stdout is not None, "opened with a pipe"
                 greeted = any("Tandem serves" in line for line in process.stdout)
                 seconds = time.perf_counter() - began
+                if greeted:
+                    _answer_of(port)
+                answered_s = time.perf_counter() - began
             finally:
                 process.send_signal(signal.SIGTERM)
                 process.communicate(timeout=STOP_S)
@@ -135,29 +149,43 @@ def _start(command: str, cache: str) -> tuple[Taken, dict[str, float]]:
         said = err.read()
         assert greeted, f"tandem {command} ended:\n{said}"
         taken = Taken(seconds=seconds, cpu_s=_cpu_seconds() - cpu)
-        return taken, {name: float(after) for name, after in _READY.findall(said)}
+        return taken, answered_s, {name: float(after) for name, after in _READY.findall(said)}
 
 
-def _peer_seconds(command: str) -> float:
-    """Until its `/health` answers 200. Raises `RuntimeError` when it ends before, or does not answer."""
+def _answer_of(port: int) -> None:
+    """Return when a completion of one token has come."""
+    url = f"http://127.0.0.1:{port}/v1"
+    with urllib.request.urlopen(f"{url}/models", timeout=PEER_S) as listed:
+        model = json.load(listed)["data"][0]["id"]
+    body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 1, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{url}/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PEER_S) as answer:
+        assert json.load(answer)["choices"], "a completion has a choice"
+
+
+def _peer_seconds(peer: Peer) -> float:
+    """Until it has answered. Raises `RuntimeError` when it ends before, or is not ready in time."""
     port = free_port()
-    argv = [word.format(port=port, model=MODEL) for word in shlex.split(command)]
     began = time.perf_counter()
-    with _running(argv) as process:
+    with _running(peer.argv(port=port, model=MODEL), peer.environment) as process:
         while time.perf_counter() - began < PEER_S:
             if process.poll() is not None:
-                raise RuntimeError(f"{command}: ended with status {process.returncode} before it was ready")
+                raise RuntimeError(f"{peer.name}: ended with status {process.returncode} before it was ready")
             if _is_healthy(port):
+                _answer_of(port)
                 return time.perf_counter() - began
             time.sleep(POLL_S)
-    raise RuntimeError(f"{command}: not ready after {PEER_S:g} s")
+    raise RuntimeError(f"{peer.name}: not ready after {PEER_S:g} s")
 
 
 @contextmanager
-def _running(argv: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+def _running(argv: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """With the processes that it starts, which end with it."""
     quiet = subprocess.DEVNULL
-    with subprocess.Popen(argv, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True) as process:
+    variables = {**os.environ, **environment}
+    with subprocess.Popen(
+        argv, env=variables, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+    ) as process:
         try:
             yield process
         finally:
@@ -184,21 +212,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="start this as well; repeatable")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     args = parser.parse_args(argv)
-    peers = [*args.peer, *([VLLM] if shutil.which("vllm") else [])]
-    startup = measure(args.rounds, args.command, peers)
+    startup = measure(args.rounds, args.command, [*map(Peer.given, args.peer), *known_peers(MODEL)])
     if args.json:
         print(json.dumps(asdict(startup)))
         return
     rows = [
         (f"tandem {args.command}, ready", startup.ready_s, f", {startup.ready_cpu_s:.1f} s of CPU"),
-        ("the first time", startup.first_s, f", {startup.first_cpu_s:.1f} s of CPU"),
+        ("ready the first time", startup.first_s, f", {startup.first_cpu_s:.1f} s of CPU"),
+        ("its first token", startup.token_s, ""),
         ("tandem --help", startup.help_s, ""),
         ("import torch", startup.torch_s, ""),
     ]
-    for command, seconds in startup.peers.items():
-        rows.append((shlex.split(command)[0], seconds, f", the first time {startup.peers_first[command]:.1f} s"))
+    for name, seconds in startup.peers.items():
+        more = f", the first time {startup.peers_first[name]:.1f} s; {seconds / startup.token_s:.1f} times Tandem's"
+        rows.append((f"{name}, first token", seconds, more))
     for name, seconds, more in rows:
-        print(f"{name:<20} {seconds:6.2f} s   {seconds / startup.torch_s:5.2f} of import torch{more}")
+        print(f"{name:<26} {seconds:6.2f} s   {seconds / startup.torch_s:5.2f} of import torch{more}")
+    for name, why in startup.peers_missing.items():
+        print(f"{name:<26} not installed: {why}")
     for name, seconds in startup.parts.items():
         print(f"  {name:<20} {seconds:.1f} s")
     print(f"load {startup.load:.1f} on {os.cpu_count()} cores")

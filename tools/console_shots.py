@@ -1,5 +1,7 @@
 """Takes the pictures of docs/console/ from a real fleet: `make console-shots`.
 
+With ARGS="--look DIR" it also takes every view at three widths, light and dark, to be looked at before a release.
+
 Two prefill and two decode workers of the bundled model, chats that share beginnings, a worker that is killed, and a
 headless Chromium (`apt-get install chromium`) that looks at it all. Takes a minute or two.
 """
@@ -26,11 +28,14 @@ PNGQUANT = shutil.which("pngquant")
 """Makes pictures of a page a third as large (`apt-get install pngquant`); without it they stay large."""
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 780}
+LOOKED_AT = ({"width": 1440, "height": 900}, {"width": 768, "height": 1024}, PHONE)
 FLEET = "--prefill 2 --decode 2 --local-prefill-tokens 64 --num-pages 480".split()
 START_S = 300.0
 CLIENTS = 6
 WARM_UP_S = 45
 """Long enough for curves that show something, and for links to be measured."""
+STARTED_S = 1.5
+"""From the first report of a worker that starts to one that shows more than imports."""
 SYSTEM = "You are a storyteller who knows every animal of the forest by name and never tells the same story twice. "
 TOPICS = ("a fox by the river", "an owl and a lantern", "two hares and the first snow", "a bear who counts stars")
 
@@ -43,6 +48,8 @@ class Shot:
     view: str
     scheme: str = "light"
     phone: bool = False
+    viewport: dict[str, int] | None = None
+    """Instead of the usual one."""
     prepare: Callable[[Page], Awaitable[None]] | None = None
     whole: bool = True
     """The page to its end, not just what a window shows."""
@@ -87,7 +94,7 @@ async def traffic(url: str) -> None:
 @asynccontextmanager
 async def looking(browser: Browser, url: str, shot: Shot) -> AsyncIterator[Page]:
     """A page that is open at the view of `shot`. What it complains about ends it all."""
-    viewport = PHONE if shot.phone else WIDE
+    viewport = shot.viewport or (PHONE if shot.phone else WIDE)
     scale = 1.5 if shot.phone else 1
     async with watched_page(
         browser, url, viewport=viewport, color_scheme=shot.scheme, device_scale_factor=scale, timezone_id="UTC"
@@ -116,7 +123,35 @@ async def telling_request(url: str) -> str:
     return max(ended, key=lambda row: (row["prefill"] is not None, row["output_tokens"]))["request_id"]
 
 
-async def take_all(system: System, folder: Path) -> None:
+async def send_refused(url: str) -> None:
+    """Requests that the view of errors shows."""
+    fields = ({"temperature": 9}, {"max_tokens": -1}, {"logit_bias": {"x": 1}}, {"model": "another"})
+    async with httpx.AsyncClient(base_url=url) as http:
+        for wrong in fields:
+            await http.post("/v1/completions", json={"model": "tandem-mini", "prompt": "A fox", **wrong})
+
+
+async def look(browser: Browser, url: str, request: str, folder: Path) -> None:
+    """Every view at every width, light and dark."""
+    views = {
+        "fleet": wait_for_rows,
+        "requests": wait_for_rows,
+        f"request/{request}": wait_for_lanes,
+        "errors": None,
+        "playground": None,
+        "api": None,
+    }
+    for viewport, scheme, (view, prepare) in itertools.product(LOOKED_AT, ("light", "dark"), views.items()):
+        name = f"{view.partition('/')[0]}-{viewport['width']}-{scheme}"
+        shot = Shot(name=name, view=view, scheme=scheme, viewport=viewport, prepare=prepare)
+        async with looking(browser, url, shot) as page:
+            await take(page, shot, folder)
+            wider = await page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            if wider:
+                print(f"{name}: the page is {wider} px wider than the window", file=sys.stderr)
+
+
+async def take_all(system: System, folder: Path, looked_at: Path | None) -> None:
     async with chromium() as browser:
         sending = asyncio.create_task(traffic(system.url))
         light, dark = (
@@ -143,12 +178,18 @@ async def take_all(system: System, folder: Path) -> None:
             ):
                 async with looking(browser, system.url, shot) as page:
                     await take(page, shot, folder)
+            if looked_at is not None:
+                await send_refused(system.url)
+                await look(browser, system.url, request, looked_at)
             with system.no_restarts():
                 system.kill(system.service_pid("decode-1"))
                 await day.wait_for_selector("[data-state=lost]", timeout=60_000)
                 # By then its peers have noticed, and what ran on it runs elsewhere.
                 await asyncio.sleep(5)
                 await take(day, Shot(name="worker-lost", view="fleet", whole=False), folder)
+            await day.wait_for_selector(".starting li", timeout=60_000)
+            await asyncio.sleep(STARTED_S)
+            await take(day, Shot(name="starting", view="fleet", whole=False), folder)
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
 
@@ -163,16 +204,18 @@ def compress(folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Take the pictures of docs/console/ from a real fleet.")
     parser.add_argument("--out", type=Path, default=Path("docs/console"), metavar="DIR", help="(default docs/console)")
+    parser.add_argument("--look", type=Path, metavar="DIR", help="every view at three widths, light and dark")
     args = parser.parse_args()
     if CHROMIUM is None:
         print("no Chromium is installed: apt-get install chromium", file=sys.stderr)
         return 1
-    args.out.mkdir(parents=True, exist_ok=True)
+    for folder in filter(None, (args.out, args.look)):
+        folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as run_dir:
         system = System.launch(Path(run_dir), *FLEET)
         try:
             system.wait_until_up(START_S)
-            asyncio.run(take_all(system, args.out))
+            asyncio.run(take_all(system, args.out, args.look))
         finally:
             system.close()
     compress(args.out)

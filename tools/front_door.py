@@ -5,6 +5,7 @@
     A2  again
     A3  a model that is not in the cache, offline: status 2 and one sentence
     A4  a model of a hub on loopback, pulled, then served offline: kernels of another dtype are compiled
+    A6  `tandem doctor` finds nothing that keeps it from serving
 
 The wheel has the kernels of this machine's kind of CPU alone (tools/kernel_packs.sh, which this runs). It is unpacked
 into a new environment, which finds what it requires in the environment that runs this. HOME is empty, and the
@@ -55,6 +56,7 @@ def main() -> int:
         user.require("A3", 2, "serve", "Qwen/Qwen3-0.6B", "--offline")
         user.require("A4 pull", 0, "pull", "org/mini")
         user.require("A4 serve", 0, "serve", "org/mini", *start[1:], str(FIRST_S), HF_HUB_OFFLINE="1")
+        user.require("A6", 0, "doctor", "--json", "--port", "0")
         return 0 if not user.failed else 1
 
 

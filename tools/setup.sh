@@ -7,6 +7,7 @@
 #   TANDEM_TORCH=cpu    the CPU build of torch; default: the one that an earlier set-up chose, else this one
 #   TANDEM_TORCH=cuda   the CUDA build, for a machine with an NVIDIA GPU
 #   TANDEM_VENV=DIR     where the virtual environment goes (default .venv)
+#   TANDEM_LOCK=no      runtime: the newest versions that fit, not those that tests passed with
 #   PYTHON=python3.11   the interpreter that makes it (3.11 or newer)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,6 +17,8 @@ venv=${TANDEM_VENV:-.venv}
 python=${PYTHON:-python3}
 torch_version=2.13.0
 cpu_index=https://download.pytorch.org/whl/cpu
+lock=docker/locks/engine-cpu.txt
+constraints=docker/constraints.txt
 
 step() { printf '\n[%s/4] %s\n' "$1" "$2"; }
 fail() { printf 'setup: %s\n' "$1" >&2; exit 1; }
@@ -27,10 +30,11 @@ read -r _ chosen _ <<<"$stamped"
 flavour=${TANDEM_TORCH:-${chosen:-cpu}}
 
 case $kind in runtime) extras=engine ;; dev) extras=dev ;; *) fail "runtime or dev, not '$kind'" ;; esac
+case ${TANDEM_LOCK:-yes} in yes | no) ;; *) fail "TANDEM_LOCK must be yes or no, got '$TANDEM_LOCK'" ;; esac
 case $flavour in cpu | cuda) ;; *) fail "TANDEM_TORCH must be cpu or cuda, got '$flavour'" ;; esac
 
 # A stamp of everything the result depends on makes the second run a no-op. What tests need has all that runs.
-want="$(sha256sum pyproject.toml tools/setup.sh | sha256sum | cut -d' ' -f1) $flavour"
+want="$(sha256sum pyproject.toml tools/setup.sh "$lock" "$constraints" | sha256sum | cut -d' ' -f1) $flavour"
 if command -v redis-server >/dev/null; then
     case $stamped in "$want dev" | "$want $kind") exit 0 ;; esac
 fi
@@ -63,9 +67,26 @@ step 2 "Virtual environment in $venv"
 # pip compiles modules one after the other, which is half of its work. At the end every core does.
 install=("$venv/bin/python" -m pip --disable-pip-version-check install --no-compile)
 
+# What serves has the versions that tests passed with, as images do: by hash where their lock is for this machine. An
+# environment for tests gets what the index has, so that the next lock can be made of it (docker/pin.py).
+by_hash=
+more=()
+if [ "$kind" = runtime ] && [ "${TANDEM_LOCK:-yes}" = yes ]; then
+    more=(--constraint "$constraints")
+    machine=$("$venv/bin/python" -c 'import platform, sys; print(platform.machine(), *sys.version_info[:2])')
+    [ "$flavour $machine" = "cpu x86_64 3 11" ] && by_hash=yes
+fi
+hashed=("${install[@]}" --require-hashes --no-deps --requirement "$venv/.tandem-lock")
+
 step 3 "torch $torch_version ($flavour build)"
 have=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || true)
-if [ "$flavour" = cuda ]; then
+if [ -n "$by_hash" ]; then
+    echo "with all other dependencies, from $lock"
+    # As docker/install-dependencies.sh: NIXL comes twice, for CUDA 12 and 13, and torch is built with 13.
+    grep -v '^nixl-cu12==' "$lock" >"$venv/.tandem-lock"
+    "${hashed[@]}" || "${hashed[@]}" --extra-index-url "$cpu_index" ||
+        fail "the package index lacks a file of $lock: TANDEM_LOCK=no takes what it has"
+elif [ "$flavour" = cuda ]; then
     case $have in "$torch_version" | "$torch_version"+cu*) echo "already there: $have" ;; *) "${install[@]}" "torch==$torch_version" ;; esac
 elif [ "$have" = "$torch_version+cpu" ]; then
     echo "already there: $have"
@@ -76,7 +97,7 @@ else
 fi
 
 step 4 "Tandem and its dependencies"
-"${install[@]}" -e ".[$extras]"
+if [ -n "$by_hash" ]; then "${install[@]}" --no-deps -e .; else "${install[@]}" "${more[@]}" -e ".[$extras]"; fi
 # xds-protos up to 1.85 has an old copy of this package's files; who is installed last wins (grpc/grpc#42926).
 [ "$kind" = runtime ] ||
     "$venv/bin/python" -c 'from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope' 2>/dev/null ||

@@ -63,12 +63,18 @@ def make_checkpoints(home: Path, models: list[str]) -> None:
 def make_gguf(home: Path, model: str, dtype: str) -> None:
     """llama.cpp's copy of a checkpoint. Raises `NotInstalledError`."""
     checkpoint = checkpoint_of(home, model, dtype)
-    if gguf_of(checkpoint).is_file():
+    convert_to_gguf(home, checkpoint, gguf_of(checkpoint), dtype)
+
+
+def convert_to_gguf(home: Path, checkpoint: Path, target: Path, dtype: str) -> None:
+    """By llama.cpp's own converter, unless `target` is there. Raises `NotInstalledError`."""
+    if target.is_file():
         return
-    partial = gguf_of(checkpoint).with_suffix(".partial")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_suffix(".partial")
     argv = [sys.executable, "-c", _CONVERT, llama_source(home), checkpoint, GGUF_KINDS[dtype], partial]
     command(argv, title=f"{checkpoint.name} for llama.cpp", log=home / "logs" / f"gguf-{checkpoint.name}.log")
-    partial.rename(gguf_of(checkpoint))
+    partial.rename(target)
 
 
 def main() -> None:

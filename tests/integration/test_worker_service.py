@@ -24,6 +24,7 @@ from tandem_services.common.redis_client import RedisAddress, RedisUnavailableEr
 from tandem_services.common.tokens import token_of
 from tandem_services.router.cost import Demand, Load
 from tandem_services.router.registry import WorkerRecord, WorkerState
+from tandem_services.router.starting import StartingBoard
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.service import WorkerService
 from tandem_testing.mock_engine_process import EngineRemote
@@ -184,7 +185,7 @@ def texts(*hashes: bytes) -> list[str]:
     return [each.hex() for each in hashes]
 
 
-async def test_ready_of_a_worker_names_what_its_engine_does(server, remote, tmp_path):
+async def test_ready_of_a_worker_names_what_its_engine_does(server, fleet, remote, tmp_path):
     async with running(config_for(server, remote, "--loading"), remote, tmp_path) as worker:
 
         async def reasons() -> list[str]:
@@ -194,6 +195,25 @@ async def test_ready_of_a_worker_names_what_its_engine_does(server, remote, tmp_
             return "engine: loading the model (weights 25 % of 4.00 GiB)" in await reasons()
 
         await until(loads)
+        board = StartingBoard(library=fleet.registry.library, keys=fleet.keys)
+
+        async def reported() -> list[tuple[str, str, int]]:
+            return [(each.incarnation, each.phase, each.total) for each in await board.read()]
+
+        async def is_reported() -> bool:
+            return await reported() == [(worker.service.incarnation, "weights", 4 << 30)]
+
+        await until(is_reported)
+
+
+async def test_a_worker_that_has_started_is_listed_no_more(fleet, worker):
+    await until(worker.ready)
+    board = StartingBoard(library=fleet.registry.library, keys=fleet.keys)
+
+    async def forgotten() -> bool:
+        return await board.read() == ()
+
+    await until(forgotten)
 
 
 async def test_a_worker_registers_when_its_engine_is_ready(fleet, worker):

@@ -40,7 +40,9 @@ def examine_folder(folder: Path, *, impl: ModelImpl, weights: bool = True) -> No
     if is_gguf(folder):
         raise gguf_refusal(folder.name, read_facts(folder))
     if not folder.exists():
-        raise ConfigError(f"{folder}: no such folder")
+        raise ConfigError(
+            f"{folder}: no such folder; `tandem models` lists what is here, org/name is a model of the hub"
+        )
     try:
         names = {path.name for path in open_directory(folder).path.iterdir()}
         require_checkpoint(names, where=str(folder), folder=folder)

@@ -14,6 +14,7 @@ from tandem_engine.base.progress import START, Phase
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.engine.control import Operations
+from tandem_engine.engine.device_label import device_label, kernel_target
 from tandem_engine.engine.launch import launched_engine
 from tandem_engine.engine.process_loop import Control, EngineLoop, Outbox, Reports, Requests
 from tandem_engine.engine.watchdog import Watchdog, describe_scheduler
@@ -171,6 +172,8 @@ def _ready(config: ProcessConfig, engine: Engine, request_endpoint: str, test: S
         transport=engine.transport_name,
         adapters=engine.served_adapters,
         adapter_memory=engine.adapter_memory,
+        device=device_label(config.engine.device),
+        kernel_target=kernel_target(config.engine.device),
     )
 
 

@@ -108,6 +108,10 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     adapters: tuple[ServedAdapter, ...] = ()
     adapter_memory: AdapterMemory | None = None
     """None where its release reports none."""
+    device: str = ""
+    """What computes, for people: `cpu`, or the GPU's number and name. Empty where its release reports nothing."""
+    kernel_target: str = ""
+    """The kind of CPU that its kernels are compiled for (`kernels.cpu.target`); empty on a GPU."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

@@ -8,8 +8,11 @@ Life of a process
                SIGKILL for what is left then. What the others use to say good-bye (Redis) is stopped after them
 """
 
+import contextlib
+import math
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -185,6 +188,21 @@ class Supervisor:
                 child.restarts += 1
                 events.append(f"{child.name} restarted")
         return events
+
+    def wait(self, limit_s: float) -> None:
+        """Sleep until a child has ended, or may be started again, at most for `limit_s`. Signals interrupt it."""
+        now, ended = time.monotonic(), select.poll()
+        with contextlib.ExitStack() as opened:
+            for child in self.children:
+                if child.process is None:
+                    continue
+                if child.status is not None:
+                    limit_s = min(limit_s, max(0.0, (child.restart_at or now) - now))
+                    continue
+                descriptor = os.pidfd_open(child.process.pid)
+                opened.callback(os.close, descriptor)
+                ended.register(descriptor, select.POLLIN)
+            ended.poll(math.ceil(limit_s * 1000))
 
     def _killed_for_memory(self) -> bool:
         """Whether the kernel has killed since the last call. A worker whose engine was killed exits by itself, and

@@ -7,14 +7,24 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+from tandem_engine.base.addresses import Address, loopback_beside
 from tandem_engine.base.errors import ConfigError
 from tandem_services.cli.flags import port_number
 from tandem_services.common.errors import StartupError
 from tandem_services.common.settings import read_settings
 
 if TYPE_CHECKING:
-    from tandem_services.cli.run_dir import Run
+    import httpx
+
+    from tandem_services.cli.run_dir import Run, StartedProcess
+
+ANSWER_S = 1.0
+"""That a process has to say whether it is ready."""
+
+GATEWAY = "gateway"
+"""Name of the process whose port is that of the API."""
 
 STOP_S = 60.0
 """From the end of the grace that running requests have until all processes are gone."""
@@ -37,8 +47,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     ps = commands.add_parser(
         "ps",
         help="list what `tandem serve` and `tandem up` run on this machine",
-        description="List every `tandem serve` and `tandem up` of this user, with its URL, model and processes. Those "
-        "that were started with --run-dir need it here, too.",
+        description="List every `tandem serve` and `tandem up` of this user, with its URL, model and processes, and "
+        "what processes that are not ready do. Those that were started with --run-dir need it here, too.",
     )
     _add_run_dir(ps)
     ps.set_defaults(run=run_ps)
@@ -58,12 +68,31 @@ def _add_run_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ps(args: argparse.Namespace) -> int:
-    for run, folder in _running(args.run_dir):
-        print(f"{run.url}  {run.model}  tandem {run.version}  pid {run.up.pid}  {folder}")
-        for process in run.processes:
-            port = f"  health port {process.health_port}" if process.health_port else ""
-            print(f"  {process.name:<12} pid {process.pid}{port}")
+    import httpx
+
+    # As in `start_view`: plain HTTP to our own processes.
+    with httpx.Client(timeout=ANSWER_S, trust_env=False, verify=False) as client:  # noqa: S501
+        for run, folder in _running(args.run_dir):
+            print(f"{run.url}  {run.model}  tandem {run.version}  pid {run.up.pid}  {folder}")
+            for process in run.processes:
+                port = f"  health port {process.health_port}" if process.health_port else ""
+                print(f"  {process.name:<12} pid {process.pid}{port}{_state(run, process, client)}")
     return 0
+
+
+def _state(run: "Run", process: "StartedProcess", client: "httpx.Client") -> str:
+    """Whether it is ready, and what is missing; empty for one without a port."""
+    from tandem_services.cli.start_watch import readiness
+
+    if process.health_port:
+        inner = loopback_beside(urlsplit(run.url).hostname or "")
+        url = Address(inner, process.health_port).url("/ready")
+    elif process.name == GATEWAY:
+        url = f"{run.url}/ready"
+    else:
+        return ""
+    answer = readiness(client, url)
+    return "  ready" if answer.ready else f"  {'; '.join(answer.reasons) or 'does not answer'}"
 
 
 def run_stop(args: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ import argparse
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,7 +164,9 @@ def _add_start(group: argparse._ArgumentGroup) -> None:
     )
 
 
-POLL_SECONDS = 0.1
+LOOK_S = 1.0
+"""Between two looks at processes that serve, where none ends. A signal that comes just before one waits as long."""
+
 KEYS_FILE = "keys.json"
 REDIS_LOGIN_FILE = "redis-password"
 PROGRESS_SUFFIX = ".progress"
@@ -370,7 +371,7 @@ def run(args: argparse.Namespace) -> int:
         while True:
             for event in supervisor.restart_dead():
                 restarting(event)
-            time.sleep(POLL_SECONDS)
+            supervisor.wait(LOOK_S)
     except KeyboardInterrupt as interrupt:
         print("\ntandem: stopping", file=sys.stderr, flush=True)
         return 130 if interrupt.args == (signal.SIGINT,) and not ready else 0

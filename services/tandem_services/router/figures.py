@@ -13,7 +13,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """No further than a browser can count."""
 
 Rate = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
-Label = Annotated[str, msgspec.Meta(max_length=64)]
+MAX_LABEL = 64
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +46,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Prefixes brought from other workers."""
     transport: Label = ""
     dtype: Label = ""
+    device: Label = ""
+    kernel_target: Label = ""
+    """Kind of CPU that its kernels are compiled for; empty on a GPU."""
 
 
 FIGURES = frozenset(field.name for field in msgspec.structs.fields(Figures))

@@ -77,10 +77,14 @@ class FleetReader:
         """People look at the figures of all workers."""
         self._viewed_at = self.clock.now()
 
+    @property
+    def is_viewed(self) -> bool:
+        """Whether people have looked lately."""
+        return self.clock.now() - self._viewed_at < VIEWED_S
+
     async def _read(self, missing: tuple[str, ...]) -> FleetSnapshot:
         now, small = self.clock.now(), len(self._records) <= SMALL_FLEET
-        viewed = now - self._viewed_at < VIEWED_S
-        aged = tuple(islice(self._records, MAX_DESCRIBED if small or viewed else REREAD))
+        aged = tuple(islice(self._records, MAX_DESCRIBED if small or self.is_viewed else REREAD))
         listed = small or now - self._listed_at >= len(self._records) / LISTED_A_SECOND
         changes = await self.registry.changes(self._generation, listed=listed, described=aged, missing=missing)
         self._replace(aged, changes.workers)

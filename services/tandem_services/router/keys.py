@@ -10,6 +10,7 @@ hash tag, so on a Redis Cluster all keys of one cluster name share a slot and on
     worker:<worker_id>   HASH  the same worker for gateways, peers, people and the operator: readable fields, signed
     fenced:<incarnation> STR   why it is over for good: a verdict (router.deployment)
     changes              ZSET  incarnation → generation of its last change (scripts/changes.lua)
+    starting             HASH  worker_id → what a worker does that is not registered yet (scripts/starting.lua)
     meta                 HASH  epoch, generation, last_call, swept_at, grace_until
     blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
     host:<incarnation>   SET   those of them that are in host memory alone, not on the device
@@ -108,6 +109,12 @@ MAX_DESCRIBED = 256
 MAX_ROW_FIELDS = 128
 """Fields of the readable hash of a worker. A hash with more was not written by a worker."""
 
+STARTING_MS = 10_000
+"""A worker that starts is forgotten this long after its last report: ten of its reports."""
+
+MAX_STARTING = 256
+"""Workers of a cluster that are listed while they start: as many as the console shows."""
+
 MAX_GATEWAYS = 1_024
 """More wishes than this are malformed data."""
 
@@ -159,6 +166,10 @@ class Keys:
     def shared(self) -> tuple[str, ...]:
         """KEYS of every registry function, in the order the scripts expect."""
         return tuple(self.prefix + name for name in ("fleet", "owner", "meta"))
+
+    @property
+    def starting(self) -> str:
+        return self.prefix + "starting"
 
     def worker(self, worker_id: str) -> str:
         return f"{self.prefix}worker:{worker_id}"

@@ -27,6 +27,7 @@ from tandem_services.router.deployment import supersedes
 from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.router.keys import LEASE_MS, worker_id_of
 from tandem_services.router.registry import WorkerRecord, WorkerState
+from tandem_services.router.starting import StartingWorker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,8 @@ class FleetView:
     members: tuple[FleetMember, ...]
     age_s: float
     """Seconds since Redis last returned the members. After a few heartbeats Redis counts as unavailable."""
+    starting: tuple[StartingWorker, ...] = ()
+    """Those that are not members yet, read while people look."""
 
 
 VIEW_DELAY_S = 0.25

@@ -48,9 +48,10 @@ SCRIPTS = (
     "usage",
     "fair",
     "adapters",
+    "starting",
 )
 
-SCOPED = frozenset({"lease", "usage", "fair", "adapters"})
+SCOPED = frozenset({"lease", "usage", "fair", "adapters", "starting"})
 """Scripts of which no other uses anything. Their names are local to them: a Lua chunk has room for 200."""
 
 CONSTANTS: Mapping[str, float] = {
@@ -77,6 +78,8 @@ CONSTANTS: Mapping[str, float] = {
     "BACKLOG_MS": keys.BACKLOG_MS,
     "WISH_MS": keys.WISH_MS,
     "PLACE_MS": keys.PLACE_MS,
+    "STARTING_MS": keys.STARTING_MS,
+    "MAX_STARTING": keys.MAX_STARTING,
     "MAX_GATEWAYS": keys.MAX_GATEWAYS,
     "MAX_PLACES": keys.MAX_PLACES,
     "USAGE_WINDOW_S": usage_counters.WINDOW_S,

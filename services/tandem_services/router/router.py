@@ -63,6 +63,7 @@ from tandem_services.router.selection import (
     TicketedChoices,
 )
 from tandem_services.router.shared_state import FairBoard, QuarantineBoard, SessionBindings, UsageBoard
+from tandem_services.router.starting import StartingBoard, StartingWorker
 from tandem_services.router.tickets import TicketBoard
 
 LOCAL_PREFILL_TOKENS = 2048
@@ -207,6 +208,8 @@ class Router:
         self.end_reports = registry
         """How workers have ended."""
         self._reader = FleetReader(registry=registry, clock=self._clock)
+        self._starting = StartingBoard(library=FunctionLibrary(self._background, source), keys=keys)
+        self._seen_starting: tuple[StartingWorker, ...] = ()
         self._membership = Membership(clock=self._clock)
         self._own = OwnLoad(clock=self._clock)
         index = BlockIndex(library=FunctionLibrary(self._routing, source), keys=keys)
@@ -283,7 +286,11 @@ class Router:
     def fleet(self) -> FleetView:
         """The fleet as last seen, for people: those that `mark_dead` named included."""
         self._reader.viewed()
-        return FleetView(members=self._membership.members(), age_s=self._clock.now() - self._refreshed_at)
+        return FleetView(
+            members=self._membership.members(),
+            age_s=self._clock.now() - self._refreshed_at,
+            starting=self._seen_starting,
+        )
 
     @property
     def redis_failures(self) -> int:
@@ -454,7 +461,14 @@ class Router:
     async def _keep_refreshing(self) -> None:
         # A view that stops refreshing would go unnoticed until workers are gone.
         complaint = "cannot refresh the view of the fleet"
-        await for_ever(self._refresh_if_possible, every_s=HEARTBEAT_S, logger=logger, complaint=complaint)
+        await for_ever(self._refresh_view, every_s=HEARTBEAT_S, logger=logger, complaint=complaint)
+
+    async def _refresh_view(self) -> None:
+        await self._refresh_if_possible()
+        try:
+            self._seen_starting = await self._starting.read() if self._reader.is_viewed else ()
+        except RedisUnavailableError:
+            self._seen_starting = ()
 
 
 def _continues(choice: Choice, query: RouteQuery) -> bool:

@@ -29,6 +29,7 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.cost import BROKEN_TOKEN_S, Load
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import supersedes
+from tandem_services.router.figures import MAX_LABEL
 from tandem_services.router.fleet_reader import LISTED_A_SECOND
 from tandem_services.router.keys import DESCRIBE_EVERY_S, HEARTBEAT_S, MAX_WORKERS, SMALL_FLEET
 from tandem_services.router.registry import (
@@ -262,6 +263,8 @@ def describe(config: WorkerConfig, ready: EngineReady, monitor: LoadMonitor, *, 
         "total_pages": ready.total_pages,
         "fingerprint": geometry.fingerprint,
         "dtype": geometry.dtype,
+        "device": ready.device[:MAX_LABEL],
+        "kernel_target": ready.kernel_target,
     }
     if stats is not None:
         details |= {

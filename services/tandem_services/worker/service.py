@@ -50,6 +50,7 @@ from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import Keys
 from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
+from tandem_services.router.starting import StartingBoard
 from tandem_services.worker.config import WorkerConfig, new_incarnation
 from tandem_services.worker.engine_process import EngineChild, EngineLink, OrderRefusedError, Subscribers, engine_argv
 from tandem_services.worker.http_api import BUSY, HealthServer, WorkerProbes, build_app
@@ -58,6 +59,7 @@ from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.peers import Introductions, Lifelines, PeerChecks, PeerWatch, WarmLinks
 from tandem_services.worker.registration import Consequences, LoadMonitor, Registration, describe, drain_summary
 from tandem_services.worker.standby import Standby
+from tandem_services.worker.start_reports import StartReports
 from tandem_services.worker.tracing import WorkerTraces
 
 EXIT_OK = 0
@@ -166,6 +168,14 @@ class WorkerService:
         library = FunctionLibrary(self._redis)
         registry = Registry(library=library, keys=keys, deployment=deployment)
         fleet = FleetReader(registry=registry, clock=clock)
+        self._start_reports = StartReports(
+            board=StartingBoard(library=library, keys=keys),
+            config=config,
+            incarnation=self.incarnation,
+            progress_file=self._progress_file,
+            loaded=lambda: self._ready is not None,
+            clock=clock,
+        )
         peers = PeerWatch(clock=clock, own=self.incarnation)
         self._peer_checks = PeerChecks(
             registry=registry, fleet=fleet, watch=peers, context=context, gone=self._tell_peer_gone
@@ -210,6 +220,7 @@ class WorkerService:
             self._tasks.start(self._link.run(self._subscribers()), "control")
             self._tasks.start(self._watch_engine(child), "engine")
             self._tasks.start(self._limit_start(), "start-limit")
+            self._tasks.start(self._start_reports.run(), "start-reports")
             ending = await self._ending.wait()
             log = logger.info if ending.status == EXIT_OK else logger.error
             log("worker %s exits: %s", self.incarnation, ending.reason)

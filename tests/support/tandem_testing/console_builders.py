@@ -8,7 +8,8 @@ from tandem_engine.config import Role
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.router.membership import FleetMember, FleetView
 from tandem_services.router.registry import WorkerState
-from tandem_testing.router_builders import make_load, make_record
+from tandem_services.router.starting import StartingWorker
+from tandem_testing.router_builders import MODEL, make_load, make_record
 
 FIGURES: dict[str, str] = {
     "running": "3",
@@ -42,6 +43,11 @@ def member(
     return FleetMember(record=replace(record, details=FIGURES | (figures or {})), suspect=suspect)
 
 
+def starting(name: str, role: Role = Role.BOTH, **changes: Any) -> StartingWorker:
+    fields = {"phase": "weights", "done": 1 << 30, "total": 4 << 30, "unit": "bytes", "seconds": 12.3}
+    return StartingWorker(worker_id=name, incarnation=f"{name}@1", role=role, model=MODEL, **{**fields, **changes})
+
+
 def link(peer: str, **changes: Any) -> LinkReport:
     fields = {"bytes_per_s": 1.2e9, "latency_s": 0.0004, "transport": LinkTransport.SHM, "age_s": 3.0}
     return LinkReport(peer=f"{peer}@1", **{**fields, **changes})
@@ -54,7 +60,8 @@ class ScriptedFleet:
     members: list[FleetMember] = field(default_factory=list)
     age_s: float = 0.4
     asked: int = 0
+    starting: list[StartingWorker] = field(default_factory=list)
 
     def __call__(self) -> FleetView:
         self.asked += 1
-        return FleetView(members=tuple(self.members), age_s=self.age_s)
+        return FleetView(members=tuple(self.members), age_s=self.age_s, starting=tuple(self.starting))

@@ -27,7 +27,12 @@ PAGE = 16
 PATIENT_S = 60.0
 """Deadline of commands in tests that are not about deadlines."""
 HOUR_MS = 3_600_000
-LASTING = {"LEASE_MS": HOUR_MS, "FENCE_AFTER_MS": 2 * HOUR_MS, "RESERVATION_MS": HOUR_MS}
+LASTING = {
+    "LEASE_MS": HOUR_MS,
+    "FENCE_AFTER_MS": 2 * HOUR_MS,
+    "RESERVATION_MS": HOUR_MS,
+    "STARTING_MS": HOUR_MS,
+}
 """What workers report and routers reserve counts for longer than any machine takes for the calls of a test. Whoever
 reads the registry must know of it: `patient_router`, and not a process."""
 

@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 SETUP = ROOT / "tools/setup.sh"
+FILES = ("pyproject.toml", "tools/setup.sh", "docker/locks/engine-cpu.txt", "docker/constraints.txt")
+"""Which a set-up depends on."""
 
 
 def file_line(name: str) -> str:
@@ -21,7 +23,7 @@ def commands(tmp_path: Path) -> Path:
     """A folder without package managers and Python, for PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("cat", "cut", "dirname", "id", "sha256sum"):
+    for name in ("cat", "cut", "dirname", "grep", "id", "sha256sum"):
         (folder / name).symlink_to(shutil.which(name) or name)
     (folder / "redis-server").write_text("")
     (folder / "redis-server").chmod(0o755)
@@ -42,7 +44,7 @@ def commands(tmp_path: Path) -> Path:
 def test_setup_has_nothing_to_do(
     commands: Path, tmp_path: Path, earlier: str, kind: str, torch: str | None, done: bool
 ) -> None:
-    files = file_line("pyproject.toml") + file_line("tools/setup.sh")
+    files = "".join(map(file_line, FILES))
     stamp = f"{hashlib.sha256(files.encode()).hexdigest()} {earlier}\n"
     (tmp_path / ".tandem-setup").write_text(stamp)
     variables = {"PATH": str(commands), "TANDEM_VENV": str(tmp_path), "PYTHON": "absent"}
@@ -52,3 +54,58 @@ def test_setup_has_nothing_to_do(
     assert ended.returncode == (0 if done else 1), ended.stderr
     assert bool(ended.stdout) is not done
     assert ("python3-venv" in ended.stderr) is not done
+
+
+PROGRAM = """\
+#!/bin/sh
+case "$*" in
+*platform*) echo "$MACHINE" ;;
+*compileall*) ;;
+"-m pip "*) echo "$*" >>"$LOG" ;;
+esac
+"""
+"""A Python that installs nothing."""
+
+
+@pytest.fixture
+def environment(commands: Path, tmp_path: Path) -> dict[str, str]:
+    """Variables of a set-up whose environment is there, and whose pip writes what it is called with to LOG."""
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    for place in (commands / "python", tmp_path / "venv/bin/python"):
+        place.write_text(PROGRAM)
+        place.chmod(0o755)
+    return {
+        "PATH": str(commands),
+        "TANDEM_VENV": str(tmp_path / "venv"),
+        "PYTHON": "python",
+        "LOG": str(tmp_path / "log"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "variables", "installed"),
+    [
+        (
+            "runtime",
+            {"MACHINE": "x86_64 3 11"},
+            ["--require-hashes --no-deps --requirement VENV/.tandem-lock", "--no-deps -e ."],
+        ),
+        ("runtime", {"MACHINE": "x86_64 3 12"}, ["torch", "--constraint docker/constraints.txt -e .[engine]"]),
+        ("runtime", {"MACHINE": "aarch64 3 11"}, ["torch", "--constraint docker/constraints.txt -e .[engine]"]),
+        (
+            "runtime",
+            {"MACHINE": "x86_64 3 11", "TANDEM_TORCH": "cuda"},
+            ["torch", "--constraint docker/constraints.txt -e .[engine]"],
+        ),
+        ("runtime", {"MACHINE": "x86_64 3 11", "TANDEM_LOCK": "no"}, ["torch", "-e .[engine]"]),
+        ("dev", {"MACHINE": "x86_64 3 11"}, ["torch", "-e .[dev]"]),
+    ],
+)
+def test_setup_installs_locked_versions_of_what_serves(
+    environment: dict[str, str], kind: str, variables: dict[str, str], installed: list[str]
+) -> None:
+    bash = shutil.which("bash") or "bash"
+    subprocess.run([bash, SETUP, kind], env=environment | variables, capture_output=True, check=True)
+    common = "-m pip --disable-pip-version-check install --no-compile "
+    lines = Path(environment["LOG"]).read_text().replace(environment["TANDEM_VENV"], "VENV").splitlines()
+    assert [line.removeprefix(common).partition("torch==2")[0] or "torch" for line in lines] == installed

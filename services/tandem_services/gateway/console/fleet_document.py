@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tandem_engine.base.progress import Progress
 from tandem_engine.base.version import product_version
 from tandem_engine.config import Role
 from tandem_engine.messages.stats import LinkReport
@@ -19,6 +20,7 @@ from tandem_services.gateway.observe.explain import RequestJournal, RequestRecor
 from tandem_services.router.figures import Figures, read_figures
 from tandem_services.router.keys import LEASE_MS
 from tandem_services.router.membership import FleetMember, FleetView
+from tandem_services.router.starting import StartingWorker
 
 SAMPLES = 200
 """Requests that are looked at: enough for a 95th percentile, few enough to be summed up every second."""
@@ -183,6 +185,22 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """None when its statistics are malformed."""
 
 
+class StartingRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that is not registered yet: what its engine does."""
+
+    worker_id: str
+    incarnation: str
+    role: str
+    model: str
+    phase: str
+    share: float | None
+    """Done of the phase; None where that is not known."""
+    progress: str
+    """The same as text, with the amount."""
+    seconds: float
+    """Since its start."""
+
+
 class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
     """The way KV takes from one worker to another, as the sender has measured it. 0: not measured."""
 
@@ -225,6 +243,8 @@ class FleetDocument(msgspec.Struct, frozen=True, kw_only=True):
     gateway: GatewayRow
     workers: tuple[WorkerRow, ...]
     workers_total: int
+    starting: tuple[StartingRow, ...]
+    """At most `keys.MAX_STARTING` of each fleet."""
     links: tuple[LinkRow, ...]
     links_total: int
 
@@ -275,6 +295,7 @@ def fleet_document(fleets: Sequence[ViewedFleet], gateway: GatewayFigures) -> Fl
         ),
         workers=tuple(_worker(member) for member in members[:MAX_WORKERS_SHOWN]),
         workers_total=len(members),
+        starting=_starting(views),
         links=tuple(_link(source, each) for source, each in links[:MAX_LINKS_SHOWN]),
         links_total=len(links),
     )
@@ -298,6 +319,27 @@ def _worker(member: FleetMember) -> WorkerRow:
         decode_step_s=load.step_s,
         adapters=tuple(_cut(name) for name in sorted(view.adapters)[:MAX_ADAPTERS_SHOWN]),
         figures=read_figures(record.details),
+    )
+
+
+def _starting(views: Sequence[FleetView]) -> tuple[StartingRow, ...]:
+    """A worker that is registered has started, whatever it last reported."""
+    registered = {member.record.view.incarnation for view in views for member in view.members}
+    reports = (each for view in views for each in view.starting if each.incarnation not in registered)
+    return tuple(map(_starting_row, reports))
+
+
+def _starting_row(worker: StartingWorker) -> StartingRow:
+    progress = Progress(phase=worker.phase, done=worker.done, total=worker.total, unit=worker.unit)
+    return StartingRow(
+        worker_id=_cut(worker.worker_id),
+        incarnation=_cut(worker.incarnation),
+        role=_cut(worker.role),
+        model=_cut(worker.model),
+        phase=_cut(worker.phase),
+        share=progress.share,
+        progress=_cut(str(progress)),
+        seconds=worker.seconds,
     )
 
 

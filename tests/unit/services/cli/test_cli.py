@@ -12,7 +12,6 @@ import pytest
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import memory_share
-from tandem_services.cli import processes
 from tandem_services.cli.chat.conversation import Turn
 from tandem_services.cli.cores import Cores
 from tandem_services.cli.flags import bundled_model, model_folder
@@ -23,7 +22,6 @@ from tandem_services.cli.start_watch import readiness
 from tandem_services.cli.up import greeting_of, plan, start
 from tandem_services.common.errors import RemoteError, StartupError
 from tandem_services.common.sockets import free_port
-from tandem_testing.waiting import wait_for
 
 UP_S = 60.0
 COMMANDS = ["up", "doctor", "chat", "bench", "verify", "simulate", "gateway", "router", "worker", "ctl", "keys"]
@@ -356,26 +354,6 @@ def test_the_bundled_model_is_the_default() -> None:
     assert model_folder(None) == bundled_model()
 
 
-def test_a_child_that_exits_while_starting_shows_its_last_words(tmp_path) -> None:
-    supervisor = Supervisor()
-    code = "import sys; print('cannot find my shoes'); sys.exit(3)"
-    supervisor.start(Child(name="walker", argv=[sys.executable, "-c", code], log=tmp_path / "walker.log"))
-    supervisor.children[0].process.wait(20)
-    with pytest.raises(StartupError, match=r"walker exited with status 3(.|\n)*cannot find my shoes"):
-        supervisor.require_alive()
-    supervisor.stop(grace=1)
-
-
-def test_a_flag_that_a_child_refuses_is_wrong_usage(tmp_path) -> None:
-    supervisor = Supervisor()
-    code = "import sys; print('tandem: error: --cluster must be letters', file=sys.stderr); sys.exit(2)"
-    supervisor.start(Child(name="walker", argv=[sys.executable, "-c", code], log=tmp_path / "walker.log"))
-    supervisor.children[0].process.wait(20)
-    with pytest.raises(ConfigError, match="walker exited with status 2 while starting: --cluster must be letters"):
-        supervisor.require_alive()
-    supervisor.stop(grace=1)
-
-
 def test_a_value_is_no_misspelt_flag(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["up", "--watermark", "x"])
@@ -395,69 +373,6 @@ def test_a_description_is_wrapped_and_examples_are_not(monkeypatch, capsys) -> N
     description, examples = shown.split("examples:\n")
     assert max(map(len, description.splitlines())) <= 80
     assert "--tokens-per-minute 200000 --file keys.json\n" in examples
-
-
-def test_a_dead_child_is_restarted_after_its_pause_and_stopped_at_the_end(tmp_path) -> None:
-    supervisor = Supervisor()
-    child = Child(name="sleeper", argv=[sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "log")
-    supervisor.start(child)
-    child.process.kill()
-    child.process.wait(20)
-    assert "killed by SIGKILL; restarting in 1 s" in supervisor.restart_dead()[0]
-    assert supervisor.restart_dead() == []
-    child.restart_at = 0.0
-    assert supervisor.restart_dead() == ["sleeper restarted"]
-    assert child.status is None
-    supervisor.stop(grace=5)
-    assert child.status is not None
-
-
-def test_kill_for_memory_explains_the_children_of_that_moment(tmp_path, monkeypatch) -> None:
-    counts = iter([0, 2, 3, 3])
-    monkeypatch.setattr(processes, "memory_kills", lambda: next(counts))
-    monkeypatch.setattr(processes, "memory_shortage", lambda: "memory was short")
-    supervisor = Supervisor(memory_kills=processes.memory_kills())
-    kill, leave = (f"import os; {end}" for end in ("os.kill(os.getpid(), 9)", "os._exit(1)"))
-
-    def messages(*codes: str) -> list[str]:
-        supervisor.children = [
-            Child(name=f"c{number}", argv=[sys.executable, "-c", code], log=tmp_path / "log")
-            for number, code in enumerate(codes)
-        ]
-        for child in supervisor.children:
-            child.start()
-            child.process.wait(20)
-        return [event.partition(";")[0] for event in supervisor.restart_dead()]
-
-    for_memory = "was killed by the kernel because memory was short"
-    assert messages(kill, kill) == [f"c0 {for_memory}", f"c1 {for_memory}"]
-    # The kernel killed the engine of this one.
-    assert messages(leave) == ["c0 exited with status 1"]
-    assert messages(kill) == ["c0 was killed by SIGKILL"]
-
-
-TOLD_TO_END = """
-import pathlib, signal, sys, time
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-pathlib.Path({up!r}).touch()
-signal.sigwait([signal.SIGTERM])
-"""
-"""Blocked and waited for: `signal.pause` waits for the next one when the first comes right before it."""
-
-
-def test_what_the_others_need_is_stopped_after_them(tmp_path) -> None:
-    gone, up = tmp_path / "gone", {name: tmp_path / f"up-{name}" for name in ("last", "first")}
-    endings = {
-        "last": f"sys.exit(0 if pathlib.Path({str(gone)!r}).exists() else 9)",
-        "first": f"time.sleep(0.3); pathlib.Path({str(gone)!r}).touch()",
-    }
-    supervisor = Supervisor()
-    for name, ending in endings.items():
-        argv = [sys.executable, "-c", TOLD_TO_END.format(up=str(up[name])) + ending]
-        supervisor.start(Child(name=name, argv=argv, log=tmp_path / name, outlives_others=name == "last"))
-    wait_for(lambda: all(path.exists() for path in up.values()), UP_S)
-    supervisor.stop(grace=UP_S)
-    assert [child.status for child in supervisor.children] == [0, 0]
 
 
 def test_a_chat_turn_keeps_text_usage_and_id_and_raises_on_an_error_event() -> None:

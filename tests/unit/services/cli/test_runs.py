@@ -1,10 +1,13 @@
 """`tandem ps` and `tandem stop`: what they find in run directories, and which process gets a signal."""
 
+import json
 import os
 import stat
 import subprocess
 import sys
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -42,7 +45,7 @@ def started():
         process.communicate()
 
 
-def record(folder, identity: Identity, port: int = 8000) -> None:
+def record(folder, identity: Identity, port: int = 8000, health_port: int = 4242) -> None:
     prepare_run_dir(folder, files=["keys.json"], logs=["gateway.log"])
     record_run(
         folder,
@@ -53,7 +56,11 @@ def record(folder, identity: Identity, port: int = 8000) -> None:
             model_path="/models/mini",
             port=port,
             url=f"http://127.0.0.1:{port}",
-            processes=(StartedProcess(name="decode-0", pid=77, role="decode", health_port=4242),),
+            processes=(
+                StartedProcess(name="redis", pid=75),
+                StartedProcess(name="decode-0", pid=77, role="decode", health_port=health_port),
+                StartedProcess(name="gateway", pid=79),
+            ),
         ),
     )
 
@@ -64,13 +71,38 @@ def identity_of(process) -> Identity:
     return found
 
 
-def test_ps_lists_url_model_and_processes(state, started, capsys):
+@pytest.fixture
+def loading():
+    """The port of a worker whose engine loads its model."""
+
+    class Loads(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps({"reasons": ["engine: loading the model (kernels 7 of 16)"]}).encode()
+            self.send_response(503)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Loads) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def test_ps_lists_url_model_and_what_processes_do(state, started, loading, capsys):
     process = started()
-    record(state / "8000", identity_of(process))
+    record(state / "8000", identity_of(process), 1, health_port=loading)
     assert main(["ps"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"http://127.0.0.1:8000  mini  tandem 1.2.3  pid {process.pid}  {state / '8000'}",
-        "  decode-0     pid 77  health port 4242",
+        f"http://127.0.0.1:1  mini  tandem 1.2.3  pid {process.pid}  {state / '8000'}",
+        "  redis        pid 75",
+        f"  decode-0     pid 77  health port {loading}  engine: loading the model (kernels 7 of 16)",
+        "  gateway      pid 79  does not answer",
     ]
 
 

@@ -21,12 +21,19 @@ function factsOf(fleet) {
     ["Gateway", `Tandem ${version}, up for ${format.seconds(uptime_s)}`],
     ["API keys", requires_key ? "required" : "not required: authentication is disabled"],
     ["Models", of((worker) => worker.model)],
-    ...(roots.length > 0 ? [/** @type {[string, string]} */ (["From the hub", roots.join(", ")])] : []),
+    ...given("From the hub", roots.join(", ")),
     ["Data types", of((worker) => worker.figures?.dtype)],
+    ["Devices", of((worker) => worker.figures?.device)],
+    ...given("CPU kernels", of((worker) => worker.figures?.kernel_target)),
     ["KV transport", of((worker) => worker.figures?.transport)],
     ...adaptersOf(fleet.workers),
     ["Clusters", clusters.join(", ")],
   ];
+}
+
+/** A fact that not every gateway has. @param {string} name @param {string} text @returns {[string, string][]} */
+function given(name, text) {
+  return text && text !== format.NONE ? [[name, text]] : [];
 }
 
 /** Each with the number of its workers, where not all have it. @param {any[]} workers @returns {[string, string][]} */

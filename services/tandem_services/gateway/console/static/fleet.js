@@ -7,6 +7,7 @@ import { fill, h } from "./dom.js";
 import { FleetHistory } from "./history.js";
 import { linkTable } from "./links_table.js";
 import { poll } from "./poll.js";
+import { startingPanel } from "./starting.js";
 import { summaryTiles } from "./summary_tiles.js";
 import { workerTable } from "./workers_table.js";
 
@@ -22,10 +23,11 @@ export function showFleet(main, page) {
   const caches = cacheTable(history);
   const links = linkTable();
   const about = aboutPanel();
+  const starting = startingPanel();
   const body = h("div", { class: "stack-view", hidden: true }, tiles.element, workers.element, caches.element, links.element, about.element);
   const blank = h("div", { class: "blank" });
   fill(blank, h("p", { class: "loading" }, "Loading the fleet…"));
-  fill(main, h("h1", { class: "visually-hidden" }, "Fleet"), blank, body);
+  fill(main, h("h1", { class: "visually-hidden" }, "Fleet"), starting.element, blank, body);
 
   return poll({
     everyMs: EVERY_MS,
@@ -39,7 +41,8 @@ export function showFleet(main, page) {
       const rows = [...fleet.workers, ...history.lost().map(departed)];
       blank.hidden = rows.length > 0;
       body.hidden = rows.length === 0;
-      if (rows.length === 0) fill(blank, ...nobody(fleet));
+      if (rows.length === 0) fill(blank, ...noWorkers(fleet));
+      starting.update(fleet);
       tiles.update(fleet);
       workers.update(rows, fleet);
       caches.update(fleet);
@@ -64,7 +67,8 @@ export function showFleet(main, page) {
 }
 
 /** @param {any} fleet */
-function nobody(fleet) {
+function noWorkers(fleet) {
+  if (fleet.starting.length > 0) return [h("p", {}, "The gateway is up. It serves when the first workers of each role have started.")];
   const hint =
     fleet.redis === "away"
       ? "Redis is down, so this gateway cannot list the workers."

@@ -14,7 +14,7 @@ from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.outputs import CacheHits
 from tandem_services.router.registry import WorkerState
 from tandem_testing.browser import CHROMIUM, PATIENCE_MS, WatchedPage, chromium, watched_page
-from tandem_testing.console_builders import ScriptedFleet, link, member
+from tandem_testing.console_builders import ScriptedFleet, link, member, starting
 from tandem_testing.gateway_builders import LiveGateway, live_gateway, priced_options_of, script
 from tandem_testing.key_files import key_of, write_keys
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
@@ -124,6 +124,23 @@ async def test_the_fleet_is_shown_with_its_states_caches_and_links(see):
         await sight.says("1\nof 3 ready", "paused", "35 %", "213", "1.20 GB/s", "broken: no route to host", "400 µs")
         sight.fleet.members[0] = member("prefill-0", Role.PREFILL, links=links, state=WorkerState.DRAINING)
         await sight.shows("draining")
+        await sight.is_sound()
+
+
+async def test_starting_workers_show_phases_before_and_beside_others(see):
+    async with see() as sight:
+        sight.fleet.starting = [
+            starting(ATTACK),
+            starting("d1", Role.DECODE, phase="kernels", done=7, total=16, unit=""),
+        ]
+        await sight.open()
+        await sight.says(ATTACK, "weights 25 % of 4.00 GiB", "kernels 7 of 16", "12 s", selector=".starting")
+        await sight.shows("It serves when the first workers of each role have started.")
+        await sight.is_sound()
+        sight.fleet.members = [member("p1", figures={"device": "cpu", "kernel_target": "x86-64-v3"})]
+        await sight.says("p1", "CPU kernels\nx86-64-v3", "Devices\ncpu")
+        sight.fleet.starting = []
+        await sight.watched.page.wait_for_selector(".starting", state="hidden", timeout=PATIENCE_MS)
         await sight.is_sound()
 
 

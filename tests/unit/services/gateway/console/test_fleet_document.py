@@ -18,7 +18,7 @@ from tandem_services.gateway.console.fleet_document import (
 from tandem_services.gateway.http.sse import encode_json
 from tandem_services.gateway.observe.explain import ChoiceRecord, RequestJournal, RequestRecord
 from tandem_services.router.registry import WorkerState
-from tandem_testing.console_builders import ScriptedFleet, link, member
+from tandem_testing.console_builders import ScriptedFleet, link, member, starting
 
 
 def gateway_figures(health: Health | None = None) -> GatewayFigures:
@@ -74,6 +74,20 @@ def test_a_drained_gateway_says_so():
     health = Health()
     health.drain()
     assert described(health=health).gateway.draining
+
+
+def test_starting_workers_have_their_phase_until_they_are_members():
+    fleet = ScriptedFleet(
+        members=[member("a")], starting=[starting("a"), starting("b", Role.DECODE, phase="imports", total=0)]
+    )
+    (row,) = fleet_document([ViewedFleet("blue", fleet)], gateway_figures()).starting
+    assert (row.worker_id, row.role, row.progress, row.share) == ("b", "decode", "imports", None)
+    fleet.members.clear()
+    document = fleet_document([ViewedFleet("blue", fleet)], gateway_figures())
+    assert [(each.progress, each.share) for each in document.starting] == [
+        ("weights 25 % of 4.00 GiB", 0.25),
+        ("imports", None),
+    ]
 
 
 def test_no_address_of_a_worker_is_told():

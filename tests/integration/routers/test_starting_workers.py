@@ -1,0 +1,82 @@
+"""What workers that start report in a real Redis: read while people look, and never trusted."""
+
+import msgspec
+import pytest
+
+from tandem_services.router.keys import MAX_STARTING
+from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, library_source
+from tandem_services.router.starting import StartingBoard
+from tandem_testing.console_builders import starting
+from tandem_testing.router_builders import LASTING
+from tandem_testing.waiting import until
+
+NOW = 1_000_000_000
+PATIENCE_S = 60.0
+
+
+def board_of(fleet, *, now: int = NOW) -> StartingBoard:
+    """`now`: the time of its functions, in milliseconds, instead of Redis's own."""
+    library = FunctionLibrary(
+        fleet.client, library_source({**CONSTANTS, **LASTING}, clock=f"local function now_ms() return {now} end")
+    )
+    return StartingBoard(library=library, keys=fleet.keys)
+
+
+async def test_starting_workers_are_read_until_they_have_started(fleet):
+    board = board_of(fleet)
+    await board.report(starting("b", done=1))
+    await board.report(starting("a"))
+    await board.report(starting("b", done=2))
+    assert await board.read() == (starting("a"), starting("b", done=2))
+    await board.forget("a")
+    assert await board.read() == (starting("b", done=2),)
+
+
+async def test_report_that_is_not_repeated_is_forgotten(fleet):
+    lasting = LASTING["STARTING_MS"]
+    await board_of(fleet).report(starting("a"))
+    await board_of(fleet, now=NOW + lasting).report(starting("b"))
+    later = board_of(fleet, now=NOW + lasting + 1)
+    assert await later.read() == (starting("b"),)
+    assert await fleet.client.command("HLEN", fleet.keys.starting) == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"a": "garbage"},
+        {"a": f"{'9' * 15} {{}}"},
+        {"a": "-1 {}"},
+        {"a": "1 " + "x" * 100_000},
+        {f"w{i}": "1 x" for i in range(MAX_STARTING + 1)},
+    ],
+    ids=["text", "future", "negative", "long", "many"],
+)
+async def test_malformed_report_is_removed_and_others_stay(fleet, values):  # [redis-values-untrusted]
+    board = board_of(fleet)
+    for name, value in values.items():
+        await fleet.client.command("HSET", fleet.keys.starting, name, value)
+    await board.report(starting("z"))
+    assert await board.read() == (starting("z"),)
+    assert await fleet.client.command("HLEN", fleet.keys.starting) == 1
+
+
+async def test_report_with_other_fields_is_left_out(fleet):  # [redis-values-untrusted]
+    board = board_of(fleet)
+    await fleet.client.command("SET", fleet.keys.starting, "a string")
+    assert await board.read() == ()
+    await fleet.client.command("HSET", fleet.keys.starting, "bytes", f"{NOW} ".encode() + b"\xff\xfe")
+    for name, changes in (("a", {"done": -1}), ("b", {"seconds": float("inf")}), ("c", {"phase": "x" * 300})):
+        await board.report(msgspec.structs.replace(starting(name), **changes))
+    await board.report(starting("z"))
+    assert await board.read() == (starting("z"),)
+
+
+async def test_router_reads_starting_workers_while_people_look(fleet, router):
+    await StartingBoard(library=fleet.registry.library, keys=fleet.keys).report(starting("a"))
+
+    async def seen() -> bool:
+        return router.fleet().starting == (starting("a"),)
+
+    assert router.fleet().starting == ()
+    await until(seen, PATIENCE_S, "the router has read who starts")
