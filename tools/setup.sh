@@ -7,7 +7,8 @@
 #   TANDEM_TORCH=cpu    the CPU build of torch; default: the one that an earlier set-up chose, else this one
 #   TANDEM_TORCH=cuda   the CUDA build, for a machine with an NVIDIA GPU
 #   TANDEM_VENV=DIR     where the virtual environment goes (default .venv)
-#   TANDEM_LOCK=no      runtime: the newest versions that fit, not those that tests passed with
+#   TANDEM_LOCK=no      runtime: the newest versions that fit, not those that tests passed with (yes); default: the
+#                       choice of an earlier set-up, else yes
 #   PYTHON=python3.11   the interpreter that makes it (3.11 or newer)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -25,18 +26,19 @@ fail() { printf 'setup: %s\n' "$1" >&2; exit 1; }
 
 stamp=$venv/.tandem-setup
 stamped=$(cat "$stamp" 2>/dev/null || true)
-# Without the choice of the first set-up, `make up` would replace the CUDA build of torch.
-read -r _ chosen _ <<<"$stamped"
+# Without the choices of the first set-up, `make up` would replace the CUDA build of torch, or fail at an index again.
+read -r _ chosen _ chosen_lock <<<"$stamped"
 flavour=${TANDEM_TORCH:-${chosen:-cpu}}
+locked=${TANDEM_LOCK:-${chosen_lock:-yes}}
 
 case $kind in runtime) extras=engine ;; dev) extras=dev ;; *) fail "runtime or dev, not '$kind'" ;; esac
-case ${TANDEM_LOCK:-yes} in yes | no) ;; *) fail "TANDEM_LOCK must be yes or no, got '$TANDEM_LOCK'" ;; esac
+case $locked in yes | no) ;; *) fail "TANDEM_LOCK must be yes or no, got '$locked'" ;; esac
 case $flavour in cpu | cuda) ;; *) fail "TANDEM_TORCH must be cpu or cuda, got '$flavour'" ;; esac
 
 # A stamp of everything the result depends on makes the second run a no-op. What tests need has all that runs.
 want="$(sha256sum pyproject.toml tools/setup.sh "$lock" "$constraints" | sha256sum | cut -d' ' -f1) $flavour"
 if command -v redis-server >/dev/null; then
-    case $stamped in "$want dev" | "$want $kind") exit 0 ;; esac
+    case $stamped in "$want dev "* | "$want $kind $locked") exit 0 ;; esac
 fi
 
 step 1 "Debian packages"
@@ -71,7 +73,7 @@ install=("$venv/bin/python" -m pip --disable-pip-version-check install --no-comp
 # environment for tests gets what the index has, so that the next lock can be made of it (docker/pin.py).
 by_hash=
 more=()
-if [ "$kind" = runtime ] && [ "${TANDEM_LOCK:-yes}" = yes ]; then
+if [ "$kind $locked" = "runtime yes" ]; then
     more=(--constraint "$constraints")
     machine=$("$venv/bin/python" -c 'import platform, sys; print(platform.machine(), *sys.version_info[:2])')
     [ "$flavour $machine" = "cpu x86_64 3 11" ] && by_hash=yes
@@ -97,7 +99,14 @@ else
 fi
 
 step 4 "Tandem and its dependencies"
-if [ -n "$by_hash" ]; then "${install[@]}" --no-deps -e .; else "${install[@]}" "${more[@]}" -e ".[$extras]"; fi
+if [ -n "$by_hash" ]; then
+    "${install[@]}" --no-deps -e .
+elif [ ${#more[@]} -gt 0 ]; then
+    "${install[@]}" "${more[@]}" -e ".[$extras]" ||
+        fail "if the package index lacks a version of $constraints: TANDEM_LOCK=no takes what it has"
+else
+    "${install[@]}" -e ".[$extras]"
+fi
 # xds-protos up to 1.85 has an old copy of this package's files; who is installed last wins (grpc/grpc#42926).
 [ "$kind" = runtime ] ||
     "$venv/bin/python" -c 'from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope' 2>/dev/null ||
@@ -106,5 +115,5 @@ if [ -n "$by_hash" ]; then "${install[@]}" --no-deps -e .; else "${install[@]}" 
 rare='transformers/models|kubernetes/(aio/)?client|torch/testing|networkx|pygments/lexers|mypyc?|pip|setuptools|.*/tests?'
 "$venv/bin/python" -m compileall -qq -j 0 -x "site-packages/($rare)/" "$venv"/lib/python3*/site-packages || true
 
-echo "$want $kind" >"$stamp"
+echo "$want $kind $locked" >"$stamp"
 printf '\nSet-up is complete.\n'

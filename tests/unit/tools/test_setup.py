@@ -31,24 +31,27 @@ def commands(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("earlier", "kind", "torch", "done"),
+    ("earlier", "kind", "given", "done"),
     [
-        ("cpu runtime", "runtime", None, True),
-        ("cpu dev", "runtime", None, True),
-        ("cpu dev", "dev", "cpu", True),
-        ("cuda dev", "runtime", None, True),
-        ("cpu runtime", "dev", None, False),
-        ("cuda dev", "runtime", "cpu", False),
+        ("cpu runtime yes", "runtime", {}, True),
+        ("cpu dev yes", "runtime", {}, True),
+        ("cpu dev yes", "dev", {"TANDEM_TORCH": "cpu"}, True),
+        ("cuda dev yes", "runtime", {}, True),
+        ("cpu runtime yes", "dev", {}, False),
+        ("cuda dev yes", "runtime", {"TANDEM_TORCH": "cpu"}, False),
+        ("cpu runtime yes", "runtime", {"TANDEM_LOCK": "no"}, False),
+        ("cpu runtime no", "runtime", {"TANDEM_LOCK": "yes"}, False),
+        ("cpu runtime no", "runtime", {}, True),
+        ("cpu dev yes", "runtime", {"TANDEM_LOCK": "no"}, True),
     ],
 )
 def test_setup_has_nothing_to_do(
-    commands: Path, tmp_path: Path, earlier: str, kind: str, torch: str | None, done: bool
+    commands: Path, tmp_path: Path, earlier: str, kind: str, given: dict[str, str], done: bool
 ) -> None:
     files = "".join(map(file_line, FILES))
     stamp = f"{hashlib.sha256(files.encode()).hexdigest()} {earlier}\n"
     (tmp_path / ".tandem-setup").write_text(stamp)
-    variables = {"PATH": str(commands), "TANDEM_VENV": str(tmp_path), "PYTHON": "absent"}
-    variables |= {} if torch is None else {"TANDEM_TORCH": torch}
+    variables = {"PATH": str(commands), "TANDEM_VENV": str(tmp_path), "PYTHON": "absent", **given}
     bash = shutil.which("bash") or "bash"
     ended = subprocess.run([bash, SETUP, kind], env=variables, capture_output=True, text=True, check=False)
     assert ended.returncode == (0 if done else 1), ended.stderr
@@ -61,10 +64,10 @@ PROGRAM = """\
 case "$*" in
 *platform*) echo "$MACHINE" ;;
 *compileall*) ;;
-"-m pip "*) echo "$*" >>"$LOG" ;;
+"-m pip "*) echo "$*" >>"$LOG"; case "$*" in *"${LACKING:-nothing}"*) exit 1 ;; esac ;;
 esac
 """
-"""A Python that installs nothing."""
+"""A Python that installs nothing, and fails where it is called with LACKING."""
 
 
 @pytest.fixture
@@ -109,3 +112,22 @@ def test_setup_installs_locked_versions_of_what_serves(
     common = "-m pip --disable-pip-version-check install --no-compile "
     lines = Path(environment["LOG"]).read_text().replace(environment["TANDEM_VENV"], "VENV").splitlines()
     assert [line.removeprefix(common).partition("torch==2")[0] or "torch" for line in lines] == installed
+
+
+@pytest.mark.parametrize(
+    ("machine", "lacking", "calls"),
+    [("x86_64 3 11", "--require-hashes", 2), ("x86_64 3 12", "--constraint", 2)],
+)
+def test_index_without_locked_versions_has_a_way_out(
+    environment: dict[str, str], machine: str, lacking: str, calls: int
+) -> None:
+    bash, failing = shutil.which("bash") or "bash", environment | {"MACHINE": machine, "LACKING": lacking}
+    ended = subprocess.run([bash, SETUP, "runtime"], env=failing, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "TANDEM_LOCK=no takes what it has" in ended.stderr
+    assert len(Path(environment["LOG"]).read_text().splitlines()) == calls
+    for variables in ({"TANDEM_LOCK": "no"}, {}):
+        # The second one has nothing to do: the choice stays.
+        subprocess.run([bash, SETUP, "runtime"], env=failing | variables, capture_output=True, check=True)
+    installed = Path(environment["LOG"]).read_text().splitlines()[calls:]
+    assert [line.rpartition(" ")[2] for line in installed] == ["torch==2.13.0+cpu", ".[engine]"]
