@@ -38,6 +38,9 @@ HURRY_SECONDS = 5.0
 
 POLL_SECONDS = 0.02
 
+UNWATCHED_S = 0.1
+"""Between two looks at children where the kernel does not report their ends."""
+
 USAGE = 2
 """Exit status of a process whose flags cannot work."""
 
@@ -199,7 +202,12 @@ class Supervisor:
                 if child.status is not None:
                     limit_s = min(limit_s, max(0.0, (child.restart_at or now) - now))
                     continue
-                descriptor = os.pidfd_open(child.process.pid)
+                try:
+                    descriptor = os.pidfd_open(child.process.pid)
+                except OSError:
+                    # A sandbox without the call, or no free descriptor.
+                    limit_s = min(limit_s, UNWATCHED_S)
+                    continue
                 opened.callback(os.close, descriptor)
                 ended.register(descriptor, select.POLLIN)
             ended.poll(math.ceil(limit_s * 1000))

@@ -193,7 +193,9 @@ class StartWatch:
 
     def _keep_alive(self) -> None:
         """A process that ends also ends the start. Where the gateway serves with the others, it starts again."""
-        serves = any(each.after and each.ready_after_s is not None for each in self.watched)
+        serves = any(
+            each.after and each.ready_after_s is not None and each.child.status is None for each in self.watched
+        )
         self.supervisor.require_alive({each.child.name: each.doing for each in self._waiting()}, others_serve=serves)
         if not serves:
             return

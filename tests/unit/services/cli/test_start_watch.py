@@ -187,6 +187,21 @@ def test_worker_that_cannot_start_ends_a_start_that_serves(start, status, proble
     assert child.restarts == restarts
 
 
+def test_gateway_that_ends_after_it_served_ends_the_start(start):
+    start.child("decode-0", ready_at=0.0)
+    start.child("decode-1")
+    gateway = start.child("gateway", after=("decode-0", "decode-1"), ready_at=0.0)
+
+    def kill() -> None:
+        gateway.process.kill()
+        gateway.process.wait(UP_S)
+
+    start.each_turn.append(kill)
+    with pytest.raises(StartupError, match="gateway was killed by SIGKILL while starting"):
+        start.run()
+    assert start.events == []
+
+
 def test_refused_flag_is_wrong_usage(start):
     child = start.child("decode-0", "import sys; sys.exit(2)")
     assert child.process is not None

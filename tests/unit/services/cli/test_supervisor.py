@@ -41,6 +41,7 @@ def test_a_dead_child_is_restarted_after_its_pause_and_stopped_at_the_end(tmp_pa
     child.process.kill()
     child.process.wait(20)
     assert "killed by SIGKILL; restarting in 1 s" in supervisor.restart_dead()[0]
+    child.restart_at += HOURS_S
     assert supervisor.restart_dead() == []
     child.restart_at = 0.0
     supervisor.wait(HOURS_S)
@@ -52,6 +53,17 @@ def test_a_dead_child_is_restarted_after_its_pause_and_stopped_at_the_end(tmp_pa
     assert child.status is not None
     supervisor.stop(grace=5)
     assert child.status is not None
+
+
+def test_wait_ends_where_the_kernel_reports_no_ends(tmp_path, monkeypatch) -> None:
+    def refuse(pid: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    supervisor = Supervisor()
+    supervisor.start(Child(name="sleeper", argv=[sys.executable, "-c", "input()"], log=tmp_path / "log"))
+    monkeypatch.setattr(processes.os, "pidfd_open", refuse)
+    supervisor.wait(HOURS_S)
+    supervisor.stop(grace=5)
 
 
 def test_kill_for_memory_explains_the_children_of_that_moment(tmp_path, monkeypatch) -> None:
