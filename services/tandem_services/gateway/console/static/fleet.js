@@ -42,7 +42,7 @@ export function showFleet(main, page) {
       blank.hidden = rows.length > 0;
       body.hidden = rows.length === 0;
       if (rows.length === 0) fill(blank, ...noWorkers(fleet));
-      starting.update(fleet);
+      starting.update(fleet.starting ?? []);
       tiles.update(fleet);
       workers.update(rows, fleet);
       caches.update(fleet);
@@ -68,7 +68,7 @@ export function showFleet(main, page) {
 
 /** @param {any} fleet */
 function noWorkers(fleet) {
-  if (fleet.starting.length > 0) return [h("p", {}, "The gateway is up. It serves when the first workers of each role have started.")];
+  if (fleet.starting?.length > 0) return [h("p", {}, "The gateway is up. It serves when the first workers of each role have started.")];
   const hint =
     fleet.redis === "away"
       ? "Redis is down, so this gateway cannot list the workers."

@@ -7,10 +7,10 @@ export function startingPanel() {
   const list = h("ul", { class: "starting" });
   const element = panel("Starting", list);
   element.hidden = true;
-  /** @param {any} fleet */
-  function update(fleet) {
-    element.hidden = fleet.starting.length === 0;
-    keep(list, fleet.starting, (worker) => worker.incarnation, startingRow);
+  /** @param {any[]} workers a gateway of an earlier release lists none */
+  function update(workers) {
+    element.hidden = workers.length === 0;
+    keep(list, workers, (worker) => worker.incarnation, startingRow);
   }
   return { element, update };
 }

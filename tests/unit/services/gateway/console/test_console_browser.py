@@ -127,7 +127,7 @@ async def test_the_fleet_is_shown_with_its_states_caches_and_links(see):
         await sight.is_sound()
 
 
-async def test_starting_workers_show_phases_before_and_beside_others(see):
+async def test_starting_workers_show_phases_before_others_serve(see):
     async with see() as sight:
         sight.fleet.starting = [
             starting(ATTACK),
@@ -141,6 +141,20 @@ async def test_starting_workers_show_phases_before_and_beside_others(see):
         await sight.says("p1", "CPU kernels\nx86-64-v3", "Devices\ncpu")
         sight.fleet.starting = []
         await sight.watched.page.wait_for_selector(".starting", state="hidden", timeout=PATIENCE_MS)
+        await sight.is_sound()
+
+
+async def test_fleet_of_a_gateway_without_starting_workers_is_shown(see):
+    async def earlier_release(route):
+        answer = await route.fetch()
+        await route.fulfill(response=answer, json={k: v for k, v in (await answer.json()).items() if k != "starting"})
+
+    async with see() as sight:
+        await sight.watched.page.route("**/console/data/fleet", earlier_release)
+        await sight.open()
+        await sight.shows("No workers")
+        sight.fleet.members = [member("p1")]
+        await sight.says("p1", "1\nof 1 ready")
         await sight.is_sound()
 
 
@@ -451,6 +465,7 @@ async def test_narrow_screens_show_every_view_without_scrolling(see, view, width
     ]
     async with see(*workers, viewport={"width": width, "height": 740}) as sight:
         page = sight.watched.page
+        sight.fleet.starting = [starting("x" * 200, phase="y" * 200), starting("w", role="z" * 200)]
         await sight.live.http.post("/v1/chat/completions", json={"messages": [], "a_field_of_a_long_name" * 4: 1})
         await sight.open(view)
         await page.wait_for_selector("main h1")
