@@ -1,4 +1,4 @@
-"""Servers of others that `start_time.py` starts beside Tandem, on the weights of the bundled model.
+"""Servers of others that `start_time.py` compares with Tandem, on the weights of the bundled model.
 
 `make bench-peers` installs them (`peers.home`); one on PATH is used as well. llama-server reads a GGUF of the same
 weights, which llama.cpp's own converter makes.

@@ -8,10 +8,10 @@ that no one has read since the machine was started. `--help` and `import torch` 
 to `import torch` in the same run, which shows how fast the machine was. CPU seconds are those of all processes of a
 start; they depend less on what else the machine does. What each process took is printed as well.
 
-Beside it vLLM and llama-server, where `make bench-peers` has installed them or PATH has them, on the same weights. All
+vLLM and llama-server start on the same weights, where `make bench-peers` has installed them or PATH has them. All
 are compared by the seconds until a completion of one token has come; a peer's first start counts by itself, too.
---peer adds a command with {port} and, where it takes one, {model} for the folder of the bundled model. It is asked when
-`/health` answers 200.
+--peer adds a command with {port} and, where it takes one, {model} for the folder of the bundled model. It gets its
+request when `/health` answers 200.
 """
 
 import argparse
