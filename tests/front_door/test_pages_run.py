@@ -111,7 +111,8 @@ def test_commands_of_a_page_run_in_an_empty_home(page, tmp_path):
             else:
                 printed = shell.run(block.text)
                 # curl succeeds with the body of an error, too.
-                assert printed and '"error"' not in printed, f"{block.text}\n{printed}"
+                assert printed, block.text
+                assert '"error"' not in printed, printed
         assert [process.wait(START_TIMEOUT_S) for process in running] == [0] * len(running)
     finally:
         for process in running:
