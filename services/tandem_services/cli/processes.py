@@ -2,7 +2,8 @@
 
 Life of a process
     start      argv without a shell, output to a pipe (`logs.pump`), killed by the kernel when the parent dies
-    exit while starting up   the whole start-up fails, with the reason it gave or the last lines of its log
+    exit while starting up   the whole start-up fails, with the reason it gave or the last lines of its log. Once the
+               gateway has served with others, the process is restarted instead, at most `MOST_RESTARTS` times
     exit while serving       restarted after a pause that doubles from 1 s to 30 s
     stop       SIGTERM in reverse order of start: finish what runs. SIGINT after the grace period: end now.
                SIGKILL for what is left then. What the others use to say good-bye (Redis) is stopped after them
@@ -37,6 +38,9 @@ HURRY_SECONDS = 5.0
 """From SIGINT to SIGKILL: time to abort requests and to close sockets."""
 
 POLL_SECONDS = 0.02
+
+BLIND_SECONDS = 0.1
+"""Between two looks at a child that cannot be waited for."""
 
 USAGE = 2
 """Exit status of a process whose flags cannot work."""
@@ -184,13 +188,26 @@ class Supervisor:
                 events.append(f"{child.name} {ended}; restarting in {child.pause:g} s (log: {place})")
                 child.pause = min(child.pause * 2, LONGEST_PAUSE)
             elif now >= child.restart_at:
-                child.start()
-                child.restarts += 1
-                events.append(f"{child.name} restarted")
+                events.append(self._restart(child, now))
         return events
 
+    def _restart(self, child: Child, now: float) -> str:
+        """A line about it. At a limit of processes or memory no process can be started for now; the others serve."""
+        child.restarts += 1
+        try:
+            child.start()
+        except OSError as error:
+            child.restart_at = now + child.pause
+            line = f"{child.name} cannot be started ({error.strerror}); trying again in {child.pause:g} s"
+            child.pause = min(child.pause * 2, LONGEST_PAUSE)
+            return line
+        return f"{child.name} restarted"
+
     def wait(self, limit_s: float) -> None:
-        """Sleep until a child has ended, or may be started again, at most for `limit_s`. Signals interrupt it."""
+        """Sleep until a child has ended, or may be started again, at most for `limit_s`. Signals interrupt it.
+
+        An end is noticed after `BLIND_SECONDS` where the kernel has no descriptors of processes for us.
+        """
         now, ended = time.monotonic(), select.poll()
         with contextlib.ExitStack() as opened:
             for child in self.children:
@@ -199,7 +216,11 @@ class Supervisor:
                 if child.status is not None:
                     limit_s = min(limit_s, max(0.0, (child.restart_at or now) - now))
                     continue
-                descriptor = os.pidfd_open(child.process.pid)
+                try:
+                    descriptor = os.pidfd_open(child.process.pid)
+                except OSError:  # before Linux 5.3, in some sandboxes, and at the limit of open files
+                    limit_s = min(limit_s, BLIND_SECONDS)
+                    continue
                 opened.callback(os.close, descriptor)
                 ended.register(descriptor, select.POLLIN)
             ended.poll(math.ceil(limit_s * 1000))

@@ -274,7 +274,7 @@ class Registry:
         )
 
     async def endings(self, incarnations: Iterable[str]) -> Endings:
-        """How these have ended, as far as a process of this deployment has said."""
+        """How these have ended, as far as a process of this deployment has signed."""
         verdicts = await self.library.ask(
             "endings", self.keys.shared, self.keys.prefix, *incarnations, shape=tuple[tuple[str, str], ...]
         )
