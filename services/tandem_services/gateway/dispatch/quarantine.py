@@ -8,8 +8,8 @@
     at fault     two workers were lost, and no other uncleared request was on the first of them; or three were lost
 
 A worker that the kernel killed because memory was short counts for no request: memory ran out for all of them. Only its
-parent process can read the cause, and reports it as it deregisters (`EndReports`). In a container that the kernel kills as
-a whole, no process is left to report it, so the worker counts.
+parent process can read the cause, and reports it as it deregisters (`EndReports`). In a container that the kernel kills
+as a whole, no process is left to report it, so the worker counts.
 
 A crash affects many requests that did not cause it. A request that crashes workers does so again soon, while its prompt
 or its next tokens are computed. A request therefore clears itself on a worker with `PROOF_TOKENS` new tokens. A worker
