@@ -193,7 +193,6 @@ class Supervisor:
 
     def _restart(self, child: Child, now: float) -> str:
         """A line about it. At a limit of processes or memory no process can be started for now; the others serve."""
-        child.restarts += 1
         try:
             child.start()
         except OSError as error:
@@ -201,6 +200,7 @@ class Supervisor:
             line = f"{child.name} cannot be started ({error.strerror}); trying again in {child.pause:g} s"
             child.pause = min(child.pause * 2, LONGEST_PAUSE)
             return line
+        child.restarts += 1
         return f"{child.name} restarted"
 
     def wait(self, limit_s: float) -> None:
