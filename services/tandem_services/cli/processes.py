@@ -2,7 +2,8 @@
 
 Life of a process
     start      argv without a shell, output to a pipe (`logs.pump`), killed by the kernel when the parent dies
-    exit while starting up   the whole start-up fails, with the reason it gave or the last lines of its log
+    exit while starting up   the whole start-up fails, with the reason it gave or the last lines of its log. Once the
+               gateway has served with others, the process is restarted instead, at most `MOST_RESTARTS` times
     exit while serving       restarted after a pause that doubles from 1 s to 30 s
     stop       SIGTERM in reverse order of start: finish what runs. SIGINT after the grace period: end now.
                SIGKILL for what is left then. What the others use to say good-bye (Redis) is stopped after them
@@ -38,8 +39,8 @@ HURRY_SECONDS = 5.0
 
 POLL_SECONDS = 0.02
 
-UNWATCHED_S = 0.1
-"""Between two looks at children where the kernel does not report their ends."""
+UNWATCHED_SECONDS = 0.1
+"""Between two looks at a child that cannot be waited for."""
 
 USAGE = 2
 """Exit status of a process whose flags cannot work."""
@@ -187,13 +188,26 @@ class Supervisor:
                 events.append(f"{child.name} {ended}; restarting in {child.pause:g} s (log: {place})")
                 child.pause = min(child.pause * 2, LONGEST_PAUSE)
             elif now >= child.restart_at:
-                child.start()
-                child.restarts += 1
-                events.append(f"{child.name} restarted")
+                events.append(self._restart(child, now))
         return events
 
+    def _restart(self, child: Child, now: float) -> str:
+        """A line about it. At a limit of processes or memory no process can be started for now; the others serve."""
+        try:
+            child.start()
+        except OSError as error:
+            child.restart_at = now + child.pause
+            line = f"{child.name} cannot be started ({error.strerror}); trying again in {child.pause:g} s"
+            child.pause = min(child.pause * 2, LONGEST_PAUSE)
+            return line
+        child.restarts += 1
+        return f"{child.name} restarted"
+
     def wait(self, limit_s: float) -> None:
-        """Sleep until a child has ended, or may be started again, at most for `limit_s`. Signals interrupt it."""
+        """Sleep until a child has ended, or may be started again, at most for `limit_s`. Signals interrupt it.
+
+        An end is noticed after `UNWATCHED_SECONDS` where the kernel has no descriptors of processes for us.
+        """
         now, ended = time.monotonic(), select.poll()
         with contextlib.ExitStack() as opened:
             for child in self.children:
@@ -204,9 +218,8 @@ class Supervisor:
                     continue
                 try:
                     descriptor = os.pidfd_open(child.process.pid)
-                except OSError:
-                    # A sandbox without the call, or no free descriptor.
-                    limit_s = min(limit_s, UNWATCHED_S)
+                except OSError:  # before Linux 5.3, in some sandboxes, and at the limit of open files
+                    limit_s = min(limit_s, UNWATCHED_SECONDS)
                     continue
                 opened.callback(os.close, descriptor)
                 ended.register(descriptor, select.POLLIN)

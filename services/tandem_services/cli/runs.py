@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tandem_services.cli.run_dir import Run, StartedProcess
 
 ANSWER_S = 1.0
-"""That a process has to say whether it is ready."""
+"""That a process has for the answer whether it is ready."""
 
 GATEWAY = "gateway"
 """Name of the process whose port is that of the API."""

@@ -157,6 +157,8 @@ class StartWatch:
     stall_s: float
     limit_s: float | None = None
     """Of the whole start, however busy it is."""
+    _serves: bool = field(default=False, init=False)
+    """The gateway has been ready."""
     _began: float = field(default=0.0, init=False)
     _last_turn: float = field(default=0.0, init=False)
     _cpu_at: float = field(default=0.0, init=False)
@@ -192,12 +194,11 @@ class StartWatch:
         self._require_in_time(now)
 
     def _keep_alive(self) -> None:
-        """A process that ends also ends the start. Where the gateway serves with the others, it starts again."""
-        serves = any(
-            each.after and each.ready_after_s is not None and each.child.status is None for each in self.watched
-        )
-        self.supervisor.require_alive({each.child.name: each.doing for each in self._waiting()}, others_serve=serves)
-        if not serves:
+        """A process that ends also ends the start. Once the gateway serves, each starts again, the gateway too."""
+        self._serves |= any(each.after and each.ready_after_s is not None for each in self.watched)
+        doing = {each.child.name: each.doing for each in self._waiting()}
+        self.supervisor.require_alive(doing, others_serve=self._serves)
+        if not self._serves:
             return
         for event in self.supervisor.restart_dead():
             self.restarting(event)

@@ -8,7 +8,7 @@ Redis is shared, so its content is untrusted until a signature proves it:
     adapter    a gateway signs what the name of an adapter stands for, with a revision
     verdict    why an incarnation has ended: the claim of a newer incarnation of the same worker, or a sentence signed
                by a process of the deployment (a peer that found it dead, or the worker itself as it exits, which also
-               says whether the kernel killed its engine because memory was short)
+               states whether the kernel killed its engine because memory was short)
 
 A signature contains no time. An old row that is written again is therefore valid, but names an incarnation that answers
 no pings and is not offered for that reason. An old claim or verdict remains true.

@@ -177,8 +177,6 @@ class FleetChanges:
     """Number of malformed values, in Redis or in its reply."""
     fenced: frozenset[str] = frozenset()
     """Incarnations of the query that have ended."""
-    for_memory: frozenset[str] = frozenset()
-    """Those of them that the kernel killed because memory was short."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,9 +263,6 @@ class Registry:
         )
         records = [self._signed_record(row) for row in reply.workers]
         sound = tuple(record for record in records if record is not None)
-        ended = [
-            (name, verdict) for name, verdict in reply.fenced if self.deployment.condemner(verdict, name) is not None
-        ]
         return FleetChanges(
             epoch=reply.epoch,
             generation=reply.generation,
@@ -275,14 +270,22 @@ class Registry:
             listed=None if reply.listed is None else frozenset(reply.listed),
             workers=sound,
             malformed=reply.dropped + len(records) - len(sound),
-            fenced=frozenset(name for name, _ in ended),
-            for_memory=frozenset(name for name, verdict in ended if self.deployment.was_for_memory(verdict, name)),
+            fenced=self._endings(reply.fenced).ended,
         )
 
     async def endings(self, incarnations: Iterable[str]) -> Endings:
-        """How these have ended, as far as a process of this deployment has said."""
-        changes = await self.changes(0, missing=incarnations)
-        return Endings(ended=changes.fenced, for_memory=changes.for_memory)
+        """How these have ended, as far as a process of this deployment has signed."""
+        verdicts = await self.library.ask(
+            "endings", self.keys.shared, self.keys.prefix, *incarnations, shape=tuple[tuple[str, str], ...]
+        )
+        return self._endings(verdicts)
+
+    def _endings(self, verdicts: Iterable[tuple[str, str]]) -> Endings:
+        signed = [each for each in verdicts if self.deployment.condemner(each[1], each[0]) is not None]
+        return Endings(
+            ended=frozenset(name for name, _ in signed),
+            for_memory=frozenset(name for name, verdict in signed if self.deployment.was_for_memory(verdict, name)),
+        )
 
     def _signed_record(self, row: msgspec.Raw) -> WorkerRecord | None:
         try:

@@ -116,7 +116,7 @@ def cpu() -> Figures:
 @contextmanager
 def limited(controller: str, most: float) -> Iterator[ControlGroup]:
     group = new_group(controller)
-    assert group is not None, "can_limit said that a group can be made"
+    assert group is not None, "where can_limit is true, a group can be made"
     try:
         group.without_swap()
         group.limit(most)

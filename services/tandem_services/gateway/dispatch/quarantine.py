@@ -8,8 +8,8 @@
     at fault     two workers were lost, and no other uncleared request was on the first of them; or three were lost
 
 A worker that the kernel killed because memory was short counts for no request: memory ran out for all of them. Only its
-parent process knows the cause, and reports it as it deregisters (`EndReports`). In a container that the kernel kills as
-a whole, no process is left to report it, so the worker counts.
+parent process can read the cause, and reports it as it deregisters (`EndReports`). In a container that the kernel kills
+as a whole, no process is left to report it, so the worker counts.
 
 A crash affects many requests that did not cause it. A request that crashes workers does so again soon, while its prompt
 or its next tokens are computed. A request therefore clears itself on a worker with `PROOF_TOKENS` new tokens. A worker
@@ -132,7 +132,7 @@ class Quarantine:
                 await asyncio.sleep(REPORT_POLL_S)
         return killed
 
-    def convict(self, request: Asked, *, about: dict[str, Any], workers: set[str]) -> None:
+    def convict(self, request: Asked, *, about: dict[str, Any], workers: Collection[str]) -> None:
         """Remember `request`, here now and everywhere else soon. `about`: fields of its log records."""
         digest = self._digest(request)
         self._unpublished.add(digest)
@@ -219,33 +219,29 @@ MAX_WORKERS = 256
 class Suspicion:
     """Workers that were lost with one choice in hand, since it last proved itself."""
 
-    lost: set[str] = field(default_factory=set)
-    with_others: bool = False
-    """For the first of them other requests were possible causes too."""
+    lost: dict[str, bool] = field(default_factory=dict)
+    """In order of loss: whether other requests were possible causes too."""
 
     def note_loss(self, incarnation: str, *, gained: int, alone: bool) -> None:
         """`gained`: tokens that the lost worker had brought. `alone`: no other unproven request was there."""
         if gained >= PROOF_TOKENS:
             self.proved()
             return
-        if not self.lost:
-            self.with_others = not alone
-        self.lost.add(incarnation)
+        self.lost.setdefault(incarnation, not alone)
 
     def proved(self) -> None:
         """It has got through where workers were lost."""
         self.lost.clear()
-        self.with_others = False
 
     def acquit(self, others: Iterable[str]) -> None:
         """Workers that were lost for another reason: those that are there again did not die, it was the network."""
-        self.lost.difference_update(others)
-        if not self.lost:
-            self.with_others = False
+        for incarnation in others:
+            self.lost.pop(incarnation, None)
 
     @property
     def convicted(self) -> bool:
-        return len(self.lost) >= (CERTAIN_LOSSES if self.with_others else CONVICTING_LOSSES)
+        first_with_others = next(iter(self.lost.values()), False)
+        return len(self.lost) >= (CERTAIN_LOSSES if first_with_others else CONVICTING_LOSSES)
 
     @property
     def needs_trial(self) -> bool:

@@ -309,6 +309,19 @@ local function changes(keys, args)
   return cmsgpack.pack(reply)
 end
 
+-- endings: verdicts alone, which a gateway reads several times in a second for each request of a lost worker.
+-- ARGV: 1 prefix, then incarnations. Returns msgpack {{incarnation, verdict}, …}, of those that have one; the caller
+--       checks their signatures.
+local function endings(keys, args)
+  local state, found = open(keys, args), {}
+  for i = 2, #args do
+    local verdict = verdict_on(state, args[i])
+    if verdict then found[#found + 1] = {args[i], verdict} end
+  end
+  return cmsgpack.pack(found)
+end
+
 register('heartbeat', heartbeat)
 register('fence', fence)
 register('changes', changes)
+register('endings', endings)

@@ -47,7 +47,8 @@ local function starting_report(keys, args)
   return 1
 end
 
--- starting_list: returns msgpack, the JSON of every worker that starts.
+-- starting_list: every worker that starts.
+-- ARGV: none. Returns msgpack {JSON, …}.
 local function starting_list(keys)
   local texts = {}
   for _, text in pairs((reports(keys[1], now_ms()))) do texts[#texts + 1] = text end

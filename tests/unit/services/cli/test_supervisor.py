@@ -1,5 +1,7 @@
 """The processes of `tandem up`: what is said of their ends, when they start again, and in which order they stop."""
 
+import errno
+import os
 import sys
 
 import pytest
@@ -12,6 +14,15 @@ from tandem_testing.waiting import wait_for
 
 UP_S = 60.0
 HOURS_S = 36000.0
+
+
+def failing(number):
+    """A call that the kernel rejects."""
+
+    def call(*args, **flags):
+        raise OSError(number, os.strerror(number))
+
+    return call
 
 
 def test_a_child_that_exits_while_starting_shows_its_last_words(tmp_path) -> None:
@@ -55,15 +66,33 @@ def test_a_dead_child_is_restarted_after_its_pause_and_stopped_at_the_end(tmp_pa
     assert child.status is not None
 
 
-def test_wait_ends_where_the_kernel_reports_no_ends(tmp_path, monkeypatch) -> None:
-    def refuse(pid: int) -> int:
-        raise PermissionError(1, "Operation not permitted")
-
+def test_child_that_cannot_be_started_again_is_tried_later(tmp_path, monkeypatch) -> None:
     supervisor = Supervisor()
-    supervisor.start(Child(name="sleeper", argv=[sys.executable, "-c", "input()"], log=tmp_path / "log"))
-    monkeypatch.setattr(processes.os, "pidfd_open", refuse)
+    child = Child(name="sleeper", argv=[sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "log")
+    supervisor.start(child)
+    child.process.kill()
+    child.process.wait(UP_S)
+    supervisor.restart_dead()
+    child.restart_at = 0.0
+    with monkeypatch.context() as full:
+        full.setattr(processes.subprocess, "Popen", failing(errno.EAGAIN))
+        (event,) = supervisor.restart_dead()
+    assert event == f"sleeper cannot be started ({os.strerror(errno.EAGAIN)}); trying again in 2 s"
+    assert supervisor.restart_dead() == []
+    child.restart_at = 0.0
+    assert supervisor.restart_dead() == ["sleeper restarted"]
+    supervisor.stop(grace=0)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_wait_without_descriptors_of_processes_is_short(tmp_path, monkeypatch, number) -> None:
+    monkeypatch.setattr(processes.os, "pidfd_open", failing(number))
+    supervisor = Supervisor()
+    argv = [sys.executable, "-c", "import time; time.sleep(60)"]
+    supervisor.start(Child(name="sleeper", argv=argv, log=tmp_path / "log"))
     supervisor.wait(HOURS_S)
-    supervisor.stop(grace=5)
+    assert supervisor.children[0].status is None
+    supervisor.stop(grace=0)
 
 
 def test_kill_for_memory_explains_the_children_of_that_moment(tmp_path, monkeypatch) -> None:

@@ -91,7 +91,7 @@ class KilledForMemory:
     async def endings(self, incarnations: Iterable[str]) -> Endings:
         self.queries += 1
         ended = frozenset(incarnations if self.queries > self.late else ())
-        return Endings(ended=ended)
+        return Endings(ended=ended, for_memory=ended)
 
 
 async def test_request_whose_workers_ran_out_of_memory_is_no_poison(rack, serving):

@@ -48,6 +48,16 @@ def test_a_worker_that_lives_after_all_was_not_killed():
     assert suspicion.convicted
 
 
+def test_first_loss_that_counts_decides_if_others_were_there():
+    suspicion = lost("a@1")
+    suspicion.note_loss("b@1", gained=0, alone=False)
+    suspicion.acquit(["a@1"])
+    suspicion.note_loss("c@1", gained=0, alone=False)
+    assert not suspicion.convicted
+    suspicion.note_loss("d@1", gained=0, alone=True)
+    assert suspicion.convicted
+
+
 async def test_each_of_several_suspects_on_a_lost_worker_sees_the_others():
     suspects = Suspects()
     first, second = [await suspects.enter(lost("a@1"), rid, ["b@1"]) for rid in ("x", "y")]

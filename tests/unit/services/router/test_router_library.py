@@ -16,12 +16,16 @@ def test_every_function_documents_its_arguments_and_answer():  # STYLE 16
         "heartbeat",
         "fence",
         "changes",
+        "endings",
         "route_and_reserve",
         "release",
         "usage_take",
         "usage_settle",
         "usage_renew",
         "fair_sync",
+        "sync_adapters",
+        "starting_report",
+        "starting_list",
     }
     for name in registered:
         comment = text.partition(f"\nlocal function {name}(")[0].rpartition("\n\n")[2]

@@ -73,6 +73,10 @@ def changes(client: RedisClient):
     return Registry(library=FunctionLibrary(client), keys=KEYS).changes(0)
 
 
+def endings(client: RedisClient):
+    return Registry(library=FunctionLibrary(client), keys=KEYS).endings(["w1@1"])
+
+
 def heartbeat(client: RedisClient):
     registry = Registry(library=FunctionLibrary(client), keys=KEYS)
     return registry.heartbeat(make_record("w1"), known_generation=0, report_age_s=0.0)
@@ -110,6 +114,7 @@ def clearing(client: RedisClient):
 
 FUNCTIONS = {
     changes: "changes",
+    endings: "endings",
     heartbeat: "heartbeat",
     route: "route_and_reserve",
     apply: "apply_kv_events",
