@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from tandem_engine.base.addresses import LOOPBACK
+from tandem_engine.base.cgroups import usable_cpus
 from tandem_engine.base.environment import read_environment, set_default
 from tandem_engine.base.errors import ConfigError, EngineError
 from tandem_engine.base.extras import lacking
 from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
 from tandem_engine.base.logs import LogFormat, configure_logging
 from tandem_engine.base.progress import START, Phase
-from tandem_engine.base.thread_pools import ENGINE_THREADS, require_threads
+from tandem_engine.base.thread_pools import ENGINE_THREADS, THREADS_PER_CPU, require_threads
 from tandem_engine.config import Role
 from tandem_engine.config.flags import (
     add_engine_flags,
@@ -74,7 +75,7 @@ def _add_log_format(parser: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace) -> int:
     keep_files_private()
     allow_many_descriptors()
-    require_threads(ENGINE_THREADS, per_cpu=3)
+    require_threads(ENGINE_THREADS + THREADS_PER_CPU * (args.threads or usable_cpus()))
     configure_logging(LogFormat(args.log_format), level=read_environment().level)
     START.report_to(args.progress_file)
     START.report(Phase.IMPORTS)
@@ -109,7 +110,7 @@ def _add_follow(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _follow(args: argparse.Namespace) -> int:
     keep_files_private()
     allow_many_descriptors()
-    require_threads(ENGINE_THREADS, per_cpu=3)
+    require_threads(ENGINE_THREADS + THREADS_PER_CPU * (args.threads or usable_cpus()))
     configure_logging(LogFormat(args.log_format), level=read_environment().level)
     set_default("OMP_WAIT_POLICY", "PASSIVE")
     from tandem_engine.engine.launch import NodeConfig, follow
@@ -128,7 +129,7 @@ def _add_rank(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _rank(args: argparse.Namespace) -> int:
     keep_files_private()
     allow_many_descriptors()
-    require_threads(ENGINE_THREADS, per_cpu=3)
+    require_threads(ENGINE_THREADS)
     configure_logging(LogFormat(args.log_format), level=read_environment().level)
     from tandem_engine.engine.launch import run_rank
 

@@ -11,7 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from tandem_engine.base.cgroups import describe_process_limit, process_limit, usable_cpus
+from tandem_engine.base.cgroups import describe_process_limit, process_limit
 from tandem_engine.base.errors import ConfigError
 
 BACKGROUND_THREADS = 4
@@ -19,6 +19,9 @@ BACKGROUND_THREADS = 4
 
 ENGINE_THREADS = 16
 """Of an engine's process next to those that compute."""
+
+THREADS_PER_CPU = 3
+"""Of an engine's process, for each thread that computes: pools of torch, of OpenMP and of the tokenizers."""
 
 NATIVE_THREADS = 4
 """That libuv starts for the first host name of a process. It ends the process if it cannot."""
@@ -50,10 +53,9 @@ async def start_background_threads() -> None:
         await loop.getaddrinfo("localhost", None)
 
 
-def require_threads(others: int, *, per_cpu: int = 1) -> None:
-    """At the start of a process, before its first thread: check that it may start `others` threads, and `per_cpu` for
-    each CPU that it computes on. Raises `ConfigError`."""
-    limit, wanted = process_limit(), others + per_cpu * usable_cpus()
+def require_threads(wanted: int) -> None:
+    """At the start of a process, before its first thread: check that it may start as many. Raises `ConfigError`."""
+    limit = process_limit()
     if limit is not None and limit[0] + wanted > limit[1]:
         raise ConfigError(
             f"this container runs {limit[0]} of at most {limit[1]} threads and processes (pids.max), and this process "

@@ -61,12 +61,11 @@ def test_event_loop_needs_no_further_thread_for_files_and_names(three_threads, m
 @pytest.mark.parametrize(("limit", "fits"), [(None, True), ((30, 60), True), ((31, 60), False)])
 def test_start_is_refused_where_threads_would_be_short(monkeypatch, limit, fits):
     monkeypatch.setattr(thread_pools, "process_limit", lambda: limit)
-    monkeypatch.setattr(thread_pools, "usable_cpus", lambda: 4)
     if fits:
-        require_threads(18, per_cpu=3)
+        require_threads(30)
         return
     with pytest.raises(ConfigError, match=r"31 of at most 60 .* up to 30: raise the limit"):
-        require_threads(18, per_cpu=3)
+        require_threads(30)
 
 
 ROOT = Path(__file__).parents[3]
