@@ -80,7 +80,7 @@ class StateBackups:
             source=[number for number, _ in outgoing],
             target=[block.page for block in blocks],
         )
-        self.host.copies.launch(copy, partial(self._backed_up, blocks))
+        self.host.copies.launch(copy, partial(self._backed_up, blocks), of_anchors=True)
 
     def load(self, parts: Sequence[HostBlock], row: ReqPoolIdx) -> None:
         """Queue the copy of `parts`, which the caller has pinned, to the state of `row`. Its ack unpins them."""
