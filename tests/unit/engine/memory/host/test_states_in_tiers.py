@@ -256,6 +256,23 @@ def test_a_state_is_sent_only_once_it_is_loaded():  # [settled-only-sent]
     hybrid.audited()
 
 
+def test_a_block_without_a_state_costs_one_lookup(monkeypatch):
+    """A state may have thousands of parts, and a prompt as many blocks that end without one."""
+    hybrid = Hybrid(slots=1)
+    hybrid.serve(PROMPT)
+    hybrid.evict_device()
+    seen: list[bytes] = []
+    blocks = hybrid.host.tier.blocks
+    found = blocks.get
+    monkeypatch.setattr(blocks, "get", lambda key: seen.append(key) or found(key))
+    long = [*PROMPT[:64], *range(5000, 5064)]
+    assert hybrid.matched(long) == 64
+    hybrid.host.tier.blocks.drop(next(each for each in blocks if each.digest.endswith(b"\0\0\0\1")))
+    seen.clear()
+    assert hybrid.matched(long) == 0
+    assert [key[DIGEST_BYTES:] for key in seen if len(key) > DIGEST_BYTES] == [b"\0\0\0\1"]
+
+
 def test_backups_of_anchors_hold_up_no_peer():
     hybrid = Hybrid(WritePolicy.WRITE_THROUGH)
     hybrid.serve(PROMPT)
