@@ -44,7 +44,13 @@ def config_of(model: LoadedModel) -> EngineConfig:
             context_length=400, max_running_requests=4, audit_every_step=True, enable_overlap=False
         ),
         cache=CacheConfig(num_pages=80),
-        disagg=replace(config.disagg, grant_timeout=LEASE_S, hold_timeout=LEASE_S, drain_timeout=LEASE_S),
+        disagg=replace(
+            config.disagg,
+            grant_timeout=LEASE_S,
+            hold_timeout=LEASE_S,
+            drain_timeout=LEASE_S,
+            prefix_fetch_timeout=LEASE_S,
+        ),
     )
 
 

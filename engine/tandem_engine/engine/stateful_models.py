@@ -1,7 +1,7 @@
 """Models whose layers keep states: what an engine does not do with them, and how many states it has memory for.
 
-A state is that of one length of one sequence, and only forwards read and write it. So whatever continues a sequence
-from pages alone is rejected when the engine starts.
+A state is that of one length of one sequence: a step cannot be taken back in it. So drafts, some of which are rejected,
+are rejected when the engine starts, and adapters when they are opened (`model.adapters.checkpoint`).
 
 Each request that runs has a state, and with a prefix cache there is room for as many anchors (`state_anchors`). Where
 the memory is given by its size, requests of a usual length get pages and states. Fewer may run than

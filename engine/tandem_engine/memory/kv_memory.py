@@ -189,7 +189,7 @@ class KvMemory:
     @property
     def open_to_peers(self) -> bool:
         """Whether no copy still touches the state of a row that a peer might be given [page-fence]."""
-        return self.copies.passed(self.copies.newest_of_state)
+        return self.copies.passed(self.copies.newest_of_row)
 
     def ensure(self, kv: RequestKv, total_tokens: int, writer: Writer = Writer.STREAM) -> bool:
         """Make `kv` hold pages for `total_tokens`, evicting as needed. False, and no page taken, if it cannot.

@@ -172,19 +172,27 @@ class CopyQueue:
     acked: int = 0
     """Number of the newest copy known to be done."""
     newest_load: int = 0
-    """The newest HOST_TO_DEVICE copy."""
+    """The newest copy to the device, of pages or of a state."""
     newest_of_state: int = 0
-    """The newest copy of a state, either way: a peer must not write to any row before it is acked [page-fence]."""
+    """The newest copy of a state, either way: a peer must not write to the slot of an anchor before it is acked
+    [page-fence]."""
+    newest_of_row: int = 0
+    """The same of those that may touch the state of a row, which backups of anchors do not."""
     _in_flight: deque[_Queued] = field(default_factory=deque)
     _pages_per_s: dict[CopyKind, float] = field(default_factory=dict)
 
-    def launch(self, copy: PageCopy, acked: Callable[[], None] | None = None) -> int:
-        """Queue `copy`; returns its number. `acked` is called from a later `poll`, when it is done."""
+    def launch(self, copy: PageCopy, acked: Callable[[], None] | None = None, *, of_anchors: bool = False) -> int:
+        """Queue `copy`; returns its number. `acked` is called from a later `poll`, when it is done.
+
+        `of_anchors`: its states are those of anchors, so it touches no row.
+        """
         self.launched += 1
-        if copy.kind is CopyKind.HOST_TO_DEVICE:
+        if copy.kind.is_load:
             self.newest_load = self.launched
-        elif copy.kind.is_of_state:
+        if copy.kind.is_of_state:
             self.newest_of_state = self.launched
+            if not of_anchors:
+                self.newest_of_row = self.launched
         self._in_flight.append(_Queued(number=self.launched, kind=copy.kind, future=self.submit(copy), acked=acked))
         return self.launched
 

@@ -138,7 +138,12 @@ def examine(
     examination = Examination(in_order=mixers is not None)
     hidden = _packed(body, examination, prompts, mixers)
     specs, heads = tuple(examination.specs), set(examination.heads)
-    if len(specs) != num_layers and (mixers is None or not specs):
+    if mixers is not None and not specs:
+        raise CheckpointError(
+            f"a model of {num_layers} layers calls transformers' attention interface 0 times; where layers keep "
+            "states, others must call it: a model without keys and values is not supported"
+        )
+    if mixers is None and len(specs) != num_layers:
         raise CheckpointError(
             f"a model of {num_layers} layers calls transformers' attention interface {len(specs)} times; every layer "
             "must call it once, for whatever else layers keep of earlier tokens is not in our pages"

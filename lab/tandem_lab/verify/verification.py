@@ -127,7 +127,8 @@ class Verification:
     def _on_two(self, path: Path, config: EngineConfig, began: float) -> PathResult:
         """NIXL between them."""
         sides = self._sides(path)
-        config = replace(config, disagg=replace(config.disagg, grant_timeout=LEASE_S, hold_timeout=LEASE_S))
+        leases = replace(config.disagg, grant_timeout=LEASE_S, hold_timeout=LEASE_S, prefix_fetch_timeout=LEASE_S)
+        config = replace(config, disagg=leases)
         if path.drained:
             with Drained.build(*sides, config, host=self.host) as drained:
                 return self._drained(path, drained, began)

@@ -45,9 +45,9 @@ DIGEST_BYTES = 16
 """Of a block. The keys of a state's parts are longer."""
 
 
-def state_keys(digest: bytes, parts: int) -> list[bytes]:
+def state_keys(digest: bytes, parts: int) -> Iterator[bytes]:
     """The parts of the state after the block of `digest`, each of a page's size."""
-    return [digest + part.to_bytes(4, "big") for part in range(1, parts + 1)]
+    return (digest + part.to_bytes(4, "big") for part in range(1, parts + 1))
 
 
 class HostPages:

@@ -13,7 +13,7 @@ and a state is there when all of them are.
 Events name blocks in every tier, whether or not a state is behind them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -39,9 +39,14 @@ class StateBackups:
 
     def find(self, digest: bytes, tokens: bytes) -> list[HostBlock] | None:
         """The state after a block, if it can be loaded back."""
-        found = [self.host.find(key, tokens) for key in self._keys(digest)]
-        parts = [part for part in found if part is not None]
-        return parts if len(parts) == self.host.state_pages else None
+        parts = []
+        for key in self._keys(digest):
+            part = self.host.find(key, tokens)
+            if part is None:
+                # Most blocks have no state: its first part is all that is looked up, of maybe thousands.
+                return None
+            parts.append(part)
+        return parts
 
     def prepare(self, candidate: Candidate, slot: int) -> None:
         """Give the state in `slot`, which is that after `candidate`, host pages for what host memory lacks of it.
@@ -80,7 +85,7 @@ class StateBackups:
             source=[number for number, _ in outgoing],
             target=[block.page for block in blocks],
         )
-        self.host.copies.launch(copy, partial(self._backed_up, blocks))
+        self.host.copies.launch(copy, partial(self._backed_up, blocks), of_anchors=True)
 
     def load(self, parts: Sequence[HostBlock], row: ReqPoolIdx) -> None:
         """Queue the copy of `parts`, which the caller has pinned, to the state of `row`. Its ack unpins them."""
@@ -100,7 +105,7 @@ class StateBackups:
         """The parts, as of `HostTier.wanted_soon`."""
         return [self.host.wanted_soon(key, tokens) for key in self._keys(digest)]
 
-    def _keys(self, digest: bytes) -> list[bytes]:
+    def _keys(self, digest: bytes) -> Iterator[bytes]:
         return state_keys(digest, self.host.state_pages)
 
     def _backed_up(self, parts: Sequence[HostBlock]) -> None:

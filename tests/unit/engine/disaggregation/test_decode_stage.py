@@ -122,10 +122,10 @@ def test_no_pin_is_dropped_while_a_copy_touches_states(receiver):  # [page-fence
     prealloc = receiver.side.stage.decode.prealloc
     memory = prealloc.host.memory
     prealloc.host = Asked(prealloc.host, asked)
-    memory.copies.newest_of_state = memory.copies.acked + 1
+    memory.copies.newest_of_row = memory.copies.acked + 1
     receiver.submit()
     assert (receiver.writer.got(WriteGrant), asked) == ([], [])
-    memory.copies.newest_of_state = memory.copies.acked
+    memory.copies.newest_of_row = memory.copies.acked
     receiver.turn()
     assert receiver.writer.grant().room == ROOM
 

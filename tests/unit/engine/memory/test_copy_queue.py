@@ -55,9 +55,10 @@ def test_the_copy_before_the_first_has_passed(copies):
     assert copies.passed(copies.newest_load)
 
 
-def test_loads_are_remembered_apart(copies):
+@pytest.mark.parametrize("kind", [CopyKind.HOST_TO_DEVICE, CopyKind.HOST_TO_STATE])
+def test_loads_are_remembered_apart(copies, kind):
     launch(copies)
-    load = launch(copies, CopyKind.HOST_TO_DEVICE)
+    load = launch(copies, kind)
     launch(copies)
     assert copies.newest_load == load
 

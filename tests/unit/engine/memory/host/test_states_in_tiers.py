@@ -10,6 +10,7 @@ from tandem_engine.memory.host.pages import DIGEST_BYTES, HostPool
 from tandem_engine.memory.host.storage import HostStorage
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.page_copies import CopyKind, CopyQueue
+from tandem_engine.memory.pinned_prefix import BorrowedPrefix
 from tandem_engine.memory.request_anchors import StateMoves
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.memory.state_anchors import StateAnchors
@@ -233,6 +234,59 @@ def test_a_request_that_gets_its_state_otherwise_loads_none():
     assert hybrid.memory.open_to_peers
     hybrid.turn()
     hybrid.audited(kv)
+
+
+def test_a_state_is_sent_only_once_it_is_loaded():  # [settled-only-sent]
+    """Whoever borrows the prefix: its anchor is attached when the load is queued."""
+    hybrid = Hybrid(slots=1)
+    hybrid.serve(PROMPT)
+    hybrid.serve(OTHER)
+    hybrid.turn()
+    first, second = (
+        BorrowedPrefix.of(hybrid.memory, PROMPT[:64], space=BASE_SPACE, spare_pages=4, with_state=True)
+        for _ in range(2)
+    )
+    assert len(hybrid.copied(CopyKind.HOST_TO_STATE)) == 1
+    assert (first.tokens, first.state) == (second.tokens, second.state) == (64, SLOT)
+    assert (first.readable, second.readable) == (False, False)
+    hybrid.turn()
+    assert (first.readable, second.readable) == (True, True)
+    for prefix in (first, second):
+        prefix.give_back()
+    hybrid.audited()
+
+
+def test_a_block_without_a_state_costs_one_lookup(monkeypatch):
+    """A state may have thousands of parts, and a prompt as many blocks that end without one."""
+    hybrid = Hybrid(slots=1)
+    hybrid.serve(PROMPT)
+    hybrid.evict_device()
+    seen: list[bytes] = []
+    blocks = hybrid.host.tier.blocks
+    found = blocks.get
+    monkeypatch.setattr(blocks, "get", lambda key: seen.append(key) or found(key))
+    long = [*PROMPT[:64], *range(5000, 5064)]
+    assert hybrid.matched(long) == 64
+    hybrid.host.tier.blocks.drop(next(each for each in blocks if each.digest.endswith(b"\0\0\0\1")))
+    seen.clear()
+    assert hybrid.matched(long) == 0
+    assert [key[DIGEST_BYTES:] for key in seen if len(key) > DIGEST_BYTES] == [b"\0\0\0\1"]
+
+
+def test_backups_of_anchors_hold_up_no_peer():
+    hybrid = Hybrid(WritePolicy.WRITE_THROUGH)
+    hybrid.serve(PROMPT)
+    hybrid.memory.poll()
+    assert hybrid.copied(CopyKind.STATE_TO_HOST) == [parts_of(SLOT)]
+    assert not hybrid.memory.copies.idle
+    assert hybrid.memory.open_to_peers
+    landing = hybrid.memory.reserve_state()
+    assert landing is not None
+    assert not hybrid.memory.untouched(landing[1])
+    hybrid.turn()
+    assert hybrid.memory.untouched(landing[1])
+    hybrid.memory.give_back_state(landing[0])
+    hybrid.audited()
 
 
 def test_a_request_begins_again_at_a_state_in_host_memory():
