@@ -52,7 +52,14 @@ class _Reply(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[msgspec.Raw, ...]
 
 
-_ENTRY = msgspec.msgpack.Decoder(tuple[str, str])
+_ENTRY = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+_HEADERS = {0xD9: 2, 0xDA: 3, 0xDB: 5}
+"""Bytes before those of a text in msgpack, by the first one; 1 for short ones."""
+
+
+def _bytes_of(text: msgspec.Raw) -> bytes:
+    data = bytes(text)
+    return data[_HEADERS.get(data[0], 1) :]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +70,11 @@ class AdapterBoard:
     keys: Keys
 
     async def sync(self, changes: Iterable[tuple[str, str, str]] = ()) -> dict[str, str]:
-        """All texts by field. `changes`: field, text as it was read, new text; see scripts/adapters.lua."""
-        args = [part for change in changes for part in change]
+        """All texts by field. `changes`: field, text as it was read, new text; see scripts/adapters.lua.
+
+        Bytes that are no text are surrogates in it, so that they can be replaced, too.
+        """
+        args = [part.encode("utf-8", "surrogateescape") for change in changes for part in change]
         reply = await self.library.ask("sync_adapters", (self.keys.adapters,), *args, shape=_Reply)
         found = {}
         for raw in reply.entries:
@@ -72,7 +82,7 @@ class AdapterBoard:
                 name, text = _ENTRY.decode(raw)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue  # its bytes are no key of ours: a gateway overwrites nothing that it cannot read
-            found[name] = text
+            found[name] = _bytes_of(text).decode("utf-8", "surrogateescape")
         return found
 
 
@@ -187,11 +197,11 @@ class RegisteredAdapters:
     def _read(self, name: str, text: str) -> RegisteredAdapter | None:
         """None for what no process of this deployment has written for this name."""
         proof, _, content = text.partition(" ")
-        if len(text) > MAX_TEXT or not self.deployment.registered(self.model, content, proof=proof):
-            return None
         try:
+            if len(text) > MAX_TEXT or not self.deployment.registered(self.model, content, proof=proof):
+                return None
             entry = msgspec.json.decode(content, type=RegisteredAdapter)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeEncodeError):
             return None
         return entry if entry.name == name else None
 
