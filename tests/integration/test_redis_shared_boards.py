@@ -1,8 +1,12 @@
-"""What gateways share in Redis beside the registry, overwritten: limits, fairness, quarantine, sessions, tickets."""
+"""What gateways share in Redis beside the registry, overwritten: limits, fairness, quarantine, sessions, tickets,
+and names of adapters."""
 
 import pytest
 import redis
 
+from tandem_engine.messages.control import ServedAdapter
+from tandem_services.router.keys import MAX_REGISTERED
+from tandem_services.router.registered_adapters import AdapterBoard, RegisteredAdapters
 from tandem_services.router.shared_state import (
     MAX_QUARANTINE_S,
     Charge,
@@ -101,3 +105,30 @@ async def test_a_session_or_ticket_that_makes_no_sense_is_none(raw, fleet):
         raw.set(fleet.keys.ticket(ticket), value)
         with pytest.raises(Exception, match="ticket"):
             await tickets.take(ticket)
+
+
+async def test_registered_names_return_where_they_are_overwritten(raw, fleet):
+    deployment, key = fleet.registry.deployment, fleet.keys.adapters
+    board = AdapterBoard(library=fleet.registry.library, keys=fleet.keys)
+    one, other = (RegisteredAdapters(model="m", deployment=deployment, board=board) for _ in range(2))
+    await one.register(ServedAdapter(name="sql", digest="1" * 32, rank=4, root="sql"), source="sql")
+    [(field, text)] = raw.hgetall(key).items()
+
+    async def require_known() -> None:
+        await one.sync()
+        await other.sync()
+        assert raw.hget(key, field) == text
+        assert other.all() == one.all() != {}
+
+    for value in VALUES:
+        raw.hset(key, mapping={field: value, b"m:\xff": value, "m:chat": value, "others": value})
+        await require_known()
+        assert not raw.hexists(key, "m:chat")
+    for kind in TYPES:
+        raw.delete(key)
+        raw.execute_command(kind[0], key, *kind[1:])
+        await require_known()
+    raw.hset(key, mapping={f"x{number}": "" for number in range(MAX_REGISTERED + 1)})
+    await require_known()
+    assert raw.hlen(key) == 1
+    assert await board.sync([("m:sql", "not what is there", "")]) == {"m:sql": text.decode()}

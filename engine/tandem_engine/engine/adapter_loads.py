@@ -65,7 +65,7 @@ class AdapterLoads:
             self._thread = Thread(target=self._work, name="adapter", daemon=True)
             self._thread.start()
         loading: Future[LoadedAdapters] = Future()
-        self._begun = [*(each for each in self._begun if not each.done()), loading]
+        self._begun.append(loading)
         self._jobs.put((source, loading))
         return loading
 
@@ -79,7 +79,8 @@ class AdapterLoads:
         return self._ended
 
     def acknowledge(self) -> None:
-        """Ended loads have been looked at."""
+        """Ended loads have been looked at, and are kept here no longer: their adapters may leave the memory."""
+        self._begun = [each for each in self._begun if not each.done()]
         with suppress(BlockingIOError):
             os.eventfd_read(self._ended)
 
@@ -108,14 +109,18 @@ class AdapterLoads:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            source, loading = job
-            if not loading.set_running_or_notify_cancel():
-                continue
-            try:
-                loading.set_result(self._load(source))
-            except BaseException as error:  # noqa: BLE001  # raised where the future is read
-                loading.set_exception(error)
+            self._carry_out(*job)
+            # This frame would keep the adapter in memory until the next load.
+            del job
             os.eventfd_write(self._ended, 1)
+
+    def _carry_out(self, source: AdapterSource, loading: "Future[LoadedAdapters]") -> None:
+        if not loading.set_running_or_notify_cancel():
+            return
+        try:
+            loading.set_result(self._load(source))
+        except BaseException as error:  # noqa: BLE001  # raised where the future is read
+            loading.set_exception(error)
 
     def _load(self, source: AdapterSource) -> LoadedAdapters:
         one = replace(self.config, sources=(source,))

@@ -10,6 +10,7 @@ the fewest requests that compute goes. What still computes after `MOST_TURNS` fu
 so no adapter waits for longer than that, whatever the length of outputs. Pinned adapters make no way.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from tandem_engine.messages.requests import AdapterRef
 from tandem_engine.model.adapters.loaded import LoadedAdapters
 from tandem_engine.model.adapters.table import AdapterTable
 from tandem_engine.scheduler.gates.adapters import Loaded, MakesWay, Usage
+
+logger = logging.getLogger(__name__)
 
 MOST_TURNS = 4
 
@@ -116,7 +119,7 @@ class LoadingShelf:
         for loaded in happened:
             del self._wanted[loaded.digest]
         self._begin()
-        # What has just arrived is used only when its requests have been let go on.
+        # What has just arrived is used only when its requests continue.
         return happened or self._make_room(usage)
 
     def add(self, loaded: LoadedAdapters, *, replaces: bool, digest: str, pinned: bool, usage: Usage) -> ServedAdapter:
@@ -158,8 +161,10 @@ class LoadingShelf:
 
     def _arrived(self) -> Iterator[Loaded]:
         for digest, wanted in self._wanted.items():
-            if self.table.holds(digest):
-                yield Loaded(digest)
+            if digest in self.table.slots:
+                # One that was unloaded in the meantime serves those that waited for it already.
+                if digest not in self.table.leaving:
+                    yield Loaded(digest)
             elif wanted.loading is not None and wanted.loading.done() and len(self.table.slots) < self.table.limit:
                 yield self._finish(wanted, wanted.loading)
 
@@ -172,6 +177,7 @@ class LoadingShelf:
             self.failures_total += 1
             reason = f"adapter {wanted.ref.name!r} cannot be loaded here: {error}"
             self._refuse(digest, reason)
+            logger.warning(reason, extra={"fields": {"adapter": wanted.ref.name, "digest": digest.hex()}})
             return Loaded(digest, AdapterMissingError(reason))
         self.table.measure(loaded)
         self.table.bring(loaded)

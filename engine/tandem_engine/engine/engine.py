@@ -374,8 +374,10 @@ class Engine:
         if table.closed or table.leaving:
             steps = self.scheduler.steps
             used = (req.space.adapter for req in self.scheduler.queues.live())
-            computing = self.scheduler.adapter_usage().computing
-            table.sweep(used, launched=steps.launched, settled=steps.settled, computing=computing)
+            usage = self.scheduler.adapter_usage()
+            # One that computed may be back in the queue, put back for want of pages: it does not wait for its adapter.
+            having = usage.computing.keys() | usage.waiting.keys()
+            table.sweep(used, launched=steps.launched, settled=steps.settled, having=having)
 
     def require_replaceable(self) -> None:
         """Raise `ConfigError` when the weights cannot be replaced, whatever by."""

@@ -1,12 +1,13 @@
 """Adapters that the gateways of a deployment have registered, for workers that start later.
 
     entry      name ─▶ digest, folder, size; signed. The one with the higher revision holds
-    removed    an entry that says so, kept for `REMOVED_S`: a gateway that has missed it would write the old one again
+    removed    an entry that says so, kept for `REMOVED_S`: a gateway that has missed it would write the old one again.
+               Of `MAX_NAMES` the oldest makes way for a name that is registered
     sync       every heartbeat: take what is newer in Redis, write what is newer here
 
 Each gateway keeps all entries in memory, so a Redis that is away, or has lost its data, changes nothing: gateways write
-them again. What no process of the deployment has signed is overwritten or removed. An old entry that somebody writes
-again has an old revision; only a gateway that knows no newer one takes it.
+them again. What no process of the deployment has signed is overwritten or removed. An old entry that is written
+again has an old revision; only a gateway without a newer one takes it.
 """
 
 import time
@@ -24,7 +25,7 @@ from tandem_services.router.redis_functions import FunctionLibrary
 
 REMOVED_S = 7 * 86_400.0
 MAX_NAMES = 1024
-"""Of one fleet, removed ones included. Beyond them no further name is registered."""
+"""Of one model, removed ones included. Removed ones make way; beyond the others no further name is registered."""
 
 MAX_TEXT = 8192
 
@@ -51,7 +52,14 @@ class _Reply(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[msgspec.Raw, ...]
 
 
-_ENTRY = msgspec.msgpack.Decoder(tuple[str, str])
+_ENTRY = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+_HEADERS = {0xD9: 2, 0xDA: 3, 0xDB: 5}
+"""Bytes before those of a text in msgpack, by the first one; 1 for short ones."""
+
+
+def _bytes_of(text: msgspec.Raw) -> bytes:
+    data = bytes(text)
+    return data[_HEADERS.get(data[0], 1) :]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,16 +70,19 @@ class AdapterBoard:
     keys: Keys
 
     async def sync(self, changes: Iterable[tuple[str, str, str]] = ()) -> dict[str, str]:
-        """All texts by field. `changes`: field, text as it was read, new text; see scripts/adapters.lua."""
-        args = [part for change in changes for part in change]
+        """All texts by field. `changes`: field, text as it was read, new text; see scripts/adapters.lua.
+
+        Bytes that are no text are surrogates in it, so that they can be replaced, too.
+        """
+        args = [part.encode("utf-8", "surrogateescape") for change in changes for part in change]
         reply = await self.library.ask("sync_adapters", (self.keys.adapters,), *args, shape=_Reply)
         found = {}
         for raw in reply.entries:
             try:
                 name, text = _ENTRY.decode(raw)
             except (msgspec.DecodeError, UnicodeDecodeError):
-                continue  # in nobody's way: a gateway that has such a name overwrites nothing it cannot read
-            found[name] = text
+                continue  # its bytes are no key of ours: a gateway overwrites nothing that it cannot read
+            found[name] = _bytes_of(text).decode("utf-8", "surrogateescape")
         return found
 
 
@@ -107,23 +118,27 @@ class RegisteredAdapters:
     @property
     def full(self) -> bool:
         """Whether no further name can be registered."""
-        return len(self._entries) >= MAX_NAMES
+        return len(self.all()) >= MAX_NAMES
 
     async def register(self, adapter: ServedAdapter, *, source: str) -> None:
         """From now on its name stands for it; in Redis too, as soon as that is there."""
         former = self._entries.get(adapter.name)
         if former is not None and not former.removed and (former.digest, former.source) == (adapter.digest, source):
             return
-        self._entries[adapter.name] = RegisteredAdapter(
+        entry = RegisteredAdapter(
             name=adapter.name,
             digest=adapter.digest,
             rank=adapter.rank,
             root=adapter.root,
             size=adapter.size,
             source=source,
-            revision=1 + (0 if former is None else former.revision),
+            # Above that of a removed entry that has made way, which Redis may still have.
+            revision=max(int(self.now()), 1 + (0 if former is None else former.revision)),
             at=self.now(),
         )
+        if former is None:
+            self._has_room(entry)
+        self._entries[adapter.name] = entry
         await self.sync()
 
     async def remove(self, name: str) -> bool:
@@ -151,7 +166,7 @@ class RegisteredAdapters:
 
     def _merge(self, texts: Mapping[str, str]) -> list[tuple[str, str, str]]:
         """What to change in Redis."""
-        prefix, changes = f"{self.model}:", []
+        prefix, changes, equal = f"{self.model}:", [], set[str]()
         for field_name, text in texts.items():
             if not field_name.startswith(prefix) or ":" in field_name.removeprefix(prefix):
                 continue
@@ -161,11 +176,15 @@ class RegisteredAdapters:
                 if name not in self._entries:
                     changes.append((field_name, text, ""))
             elif (known := self._entries.get(name)) is None:
-                if not self.full:
+                if self._has_room(entry):
                     self._entries[name] = entry
             elif entry.order > known.order:
                 self._entries[name] = entry
+            elif entry == known:
+                equal.add(name)  # whatever else a later release has written there
         for name, entry in self._entries.items():
+            if name in equal:
+                continue
             before, after = texts.get(prefix + name, ""), self._text(entry)
             if before != after:
                 changes.append((prefix + name, before, after))
@@ -178,16 +197,26 @@ class RegisteredAdapters:
     def _read(self, name: str, text: str) -> RegisteredAdapter | None:
         """None for what no process of this deployment has written for this name."""
         proof, _, content = text.partition(" ")
-        if len(text) > MAX_TEXT or not self.deployment.registered(self.model, content, proof=proof):
-            return None
         try:
+            if len(text) > MAX_TEXT or not self.deployment.registered(self.model, content, proof=proof):
+                return None
             entry = msgspec.json.decode(content, type=RegisteredAdapter)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeEncodeError):
             return None
         return entry if entry.name == name else None
 
     def _is_over(self, entry: RegisteredAdapter) -> bool:
         return entry.removed and self.now() - entry.at > REMOVED_S
+
+    def _has_room(self, entry: RegisteredAdapter) -> bool:
+        """For one of a name that is not known yet. An old removed one makes way for one that is not removed."""
+        if len(self._entries) < MAX_NAMES:
+            return True
+        if entry.removed or self.full:
+            return False
+        removed = (each for each in self._entries.values() if each.removed)
+        del self._entries[min(removed, key=lambda each: each.at).name]
+        return True
 
     def _forget_removed(self) -> None:
         for name in [name for name, entry in self._entries.items() if self._is_over(entry)]:

@@ -1,6 +1,7 @@
 """Adapters that requests bring into the memory of an engine: equal tokens, whatever has to make way for what."""
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tandem_engine.engine import Engine
 from tandem_engine.engine.adapter_shelf import REFUSED_S
 from tandem_engine.engine.loaded_model import LoadedModel, load
 from tandem_engine.engine.stats import Generation
+from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.requests import AdapterRef, GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_testing.adapters import write_adapter
@@ -125,21 +127,25 @@ def test_endless_outputs_leave_a_turn_to_others(engine, folder, all_loaded, refs
 
     def note() -> None:
         live = {req.rid for req in engine.scheduler.queues.live()}
+        retractions.update(req.retractions for req in engine.scheduler.queues.live())
         ended.extend(rid for rid in ("r0", "r1", "r2") if rid in begun and rid not in live and rid not in ended)
         begun.update(live)
 
     begun: set[str] = set()
+    retractions: set[int] = set()
     made = outputs(engine.generate(requests, before_turn=note))
     assert made == expected(folder, all_loaded, requests)
     assert ended[:2] == ["r1", "r2"]  # neither waited for the end of the first
     assert engine.scheduler.tally.retracted >= 1
+    assert retractions == {0}  # of which a request may have only so many
 
 
-def test_changed_folder_is_refused_until_registered(engine, folder, refs, tmp_path):
+def test_changed_folder_is_refused_until_registered(engine, refs, caplog):
     stale = AdapterRef(name="one", digest=refs["one"].digest, source="two")
     [answer] = engine.generate([request(0, stale)])
     assert (answer.finish.code, answer.finish.retryable) == ("adapter_missing", True)
     assert f"digest {refs['two'].digest.hex()}, and not {refs['one'].digest.hex()}" in answer.finish.error
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [answer.finish.error]
     assert engine.adapter_memory.refused == (refs["one"].digest.hex(),)
     failures = engine._parts.shelf.failures_total
     [again] = engine.generate([request(1, stale)])
@@ -211,6 +217,49 @@ def test_adapter_stays_when_the_one_that_waited_has_gone(engine, refs):
     assert (shelf.loads_total, shelf.table.leaving) == (1, set())
     engine.abort_all()
     step_until(engine, lambda: engine.idle)
+
+
+def test_request_put_back_keeps_the_adapter_that_leaves(engine, folder, all_loaded, refs):
+    """It does not wait for its adapter, so it may be computed at any step."""
+    shelf = engine._parts.shelf
+    shelf.clock = FastClock()
+    requests = [request(0, refs["one"], tokens=20), request(1, refs["two"])]
+    turns = itertools.count()
+
+    def pause_and_resume() -> None:
+        if not shelf.table.leaving and not engine.scheduler.paused:
+            return
+        match next(turns):
+            case 0:
+                engine.pause(PauseMode.RETRACT)
+            case 3:
+                assert shelf.table.slots.keys() == {refs["one"].digest}
+                engine.resume()
+
+    made = outputs(engine.generate(requests, before_turn=pause_and_resume))
+    assert made == expected(folder, all_loaded, requests)
+    assert next(turns) > 3
+
+
+def test_unload_serves_those_that_wait_for_it_already(engine, refs):
+    shelf = engine._parts.shelf
+    shelf.clock = FastClock()
+    engine.add(request(0, refs["one"], tokens=100))
+    step_until(engine, lambda: shelf.table.resident)
+    engine.add(request(1, refs["two"]))
+    step_until(engine, lambda: shelf.table.leaving)
+    engine.add(request(2, refs["one"]))
+    step_until(engine, lambda: engine.scheduler.waiting_for_adapter == 2)
+    engine.remove_adapter("one", cached=refs["one"].digest.hex())
+    step_until(engine, lambda: engine.idle)
+    assert (shelf.failures_total, shelf.table.slots.keys()) == (0, {refs["two"].digest})
+
+
+def test_unloaded_adapter_is_kept_nowhere(engine):
+    engine.add_adapter(engine.adapter_loads.begin("two", "two").result(LIMIT_S), replaces=False)
+    [weights] = map(weakref.ref, engine._parts.shelf.table.weights)
+    engine.remove_adapter("two")
+    step_until(engine, lambda: weights() is None)
 
 
 def step_until(engine: Engine, reached) -> None:

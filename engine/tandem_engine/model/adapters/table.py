@@ -7,7 +7,7 @@
 
 Names are those of the worker's report; requests bring digests. Of a digest in several names there is one copy. Adding
 what a name stands for already changes nothing, so a command that was not answered may be sent again. A name stays when
-its adapter leaves: the table knows the folder.
+its adapter leaves: the table keeps the folder, and to add it again brings it back.
 """
 
 from collections.abc import Collection, Iterable
@@ -161,7 +161,8 @@ class AdapterTable:
                 f"lora_path: the content of adapter {adapter.name!r} has the digest {adapter.digest} here, not "
                 f"{digest}: give all workers the same files"
             )
-        if former is not None and former.digest == adapter.digest:
+        if former is not None and former.digest == adapter.digest and self.holds(weights.digest):
+            self._folders[weights.digest] = loaded.folders[weights.digest]  # the same files may have moved
             return former
         if former is None and len(self._names) >= MAX_ADAPTERS:
             # Also of equal content: a worker's report has room for no more.
@@ -200,15 +201,15 @@ class AdapterTable:
         return former
 
     def sweep(
-        self, used: Iterable[bytes], *, launched: int, settled: int, computing: Iterable[bytes] | None = None
+        self, used: Iterable[bytes], *, launched: int, settled: int, having: Iterable[bytes] | None = None
     ) -> None:
         """Free the slots of adapters that close or leave and that neither a request has, nor a step that may be in
-        flight. A closed one is kept for all requests, by `used`; one that leaves for those that compute, of `used` if
-        `computing` is None."""
+        flight. A closed one is kept for all requests, by `used`; one that leaves for those that do not wait for it,
+        `having`, which are all if it is None."""
         if not self.closed and not self.leaving:
             return
         busy = set(used)
-        busier = busy if computing is None else set(computing)
+        busier = busy if having is None else set(having)
         for digest in [*self.closed, *(self.leaving - self.closed)]:
             if digest in (busy if digest in self.closed else busier):
                 self._fences.pop(digest, None)

@@ -176,7 +176,7 @@ class AdapterGate:
 
     def _put_back(self, digest: bytes) -> None:
         """Requests that compute release their KV. Those whose pages are being sent keep them where they are
-        [settled-only-sent], and end soon."""
+        [settled-only-sent], and end soon. `max_retractions` is about want of pages, so this does not count there."""
         if not any(self._computing_of(digest)):
             return
         self.stand_still()
@@ -184,7 +184,6 @@ class AdapterGate:
             self.endings.release(req, checkpoint=True)
             self.queues.waiting.return_to_head(req)
             self.tally.retracted += 1
-            req.retractions += 1
         self.queues.running = [req for req in self.queues.running if req.kv is not None]
         if self.queues.chunked is not None and self.queues.chunked.kv is None:
             self.queues.chunked = None

@@ -205,8 +205,11 @@ class AdapterUpdates:
         async def unload_on(worker: WorkerView) -> None:
             nonlocal digest
 
+            # A release that reports no memory loads nothing for requests, and refuses the field.
+            loaded = cached if worker.adapter_memory is not None else ""
+
             async def command() -> str:
-                return await self.commands.unload(worker, name=name, digest="", cached=cached, within_s=UNLOAD_S)
+                return await self.commands.unload(worker, name=name, digest="", cached=loaded, within_s=UNLOAD_S)
 
             outcome = await self._carry_out(worker, command)
             if isinstance(outcome, str):

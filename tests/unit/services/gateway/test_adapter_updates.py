@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import LoadAdapter, OrderRefused, UnloadAdapter
+from tandem_engine.messages.control import AdapterMemory, LoadAdapter, OrderRefused, UnloadAdapter
 from tandem_services.gateway.models import adapter_updates
 from tandem_services.worker.engine_process import OrderRefusedError
 from tandem_testing.adapter_ports import CONTENT, AdapterPort, adapter_ports
@@ -264,6 +264,16 @@ async def test_unknown_adapter_cannot_be_unloaded(fleet):
     await fleet.load()
     assert results(await fleet.unload(lora_name="mock:sql", lora_int_id=1))["p"] == "unloaded"
     assert error(await fleet.unload())[:2] == (404, "lora_name")
+
+
+async def test_former_releases_unload_names_alone(fleet):
+    """They load nothing for requests, and refuse commands with fields that they do not have."""
+    await fleet.load()
+    view = fleet.chooser.fleet[1]
+    fleet.chooser.fleet[1] = replace(view, adapter_memory=AdapterMemory(limit=4))
+    await fleet.unload()
+    commands = [port.orders[-1] for port in fleet.ports]
+    assert [command.cached for command in commands] == ["", CONTENT["one"], ""]
 
 
 async def test_worker_without_the_adapter_is_absent_in_an_unload(fleet):

@@ -160,3 +160,36 @@ async def test_names_are_bounded(gateway, board):
     await many.sync()
     await one.sync()
     assert (len(board.texts), len(one.all()), one.full) == (MAX_NAMES + 1, MAX_NAMES, True)
+
+
+async def test_removed_names_make_way_for_others(gateway, board, time):
+    first, second = gateway(), gateway()
+    await first.register(adapter("a0", 1), source="x")
+    await first.remove("a0")
+    gone = first._entries["a0"]
+    for number in range(1, MAX_NAMES):
+        first._entries[f"a{number}"] = msgspec.structs.replace(gone, name=f"a{number}", at=gone.at + number)
+    await first.sync()
+    await second.sync()
+    time.now += MAX_NAMES
+    assert (first.full, len(first._entries)) == (False, MAX_NAMES)
+    await first.register(adapter("b", 2), source="two")
+    await second.sync()
+    assert meaning(first) == meaning(second) == {"b": "two"}
+    assert len(first._entries) == len(second._entries) == MAX_NAMES
+    await first.register(adapter("a0", 3), source="three")  # the name that made way, which Redis still has
+    await second.sync()
+    assert meaning(first) == meaning(second) == {"a0": "three", "b": "two"}
+
+
+async def test_fields_of_a_later_release_are_kept(gateway, board):
+    deployment = Deployment.of(KeyPair.generate())
+    one = gateway(of=deployment)
+    await one.register(adapter("sql", 1), source="one")
+    [text] = board.texts.values()
+    content = text.partition(" ")[2].replace("{", '{"later":1,', 1)
+    board.texts[f"{MODEL}:sql"] = later = f"{deployment.adapter_proof(MODEL, content)} {content}"
+    await one.sync()
+    assert board.texts == {f"{MODEL}:sql": later}
+    await one.remove("sql")
+    assert board.texts != {f"{MODEL}:sql": later}

@@ -1,5 +1,7 @@
 """Adapters of a running engine: names, slots, and when their memory is free."""
 
+from dataclasses import replace
+
 import pytest
 
 from tandem_engine.base.errors import AdapterMissingError, BusyError, CheckpointError, ConfigError
@@ -49,6 +51,24 @@ def test_equal_content_is_held_once_until_its_last_name(table):
     assert not table.closed
     table.remove("b")
     assert table.closed == {digest(1)}
+
+
+def test_equal_content_from_another_folder_is_known_there(table):
+    moved = replace(loaded("a", 1), folders={digest(1): "moved"})
+    table.add(moved, replaces=False)
+    assert table.folder_of(digest(1)) == "moved"
+
+
+def test_added_again_after_it_has_left_is_in_memory(table):
+    table.make_way(digest(1))
+    table.add(loaded("a", 1), replaces=False)
+    table.sweep([], launched=1, settled=1)
+    assert table.resident == (digest(1),)
+    table.make_way(digest(1))
+    table.sweep([], launched=1, settled=1)
+    assert (table.resident, table.served[0].name) == ((), "a")
+    table.add(loaded("a", 1), replaces=False)
+    assert (table.resident, table.closed) == ((digest(1),), set())
 
 
 def test_closed_adapter_stays_for_its_requests_and_steps(table):
