@@ -4,7 +4,7 @@
 
 Models have random weights and few parameters, with the layers of real ones. Each ratio is of two runs that take turns
 in one process, and of several rounds the median. Prints one JSON object: `value` and target of each ratio (`at_most`,
-`at_least`). Exit status 1 if one is missed; on a busy machine times may be: `load_average` says how busy it was.
+`at_least`). Exit status 1 if one is missed; on a busy machine times may be: `load_average` shows how busy it was.
 
     windows     requests of `--tokens` that have pages at once in one pool, five of six layers with a window of 1,024,
                 over those where every layer keeps all tokens

@@ -1,4 +1,4 @@
-"""What gateways share in Redis beside the registry, overwritten: limits, fairness, quarantine, sessions, tickets,
+"""What gateways share in Redis next to the registry, overwritten: limits, fairness, quarantine, sessions, tickets,
 and names of adapters."""
 
 import pytest

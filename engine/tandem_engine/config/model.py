@@ -162,7 +162,7 @@ class MoeConfig:
     """Whether the router's logits are computed in float32 whatever the dtype of the model."""
     shared: SharedExpert | None = None
     beside: bool = False
-    """Whether layers have a feed-forward block too, with norms of its own, and their results are added (Gemma 4)."""
+    """Whether layers have a feed-forward block too, with its own norms, and their results are added (Gemma 4)."""
     weighted_inputs: bool = False
     """Whether weights multiply what chosen experts read, in place of their results (Llama 4)."""
     bias: bool = False

@@ -1,6 +1,6 @@
 """Adapters that requests bring into memory, and which ones make way for them.
 
-    want     a request needs an adapter that is not in memory; it names the folder, or the engine knows it
+    want     a request needs an adapter that is not in memory; it names the folder, or the engine has it
     load     when there is room: a thread reads, checks and digests the folder (`AdapterLoads`)
     bring    between two steps, if the content is the one that the request has: other content is refused, not served
 
@@ -79,7 +79,7 @@ class LoadingShelf:
         return self.table.used or bool(self._wanted) or self.loads_total + self.failures_total > 0
 
     def memory(self) -> AdapterMemory:
-        """What routing needs to know."""
+        """What routing requires."""
         refused = (*self._refused, *self.table.unloaded)
         return AdapterMemory(
             limit=self.table.limit,

@@ -55,7 +55,7 @@ PLAIN_OPTIONS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "i
 """Options of the interface that are understood. Others must be absent or None."""
 
 IGNORED_OPTIONS = frozenset({"use_cache", "cache_position", "output_attentions", "output_hidden_states"})
-"""What a model was called with and passes on to everybody."""
+"""What a model was called with and passes on to all layers."""
 
 
 class Heads(NamedTuple):
@@ -68,7 +68,7 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examined:
-    """What the layers told."""
+    """What the layers reported."""
 
     specs: tuple[AttentionSpec, ...]
     heads: Heads
@@ -78,7 +78,7 @@ class Examined:
 
 @dataclass(kw_only=True, slots=True)
 class Examination:
-    """An `Attend` over prompts of its own that writes down what it is asked."""
+    """An `Attend` over its own prompts that records its calls."""
 
     specs: list[AttentionSpec] = field(default_factory=list)
     heads: list[Heads] = field(default_factory=list)
@@ -173,7 +173,7 @@ def _compare(body: PreTrainedModel, head: Head, prompts: Sequence[Tensor], mixer
 
 
 def _prompts(config: PreTrainedConfig, lengths: Sequence[int], vocab_size: int) -> list[Tensor]:
-    """Random tokens; the second half of each prompt begins with those that a model may treat in a way of its own."""
+    """Random tokens; the second half of each prompt begins with those that a model may treat specially."""
     generator = torch.Generator().manual_seed(0)
     named = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
     special = [token for token in named if type(token) is int and 0 <= token < vocab_size]
@@ -257,7 +257,7 @@ def _states(pool: StatePool, parts: Sequence[slice]) -> StepStates:
 
 
 def _alone(body: PreTrainedModel, head: Head, prompts: Sequence[Tensor]) -> list[Tensor]:
-    """Logits as transformers computes them without us, told nothing but the tokens."""
+    """Logits as transformers computes them without us, from the tokens alone."""
     with head.whole(body) as model:
         return [
             model(input_ids=prompt[None].to(body.device), use_cache=False).logits[0].to(torch.float32)

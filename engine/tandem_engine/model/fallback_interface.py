@@ -6,7 +6,7 @@ with. The `Attend` of a step is such a keyword, and `paged_attention`, registere
     model(input_ids, position_ids, tandem_attend=attend) ─▶ layer ─▶ paged_attention(module, q, k, v, …,
                                                                       tandem_attend=attend)
 
-transformers builds no masks for a name that its mask interface does not know: the `Attend` defines what a token may
+transformers builds no masks for a name that its mask interface lacks: the `Attend` defines what a token may
 see.
 
 Models scale, cap or shift their logits in the function that also runs the layers. That function is kept, and the layers
@@ -33,7 +33,7 @@ OBSERVE = "tandem_observe"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """What one layer told the interface about its attention, besides q, k and v."""
+    """What one layer passed to the interface about its attention, next to q, k and v."""
 
     module: nn.Module
     head_dim: int
@@ -67,7 +67,7 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: query [1, H, T, D], key and value [1, KV, T, D] to [1, T, H, D].
 
-    The options say what the layer's `AttentionSpec` says; they were read when the model was examined.
+    The options are those of the layer's `AttentionSpec`; they were read when the model was examined.
 
     Raises:
         CheckpointError: the model keeps what it was called with from its layers.
@@ -128,7 +128,7 @@ class Head:
 
     @contextlib.contextmanager
     def whole(self, body: PreTrainedModel) -> Iterator[PreTrainedModel]:
-        """The model as transformers built it, with its layers `body` and attention of its own."""
+        """The model as transformers built it, with its layers `body` and its own attention."""
         self._model.set_submodule(self._name, body)
         self._model.set_attn_implementation("eager")
         try:

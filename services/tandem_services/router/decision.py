@@ -73,8 +73,8 @@ class WorkerView:
         return any(adapter.digest == wanted for adapter in self.adapters.values())
 
     def can_serve(self, digest: bytes, *, registered: bool) -> bool:
-        """Whether it has the adapter with this content, or can load it: it knows the folder by a name of its own, or
-        a request tells it, because the adapter is `registered`."""
+        """Whether it has the adapter with this content, or can load it: it has a name for the folder, or
+        a request brings it, because the adapter is `registered`."""
         memory = self.adapter_memory
         if memory is None or self.has_adapter(digest):
             return self.has_adapter(digest)

@@ -1,7 +1,7 @@
 """Adapters that the gateways of a deployment have registered, for workers that start later.
 
     entry      name ─▶ digest, folder, size; signed. The one with the higher revision holds
-    removed    an entry that says so, kept for `REMOVED_S`: a gateway that has missed it would write the old one again.
+    removed    an entry that marks this, kept for `REMOVED_S`: a gateway that missed it would write the old one again.
                Of `MAX_NAMES` the oldest makes way for a name that is registered
     sync       every heartbeat: take what is newer in Redis, write what is newer here
 
@@ -88,7 +88,7 @@ class AdapterBoard:
 
 @dataclass(kw_only=True, slots=True)
 class RegisteredAdapters:
-    """Of one model, as this gateway knows them. Belongs to its event loop."""
+    """Of one model, as this gateway has them. Belongs to its event loop."""
 
     model: str
     deployment: Deployment = field(default_factory=Deployment)

@@ -15,7 +15,7 @@
     write_back                evicted from the device                             a copy that runs before its pages are
                                                                                   written again
 
-The tree does not know of tiers; it reports what it adds and drops (`TreeWatcher`). Nothing here blocks: copies run in
+The tree is independent of tiers; it reports what it adds and drops (`TreeWatcher`). Nothing here blocks: copies run in
 launch order, so an evicted page is safe for the next forward at once, and the allocator withholds it from peers until
 its copy is acked [page-fence].
 """

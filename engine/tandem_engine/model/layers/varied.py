@@ -1,7 +1,7 @@
 """Parts of layers that differ from each other (Gemma 4).
 
     ReadingAttention   of a layer that keeps no K and V: it reads those of an earlier one
-    BesideExperts      experts next to a feed-forward block, each with norms of its own
+    BesideExperts      experts next to a feed-forward block, each with its own norms
     FurtherInputs        numbers that each layer gets of each token, in addition to the hidden states
     LayerEnd           adds them, and scales what the layer leaves
 

@@ -99,7 +99,7 @@ def value_norm(config: ModelConfig, weights: Weights, *, heads: int) -> Norm:
 def beside_experts(
     config: ModelConfig, weights: Weights, block: FeedForward, experts: ChosenExperts, *, layer: int
 ) -> BesideExperts:
-    """Both of `layer`. `block` ends with the norm that is for the sum here, and gets one of its own."""
+    """Both of `layer`. `block` ends with the norm that is for the sum here, and gets its own."""
     prefix = layer_prefix(layer)
     scale = weights.exact(f"{prefix}{ROUTER_SCALE}") * config.hidden_size**-0.5
     return BesideExperts(

@@ -11,7 +11,7 @@
                   without any worker: 429 or 503 with Retry-After
 
 A worker has capacity when the sequence need not wait for others to end, and the prompt waits at most `worker_wait_s`
-for other prompts: the worker stays busy, without a queue of its own. A tenant that is behind may do more
+for other prompts: the worker stays busy, without its own queue. A tenant that is behind may do more
 (`precedence`): its request is tried at once, may find more prompts at a worker, and may go to one without a free place.
 
 `Turnover` counts slots that were freed but are not in a worker's report yet, which may be a second old. A slot that a
