@@ -73,7 +73,7 @@ class NamedAdapters:
 NOT_NEEDED = ("enable_lora", "max_loras", "max_cpu_loras", "lora_modules", "lora_paths", "max_loras_per_batch")
 """Options of vLLM and SGLang. Here all adapters stay in memory, and a batch may have any number of them."""
 
-OF_WORKERS = ("lora_dir", "allow_runtime_lora_updating")
+OF_WORKERS = ("lora_dir", "lora_turn", "allow_runtime_lora_updating")
 """Flags about paths and names that others than the program choose."""
 
 

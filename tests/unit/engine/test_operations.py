@@ -324,7 +324,7 @@ def test_running_requests_end_with_the_adapter_that_was_replaced(open_desk):
     assert open_desk.tokens("running") == open_desk.tokens("alone") != open_desk.tokens("new")
     assert (open_desk.finish("late").code, open_desk.finish("late").retryable) == ("adapter_missing", True)
     open_desk.turn(2)
-    assert [*open_desk.engine._parts.adapters.slots] == [bytes.fromhex(str(again.figures["digest"]))]
+    assert [*open_desk.engine._parts.shelf.table.slots] == [bytes.fromhex(str(again.figures["digest"]))]
 
 
 def test_unloaded_adapter_is_gone_when_its_last_request_has_ended(open_desk):
@@ -333,7 +333,7 @@ def test_unloaded_adapter_is_gone_when_its_last_request_has_ended(open_desk):
     open_desk.turn(3)
     open_desk.operations.handle(UnloadAdapter(nonce=2, name="a"))
     assert not open_desk.engine.served_adapters
-    table = open_desk.engine._parts.adapters
+    table = open_desk.engine._parts.shelf.table
     open_desk.turn(3)
     assert table.slots
     open_desk.run()
