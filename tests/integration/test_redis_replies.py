@@ -8,10 +8,20 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.common.redis_client import RedisAddress
+from tandem_services.common.redis_client import (
+    BreakerState,
+    CircuitBreaker,
+    RedisAddress,
+    RedisClient,
+    RedisUnavailableError,
+)
 from tandem_services.router.decision import RouteQuery, Source
+from tandem_services.router.keys import Keys
+from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.router import Router
+from tandem_testing.redis_server import RedisServer
 from tandem_testing.router_builders import LASTING, MODEL, PAGE, Fleet, make_record, patient_router
+from tandem_testing.service_clock import ServiceClock
 from tandem_testing.waiting import until
 
 RECORDS = (make_record("p", Role.PREFILL), make_record("d1", Role.DECODE), make_record("d2", Role.DECODE))
@@ -144,3 +154,25 @@ async def test_a_redis_that_ends_every_connection_after_one_command_fails_no_req
             choice = await router.choose(query())
             assert choice.decode.worker_id in {"d1", "d2"}
             await router.release(choice)
+
+
+async def test_functions_are_loaded_as_the_first_command_after_an_outage():
+    server, clock = RedisServer.start(), ServiceClock()
+    client = RedisClient(RedisAddress(url=server.url), timeout_s=30.0, breaker=CircuitBreaker(clock=clock))
+    library = FunctionLibrary(client)
+    keys = Keys("default")
+    report = ("g", "", 0, 0)
+    try:
+        await library.call("fair_sync", keys.fairness, *report)
+        server.kill()
+        for _ in range(client.breaker.failures_to_open):
+            with pytest.raises(RedisUnavailableError):
+                await client.command("PING")
+        assert not client.available
+        server.restart()
+        clock.advance(client.breaker.open_s)
+        await library.call("fair_sync", keys.fairness, *report)
+        assert client.breaker.state is BreakerState.CLOSED
+    finally:
+        await client.close()
+        server.stop()

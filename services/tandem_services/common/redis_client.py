@@ -240,6 +240,8 @@ class RedisClient:
             reply = await self._send(*args, within_s=self.timeout_s)
         except ResponseError as error:
             if "Function not found" in str(error):
+                # The server answers: after an outage the command that loads the functions must be admitted.
+                self.breaker.succeeded()
                 raise FunctionMissingError(str(error)) from error
             raise self._failed(error, args) from error
         # ValueError and the like: redis-py's parser on bytes that are no Redis protocol [redis-is-optional].
