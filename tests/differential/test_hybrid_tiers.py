@@ -40,9 +40,9 @@ def run_rounds(engine: Engine, *, poison: bool) -> None:
     with memory if poison else nullcontext():
         for turn in range(ROUNDS):
             for number, prompt in enumerate(PROMPTS):
-                for twin in range(2):
+                for copy in range(2):
                     tokens = (*prompt, *range(turn))
-                    engine.add(make_message(f"{turn}-{number}-{twin}", tokens, max_tokens=6 + number))
+                    engine.add(make_message(f"{turn}-{number}-{copy}", tokens, max_tokens=6 + number))
                     engine.step(8)
             engine.run()
     engine.assert_expected()

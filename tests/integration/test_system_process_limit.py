@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tandem_services.gateway.http.body import PARSED_HERE_BYTES
-from tandem_testing.control_groups import ControlGroup, can_limit, new_group
+from tandem_testing.control_groups import ControlGroup, can_limit, new_group, system_within
 from tandem_testing.redis_server import REDIS_SERVER
 from tandem_testing.system import System
 
@@ -25,24 +25,14 @@ pytestmark = [
 
 @pytest.fixture
 def group() -> Iterator[ControlGroup]:
-    made = new_group("pids")
-    assert made is not None
-    try:
-        yield made
-    finally:
-        made.end()
+    with new_group("pids") as group:
+        yield group
 
 
 @pytest.fixture
 def system(group, tmp_path) -> Iterator[System]:
-    """Its processes inherit the group."""
-    with group.entered():
-        system = System.launch(tmp_path / "run", "--prefill", "0", "--decode", "0", "--both", "1")
-    try:
-        system.wait_until_up()
+    with system_within(group, tmp_path / "run") as system:
         yield system
-    finally:
-        system.close()
 
 
 def chat(number: int, **fields) -> tuple[str, dict]:

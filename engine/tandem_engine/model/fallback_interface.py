@@ -42,7 +42,7 @@ class Call:
 
 
 class Observe(Protocol):
-    """Told of every call, before it is answered. Only while a model is examined."""
+    """Called before each call is answered. Only while a model is examined."""
 
     def __call__(self, call: Call) -> None: ...
 

@@ -37,7 +37,7 @@ class Pausing:
     def put_back_all(self) -> int:
         """Put every request with KV back at the head of the queue, in admission order; returns how many.
 
-        One that waits for its grammar or adapter goes on waiting for that, without KV. A request whose pages are being
+        One that waits for its grammar or adapter continues to wait, without KV. A request whose pages are being
         sent keeps them where they are [settled-only-sent].
         """
         holders = [req for req in self._holders() if not sends_kv(req)]

@@ -1,18 +1,19 @@
 """Control groups that a test makes below the root of this container, of version 1 or 2, and starts a system in.
 
-Where this user may not make groups, or a controller is not here, `controller(...)` is None: the test says that it has
-not checked.
+Where this user may not make groups, or a controller is not here, `can_limit` is false: the test says that it has not
+checked.
 """
 
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem_engine.base.cgroups import CGROUPS, own_groups, read_text
+from tandem_testing.system import System
 from tandem_testing.waiting import wait_for
 
 _FILES = {
@@ -23,6 +24,7 @@ _FILES = {
 """The limit of a controller in version 2 and in version 1."""
 
 PERIOD_US = 100_000
+ONE_WORKER = ("--prefill", "0", "--decode", "0", "--both", "1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def _home(controller: str) -> ControlGroup | None:
     return None
 
 
-def new_group(controller: str) -> ControlGroup | None:
+def _new_group(controller: str) -> ControlGroup | None:
     """None where this user may not make groups, or `controller` ("memory", "pids", "cpu") is elsewhere."""
     for root in (CGROUPS, CGROUPS / controller):
         folder = root / f"tandem-test-{os.getpid()}"
@@ -130,7 +132,33 @@ def can_limit(controller: str) -> bool:
     """Whether a test can start processes in a group of its making."""
     if _home(controller) is None:
         return False
-    group = new_group(controller)
+    group = _new_group(controller)
     if group is not None:
         group.folder.rmdir()
     return group is not None
+
+
+@contextmanager
+def new_group(controller: str) -> Iterator[ControlGroup]:
+    """A group without a limit, for the time of the block."""
+    group = _new_group(controller)
+    assert group is not None, "can_limit said that a group can be made"
+    try:
+        group.without_swap()
+        yield group
+    finally:
+        group.end()
+
+
+@contextmanager
+def system_within(
+    group: ControlGroup | None, run_dir: Path, *flags: str, prefix: Sequence[str] = ()
+) -> Iterator[System]:
+    """A system of one worker whose processes are in `group`. `prefix`: see `System.launch`."""
+    with nullcontext() if group is None else group.entered():
+        system = System.launch(run_dir, *ONE_WORKER, *flags, prefix=prefix)
+    try:
+        system.wait_until_up()
+        yield system
+    finally:
+        system.close()

@@ -17,14 +17,14 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import httpx
 
-from tandem_testing.control_groups import ControlGroup, can_limit, new_group
+from tandem_testing.control_groups import ControlGroup, can_limit, new_group, system_within
 from tandem_testing.system import System
 
 GIB = 1 << 30
@@ -37,23 +37,17 @@ MODEL = "tandem-mini"
 NONE_MORE = 1
 """Threads and processes of a group that has more: those that run stay."""
 PATIENCE_S = 600.0
-ONE_WORKER = ("--prefill", "0", "--decode", "0", "--both", "1")
 Figures = dict[str, Any]
 
 
 @contextmanager
-def system_within(group: ControlGroup | None, *flags: str, files: int = 0) -> Iterator[System]:
-    """A system that has started in `group`; with a limit of open files, if `files` is one."""
-    with tempfile.TemporaryDirectory(prefix="tandem-limits-") as folder:
-        run_dir = Path(folder) / "run"
-        prefix = ("prlimit", f"--nofile={files}:{files}") if files else ()
-        with nullcontext() if group is None else group.entered():
-            system = System.launch(run_dir, *ONE_WORKER, *flags, prefix=prefix)
-        try:
-            system.wait_until_up()
-            yield system
-        finally:
-            system.close()
+def run_within(group: ControlGroup | None, *flags: str, prefix: Sequence[str] = ()) -> Iterator[System]:
+    """`system_within` with a run directory of its time."""
+    with (
+        tempfile.TemporaryDirectory(prefix="tandem-limits-") as folder,
+        system_within(group, Path(folder) / "run", *flags, prefix=prefix) as system,
+    ):
+        yield system
 
 
 async def statuses(url: str, bodies: Sequence[Figures], *, at_once: int) -> Counter[str]:
@@ -83,14 +77,14 @@ def completions(count: int, **fields: Any) -> list[Figures]:
 
 
 def memory(gib: float, at_once: int) -> Figures:
-    with limited("memory", gib * GIB) as group, system_within(group) as system:
+    with limited("memory", gib * GIB) as group, run_within(group) as system:
         ready = group.kept()
         ended = asyncio.run(statuses(system.url, completions(ROUNDS * at_once), at_once=at_once))
         return {"ended": ended, "kills": group.kills(), "ready_mib": ready >> 20, "kept_mib": group.kept() >> 20}
 
 
 def processes() -> Figures:
-    with limited("pids", 10_000) as group, system_within(group) as system:
+    with limited("pids", 10_000) as group, run_within(group) as system:
         group.limit(NONE_MORE)
         plain = asyncio.run(statuses(system.url, completions(64), at_once=64))
         grammar = asyncio.run(statuses(system.url, completions(4, structured_outputs={"regex": "[a-z]+"}), at_once=4))
@@ -98,14 +92,14 @@ def processes() -> Figures:
 
 
 def descriptors() -> Figures:
-    with system_within(None, files=FILES) as system:
+    with run_within(None, prefix=("prlimit", f"--nofile={FILES}:{FILES}")) as system:
         return {"ended": asyncio.run(statuses(system.url, completions(STREAMS), at_once=STREAMS))}
 
 
 def cpu() -> Figures:
     rates = {}
     for name, flags in {"default": (), "threads_1": ("--threads", "1")}.items():
-        with limited("cpu", 1.0) as group, system_within(group, *flags) as system:
+        with limited("cpu", 1.0) as group, run_within(group, *flags) as system:
             asyncio.run(statuses(system.url, completions(8), at_once=8))
             began = perf_counter()
             ended = asyncio.run(statuses(system.url, completions(64), at_once=16))
@@ -115,14 +109,9 @@ def cpu() -> Figures:
 
 @contextmanager
 def limited(controller: str, most: float) -> Iterator[ControlGroup]:
-    group = new_group(controller)
-    assert group is not None, "where can_limit is true, a group can be made"
-    try:
-        group.without_swap()
+    with new_group(controller) as group:
         group.limit(most)
         yield group
-    finally:
-        group.end()
 
 
 def broken(case: str, figures: Figures) -> bool:

@@ -225,7 +225,7 @@ class LateBinding:
         self._precedence.see(visitor.tenant)
         visitor.is_behind = self._precedence.is_behind(visitor, self.queue)
         choice = None
-        if self._precedence.goes_at_once(visitor, self.queue) and not self._gives_way(visitor):
+        if self._precedence.starts_at_once(visitor, self.queue) and not self._gives_way(visitor):
             with self._precedence.at_once(visitor.tenant):
                 choice = await self._try(visitor, BlockedLanes())
         if choice is None:

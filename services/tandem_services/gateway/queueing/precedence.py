@@ -55,7 +55,7 @@ class Precedence:
         others = [queue.after_next(other) for other in self._seen if other != waiting.tenant]
         return bool(others) and queue.counters.value(waiting.tenant) + waiting.cost < min(others)
 
-    def goes_at_once(self, newcomer: W, queue: FairQueue[W]) -> bool:
+    def starts_at_once(self, newcomer: W, queue: FairQueue[W]) -> bool:
         """Whether this new request queries the router without a turn of the queue."""
         if not queue:
             return True
