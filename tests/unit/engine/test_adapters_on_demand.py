@@ -201,14 +201,20 @@ def test_unload_keeps_late_requests_from_loading_it(engine, refs):
     assert answer.finish.code is None
 
 
-def test_adapter_stays_when_the_one_that_waited_has_gone(engine, refs):
-    """Its later requests do not wait for the end of those that run."""
+def leaving_for_another(engine, refs):
+    """The shelf of `engine`, whose adapter "one" r0 computes with, and leaves its place to that of r1."""
     shelf = engine._parts.shelf
     shelf.clock = FastClock()
     engine.add(request(0, refs["one"], tokens=100))
     step_until(engine, lambda: shelf.table.resident)
     engine.add(request(1, refs["two"]))
     step_until(engine, lambda: shelf.table.leaving)
+    return shelf
+
+
+def test_adapter_stays_when_the_one_that_waited_has_gone(engine, refs):
+    """Its later requests do not wait for the end of those that run."""
+    shelf = leaving_for_another(engine, refs)
     engine.abort("r1")
     step_until(engine, lambda: engine.scheduler.waiting_for_adapter == 0)
     engine.add(request(2, refs["one"], tokens=2))
@@ -242,12 +248,7 @@ def test_request_put_back_keeps_the_adapter_that_leaves(engine, folder, all_load
 
 
 def test_unload_serves_those_that_wait_for_it_already(engine, refs):
-    shelf = engine._parts.shelf
-    shelf.clock = FastClock()
-    engine.add(request(0, refs["one"], tokens=100))
-    step_until(engine, lambda: shelf.table.resident)
-    engine.add(request(1, refs["two"]))
-    step_until(engine, lambda: shelf.table.leaving)
+    shelf = leaving_for_another(engine, refs)
     engine.add(request(2, refs["one"]))
     step_until(engine, lambda: engine.scheduler.waiting_for_adapter == 2)
     engine.remove_adapter("one", cached=refs["one"].digest.hex())

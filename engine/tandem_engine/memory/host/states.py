@@ -21,7 +21,7 @@ from tandem_engine.base.names import PageId, ReqPoolIdx
 from tandem_engine.config import WritePolicy
 from tandem_engine.memory.host.pages import HostBlock, state_keys
 from tandem_engine.memory.host.tier import Candidate, HostTier
-from tandem_engine.memory.host.tiered_cache import HostPrefix, Prefetch, TieredCache, candidates_of
+from tandem_engine.memory.host.tiered_cache import HostPrefix, TieredCache, candidates_of
 from tandem_engine.memory.page_copies import CopyKind, PageCopy
 from tandem_engine.memory.prefix_cache import LoadedPages, MatchResult
 from tandem_engine.memory.radix_cache import Node, PathLock
@@ -213,14 +213,8 @@ class StatefulTiers(TieredCache):
             self._wanted_states.update(dict.fromkeys(used))
         return loaded
 
-    def prefetch(
-        self, token_ids: Sequence[int], *, space: CacheSpace, max_tokens: int, until: float
-    ) -> Prefetch | None:
-        """Up to the deepest state that some tier has: no further block is worth reading."""
-        if self.host.traffic is None or not len(self.host.traffic.storage):
-            return None
-        found = self._tree.match(token_ids, space=space, max_tokens=max_tokens)
-        self._tree.unlock(found.lock)
+    def _worth_reading(self, found: MatchResult, token_ids: Sequence[int], max_tokens: int) -> list[HostBlock]:
+        """Up to the deepest state that some tier has: no further block is."""
         path: list[tuple[bytes, bytes]] = []
         depth = 0
         for digest, tokens in self._hashes_after(found, token_ids, max_tokens):
@@ -232,13 +226,12 @@ class StatefulTiers(TieredCache):
             if self._may_have_state(blocks) and self._backups.is_anywhere(digest):
                 depth = len(path)
         if not depth:
-            return None
+            return []
         on_device = max(0, found.known - len(found.pages))
         wanted = [self.host.wanted_soon(digest, tokens) for digest, tokens in path[on_device:depth]]
         if None not in wanted:
             wanted += self._backups.wanted_soon(*path[depth - 1])
-        loading = [block for block in wanted if block is not None and block.loading]
-        return Prefetch(blocks=loading, until=until) if loading else None
+        return [block for block in wanted if block is not None and block.loading]
 
     # TreeWatcher
 

@@ -201,6 +201,11 @@ class TieredCache:
             return None
         found = self._tree.match(token_ids, space=space, max_tokens=max_tokens)
         self._tree.unlock(found.lock)
+        loading = self._worth_reading(found, token_ids, max_tokens)
+        return Prefetch(blocks=loading, until=until) if loading else None
+
+    def _worth_reading(self, found: MatchResult, token_ids: Sequence[int], max_tokens: int) -> list[HostBlock]:
+        """The blocks after `found` that storage reads now."""
         loading: list[HostBlock] = []
         for digest, tokens in self._hashes_after(found, token_ids, max_tokens):
             block = self.host.wanted_soon(digest, tokens) if len(loading) < self.prefetch_limit else None
@@ -208,7 +213,7 @@ class TieredCache:
                 break
             if block.loading:
                 loading.append(block)
-        return Prefetch(blocks=loading, until=until) if loading else None
+        return loading
 
     @property
     def prefetch_limit(self) -> int:
