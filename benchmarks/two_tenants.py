@@ -14,7 +14,11 @@ request when the last one has ended:
     long_output  completions of long outputs
 
 A case runs between two phases of the small tenant alone, so that both are measured on the machine of that moment. The
-result is the ratio of the small tenant's TTFT in the case to its TTFT alone, at p50 and p99; both should stay below 2.
+result is the ratio of the small tenant's TTFT in the case to its TTFT alone, at p50 and p99; both should stay below 2
+where every process has a core. A machine with fewer cores than processes shows a third phase: `machine`, in which the
+large tenant sends the same requests to a second system. There the two tenants share the cores and nothing of Tandem, so
+`machine_ratio` is what the cores cost, and `shared_ratio`, TTFT in the case over TTFT in that phase, what sharing a
+system costs.
 `parts` is where the time goes, by the record of each request (`explain`), as medians alone and in the case:
 
     admission   in the gateway's queue
@@ -32,7 +36,8 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -150,35 +155,51 @@ def percentile_ms(seconds: list[float], share: float) -> float:
     return round(sorted(seconds)[int(share * (len(seconds) - 1))] * 1000, 1)
 
 
-async def run_case(url: str, name: str, options: argparse.Namespace) -> dict[str, object]:
-    random = Random(name)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=300.0, limits=limits) as client:
-        alone = await small_tenant(client, options.rate, options.seconds / 2, random)
-        done: list[int] = []
+@asynccontextmanager
+async def large_load(url: str, name: str, random: Random) -> AsyncIterator[list[int]]:
+    """The large tenant sends requests of case `name` to `url`. Yields the output tokens of each answered one."""
+    done: list[int] = []
+    async with httpx.AsyncClient(base_url=url, timeout=300.0, limits=httpx.Limits(max_connections=None)) as client:
         load = [asyncio.create_task(large_tenant(client, CASES[name], random, done)) for _ in range(CONNECTIONS)]
         await asyncio.sleep(SETTLE_S)
-        crowded = await small_tenant(client, options.rate, options.seconds, random)
-        for task in load:
-            task.cancel()
-        await asyncio.gather(*load, return_exceptions=True)
-        await asyncio.sleep(SETTLE_S)
+        try:
+            yield done
+        finally:
+            for task in load:
+                task.cancel()
+            await asyncio.gather(*load, return_exceptions=True)
+    await asyncio.sleep(SETTLE_S)
+
+
+async def run_case(url: str, second_url: str, name: str, options: argparse.Namespace) -> dict[str, object]:
+    random = Random(name)
+    async with httpx.AsyncClient(base_url=url, timeout=300.0) as client:
+        alone = await small_tenant(client, options.rate, options.seconds / 2, random)
+        async with large_load(second_url, name, random):
+            machine = await small_tenant(client, options.rate, options.seconds, random)
+        async with large_load(url, name, random) as done:
+            crowded = await small_tenant(client, options.rate, options.seconds, random)
         alone += await small_tenant(client, options.rate, options.seconds / 2, random)
-        parts = {"alone": await median_parts_ms(client, alone), "crowded": await median_parts_ms(client, crowded)}
+        phases = {"alone": alone, "machine": machine, "crowded": crowded}
+        parts = {phase: await median_parts_ms(client, chats) for phase, chats in phases.items()}
     result: dict[str, object] = {"large_requests": len(done), "large_tokens": sum(done), "parts": parts}
-    alone_s, crowded_s = ([each.first_token_s for each in chats] for chats in (alone, crowded))
     for label, share in (("p50", 0.5), ("p99", 0.99)):
-        base, with_load = percentile_ms(alone_s, share), percentile_ms(crowded_s, share)
-        result |= {f"alone_{label}_ms": base, f"{label}_ms": with_load, f"{label}_ratio": round(with_load / base, 2)}
+        base, on_machine, in_case = (
+            percentile_ms([each.first_token_s for each in chats], share) for chats in phases.values()
+        )
+        result |= {f"alone_{label}_ms": base, f"machine_{label}_ms": on_machine, f"{label}_ms": in_case}
+        result |= {f"machine_{label}_ratio": round(on_machine / base, 2), f"{label}_ratio": round(in_case / base, 2)}
+        result[f"shared_{label}_ratio"] = round(in_case / on_machine, 2)
     print(name, result, file=sys.stderr, flush=True)
     return result
 
 
-async def run_cases(url: str, options: argparse.Namespace) -> dict[str, dict[str, object]]:
-    async with httpx.AsyncClient(base_url=url, timeout=300.0) as client:
-        for _ in range(5):  # compiles nothing in the first figure
-            await chat(client, Random(0))
-    return {name: await run_case(url, name, options) for name in options.cases.split(",")}
+async def run_cases(url: str, second_url: str, options: argparse.Namespace) -> dict[str, dict[str, object]]:
+    for each in (url, second_url):
+        async with httpx.AsyncClient(base_url=each, timeout=300.0) as client:
+            for _ in range(5):  # compiles nothing in the first figure
+                await chat(client, Random(0))
+    return {name: await run_case(url, second_url, name, options) for name in options.cases.split(",")}
 
 
 def main() -> None:
@@ -191,11 +212,12 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         keys = write_keys(Path(folder), **{SMALL: {}, LARGE: {}})
-        system = System.start(Path(folder) / "run", "--api-keys", str(keys), *shlex.split(options.up))
-        try:
-            cases = asyncio.run(run_cases(system.url, options))
-        finally:
-            system.close()
+        flags = ("--api-keys", str(keys), *shlex.split(options.up))
+        with ExitStack() as stack:
+            system, second = (
+                stack.enter_context(closing(System.start(Path(folder) / name, *flags))) for name in ("run", "second")
+            )
+            cases = asyncio.run(run_cases(system.url, second.url, options))
     shown = {"seconds": options.seconds, "rate": options.rate, "up": options.up}
     text = json.dumps({"cores": os.cpu_count(), "options": shown, "cases": cases}, indent=2)
     print(text)
