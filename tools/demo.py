@@ -1,4 +1,4 @@
-"""Records docs/assets/demo.svg from a real run: `tandem serve`, a chat, and a request with curl.
+"""Records docs/assets/demo.svg from a real run: `tandem serve`, a chat, a request with curl, then an own folder.
 
     .venv/bin/python tools/demo.py                    needs tmux and curl; takes a minute
 
@@ -40,6 +40,8 @@ MAX_BYTES = 400_000
 # As words: a shell in between would forget the prompt.
 SHELL = ["bash", "--norc", "--noprofile"]
 QUESTION = "Tell me about a fox."
+OWN = "my-model"
+"""A folder in the user's home; here a copy of the bundled model."""
 THEME = TerminalTheme(
     (27, 31, 35),
     (214, 222, 230),
@@ -157,14 +159,33 @@ def perform(demo: Recording, port: int) -> None:
     demo.stay(2)
     demo.type("/quit")
     demo.wait_for(lambda screen: screen.rstrip().endswith("$"))
-    body = '{"model": "tandem-mini", "prompt": "Once upon", "max_tokens": 12}'
+    ask(demo, url, "tandem-mini")
+    end(demo, window=0)
+    # The folder of the user: any that `save_pretrained` writes.
+    demo.run("new-window", "-t", "demo", *SHELL)
+    demo.wait_for(lambda screen: screen.strip() == "$")
+    demo.type(f"tandem serve ~/{OWN} --dtype float32 --port {port}")
+    demo.wait_for(lambda screen: "/console" in screen)
+    demo.stay(1)
+    demo.run("new-window", "-t", "demo", *SHELL)
+    demo.wait_for(lambda screen: screen.strip() == "$")
+    ask(demo, url, OWN)
+    end(demo, window=2)
+
+
+def ask(demo: Recording, url: str, model: str) -> None:
+    """By curl, in the window that is shown."""
+    body = f'{{"model": "{model}", "prompt": "Once upon", "max_tokens": 12}}'
     demo.type(f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
     demo.wait_for(lambda screen: "system_fingerprint" in screen.replace("\n", ""))
     demo.stay(1)
-    # Ctrl-C ends the first one; what it prints then is not recorded.
-    demo.run("send-keys", "-t", "demo:0", "C-c")
+
+
+def end(demo: Recording, *, window: int) -> None:
+    """Ctrl-C in another window. What is printed there then is not recorded."""
+    demo.run("send-keys", "-t", f"demo:{window}", "C-c")
     deadline = time.monotonic() + PATIENCE_S
-    while demo.run("display-message", "-p", "-t", "demo:0", "#{pane_current_command}").strip() != "bash":
+    while demo.run("display-message", "-p", "-t", f"demo:{window}", "#{pane_current_command}").strip() != "bash":
         if time.monotonic() > deadline:
             raise SystemExit("tandem serve does not end")
         time.sleep(PERIOD_S)
@@ -252,9 +273,10 @@ def main() -> int:
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     with tempfile.TemporaryDirectory() as folder, recording(Path(folder)) as demo:
+        shutil.copytree(ROOT / "models" / "tandem-mini", Path(folder) / OWN)
         perform(demo, free_port())
         picture = Drawing().draw(
-            demo.frames, f"tandem serve, tandem chat and curl; {commit.stdout.strip()}, tools/demo.py"
+            demo.frames, f"tandem serve, tandem chat, curl and an own folder; {commit.stdout.strip()}, tools/demo.py"
         )
     if len(picture.encode()) > MAX_BYTES:
         print(f"{len(picture.encode())} bytes are more than {MAX_BYTES}", file=sys.stderr)
