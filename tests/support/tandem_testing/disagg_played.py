@@ -78,6 +78,7 @@ class Receiver(PlayedEnd):
         """The gateway was told once, that another attempt can help."""
         finish = self.side.finish(rid)
         assert finish is not None
+        assert finish.error is not None
         assert (finish.reason, finish.code, finish.retryable) == (FinishReason.ERROR, "transfer_error", True)
         assert why in finish.error
         assert self.side.tokens(rid) == []

@@ -8,6 +8,7 @@ import asyncio
 import functools
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn.server
 from httpx._transports import default as transports
@@ -30,4 +31,4 @@ def make_http_quick() -> None:
     """From now on, for every server and client of this process."""
     patch = pytest.MonkeyPatch()
     patch.setattr(uvicorn.server, "asyncio", OftenLooking())
-    patch.setattr(transports, "create_ssl_context", functools.cache(transports.create_ssl_context))
+    patch.setattr(transports, "create_ssl_context", functools.cache(httpx.create_ssl_context))

@@ -16,6 +16,7 @@ test that has timed out runs again without a timeout.
 import gc
 import sys
 import warnings
+from typing import Any
 
 import pytest
 from _pytest.runner import call_and_report
@@ -41,7 +42,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
-def _attempt(item: pytest.Item, nextitem: pytest.Item | None, *, decides: bool) -> bool:
+def _attempt(item: Any, nextitem: pytest.Item | None, *, decides: bool) -> bool:
     """As pytest's `runtestprotocol`. Returns whether it has decided; if not, fixtures of the module have not ended."""
     if not item._request:
         item._initrequest()
@@ -66,7 +67,7 @@ def _phase(item: pytest.Item, when: str, *, decides: bool, **arguments: object) 
     return report
 
 
-def _forget_failed_fixtures(item: pytest.Item) -> None:
+def _forget_failed_fixtures(item: Any) -> None:
     """pytest keeps the exception of a fixture that outlives the test, for all tests that use it."""
     for definitions in item._fixtureinfo.name2fixturedefs.values():
         for definition in definitions:

@@ -287,13 +287,13 @@ class Fleet:
 
         async def ready() -> bool:
             parts = [part.alive for part in self.parts()]
-            urls = [owner.url for owner in (*self.workers, *self.gateways)]
+            urls = [*(worker.url for worker in self.workers), *(gateway.url for gateway in self.gateways)]
             return all(parts) and all(await asyncio.gather(*map(self.is_ready, urls)))
 
         await until(ready, timeout_s, "every process ready", self.logs)
 
     def parts(self) -> list[Part]:
-        return [owner.part for owner in (*self.workers, *self.gateways)]
+        return [*(worker.part for worker in self.workers), *(gateway.part for gateway in self.gateways)]
 
     def logs(self, lines: int = 12) -> str:
         """The end of every log."""

@@ -18,8 +18,7 @@ from tandem_engine.config import Role
 from tandem_engine.messages.control import EngineReady
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.registry import WorkerRecord
-from tandem_services.worker import config as worker_config
-from tandem_services.worker import service
+from tandem_services.worker import registration, service
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.main import run_worker
 from tandem_services.worker.registration import LoadMonitor
@@ -74,7 +73,7 @@ def config_of(settings: WorkerSettings) -> WorkerConfig:
 
 def advertise_proxies(settings: WorkerSettings) -> None:
     """The registry learns where the proxies listen."""
-    describe = service.describe
+    describe = registration.describe
 
     def through_proxies(
         config: WorkerConfig, ready: EngineReady, monitor: LoadMonitor, *, health_endpoint: str
@@ -86,7 +85,7 @@ def advertise_proxies(settings: WorkerSettings) -> None:
         )
         return describe(config, told, monitor, health_endpoint=health_endpoint)
 
-    service.describe = through_proxies
+    vars(service)["describe"] = through_proxies
 
 
 def shift_wall_clock(clock_file: Path) -> None:
@@ -98,7 +97,6 @@ def shift_wall_clock(clock_file: Path) -> None:
 
     time.time = lambda: real() + shift()
     time.time_ns = lambda: real_ns() + int(shift() * 1e9)
-    worker_config.time = time
 
 
 def main(path: str) -> int:

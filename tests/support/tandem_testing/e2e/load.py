@@ -23,7 +23,7 @@ from tandem_lab.bench.load import (
     Target,
     fixed_workload,
     reference_texts,
-    summarise,
+    summarize,
 )
 from tandem_testing.waiting import wait_for
 
@@ -89,7 +89,7 @@ class Load:
         """Of what was measured, once the context has ended."""
         assert not self._thread.is_alive(), "the load still runs"
         seconds = max(one.ended or 0.0 for one in self._measurements) - min(one.began for one in self._measurements)
-        return summarise(self._measurements, seconds, slo=None, references=self._references)
+        return summarize(self._measurements, seconds, slo=None, references=self._references)
 
     def _run(self) -> None:
         try:

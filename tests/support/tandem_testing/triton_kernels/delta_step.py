@@ -90,7 +90,9 @@ class Layer:
 
     def expected(self, projected: Tensor, rates: Tensor, rows: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs, inputs and matrices of the sequences, in float64."""
-        heads, weights = self.heads, DeltaWeights(*(each.double() for each in self.weights[:4]), self.weights.eps)
+        heads = self.heads
+        conv, decay, bias, norm = (each.double() for each in self.weights[:4])
+        weights = DeltaWeights(conv, decay, bias, norm, self.weights.eps)
         shape = (-1, heads.values, heads.value_size)
         mixed, z = projected.double().split_with_sizes((heads.channels, heads.value_width), dim=1)
         old = self.pool.inputs[rows, LAYER].double().masked_fill(fresh[:, None, None], 0.0)

@@ -8,7 +8,7 @@ import torch
 
 from tandem_engine.config import Quantization
 from tandem_engine.kernels.interface import PACKED_E2M1, PackedWeight
-from tandem_engine.kernels.triton import fused_moe, quantized_moe
+from tandem_engine.kernels.triton import fused_moe, quantized_gemm, quantized_moe
 from tandem_engine.kernels.triton.fused_moe import ExpertBiases
 from tandem_engine.kernels.triton.norm_activation import CLAMPED_SWIGLU, Clamp, product_constants
 from tandem_engine.model.layers.triton_experts import DeviceExperts
@@ -97,7 +97,7 @@ def compile_packed_experts_of_gpt_oss() -> None:
                 (quantized_moe.packed_gate_up_kernel, tiles.gate_up),
                 (quantized_moe.packed_down_kernel, tiles.down),
             ):
-                constants: dict[str, Any] = quantized_moe.constants_of(shape_alone(PACKED_E2M1, 32, symmetric=True))
+                constants: dict[str, Any] = quantized_gemm.constants_of(shape_alone(PACKED_E2M1, 32, symmetric=True))
                 constants |= {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "CHOSEN": 4}
                 constants |= product_constants(CLAMPED_SWIGLU, GPT_OSS)
                 built = compile_kernel(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem_engine.config import Quantization
 from tandem_engine.kernels.interface import INT4, INT8, PACKED_FLOAT8, PAIRED, PackedWeight
-from tandem_engine.kernels.triton import quantized_moe
+from tandem_engine.kernels.triton import quantized_gemm, quantized_moe
 from tandem_engine.kernels.triton.fused_moe import ExpertBiases, fused_experts
 from tandem_engine.kernels.triton.norm_activation import Clamp, product_constants
 from tandem_engine.model.layers.mlp import Choice
@@ -292,7 +292,7 @@ def compile_packed_experts() -> None:
                 (quantized_moe.packed_gate_up_kernel, tiles.gate_up),
                 (quantized_moe.packed_down_kernel, tiles.down),
             ):
-                constants: dict[str, Any] = quantized_moe.constants_of(
+                constants: dict[str, Any] = quantized_gemm.constants_of(
                     shape_alone(coding, group_size, symmetric=symmetric)
                 )
                 constants |= {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "CHOSEN": 8, "bias": None}

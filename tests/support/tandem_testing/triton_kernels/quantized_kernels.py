@@ -13,6 +13,7 @@ from tandem_engine.kernels.triton import quantized_gemm
 from tandem_engine.kernels.triton.quantized_gemm import quantized_linear
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.decoder import Decoder
+from tandem_engine.model.layers.mlp import FeedForward
 from tandem_engine.model.layers.triton import DeviceQuantizedLinear, packed_weight
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.quantization.levels import Levels
@@ -141,6 +142,7 @@ def check_decoders_of_packed_weights_are_those_of_their_values(device: str) -> N
                 packed_model = loaded(folder, Quantization.AUTO, device)
                 found, written = logits_through(packed_model, device)
             for block in packed_model.blocks:
+                assert isinstance(block.feed_forward, FeedForward)
                 for part in (block.attention.qkv, block.attention.output, block.feed_forward.down):
                     assert isinstance(part, DeviceQuantizedLinear), kind
         expected, stored = logits_through(plain, "cpu")

@@ -32,6 +32,7 @@ from tandem_engine.config import (
 from tandem_engine.disaggregation.digest import makers_on_device
 from tandem_engine.engine import Engine, standalone_runs
 from tandem_engine.engine.loaded_model import load
+from tandem_engine.executor import warm_up
 from tandem_engine.executor.warm_up import LISTED_ROWS, Room, WarmStep, list_sizes
 from tandem_engine.kernels import compiles
 from tandem_engine.kernels.compiles import CompileCounter, Compiles
@@ -220,7 +221,7 @@ def compile_a_kernel_while_serving_and_it_is_counted_and_named() -> None:
 
 def compile_less_and_a_step_left_out_of_the_list_is_found() -> None:
     """Each way in which a request's kernels differ from a plain one's is missed when its step is."""
-    everything = standalone_runs.request_steps
+    everything = warm_up.request_steps
     for missing, kernel in (
         ("penalties, a grammar, allowed tokens", "edit_kernel"),
         ("copied pages", "copy_pages_kernel"),

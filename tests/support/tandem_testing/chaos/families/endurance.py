@@ -111,7 +111,7 @@ async def random_faults(run: Run) -> None:
         turn = 0
         while run.now() < ends:
             async with run.load() as load:
-                load.urls = load.urls[number % 2 :] + load.urls[: number % 2]
+                load.urls = [*load.urls[number % 2 :], *load.urls[: number % 2]]
                 load.send(one(run, kinds[(number + turn) % len(kinds)], number, turn))
                 answers.extend(await load.gathered())
             turn += 1
