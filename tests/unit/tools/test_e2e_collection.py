@@ -1,0 +1,21 @@
+"""Tests of `make e2e` need a cluster, so `make test` runs none of them. It imports them, so that none breaks unseen."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_end_to_end_tests_are_collected():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist", "tests/e2e"],
+        cwd=ROOT,
+        env=os.environ | {"TANDEM_E2E_KUBECONFIG": os.devnull},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_e2e_operator.py::" in done.stdout
