@@ -92,9 +92,13 @@ class BoundedProcessor(SpanProcessor):
 
 
 class SpanExport:
-    """One per process. See `tracing.open_spans`."""
+    """Exports the spans of `tracer`. One instance per process; it starts a thread, so make it after the last fork.
+
+    Call `tracing.require_opentelemetry` before this module is imported, which reports a missing package.
+    """
 
     def __init__(self, config: TracingConfig, *, service: str, instance: str) -> None:
+        """`service` names this kind of process, unless OTEL_SERVICE_NAME gives a name."""
         self.counts = SpanCounts()
         batches = BatchSpanProcessor(
             CountedExporter(OTLPSpanExporter(endpoint=config.url), self.counts),
