@@ -134,7 +134,7 @@ class SpanMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         metric = CounterMetricFamily(
             self._name,
-            "Spans that the collector took, that it did not take, and that were dropped because too many waited",
+            "Spans by outcome: exported, failed (the collector rejected them), dropped (the queue was full)",
             labels=["outcome"],
         )
         for outcome in ("exported", "failed", "dropped"):

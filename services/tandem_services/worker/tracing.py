@@ -63,6 +63,6 @@ def trace_metrics(counts: "SpanCounts", *, unreported: int) -> Iterator[Metric]:
     yield from SpanMetrics(PREFIX, counts).collect()
     yield CounterMetricFamily(
         PREFIX + "trace_requests_unreported",
-        "Traced requests of which the engine could not report",
+        "Traced requests that the engine's reports lack",
         value=unreported,
     )
