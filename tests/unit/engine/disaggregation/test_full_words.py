@@ -30,7 +30,7 @@ def test_kernel_and_torch_agree_on_every_width_of_word(dtype, head_dim):
     assert out.tolist() == there.numpy().view(np.uint64).tolist()
 
 
-def test_of_no_pages_there_are_no_digests():
+def test_full_digests_of_no_pages_are_empty():
     words = signed_words(digest_pool())
     nothing = torch.empty(0, dtype=torch.int64)
     assert len(full_digests_torch(words, nothing, nothing)) == 0

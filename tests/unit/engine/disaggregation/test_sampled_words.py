@@ -61,7 +61,7 @@ def test_a_page_that_never_came_is_seen_though_the_unused_rest_is_as_empty_as_be
     assert all_notice(pool, lambda page: page.zero_(), tail=used)
 
 
-def test_what_lies_in_unused_slots_proves_nothing():
+def test_unused_slots_do_not_affect_sampled_digest():
     pool = digest_pool(64)
     before = digest(pool, 1, tail=20)
     pool.data[PAGE, :, :, :, 20:].zero_()

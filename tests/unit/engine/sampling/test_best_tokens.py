@@ -19,7 +19,7 @@ def test_it_is_the_one_that_torch_finds(size):
 
 
 @pytest.mark.parametrize("places", [(0, 5), (3, BLOCK), (BLOCK - 1, BLOCK), (BLOCK, 2 * BLOCK + 1)])
-def test_of_equals_it_is_the_first(places):
+def test_first_of_equal_logits_is_best(places):
     logits = torch.zeros(1, 3 * BLOCK)
     logits[0, list(places)] = 2.0
     assert best_tokens(logits)[1].tolist() == [places[0]]
