@@ -41,7 +41,7 @@ def written(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("path", GENERATED)
-def test_what_is_generated_is_current(written, path):
+def test_generated_chart_files_are_current(written, path):
     assert (written / path).read_text() == (CHARTS / path).read_text(), "run: python tools/charts/write.py"
 
 

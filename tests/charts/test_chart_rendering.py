@@ -272,7 +272,7 @@ def test_helm_refuses_a_cluster_that_is_too_old(helm, chart, values):
     assert helm.render(chart, values, kube="1.29.0-eks-1234567")
 
 
-def test_what_models_may_ask_for_is_a_flag(helm):
+def test_allowed_options_become_an_operator_flag(helm):
     args = deployment(helm.render("tandem", {"allow": ["routes", "monitors"]}))["spec"]["template"]["spec"]
     assert "--allow=routes,monitors" in args["containers"][0]["args"]
     with pytest.raises(HelmError, match="/allow/0"):

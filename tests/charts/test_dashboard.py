@@ -146,5 +146,5 @@ def overlap(a: dict[str, Any], b: dict[str, Any]) -> bool:
         "tandem_worker_kv_cache_usage_perc",
     ],
 )
-def test_what_an_operator_asks_first_is_on_it(subject):
+def test_dashboard_answers_the_first_questions(subject):
     assert any(subject in target["expr"] for _, target in TARGETS)

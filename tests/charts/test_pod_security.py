@@ -98,7 +98,7 @@ def test_each_rule_refuses(path, value, refused):
 
 
 @pytest.mark.parametrize("field", ["runAsNonRoot", "seccompProfile"])
-def test_what_neither_pod_nor_container_says_is_missing(field):
+def test_setting_absent_from_pod_and_container_is_missing(field):
     template = copy.deepcopy(ADMITTED)
     del template["spec"]["securityContext"][field]
     found = {one.partition(": ")[0] for one in violations(template)}

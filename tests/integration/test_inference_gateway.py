@@ -200,7 +200,7 @@ async def test_bad_bodies_are_refused_as_the_gateway_would(server, engines, tmp_
         assert len(live.server.routing.holds) == 0
 
 
-async def test_what_is_not_read_goes_to_a_gateway_without_a_reservation(server, engines, tmp_path):
+async def test_unread_body_goes_to_gateway_without_reservation(server, engines, tmp_path):
     requests = {
         "another model": (PATH, REQUEST | {"model": "other"}),
         "another path": ("/tokenize", {"model": MODEL, "prompt": "x"}),

@@ -63,7 +63,7 @@ def test_pages_arrive_where_they_were_granted_and_nowhere_else(sender, receiver)
     assert {*receiver.pool.data.flatten(1).any(1).nonzero().flatten().tolist()} == {11, 20, 21}
 
 
-def test_what_is_done_has_arrived(sender, receiver):  # [record-after-writes]
+def test_completed_write_has_arrived(sender, receiver):  # [record-after-writes]
     """Nobody tells the receiver: the handoff record relies on this alone."""
     sender.pool.data[1:33] = torch.randn(32, *sender.pool.data.shape[1:])
     for turn in range(20):

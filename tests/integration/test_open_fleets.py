@@ -33,7 +33,7 @@ async def test_an_opened_fleet_knows_its_workers_and_is_closed_once(server, mode
         await fleets.close_all()
 
 
-async def test_what_cannot_be_opened_says_why(model, monkeypatch):
+async def test_fleet_that_cannot_open_reports_the_reason(model, monkeypatch):
     monkeypatch.setattr(serve, "LATER_START_S", 0.0)
     away = RedisAddress(url="redis://127.0.0.1:1/0")
     fleets = OpenFleets()

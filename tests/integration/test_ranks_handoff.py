@@ -45,7 +45,7 @@ async def pair(
 
 
 @pytest.mark.timeout(600)  # starts four engines
-async def test_what_is_handed_over_goes_on_as_it_would_have_where_it_began(checkpoint, tmp_path):
+async def test_handed_off_output_equals_output_of_one_worker(checkpoint, tmp_path):
     """From one rank to two, from two to one, and from two to two: no two ways have a prefix in common."""
     async with AsyncExitStack() as stack:
         one, two, to_one, to_two = [

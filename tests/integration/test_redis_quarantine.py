@@ -31,7 +31,7 @@ async def test_digests_are_shared_with_the_time_that_is_left(board):
     assert found == {"aa": pytest.approx(60, abs=5), "bb": pytest.approx(600, abs=5)}
 
 
-async def test_what_is_over_is_not_found(board):
+async def test_expired_quarantine_is_not_found(board):
     await put(board, "aa", ttl_s=-1)
     assert await board.digests() == {}
 

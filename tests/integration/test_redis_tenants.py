@@ -183,7 +183,7 @@ async def test_a_tenant_that_comes_back_starts_where_those_who_wait_are(fair):
     assert await sync(fair, b=(10, True)) == {"b": 1010}
 
 
-async def test_who_was_alone_is_not_punished_for_it(fair):
+async def test_tenant_without_competition_accrues_no_debt(fair):
     await sync(fair, a=(1000, True))
     standing = await fair.sync(Report(gateway="one", charges=[Charge(tenant="a", cost=0, waits=False)]))
     assert standing.floor == 1000
@@ -246,7 +246,7 @@ async def test_a_place_that_is_left_is_taken_once(fair):
     assert (await report(fair, "two", wanted=2)).places == 0
 
 
-async def test_what_was_left_and_wished_long_ago_counts_no_more(server):
+async def test_old_queue_heads_and_offers_expire(server):
     async with Fleet.of(server, WISH_MS=0, PLACE_MS=0) as fleet:
         fair = FairBoard(library=fleet.index.library, keys=KEYS)
         await report(fair, "one", wish=Wish(priority=0, tenant="a"), left=5)

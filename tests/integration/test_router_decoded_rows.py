@@ -156,7 +156,7 @@ def next_millisecond(server) -> None:
         pass
 
 
-async def test_what_another_release_writes_is_seen(server):
+async def test_writes_of_another_release_are_read(server):
     """Gateways of two releases share the rows, and each keeps what it has decoded."""
     async with Fleet.of(server) as ours:
         theirs = Fleet(server, SWEEP_STEP=63)
@@ -200,7 +200,7 @@ async def test_decisions_between_heartbeats_read_no_rows(server):
         assert rows_read(server) == before
 
 
-async def test_what_was_reserved_and_given_back_is_seen_without_a_heartbeat(server):
+async def test_reservation_and_release_are_seen_without_heartbeat(server):
     async with Fleet.of(server) as fleet:
         await fleet.beat(FIRST)
         routed = [await fleet.index.route(**ROUTE) for _ in range(3)]

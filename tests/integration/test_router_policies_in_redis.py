@@ -68,7 +68,7 @@ async def test_least_loaded_counts_what_has_not_been_released(fleet, router_with
     assert (await router.choose(QUERY)).decode.worker_id == first.decode.worker_id
 
 
-async def test_who_has_failed_the_request_is_not_taken_by_turn(fleet, router_with):
+async def test_round_robin_skips_workers_that_failed_the_request(fleet, router_with):
     router = await router_with("round_robin")
     query = RouteQuery(request_id="r", model=MODEL, token_ids=PROMPT, exclude=frozenset({"d1@1"}))
     assert {(await router.choose(query)).decode.worker_id for _ in range(3)} == {"d2"}

@@ -80,7 +80,7 @@ async def test_a_prefix_to_fetch_names_its_source(live, fleet):
     assert chosen["fetch"]["tokens"] == len(PROMPT)
 
 
-async def test_what_is_reserved_counts_until_it_is_released(live):
+async def test_reservation_counts_until_release(live):
     async def queue() -> float:
         chosen = await choose(live, token_ids=OTHER)
         await live.http.post("/v1/release", json={"reservation": chosen["reservation"]})
@@ -187,7 +187,7 @@ async def test_bad_input_over_grpc_has_the_code_of_its_status(live):
     assert [*caught.value.trailing_metadata()] == [("retry-after", "2")]
 
 
-async def test_what_need_not_wait_is_refused_when_there_is_no_room(live, fleet):
+async def test_low_priority_without_capacity_is_rejected(live, fleet):
     await fleet.beat(make_record("d", Role.DECODE, model=MODEL, load=make_load(sequences=64)))
     refused = await choose(live, status=429, token_ids=PROMPT, priority=-1)
     assert refused["error"]["code"] == "no_room"

@@ -138,7 +138,7 @@ async def test_a_burst_on_one_prefix_makes_a_second_worker_fetch_it(server):
         assert worker.cache.room == worker.cache.capacity
 
 
-async def test_what_no_worker_can_hold_is_refused(server):
+async def test_prompt_longer_than_any_worker_holds_is_rejected(server):
     shape = FleetShape(both=2, cache_blocks=8, block_tokens=TRACE_BLOCK, context_length=4096)
     outcome = await replayed(server, shape)
     fitting = [request for request in REQUESTS if request.prompt_tokens < 4096 and len(request.blocks) < 8]

@@ -106,7 +106,7 @@ async def test_from_zero_requests_wait_for_the_first_pair(server, monkeypatch):
         (["--autoscale", "--slo-ttft-ms", "1", "--workers", "4"], "must say prefill=N,decode=N"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_anything_starts(flags, said, tmp_path, capsys):
+def test_incomparable_scalers_are_rejected_at_start(flags, said, tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}) + "\n")
     assert main(["simulate", "--trace", str(trace), "--cache-blocks", "10", *flags]) == 2

@@ -199,7 +199,7 @@ async def in_the_simulator(requests: list[SimulatedRequest], redis: RedisAddress
 
 @pytest.mark.parametrize("choices", [1, 5])
 @pytest.mark.parametrize("seed", range(5))
-def test_who_is_admitted_and_refused_and_when_is_as_in_a_gateway(server, seed, choices):
+def test_simulated_admissions_equal_those_of_a_gateway(server, seed, choices):
     requests = crowd(seed, choices)
     loop = VirtualLoop()
     try:

@@ -111,7 +111,7 @@ async def test_a_resumed_request_has_both_attempts_with_all_their_workers(fleet,
     assert resumed[0]["tandem.resumed_tokens"] == second["tandem.resumed_tokens"]
 
 
-async def test_what_is_sampled_out_leaves_nothing_and_is_in_the_log(fleet, collector):
+async def test_unsampled_trace_sends_no_span_and_is_logged(fleet, collector):
     unsampled, trace = Traced(fleet), Traced(fleet)
     unsampled.headers["traceparent"] = unsampled.headers["traceparent"][:-2] + "00"
     for each in (unsampled, trace):

@@ -144,7 +144,7 @@ def test_edited_logits_choose_by_another_rule():
     assert compare_scored([REQUEST], [output()], [edited], score, BOUND).difference is None
 
 
-def test_what_is_asked_for_again_is_remembered():
+def test_equal_scores_are_computed_once():
     asked = []
 
     def score(before, tokens):

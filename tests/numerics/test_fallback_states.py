@@ -87,7 +87,7 @@ def test_a_mixer_that_forgets_gets_tokens_one_by_one(tmp_path):
     assert model.mixers.stepwise == [True]
 
 
-def test_what_states_do_not_go_with_is_refused_when_they_are_found(tmp_path):
+def test_drafts_are_rejected_for_a_model_with_states(tmp_path):
     config = EngineConfig(
         model_path=str(write_tiny_checkpoint("lfm2", tmp_path)),
         dtype="float32",

@@ -59,7 +59,7 @@ used_slots = st.integers(1, 80)
 
 @faults
 @given(shapes, used_slots, tokens, generations)
-def test_what_arrived_verifies(shape, used, sequence, generation):
+def test_arrived_pages_verify(shape, used, sequence, generation):
     pages = Pages(shape, used)
     pages.compute(HERE, sequence)
     pages.pool.page_view(THERE).copy_(pages.pool.page_view(HERE))

@@ -163,7 +163,7 @@ def examples(count: int) -> settings:
 
 
 @pytest.mark.parametrize(("method", "path"), ASKED)
-def test_what_fits_the_document_is_answered_as_it_says(lenient, method, path):
+def test_valid_requests_get_documented_responses(lenient, method, path):
     statuses = set()
 
     @examples(20 if path in SOUND else 8)
@@ -182,7 +182,7 @@ def test_what_fits_the_document_is_answered_as_it_says(lenient, method, path):
 
 
 @pytest.mark.parametrize(("method", "path"), WITH_BODY)
-def test_what_does_not_fit_the_document_is_refused(strict, method, path):
+def test_invalid_requests_are_rejected(strict, method, path):
     refused = 0
 
     @examples(20 if path in SOUND else 8)
@@ -202,5 +202,5 @@ def test_what_does_not_fit_the_document_is_refused(strict, method, path):
 
 
 @pytest.mark.parametrize(("method", "path"), [each for each in ARE if each not in ASKED])
-def test_what_nothing_can_be_said_to_answers_as_the_document_says(lenient, method, path):
+def test_routes_without_input_answer_200(lenient, method, path):
     assert lenient.exchange(lenient.schema[path][method].Case()).status_code == 200

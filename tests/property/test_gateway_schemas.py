@@ -29,7 +29,7 @@ def gateway(runner, tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", SHAPES)
-def test_what_fits_the_schema_is_served_or_refused_by_name(runner, gateway, path):
+def test_schema_valid_request_is_served_or_rejected_by_name(runner, gateway, path):
     tally = runner.run(fuzz(gateway, range(EACH), 0, (path,)))
     assert tally.complaints == []
     assert sum(tally.statuses.values()) == EACH

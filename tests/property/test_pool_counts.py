@@ -27,7 +27,7 @@ def test_as_many_serve_as_are_wanted_once_the_pools_have_followed(now, wanted):
 
 
 @given(pool_counts)
-def test_what_is_as_wanted_changes_nothing(now):
+def test_desired_pool_counts_change_nothing(now):
     assert now.pools_for(now.serving, ScalingConfig(prefill=FREE, decode=FREE)) == now.pools
 
 

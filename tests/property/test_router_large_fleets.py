@@ -165,7 +165,7 @@ def sismember_calls(server: RedisServer) -> int:
     return int(told[1]) if told else 0
 
 
-async def test_where_64_workers_have_another_share_each_redis_chooses_as_the_formula_does_with_few_looks(server):
+async def test_redis_chooses_among_64_workers_as_the_formula(server):
     demand = Demand(prompt_tokens=len(LONG_PROMPT), output_tokens=64, local_prefill_tokens=16)
     looks, decisions = 0, 0
     for number in range(3):

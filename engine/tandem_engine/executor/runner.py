@@ -23,8 +23,8 @@ from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.state_pool import StatePool, StepStates
 from tandem_engine.model.adapters.step import StepAdapters
 from tandem_engine.model.adapters.weights import AdapterWeights
-from tandem_engine.model.attention.backend import AttentionBackend, AttentionPlan, ToldPlan, TurningPlan
-from tandem_engine.model.base import Attend, DraftHead, LayerInputs, StepModel
+from tandem_engine.model.attention.backend import Attend, AttentionBackend, ToldPlan, TurningPlan
+from tandem_engine.model.base import DraftHead, LayerInputs, StepModel
 from tandem_engine.model.decoder import Decoder
 from tandem_engine.model.layers.delta import StatefulAttend
 from tandem_engine.parallel.group import SingleRank, TpGroup, agree_on_step
@@ -109,7 +109,7 @@ Wrote = Callable[[int], None]
 """Called with a layer once its KV is written, or queued to be."""
 
 
-def telling(plan: AttentionPlan, wrote: Wrote) -> AttentionPlan:
+def telling(plan: Attend, wrote: Wrote) -> Attend:
     """`plan`, with a callback after each layer. It rotates heads itself if `plan` does."""
     return TellingPlan(plan, wrote) if isinstance(plan, TurningPlan) else ToldPlan(plan=plan, wrote=wrote)
 
@@ -220,7 +220,7 @@ class ModelRunner:
         if self._states is not None:
             self._states.copy(batch.state_copies)
         input_ids = self._future_map.resolve(batch.input_ids, token_rows(batch))
-        attend: AttentionPlan = self.backend.plan(batch)
+        attend: Attend = self.backend.plan(batch)
         if batch.kv_progress is not None:
             attend = telling(attend, batch.kv_progress.wrote)
         wanted = wanted_tokens(batch)

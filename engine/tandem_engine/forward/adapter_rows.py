@@ -13,8 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem_engine.forward.batch import ForwardBatch, wanted_tokens
-
 NO_ADAPTER = -1
 """The slot of a sequence that the base model alone computes."""
 
@@ -29,7 +27,7 @@ class SlotRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterRows:
-    """Of one step in which some sequence has an adapter."""
+    """Rows of one step in which some sequence has an adapter."""
 
     tokens: tuple[SlotRows, ...]
     """By index among the step's tokens."""
@@ -37,14 +35,20 @@ class AdapterRows:
     """By index among the tokens that are wanted after the last layer."""
 
     @classmethod
-    def of(cls, batch: ForwardBatch, slots: "npt.NDArray[np.int64]") -> Self | None:
-        """Of `batch`, on the host, with a slot for each sequence. None if no sequence has an adapter."""
+    def of(cls, slots: "npt.NDArray[np.int64]", *, lens: Tensor, wanted: Tensor) -> Self | None:
+        """Rows of the sequences with an adapter. None if no sequence has one.
+
+        Args:
+            slots: [B], of each sequence of the step.
+            lens: [B] int64 on the host, the tokens of each sequence in the step.
+            wanted: [S] int64 on the host, indices of the tokens that are wanted after the last layer.
+        """
         if bool((slots == NO_ADAPTER).all()):
             return None
-        by_token = np.repeat(slots, batch.extend_lens.numpy())
-        tokens, wanted = _by_slot(by_token), wanted_tokens(batch).numpy()
-        every = len(wanted) == len(by_token) and bool((wanted == np.arange(len(by_token))).all())
-        return cls(tokens=tokens, wanted=tokens if every else _by_slot(by_token[wanted]))
+        by_token, indices = np.repeat(slots, lens.numpy()), wanted.numpy()
+        tokens = _by_slot(by_token)
+        every = len(indices) == len(by_token) and bool((indices == np.arange(len(by_token))).all())
+        return cls(tokens=tokens, wanted=tokens if every else _by_slot(by_token[indices]))
 
     def with_all_wanted(self) -> "AdapterRows":
         """The same for a step whose tokens are all wanted after the last layer, in their order."""

@@ -35,18 +35,16 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
 from threading import Event
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tandem_engine.base.names import PageId
+from tandem_engine.forward.adapter_rows import AdapterRows
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.logit_edits import LogitEdits
 from tandem_engine.forward.results import PooledSum, PooledTokens
-
-if TYPE_CHECKING:
-    from tandem_engine.forward.adapter_rows import AdapterRows
 
 
 class ForwardMode(Enum):
@@ -296,7 +294,7 @@ class ForwardBatch:
     """[S] drafts among the last tokens of each sampling sequence; () when there are none in the step."""
     guessed: GuessedIds | None = None
     """Input ids, 0 here, that are guesses of a draft network which the host need not know; None when it knows all."""
-    adapters: "AdapterRows | None" = None
+    adapters: AdapterRows | None = None
     """Of the sequences that have one; None when none has, and then nothing of a forward looks for adapters."""
     kv_progress: KvProgress | None = None
     """Told of each layer whose KV is written, when somebody sends pages meanwhile."""

@@ -8,32 +8,15 @@ together and what each may see is defined by the `Attend` that it is called with
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from tandem_engine.config import ModelConfig
 from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.memory.cache_groups import KvRow, KvSpec, Reach
-from tandem_engine.model.attention.backend import AttentionSpec
-
-if TYPE_CHECKING:
-    from tandem_engine.model.adapters.step import StepAdapters
-
-
-class Attend(Protocol):
-    """Attention of one step, made by the executor from a `ForwardBatch`. Called once per layer, in order."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v of the step's tokens, then attend over everything stored for each token's sequence.
-
-        q is [T, H, D] and k is [T, KV, D], both rotated; v is [T, KV, D]. All are views in the model's
-        dtype: the last two dimensions are dense, but tokens may lie further apart than heads * D.
-        They are the callee's until it returns; the model does not read them again.
-
-        Returns [T, H * D] in the same dtype.
-        """
-        ...
+from tandem_engine.model.adapters.step import StepAdapters
+from tandem_engine.model.attention.backend import Attend, AttentionSpec
 
 
 class CausalLM(Protocol):
@@ -53,7 +36,7 @@ class CausalLM(Protocol):
         positions: Tensor,
         attend: Attend,
         wanted: Tensor,
-        adapters: "StepAdapters | None" = None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Compute one step up to the final norm. The caller holds `torch.inference_mode`.
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from tandem_engine.config import ModelConfig, RopeConfig
 from tandem_engine.model.adapters.step import StepAdapters
 from tandem_engine.model.adapters.tensor_names import Site
-from tandem_engine.model.attention.backend import AttentionSpec
-from tandem_engine.model.base import Attend, LayerInputs
+from tandem_engine.model.attention.backend import Attend, AttentionSpec
+from tandem_engine.model.base import LayerInputs
 from tandem_engine.model.blocks import Block, BlockBuilder
 from tandem_engine.model.layers.attention import RotaryTable, rotary_table
 from tandem_engine.model.layers.linear import Projection, TokenEmbedding, projection

@@ -17,8 +17,7 @@ from transformers.utils import logging
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import ModelConfig
 from tandem_engine.model.adapters.step import StepAdapters
-from tandem_engine.model.attention.backend import AttentionSpec
-from tandem_engine.model.base import Attend
+from tandem_engine.model.attention.backend import Attend, AttentionSpec
 from tandem_engine.model.checkpoint_folder import ModelDirectory
 from tandem_engine.model.config_fields import read_fields
 from tandem_engine.model.fallback_angles import set_long_angles

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from tandem_engine.base.errors import CheckpointError
-from tandem_engine.model.base import Attend
+from tandem_engine.model.attention.backend import Attend
 
 NAME = "tandem_paged"
 ATTEND = "tandem_attend"

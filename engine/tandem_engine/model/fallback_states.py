@@ -31,7 +31,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import StatePart
 from tandem_engine.memory.state_pool import PartedSpec, Run, StatePool, StepStates, parted_spec
-from tandem_engine.model.base import Attend
+from tandem_engine.model.attention.backend import Attend
 from tandem_engine.model.fallback_config import refused_by_transformers
 from tandem_engine.model.fallback_interface import Head
 

@@ -35,6 +35,7 @@ from tandem_engine.forward.batch import (
     GuessedIds,
     PromptPositions,
     SamplingBatch,
+    wanted_tokens,
 )
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.logit_edits import ANY, BadWords, History, LogitEdits, Penalties, TokenBiases, TokenSets
@@ -369,7 +370,8 @@ class BatchBuilder:
         if not any(digests):
             return made
         slots = [self.adapter_slots[digest] if digest else NO_ADAPTER for digest in digests]
-        return replace(made, adapters=AdapterRows.of(made, _int_array(slots)))
+        rows = AdapterRows.of(_int_array(slots), lens=made.extend_lens, wanted=wanted_tokens(made))
+        return replace(made, adapters=rows)
 
     def _state_moves(self, batch: ScheduleBatch, starts: Ints, stops: Ints) -> StateMoves:
         kvs = [req.held_kv for req in batch.requests]

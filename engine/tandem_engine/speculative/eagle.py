@@ -38,8 +38,8 @@ from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import ModelConfig, NormPlacement
 from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.kernels.interface import by_triton
-from tandem_engine.model.attention.backend import AttentionSpec
-from tandem_engine.model.base import Attend, DraftHead
+from tandem_engine.model.attention.backend import Attend, AttentionSpec
+from tandem_engine.model.base import DraftHead
 from tandem_engine.model.blocks import Block, BlockBuilder
 from tandem_engine.model.checkpoint import open_weights, parse_config
 from tandem_engine.model.checkpoint_files import ReadableTensor

@@ -29,8 +29,8 @@ from torch import Tensor
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import ModelConfig
 from tandem_engine.forward.batch import ForwardBatch
-from tandem_engine.model.attention.backend import AttentionSpec
-from tandem_engine.model.base import Attend, DraftHead
+from tandem_engine.model.attention.backend import Attend, AttentionSpec
+from tandem_engine.model.base import DraftHead
 from tandem_engine.model.blocks import Block, BlockBuilder
 from tandem_engine.model.checkpoint_files import StoredTensor, open_tensors
 from tandem_engine.model.checkpoint_folder import open_directory, shown

@@ -92,9 +92,13 @@ class BoundedProcessor(SpanProcessor):
 
 
 class SpanExport:
-    """One per process. See `tracing.open_spans`."""
+    """Exports the spans of `tracer`. One instance per process; it starts a thread, so make it after the last fork.
+
+    Call `tracing.require_opentelemetry` before this module is imported, which reports a missing package.
+    """
 
     def __init__(self, config: TracingConfig, *, service: str, instance: str) -> None:
+        """`service` names this kind of process, unless OTEL_SERVICE_NAME gives a name."""
         self.counts = SpanCounts()
         batches = BatchSpanProcessor(
             CountedExporter(OTLPSpanExporter(endpoint=config.url), self.counts),
@@ -130,7 +134,7 @@ class SpanMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         metric = CounterMetricFamily(
             self._name,
-            "Spans that the collector took, that it did not take, and that were dropped because too many waited",
+            "Spans by outcome: exported, failed (the collector rejected them), dropped (the queue was full)",
             labels=["outcome"],
         )
         for outcome in ("exported", "failed", "dropped"):

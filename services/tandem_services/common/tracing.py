@@ -1,19 +1,11 @@
-"""Configuration of trace export. Only `open_spans` imports OpenTelemetry's packages.
-
-TracingConfig ─ open_spans ─▶ SpanExport: tracer ─▶ bounded queue ─▶ thread ─ OTLP/HTTP ─▶ collector
-"""
+"""Configuration of trace export, without OpenTelemetry's packages: `span_export` imports those."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.version import DISTRIBUTION
 from tandem_services.common.errors import StartupError
-
-if TYPE_CHECKING:
-    from tandem_services.common.span_export import SpanExport
-
 
 PROTOCOL = "http/protobuf"
 TRACES_PATH = "/v1/traces"
@@ -62,7 +54,8 @@ class TracingConfig:
 def require_opentelemetry() -> None:
     """Raise `StartupError` where OpenTelemetry's packages are not installed."""
     try:
-        import tandem_services.common.span_export  # noqa: F401
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace.export  # noqa: F401
     except ImportError as error:
         # Versions of xds-protos up to 1.85 at least write an old copy of it over this package (grpc/grpc#42926).
         broken = "InstrumentationScope" in str(error)
@@ -71,14 +64,3 @@ def require_opentelemetry() -> None:
             f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install {fix}, or set "
             "OTEL_TRACES_EXPORTER=none if only the environment enables traces"
         ) from error
-
-
-def open_spans(config: TracingConfig, *, service: str, instance: str) -> "SpanExport":
-    """Begin to export. `service` is the name of this kind of process, unless OTEL_SERVICE_NAME gives one.
-
-    Starts a thread: call it after the last fork. Raises `StartupError` without OpenTelemetry's packages.
-    """
-    require_opentelemetry()
-    from tandem_services.common.span_export import SpanExport
-
-    return SpanExport(config, service=service, instance=instance)

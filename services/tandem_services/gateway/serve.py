@@ -21,7 +21,7 @@ import socket
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.sockets import listen
 from tandem_services.common.tasks import ending_signals
 from tandem_services.common.tokens import TokenFile
-from tandem_services.common.tracing import open_spans, require_opentelemetry
+from tandem_services.common.tracing import require_opentelemetry
 from tandem_services.gateway.admin import create_admin_app
 from tandem_services.gateway.app import Gateway, api_app, build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
@@ -234,15 +234,14 @@ def serve(config: GatewayConfig) -> int:
 
 @contextmanager
 def _spans(config: GatewayConfig) -> Iterator["SpanExport | None"]:
-    """Where traces go. The last ones are sent when the event loop has ended, which they would hold up."""
+    """Exports traces; sends the last ones after the end of the event loop, which they would block."""
     if config.tracing is None:
         yield None
         return
-    export = open_spans(config.tracing, service=SERVICE, instance=uuid.uuid4().hex)
-    try:
+    from tandem_services.common.span_export import SpanExport  # needs OpenTelemetry
+
+    with closing(SpanExport(config.tracing, service=SERVICE, instance=uuid.uuid4().hex)) as export:
         yield export
-    finally:
-        export.close()
 
 
 def load_tokenizers(models: Sequence[ModelConfig]) -> dict[Path, TextTokenizer]:

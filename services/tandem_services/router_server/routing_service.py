@@ -143,13 +143,13 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
             "tandem_router_http_requests_total",
-            "HTTP requests answered, by status code; 499 is a client that left",
+            "HTTP requests answered, by status code; 499: the client disconnected",
             ["endpoint", "code"],
             registry=registry,
         )
         self._disconnects = Counter(
             "tandem_router_client_disconnects_total",
-            "HTTP requests whose client left before the end",
+            "HTTP requests whose client disconnected before the end",
             registry=registry,
         )
         self._choices = Counter(
@@ -173,11 +173,11 @@ class RouterMetrics:
         )
         self.held = Gauge("tandem_router_held_choices", "Choices that are not released yet", registry=registry)
         self.exchanges = Gauge(
-            "tandem_router_ext_proc_exchanges", "Requests of an Inference Gateway that are followed", registry=registry
+            "tandem_router_ext_proc_exchanges", "Requests of an Inference Gateway in progress", registry=registry
         )
         self.unplaced = Counter(
             "tandem_router_ext_proc_unplaced_total",
-            "Requests that were sent to a gateway without a choice: it finds a place for them",
+            "Requests that were sent to a gateway without a decision: the gateway queues them",
             registry=registry,
         )
         self.elsewhere = Counter(

@@ -38,61 +38,77 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("num_requests_transferring", "Requests waiting for KV pages from a peer.", lambda s: s.transferring),
     (
         "num_requests_waiting_for_adapter",
-        "Requests whose LoRA adapter is being loaded, or has no room.",
+        "Requests whose LoRA adapter is being loaded or waits for memory.",
         lambda s: s.waiting_for_adapter,
     ),
     ("num_requests_inflight", "Requests whose KV pages are being sent to a peer.", lambda s: s.inflight),
     ("waiting_prompt_tokens", "Prompt tokens not yet computed.", lambda s: s.waiting_tokens),
-    ("oldest_wait_seconds", "How long the first request waits that has not begun.", lambda s: s.oldest_wait_s),
+    ("oldest_wait_seconds", "Wait so far of the oldest request that has not started.", lambda s: s.oldest_wait_s),
     ("kv_cache_usage_perc", "Share of KV pages that are neither free nor evictable, 0 to 1.", _usage),
     ("kv_pages", "KV pages of the pool.", lambda s: s.total_pages),
     ("kv_pages_free", "KV pages on the free list.", lambda s: s.free_pages),
     ("kv_pages_evictable", "KV pages that only the prefix cache holds.", lambda s: s.evictable_pages),
-    ("kv_pages_quarantined", "KV pages kept until a silent writer is fenced.", lambda s: s.quarantined_pages),
+    ("kv_pages_quarantined", "KV pages kept until an unresponsive writer is fenced.", lambda s: s.quarantined_pages),
     ("num_requests_swapped", "Requests whose KV is in host memory.", lambda s: s.swapped),
     ("host_pages", "Pages of host memory for KV.", lambda s: s.host_pages),
     ("host_pages_used", "Pages of host memory with cached blocks or swapped requests.", lambda s: s.host_pages_used),
-    ("host_load_pages_per_second", "KV pages that come back from host memory.", lambda s: s.host_load_pages_per_s),
+    (
+        "host_load_pages_per_second",
+        "Measured rate of copies from host memory, in KV pages per second.",
+        lambda s: s.host_load_pages_per_s,
+    ),
     ("stored_blocks", "KV blocks in files.", lambda s: s.stored_blocks),
-    ("gen_throughput", "Output tokens per second, over the last report's span.", lambda s: s.output_tokens_per_s),
+    ("gen_throughput", "Output tokens per second, over the last report interval.", lambda s: s.output_tokens_per_s),
     ("cache_hit_rate", "Share of prompt tokens found in the prefix cache since start, 0 to 1.", _hit_rate),
-    ("num_requests_leaving", "Running requests that are to migrate to other workers.", lambda s: s.leaving),
-    ("paused", "1 while an operator has paused generation.", lambda s: s.paused),
+    ("num_requests_leaving", "Running requests that will migrate to other workers.", lambda s: s.leaving),
+    ("paused", "1 while an administrator has paused generation.", lambda s: s.paused),
     ("decode_step_seconds", "Recent mean duration of a decode step.", lambda s: s.decode_step_s),
 )
 
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("scheduler_steps", "Turns of the scheduler loop.", lambda s: s.loop_count),
+    ("scheduler_steps", "Iterations of the scheduler loop.", lambda s: s.loop_count),
     ("prompt_tokens", "Prompt tokens of finished prefills.", lambda s: s.prompt_tokens_total),
     ("generation_tokens", "Output tokens.", lambda s: s.output_tokens_total),
     ("requests", "Requests accepted.", lambda s: s.requests_total),
     ("requests_aborted", "Requests aborted.", lambda s: s.aborted_total),
     ("requests_failed", "Requests ended by an error.", lambda s: s.failed_total),
-    ("requests_refused", "Requests refused before they took anything.", lambda s: s.refused_total),
+    ("requests_refused", "Requests rejected before they used memory.", lambda s: s.refused_total),
     ("step_errors", "Steps that raised.", lambda s: s.engine_errors_total),
     ("requests_convicted", "Requests ended because their step fails whenever they run.", lambda s: s.convicted_total),
     ("requests_unsound", "Requests ended because of NaN or infinite logits.", lambda s: s.unsound_total),
-    ("audit_failures", "Audits while idle that found a page without an owner.", lambda s: s.audit_failures_total),
+    (
+        "audit_failures",
+        "Audits in idle times that found a page without exactly one owner.",
+        lambda s: s.audit_failures_total,
+    ),
     ("num_preemptions", "Retractions of running requests.", lambda s: s.retracted_total),
     ("num_priority_preemptions", "Retractions for a more important request.", lambda s: s.preempted_total),
-    ("swapped_out", "Retracted requests whose KV went to host memory.", lambda s: s.swapped_out_total),
-    ("swapped_in", "Swapped requests whose KV came back from host memory.", lambda s: s.swapped_in_total),
+    ("swapped_out", "Retracted requests whose KV was copied to host memory.", lambda s: s.swapped_out_total),
+    ("swapped_in", "Swapped requests whose KV was copied back from host memory.", lambda s: s.swapped_in_total),
     ("swap_misses", "Swapped requests that were computed again.", lambda s: s.swap_misses_total),
-    ("kv_blocks_not_stored", "KV blocks that storage did not take.", lambda s: s.blocks_not_stored_total),
+    ("kv_blocks_not_stored", "KV blocks that were not written to files.", lambda s: s.blocks_not_stored_total),
     ("kv_transfers", "KV transfers committed.", lambda s: s.transfers_total),
     ("kv_transfer_failures", "KV transfers that failed.", lambda s: s.transfer_failures_total),
     ("kv_transfer_mishaps", "Unexpected errors in the transfer thread.", lambda s: s.transfer_mishaps_total),
     ("kv_transfer_bytes", "Bytes of committed KV transfers.", lambda s: s.transfer_bytes_total),
-    ("kv_handovers", "Prompts computed here whose KV went to a peer.", lambda s: s.handed_over_total),
-    ("kv_exposed_seconds", "Time that handovers took after their prompts.", lambda s: s.transfer_exposed_s),
+    ("kv_handovers", "Prompts computed here whose KV was sent to a peer.", lambda s: s.handed_over_total),
+    ("kv_exposed_seconds", "Time of handoffs after their prompts were computed.", lambda s: s.transfer_exposed_s),
     ("kv_digest_mismatches", "Transferred pages whose digest did not match.", lambda s: s.digest_mismatches_total),
     ("prefix_fetch_asked", "Prefixes requested from other workers.", lambda s: s.prefix_fetch.asked_total),
-    ("prefix_fetch_fetched", "Prefixes that came, if only in part.", lambda s: s.prefix_fetch.fetched_total),
-    ("prefix_fetch_missed", "Prefixes that others had no longer.", lambda s: s.prefix_fetch.missed_total),
-    ("prefix_fetch_failed", "Prefixes late, torn, refused or lost.", lambda s: s.prefix_fetch.failed_total),
-    ("prefix_fetch_skipped", "Prefixes named by a gateway and not requested.", lambda s: s.prefix_fetch.skipped_total),
-    ("prefix_fetch_pages", "KV pages brought from other workers.", lambda s: s.prefix_fetch.pages_total),
-    ("prefix_fetch_bytes", "Bytes of KV pages brought from other workers.", lambda s: s.prefix_fetch.bytes_total),
+    ("prefix_fetch_fetched", "Prefixes that arrived, complete or in part.", lambda s: s.prefix_fetch.fetched_total),
+    ("prefix_fetch_missed", "Requested prefixes that the source had evicted.", lambda s: s.prefix_fetch.missed_total),
+    (
+        "prefix_fetch_failed",
+        "Prefixes that were late, incomplete, rejected or lost.",
+        lambda s: s.prefix_fetch.failed_total,
+    ),
+    (
+        "prefix_fetch_skipped",
+        "Prefixes selected by a gateway and not requested.",
+        lambda s: s.prefix_fetch.skipped_total,
+    ),
+    ("prefix_fetch_pages", "KV pages fetched from other workers.", lambda s: s.prefix_fetch.pages_total),
+    ("prefix_fetch_bytes", "Bytes of KV pages fetched from other workers.", lambda s: s.prefix_fetch.bytes_total),
     ("prefix_fetch_wait_seconds", "Time from requesting prefixes to the end of each.", lambda s: s.prefix_fetch.wait_s),
     ("prefix_fetch_lent", "Prefixes sent to workers that requested them.", lambda s: s.prefix_fetch.lent_total),
     (
@@ -100,17 +116,17 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "KV pages sent to workers that requested them.",
         lambda s: s.prefix_fetch.lent_pages_total,
     ),
-    ("lora_loads", "LoRA adapters that requests have brought into memory.", lambda s: s.adapter_loads_total),
+    ("lora_loads", "LoRA adapters loaded for requests.", lambda s: s.adapter_loads_total),
     ("lora_load_failures", "LoRA adapters that could not be loaded.", lambda s: s.adapter_load_failures_total),
     ("lora_load_seconds", "Time spent on loading LoRA adapters.", lambda s: s.adapter_load_s_total),
-    ("lora_evictions", "LoRA adapters that made way for others.", lambda s: s.adapter_evictions_total),
-    ("requests_moved", "Running requests that moved to another worker with their KV.", lambda s: s.moved_total),
-    ("request_moves_failed", "Requests that left without their KV.", lambda s: s.move_failures_total),
+    ("lora_evictions", "LoRA adapters evicted for others.", lambda s: s.adapter_evictions_total),
+    ("requests_moved", "Running requests that migrated to another worker with their KV.", lambda s: s.moved_total),
+    ("request_moves_failed", "Requests that other workers continue without their KV.", lambda s: s.move_failures_total),
     ("schedule_seconds", "Time spent scheduling.", lambda s: s.schedule_s),
     ("plan_seconds", "Scheduling time spent on choosing what to compute.", lambda s: s.plan_s),
     ("launch_seconds", "Scheduling time spent on building batches.", lambda s: s.launch_s),
-    ("settle_seconds", "Scheduling time spent on taking results in.", lambda s: s.settle_s),
-    ("schedule_hidden_seconds", "Scheduling time while a forward was computing.", lambda s: s.overlap_hidden_s),
+    ("settle_seconds", "Scheduling time spent on processing results.", lambda s: s.settle_s),
+    ("schedule_hidden_seconds", "Scheduling time that overlapped a forward pass.", lambda s: s.overlap_hidden_s),
     ("step_wait_seconds", "Time the scheduler waited for steps.", lambda s: s.wait_s),
 )
 
@@ -151,14 +167,18 @@ class WorkerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         numbers = self._service()
         yield _gauge("registered", "1 when a heartbeat was accepted since start.", numbers.registered)
-        yield _gauge("offered", "1 when the router may choose this worker.", numbers.offered)
-        yield _gauge("standby", "1 until its revision has been tried: the router does not choose it.", numbers.standby)
-        yield _counter("index_replays", "Replays of the prefix cache to the index.", numbers.index_replays)
-        yield _counter("redis_failures", "Redis commands without a usable answer.", numbers.redis_failures)
+        yield _gauge("offered", "1 when the router may select this worker.", numbers.offered)
         yield _gauge(
-            "draining", "1 when it takes no new requests and is about to stop.", numbers.draining_s is not None
+            "standby", "1 until the canary of its revision passes: the router does not select it.", numbers.standby
         )
-        yield _gauge("drain_seconds", "For how long it has been draining.", numbers.draining_s or 0.0)
+        yield _counter("index_replays", "Replays of the prefix cache to the index.", numbers.index_replays)
+        yield _counter("redis_failures", "Redis commands without a usable reply.", numbers.redis_failures)
+        yield _gauge(
+            "draining",
+            "1 while the worker drains: it accepts no new requests and will stop.",
+            numbers.draining_s is not None,
+        )
+        yield _gauge("drain_seconds", "Duration of the drain so far.", numbers.draining_s or 0.0)
         yield _role(numbers.role)
         stats = self._stats()
         if numbers.ready is not None:
@@ -237,7 +257,7 @@ def _cache_hits(stats: EngineStats) -> Metric:
 def _kernel_compiles(stats: EngineStats) -> Metric:
     metric = CounterMetricFamily(
         PREFIX + "kernel_compiles",
-        "Kernels that a GPU's compiler made: starting, before the engine served; serving, while requests waited.",
+        "GPU kernels compiled: starting, before the engine served; serving, while requests waited.",
         labels=["when"],
     )
     metric.add_metric(["starting"], stats.kernels_compiled_starting)

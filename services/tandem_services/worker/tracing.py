@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tandem_engine.messages.stats import EndedRequests
-from tandem_services.common.tracing import LAST_SPANS_S, TracingConfig, open_spans
+from tandem_services.common.tracing import LAST_SPANS_S, TracingConfig
 from tandem_services.worker.metrics import PREFIX
 
 if TYPE_CHECKING:
@@ -31,10 +31,11 @@ class WorkerTraces(Collector):
         self._unreported = 0
 
     def open(self, *, incarnation: str, model: str) -> None:
-        """Raises `StartupError` without OpenTelemetry's packages."""
-        self._export = open_spans(self._config, service=SERVICE, instance=incarnation)
+        """Needs OpenTelemetry's packages (`require_opentelemetry`)."""
+        from tandem_services.common.span_export import SpanExport
         from tandem_services.worker.engine_spans import EngineSpans
 
+        self._export = SpanExport(self._config, service=SERVICE, instance=incarnation)
         self._spans = EngineSpans(self._export.tracer, incarnation=incarnation, model=model)
 
     def record(self, message: EndedRequests) -> None:
@@ -62,6 +63,6 @@ def trace_metrics(counts: "SpanCounts", *, unreported: int) -> Iterator[Metric]:
     yield from SpanMetrics(PREFIX, counts).collect()
     yield CounterMetricFamily(
         PREFIX + "trace_requests_unreported",
-        "Traced requests of which the engine could not report",
+        "Traced requests that the engine's reports lack",
         value=unreported,
     )

@@ -138,7 +138,7 @@ async def test_without_redis_the_last_view_tells(fleet, router, server):
     assert choice.priced.options[0].terms == choice.terms
 
 
-async def test_who_takes_over_a_running_sequence_was_not_chosen_by_what_computing_costs(fleet, router):
+async def test_migration_target_price_excludes_prefill_compute(fleet, router):
     leaving, taker = make_record("leaving", Role.DECODE), make_record("taker", Role.DECODE)
     await fleet.join(router, leaving, taker, make_record("p", Role.PREFILL))
     choice = await router.relocate(query(), leaving.view)

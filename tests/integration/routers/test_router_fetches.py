@@ -92,7 +92,7 @@ async def test_a_source_that_this_gateway_does_not_know_is_not_named(fleet, rout
     assert (await router.choose(query())).fetch is not None
 
 
-async def test_who_takes_over_a_running_sequence_fetches_nothing(fleet, router):
+async def test_migration_target_fetches_no_prefix(fleet, router):
     leaving, taker = make_record("leaving", Role.DECODE), make_record("taker", Role.DECODE)
     await fleet.join(router, leaving, taker, make_record("p", Role.PREFILL))
     await fleet.cache(taker, CHAIN)

@@ -87,7 +87,7 @@ async def test_a_ticket_for_a_worker_found_dead_is_void(routers):
     assert await carrier.redeem(ticket, QUERY) is None
 
 
-async def test_what_nobody_redeemed_is_given_back_by_who_chose(routers):
+async def test_unredeemed_ticket_is_released_by_its_router(routers):
     chooser, carrier = routers
     choice, ticket = await issued(chooser)
     await chooser.release_unredeemed(ticket, choice)

@@ -8,8 +8,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tandem_engine.memory.state_pool import Run, StatePool, StepStates
-from tandem_engine.model.attention.backend import AttentionSpec
-from tandem_engine.model.base import Attend, CausalLM
+from tandem_engine.model.attention.backend import Attend, AttentionSpec
+from tandem_engine.model.base import CausalLM
 from tandem_engine.model.layers.delta import StatefulAttend
 from tandem_engine.model.recurrent.blocks import state_spec
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.config import ModelConfig, RopeConfig
-from tandem_engine.model.attention.backend import AttentionSpec
-from tandem_engine.model.base import Attend
+from tandem_engine.model.attention.backend import Attend, AttentionSpec
 from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, PLAIN
 
 VOCAB_SIZE = 97

@@ -36,7 +36,7 @@ def test_the_power_of_a_cost_is_found(growth, cost, power, superlinear):
     assert (curve.power, curve.superlinear) == (pytest.approx(power, abs=0.01), superlinear)
 
 
-def test_what_is_constant_weighs_little_at_the_end_of_the_axis(growth):
+def test_constant_cost_has_little_weight_at_the_axis_end(growth):
     curve = growth.Curve(points={x: 10 + x**2 for x in AXIS}, unit="ms")
     assert curve.power > 1.5
 

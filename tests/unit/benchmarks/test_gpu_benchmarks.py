@@ -44,7 +44,7 @@ def test_a_trace_without_a_device_is_refused():
         idle_share(spans_of([span(0, 10, "cpu_op")]))
 
 
-def test_what_is_between_the_kernels_of_a_graph_is_no_wait_for_the_host():
+def test_gaps_within_a_graph_are_not_host_waits():
     graph = [span(ts, 8, correlation=7) for ts in range(0, 50, 10)]
     alone = [span(60, 40, correlation=8), span(50, 10, "cpu_op", correlation=7)]
     assert sorted(launches_of([*graph, *alone])) == [(0, 48), (60, 100)]
@@ -108,7 +108,7 @@ def test_a_timing_has_a_median_and_the_spread_of_its_middle():
     assert watch.timing(lambda: None) == (3.0, 1.0)
 
 
-def test_what_is_measured_after_an_engine_finds_its_memory_free(monkeypatch, tmp_path):
+def test_memory_is_free_for_measurements_after_an_engine(monkeypatch, tmp_path):
     """It holds most of the device while something refers to it, closed or not."""
     pytest.importorskip("triton")
     with benchmarks_importable():

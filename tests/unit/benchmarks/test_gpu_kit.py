@@ -80,7 +80,7 @@ def test_a_nixl_wheel_laid_out_otherwise_is_refused():
         nixl.closure([name for name in NIXL_FILES if "UCX" not in name], {})
 
 
-def test_what_a_library_needs_is_read_from_it():
+def test_needed_libraries_are_read_from_the_binary():
     assert "libc.so.6" in nixl.needed_by(Path(shutil.which("readelf")))
 
 

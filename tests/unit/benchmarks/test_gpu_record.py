@@ -92,7 +92,7 @@ def test_a_case_without_time_is_postponed_and_named(tmp_path):
     assert record(tmp_path).wants("a")
 
 
-def test_what_raises_costs_itself_alone(tmp_path, capsys):
+def test_raising_case_fails_alone(tmp_path, capsys):
     def fails():
         raise ValueError("no room\nmore of it")
 

@@ -61,7 +61,7 @@ def test_a_case_measured_by_a_later_call_is_not_missing(run):
     assert Report(run).missing == []
 
 
-def test_what_failed_is_named_and_fails_the_run(run, capsys):
+def test_failed_part_is_named_and_fails_the_run(run, capsys):
     write(
         run,
         Missing(part="kernels", case="c", why="ValueError: no"),

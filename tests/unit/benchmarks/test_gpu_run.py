@@ -131,7 +131,7 @@ def test_a_part_without_time_is_not_begun(tmp_path):
     assert status(state) is Status.NO_TIME
 
 
-def test_what_a_part_has_started_ends_with_it(tmp_path):
+def test_children_of_a_part_end_with_it(tmp_path):
     pid = tmp_path / "pid"
     program = f"""
 import pathlib, subprocess
@@ -142,7 +142,7 @@ pathlib.Path({str(pid)!r}).write_text(str(subprocess.Popen(["sleep", "1000"]).pi
     wait_for(lambda: not stat.exists() or ") Z" in stat.read_text(), 60)
 
 
-def test_what_parts_print_is_in_the_log_up_to_its_limit(tmp_path, monkeypatch):
+def test_output_of_parts_is_logged_up_to_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "MOST_BYTES", 400)
     runner(tmp_path, "print('x' * 1000)").run([part()])
     assert (tmp_path / folder.LOG).stat().st_size == 400
@@ -167,7 +167,7 @@ def test_parts_are_in_the_order_of_their_worth():
         named("kernel")
 
 
-def test_what_a_machine_lacks_is_named():
+def test_missing_tools_of_a_machine_are_named():
     assert "no not_a_module here" in modules("json", "not_a_module")()
     assert modules("json")() is None
     assert tool("not-a-tool")() == "no not-a-tool here"

@@ -58,6 +58,6 @@ def test_http2_is_hung_up_on_as_gateways_try_it_to_find_grpc_workers(http_worker
     assert connection.written == b""
 
 
-def test_what_has_no_request_line_is_no_request(http_worker):
+def test_data_without_request_line_is_no_request(http_worker):
     with pytest.raises(http_worker.NotHttpError):
         http_worker.read_request(b"SM\r\n\r\n")

@@ -108,7 +108,7 @@ def test_ratios_are_medians_of_rounds_that_both_sides_were_in():
     assert ratios.against_best([*ours, *theirs, *slower], "q25m", "float32", "offline") == (2.5, "vllm")
 
 
-def test_where_less_is_better_the_ratio_is_turned_round():
+def test_ratio_is_inverted_where_less_is_better():
     ratios = part("ratios")
     both = [sample("tandem", 0, {"tpot_ms": 2.0}), sample("llama.cpp", 0, {"tpot_ms": 5.0})]
     assert ratios.speed(both, "q25m", "float32", "tpot_ms", "llama.cpp") == 2.5

@@ -65,7 +65,7 @@ def test_a_paused_tree_is_stopped_whole_and_can_be_ended(processes, started):
     assert {state(pid) for pid in pids} <= {"", "Z"}
 
 
-def test_what_a_killed_run_left_behind_is_ended_by_the_next(processes, tmp_path):
+def test_processes_of_a_killed_run_are_ended_by_the_next(processes, tmp_path):
     code = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
     marked = {**os.environ, processes.MARK: "1073741824-0"}  # no process has this number
     told = subprocess.run([sys.executable, "-c", code], env=marked, stdout=subprocess.PIPE, check=True).stdout

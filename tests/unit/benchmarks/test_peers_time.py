@@ -35,7 +35,7 @@ def deadline(clock, at=100.0):
     return part("time_limit").Deadline(at=at, answer_s=50.0, clock=clock)
 
 
-def test_what_a_stage_does_not_need_goes_to_those_after_it(clock):
+def test_unused_time_of_a_stage_goes_to_later_stages(clock):
     limit = part("time_limit").TimeLimit(ends=100.0, answer_s=50.0, clock=clock)
     assert limit.stage(10.0, later=30.0).left == 25.0
     clock.now = 4.0

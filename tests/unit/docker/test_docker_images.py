@@ -59,7 +59,7 @@ def sent_to_builds(path: str) -> bool:
 
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
-def test_what_is_copied_is_there_and_sent_to_builds(stage: Stage):
+def test_copied_files_exist_and_are_in_build_contexts(stage: Stage):
     for copy in stage.of("COPY"):
         *sources, _ = copy.words()
         origin = copy.flag("from")
@@ -284,7 +284,7 @@ def test_builds_install_nothing_without_a_hash():
     assert all("--require-hashes" in text or "--no-index" in text for text in commands)
 
 
-def test_what_cuda_adds_is_pinned_and_nothing_is_pinned_twice():
+def test_cuda_packages_are_pinned_once():
     known, added = constraints(), constraints("constraints-cuda.txt")
     assert added.keys().isdisjoint(known)
     assert {"triton", "nvidia-nccl-cu13", "nvidia-nvjitlink", "cuda-bindings"} <= added.keys()

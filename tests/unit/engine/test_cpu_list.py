@@ -22,7 +22,7 @@ def test_lists_are_read_as_linux_writes_them(text, cpus):
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-2", "1,,2", "0-999999", "²", "1 2"])
-def test_what_is_no_list_of_cpus_is_refused(text):
+def test_invalid_cpu_list_is_rejected(text):
     with pytest.raises(ValueError, match="ends before it begins|no number of a CPU"):
         parse_cpus(text)
 

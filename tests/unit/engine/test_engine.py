@@ -102,7 +102,7 @@ def test_logprobs_come_with_every_token_most_likely_first(engine) -> None:
     ],
     ids=["empty", "out of vocabulary", "over the context", "too many tokens", "temperature"],
 )
-def test_what_can_never_run_is_refused_before_it_takes_anything(engine, bad, param) -> None:
+def test_unservable_request_is_rejected_before_using_memory(engine, bad, param) -> None:
     output = engine.generate([bad])[0]
     assert output.finish.reason is FinishReason.ERROR
     assert output.finish.code == "invalid_request"

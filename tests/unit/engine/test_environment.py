@@ -48,7 +48,7 @@ def seen_by_its_own_default() -> str:
     [(seen_by_its_own_default, "eth1"), (lambda: read_environment().ucx_net_devices, "")],
     ids=["lends", "reads"],
 )
-def test_what_one_thread_lends_is_not_the_users_to_another(door, look: Callable[[], str], seen: str) -> None:
+def test_default_set_by_one_thread_is_not_visible_to_another(door, look: Callable[[], str], seen: str) -> None:
     """An engine of the same process took it for its user's, and then its library read nothing, for it was gone."""
     found: list[str] = []
     other = threading.Thread(target=lambda: found.append(look()), daemon=True)

@@ -32,7 +32,7 @@ def test_weights_that_lie_side_by_side_share_pages(ranges, expected):
     assert whole_pages(ranges) == expected
 
 
-def test_what_memory_holds_is_the_same_afterwards():
+def test_huge_pages_keep_memory_contents():
     size = 4 * HUGE
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         pattern = bytes(range(256)) * (size // 256)
@@ -106,6 +106,6 @@ def test_a_system_without_them_is_left_alone(tmp_path: Path, monkeypatch):
     assert to_huge_pages([(HUGE, HUGE)]) == 0
 
 
-def test_what_cannot_be_moved_is_no_error(monkeypatch):
+def test_unmovable_memory_is_no_error(monkeypatch):
     monkeypatch.setattr(linux, "_are_allowed", lambda: True)
     assert to_huge_pages([(1 << 45, HUGE)]) == 0  # nothing lies there

@@ -90,7 +90,7 @@ def test_a_process_whose_log_nobody_reads_goes_on_and_ends():
         assert process.wait(PATIENCE_S) == 0
 
 
-def test_where_stderr_is_no_file_logs_go_to_it_all_the_same(monkeypatch):
+def test_logs_go_to_stderr_that_is_no_file(monkeypatch):
     stream = io.StringIO()
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])

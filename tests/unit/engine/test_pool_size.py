@@ -65,7 +65,7 @@ def test_every_rank_has_as_many_pages_as_the_one_with_the_fewest_and_one_line_sa
     assert "(35 pages, 544 tokens)" in line
 
 
-def test_what_is_available_is_divided_among_ranks_on_one_memory():
+def test_available_memory_is_divided_among_ranks():
     assert on_ranks(2, lambda parallel: pages(parallel, CacheConfig(num_pages=300))) == [300, 300]
     with pytest.raises(ConfigError, match="--num-pages 301 needs 0.29 GiB .* 0.29 GiB is available: .* at most 300"):
         on_ranks(2, lambda parallel: pages(parallel, CacheConfig(num_pages=301)))

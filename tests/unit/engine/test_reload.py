@@ -78,7 +78,7 @@ def test_whatever_goes_wrong_while_loading_is_an_answer_and_no_end_of_the_engine
     rank.reload.close()
 
 
-def test_who_waits_for_weights_of_an_engine_that_closes_is_told():
+def test_reload_waiter_gets_error_when_engine_closes():
     rank = Rank()
     answer = rank.reload.expect()
     rank.may_load.set()

@@ -145,7 +145,7 @@ def test_the_number_of_requests_that_an_error_names_fits(pages):
         shares(pages=pages, running=fitting + 1, num_pages=pages)
 
 
-def test_where_no_state_fits_the_error_names_the_pages_alone():
+def test_error_without_state_memory_names_pages_alone():
     with pytest.raises(ConfigError, match="is available: lower --num-pages$"):
         shares(pages=1024, running=64, num_pages=1024)
 

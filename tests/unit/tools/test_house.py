@@ -45,6 +45,12 @@ def test_circles_may_have_type_only_imports(house: ModuleType) -> None:
     assert house.circles(graph(house, typed=True)) == [{"p.a", "p.b", "p.c"}]
 
 
+def test_packages_have_no_circles_of_imports(house: ModuleType) -> None:
+    known = house.modules()
+    assert house.circles(house.import_graph(known, typed=True)) == []
+    assert len(known) > 100
+
+
 def test_a_chain_ends_at_its_package(house: ModuleType) -> None:
     assert house.longest_chain(graph(house, typed=False), "p") == 3
     assert house.longest_chain(graph(house, typed=False), "q") == 1

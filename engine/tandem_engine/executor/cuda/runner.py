@@ -42,7 +42,7 @@ from tandem_engine.forward.results import Outcome, PooledSum, queue_pooled
 from tandem_engine.forward.step_inputs import StepInputs, step_inputs
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.state_pool import StatePool
-from tandem_engine.model.attention.backend import AttentionPlan, GraphBackend
+from tandem_engine.model.attention.backend import Attend, GraphBackend
 from tandem_engine.model.base import StepModel
 from tandem_engine.parallel.group import SingleRank, TpGroup
 from tandem_engine.sampling.device_sampler import QueuedSampler, queue_prompt_scores
@@ -271,7 +271,7 @@ class StreamRunner:
         """Operation by operation."""
         batch = inputs.batch
         input_ids = self.future_map.resolve(batch.input_ids, inputs.token_rows)
-        attend: AttentionPlan = self.backend.plan(batch)
+        attend: Attend = self.backend.plan(batch)
         if batch.kv_progress is not None:
             attend = telling(attend, partial(self._wrote, batch.kv_progress))
         stateful = with_states(attend, self._states, batch)

@@ -121,7 +121,7 @@ def cap_scores(scores: Array, decay: Array, exponents: Array, count: int, soft_c
 def exp_shifted(row: Array, exponents: Array, count: int, maximum: float) -> None:
     """row[:count] = exp(row[:count] − maximum).
 
-    2^(n + f) = poly(f), with n added to its exponent bits: plain loops that vectorise, where calls to
+    2^(n + f) = poly(f), with n added to its exponent bits: plain loops that vectorize, where calls to
     libm's exp would not.
     """
     c0, c1, c2, c3, c4, c5, c6 = _EXP2

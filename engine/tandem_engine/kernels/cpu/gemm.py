@@ -88,7 +88,7 @@ def _write_tile(
     builder, width = code.builder, code.index(OUTPUTS)
     words = code.ints if pairs else code.floats
     x, panel, sums = words(x), words(panel), code.floats(sums)
-    # Stack slots, which the optimiser turns into registers.
+    # Stack slots, which the optimizer turns into registers.
     totals = [[cgutils.alloca_once(builder, code.vector) for _ in columns] for _ in range(rows)]
     places = [[code.place(sums, width, code.index(row), column) for column in columns] for row in range(rows)]
     for row_totals, row_places in zip(totals, places, strict=True):
@@ -178,7 +178,7 @@ INT8_BLOCK = 64
 
 
 def multiply_int8_panel(x: Any, panel: Any, sums: Any) -> Any:
-    """As `tiles.multiply_panel`, where the panel has a byte for each number. For compiled code."""
+    """As `multiply_panel`, where the panel has a byte for each number. For compiled code."""
     raise NotImplementedError("multiply_int8_panel is for compiled code")
 
 

@@ -297,7 +297,7 @@ PLACE = np.dtype(
     ]
     + [("eps", np.float32)]
 )
-"""See `rows.PlaceHeads`. qkv [T, (H + 2 KV) · D], angles [num_positions, 2, D] and pages are of the model's dtype,
+"""See `PlaceHeads`. qkv [T, (H + 2 KV) · D], angles [num_positions, 2, D] and pages are of the model's dtype,
 positions and slots [T] int64, query [T, H, D] and head_norm [L, H + KV, D] float32, which may be 0."""
 
 GATE = np.dtype([(name, np.int64) for name in ("next_task", "tokens", "inner", "gate_up", "out")])

@@ -91,10 +91,16 @@ def panels_of(out: Array) -> int:
 
 
 @inlined
+def _outputs_of(panel: int, out: Array) -> tuple[int, int]:
+    """The first output of a panel, and their number, which is less than OUTPUTS in the last one."""
+    first = panel * OUTPUTS
+    return first, min(OUTPUTS, out.shape[1] - first)
+
+
+@inlined
 def _put(sums: Array, bias: int, panel: int, like: Array, out: Array) -> None:
     """out[:, outputs of the panel] = sums + bias, as a number of `like`."""
-    first = panel * OUTPUTS
-    count = min(OUTPUTS, out.shape[1] - first)
+    first, count = _outputs_of(panel, out)
     _add_bias(sums, bias, first, count, out.shape[0])
     for token in range(out.shape[0]):
         for i in range(count):
@@ -104,8 +110,7 @@ def _put(sums: Array, bias: int, panel: int, like: Array, out: Array) -> None:
 @inlined
 def _add(sums: Array, bias: int, panel: int, like: Array, out: Array) -> None:
     """The same on top of `out`, whose numbers are those of `like` too."""
-    first = panel * OUTPUTS
-    count = min(OUTPUTS, out.shape[1] - first)
+    first, count = _outputs_of(panel, out)
     _add_bias(sums, bias, first, count, out.shape[0])
     for token in range(out.shape[0]):
         for i in range(count):
@@ -132,8 +137,7 @@ def product_with_adapters(
     panel = take(phase)
     while panel < panels:
         multiply_panel(x, weight[ADDRESS] + panel * weight[PANEL_BYTES], sums)
-        first = panel * OUTPUTS
-        count = min(OUTPUTS, out.shape[1] - first)
+        first, count = _outputs_of(panel, out)
         _add_bias(sums, weight[BIAS], first, count, out.shape[0])
         add_to_panel(first, count, place, adapters, sums, delta, x)
         if added:
@@ -245,7 +249,7 @@ def _write_panel(code: Vectors, low: Any, b: Any, b_row: Any, delta: Any, rank: 
     builder, columns = code.builder, [code.index(column) for column in range(0, OUTPUTS, LANES)]
     low, delta = code.floats(low), code.floats(delta)
     b = builder.inttoptr(b, (ir.IntType(16) if halves else code.number).as_pointer())
-    # Stack slots, which the optimiser turns into registers.
+    # Stack slots, which the optimizer turns into registers.
     totals = [cgutils.alloca_once(builder, code.vector) for _ in columns]
     for total in totals:
         builder.store(code.constant(0.0), total)

@@ -209,7 +209,7 @@ def _write_tile(
     scaled = builder.icmp_unsigned("!=", factor, ir.Constant(factor.type, 0))
     x, panel = (code.ints(address) if pairs else code.floats(address) for address in (x, panel))
     out, factor = code.floats(out), code.floats(factor)
-    # Stack slots, which the optimiser turns into registers.
+    # Stack slots, which the optimizer turns into registers.
     sums = [[cgutils.alloca_once(builder, code.vector) for _ in columns] for _ in range(rows)]
     for total in (total for totals in sums for total in totals):
         builder.store(code.constant(0.0), total)

@@ -33,15 +33,17 @@ from tandem_engine.kernels.interface import HeadTurn
 from tandem_engine.kernels.span import Span
 
 
-class AttentionPlan(Protocol):
-    """Attention of one step; a model's `Attend`."""
+class Attend(Protocol):
+    """Attention of one step, planned by a backend from its `ForwardBatch`. Called once per layer, in order."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v at `out_cache_loc`, then compute causal attention as the layer's `AttentionSpec` defines it.
 
-        q is [T, heads, head_dim]; k and v are [T, kv_heads, head_dim]. Tokens may lie further apart than
-        heads * head_dim. Query head h reads K/V head h // (heads // kv_heads). Where a layer stores a latent, k is
-        that, and v its beginning, [T, kv_heads, value_width].
+        q is [T, heads, head_dim] and k is [T, kv_heads, head_dim], both rotated; v is [T, kv_heads, head_dim]. All
+        are views in the model's dtype: the last two dimensions are dense, but tokens may lie further apart than
+        heads * head_dim. They are the callee's until it returns; the model does not read them again. Query head h
+        reads K/V head h // (heads // kv_heads). Where a layer stores a latent, k is that, and v its beginning,
+        [T, kv_heads, value_width].
 
         Returns [T, heads * head_dim], or of v's width, in q's dtype.
         """
@@ -49,20 +51,20 @@ class AttentionPlan(Protocol):
 
 
 class TurningPlan(ABC):
-    """An `AttentionPlan` that turns heads itself. A class and no protocol, because every layer checks for it."""
+    """An `Attend` that turns heads itself. A class and no protocol, because every layer checks for it."""
 
     __slots__ = ()
 
     @abstractmethod
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `AttentionPlan.__call__`."""
+        """See `Attend.__call__`."""
 
     @abstractmethod
     def turn_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn) -> Tensor:
         """As `__call__`, of q and k that have yet to be normalized and rotated by `turn`."""
 
 
-class GraphPlan(AttentionPlan, Protocol):
+class GraphPlan(Attend, Protocol):
     """Attention of decodes whose inputs have a place of their own, so that a graph can run it for any of them.
 
     As made it is a step of padding alone: each row has one token, in the dummy page, and writes there [finite-padding]
@@ -110,9 +112,9 @@ class PromptGraphPlan(GraphPlan, Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToldPlan:
-    """A plan, and word of each layer once its K and V are stored; implements `AttentionPlan`."""
+    """A plan, and word of each layer once its K and V are stored; implements `Attend`."""
 
-    plan: AttentionPlan
+    plan: Attend
     wrote: Callable[[int], object]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -125,7 +127,7 @@ class ToldPlan:
 class AttentionBackend(Protocol):
     """Attention over one `KvPool`. Called by the thread that runs forwards."""
 
-    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+    def plan(self, batch: ForwardBatch) -> Attend:
         """Prepare one step. Cheap compared with a layer; the plan is used for this step only."""
         ...
 

@@ -52,7 +52,7 @@ from tandem_engine.kernels.cpu.vectors import PANEL
 from tandem_engine.kernels.interface import FLOAT8
 from tandem_engine.kernels.span import Span
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.model.attention.backend import AttentionPlan, AttentionSpec, distinct
+from tandem_engine.model.attention.backend import Attend, AttentionSpec, distinct
 
 WIDEST_TASK = 4
 """Panels of queries that share a copy of the keys. With more of them panels would push each other out of the caches."""
@@ -167,14 +167,14 @@ def width_of_tasks(panels: int, group: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledPlan:
-    """Implements `AttentionPlan` by one without scales."""
+    """Implements `Attend` by one without scales."""
 
-    plan: AttentionPlan
+    plan: Attend
     """Answers in the dtype of its queries, float32."""
     pool: KvPool
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `AttentionPlan.__call__`."""
+        """See `Attend.__call__`."""
         scales = self.pool.scales_of(layer)
         assert scales is not None, f"a pool of {self.pool.data.dtype} has no scales"
         gathered = self.plan(layer, _by_kv_head(q.float(), scales.k), k, v).view(q.shape)
@@ -333,7 +333,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuPlan:
-    """Implements `AttentionPlan`."""
+    """Implements `Attend`."""
 
     kernels: PagedKernels
     blocks: BlockAttention

@@ -16,8 +16,8 @@ from tandem_engine.forward.prompt_shape import PromptShape
 from tandem_engine.kernels.interface import HeadTurn
 from tandem_engine.memory.cache_groups import Place
 from tandem_engine.model.attention.backend import (
+    Attend,
     AttentionBackend,
-    AttentionPlan,
     GraphBackend,
     GraphPlan,
     PromptGraphPlan,
@@ -27,13 +27,13 @@ from tandem_engine.model.attention.backend import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedPlan:
-    """Implements `AttentionPlan`."""
+    """Implements `Attend`."""
 
-    plans: tuple[AttentionPlan, ...]
+    plans: tuple[Attend, ...]
     places: tuple[Place, ...]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `AttentionPlan.__call__`."""
+        """See `Attend.__call__`."""
         group, inside = self.places[layer]
         return self.plans[group](inside, q, k, v)
 
@@ -118,7 +118,7 @@ class GroupedAttention:
         self._windows = windows
         self._places = tuple(places)
 
-    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+    def plan(self, batch: ForwardBatch) -> Attend:
         """That of the only group, if there is one: a model whose layers all have the same window."""
         plans = tuple(backend.plan(each) for backend, each in zip(self._backends, self.batches(batch), strict=True))
         if len(plans) == 1:

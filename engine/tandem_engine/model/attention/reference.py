@@ -44,7 +44,7 @@ class Sequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchReferencePlan:
-    """Implements `AttentionPlan`."""
+    """Implements `Attend`."""
 
     pool: KvPool
     specs: Ordered[AttentionSpec]
@@ -86,7 +86,7 @@ class TorchGraphPlan:
         """Nothing: each layer looks at what is loaded."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `AttentionPlan.__call__`."""
+        """See `Attend.__call__`."""
         self.pool.store(layer, k, v, self.slots)
         return attend_each(q, self.pool, layer, self.specs[layer], self.page_table, self.seq_lens)
 
@@ -110,7 +110,7 @@ class TorchPromptPlan:
         """Nothing: each layer looks at what is loaded."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `AttentionPlan.__call__`."""
+        """See `Attend.__call__`."""
         self.pool.store(layer, k, v, self.slots)
         ends = self.extend_lens.cumsum(0)
         token = torch.arange(len(q), device=q.device)

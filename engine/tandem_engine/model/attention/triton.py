@@ -33,7 +33,7 @@ from tandem_engine.model.attention.prompt_tensors import PromptTensors, load_pro
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TritonPlan(TurningPlan):
-    """Implements `AttentionPlan`."""
+    """Implements `Attend`."""
 
     attention: PagedKernels
     rows: Rows
@@ -65,7 +65,7 @@ class TritonPlan(TurningPlan):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TritonGraphPlan(TurningPlan):
-    """An `AttentionPlan` for steps of decodes whose tensors never move, so that a CUDA graph can be captured with it.
+    """An `Attend` for steps of decodes whose tensors never move, so that a CUDA graph can be captured with it.
 
     Each row has one token: token i is that of row i. Rows that a batch does not have read no page, get zeros, and
     write their K and V to the dummy page [finite-padding] [dummy-page].

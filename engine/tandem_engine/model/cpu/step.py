@@ -48,9 +48,8 @@ from tandem_engine.kernels.cpu.tensors import dtype_of
 from tandem_engine.kernels.cpu.threads import PHASE_BYTES, team
 from tandem_engine.model.adapters.step import StepAdapters
 from tandem_engine.model.adapters.tensor_names import Site
-from tandem_engine.model.attention.backend import AttentionSpec, ToldPlan, distinct
+from tandem_engine.model.attention.backend import Attend, AttentionSpec, ToldPlan, distinct
 from tandem_engine.model.attention.cpu import CpuPlan, PagedQueries
-from tandem_engine.model.base import Attend
 from tandem_engine.model.cpu.adapters import AdapterTables, AdapterTasks
 from tandem_engine.model.cpu.arrays import ModelArrays, plain_attention
 from tandem_engine.model.layers.attention import RotaryTable

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from tandem_engine.config import QueryScale, RopeConfig
 from tandem_engine.kernels.interface import HeadNorm, HeadTurn, by_triton
-from tandem_engine.model.attention.backend import TurningPlan
-from tandem_engine.model.base import Attend
+from tandem_engine.model.attention.backend import Attend, TurningPlan
 from tandem_engine.model.layers.linear import Delta, Projection, project
 from tandem_engine.model.layers.norm import Norm
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tandem_engine.kernels.interface import DeltaStep, DeltaWeights
 from tandem_engine.memory.state_pool import Run, StepStates
-from tandem_engine.model.base import Attend
+from tandem_engine.model.attention.backend import Attend
 from tandem_engine.model.layers.attention import Rotation, SelfAttention
 from tandem_engine.model.layers.delta_rule import causal_conv, next_token, prompt, unit_heads
 from tandem_engine.model.layers.linear import Delta, Projection

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.config import LatentConfig
-from tandem_engine.model.base import Attend
+from tandem_engine.model.attention.backend import Attend
 from tandem_engine.model.layers.attention import Rotation
 from tandem_engine.model.layers.linear import Delta, Projection
 from tandem_engine.model.layers.norm import Norm

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.kernels.interface import GatedActivation
-from tandem_engine.model.base import Attend
+from tandem_engine.model.attention.backend import Attend
 from tandem_engine.model.layers.attention import Rotation
 from tandem_engine.model.layers.linear import Delta, Projection, TokenEmbedding
 from tandem_engine.model.layers.mlp import Choice, FeedForward, Router

@@ -74,7 +74,7 @@ class AccessMetrics:
         self._tenants = Gauge("tandem_gateway_api_key_tenants", "Tenants of the key file in use", registry=registry)
         self._stale = Gauge(
             "tandem_gateway_api_keys_stale",
-            "1 while the key file is no good and the former keys are used",
+            "1 while the key file is invalid and the previous keys are used",
             registry=registry,
         )
         self._reloads = Counter(
@@ -82,25 +82,25 @@ class AccessMetrics:
         )
         self._failures = Counter(
             "tandem_gateway_authentication_failures_total",
-            "Requests refused because of their key",
+            "Requests rejected because of their key",
             ["reason"],
             registry=registry,
         )
         self._limited = Counter(
             "tandem_gateway_requests_limited_total",
-            "Requests refused by a limit of their tenant",
+            "Requests rejected by a limit of their tenant",
             ["tenant", "limit"],
             registry=registry,
         )
         self._tokens = Counter(
             "tandem_gateway_tenant_tokens_total",
-            "Prompt and output tokens of ended requests",
+            "Prompt and output tokens of finished requests",
             ["tenant"],
             registry=registry,
         )
         self.local_decisions = Counter(
             "tandem_gateway_limits_local_total",
-            "Limits decided by this gateway alone, because Redis was away",
+            "Limit decisions of this gateway alone, because Redis was unavailable",
             registry=registry,
         )
 

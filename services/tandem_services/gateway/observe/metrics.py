@@ -22,11 +22,11 @@ class HttpMetrics:
     def __init__(self, families: MetricFamilies) -> None:
         self._requests = families.counter(
             "tandem_gateway_requests",
-            "HTTP requests answered, by status code; 499 is a client that left",
+            "HTTP requests answered, by status code; 499: the client disconnected",
             [MODEL, "endpoint", "code"],
         )
         self._disconnects = families.counter(
-            "tandem_gateway_client_disconnects", "Requests whose client left before the end", [MODEL]
+            "tandem_gateway_client_disconnects", "Requests whose client disconnected before the end", [MODEL]
         )
 
         self._bodies = families.gauge("tandem_gateway_request_body_bytes", "Bytes of request bodies in flight")
@@ -56,7 +56,7 @@ class GatewayMetrics:
         self._model = model
         self._attempts = families.counter(
             "tandem_gateway_attempts",
-            "Attempts at choices, by outcome; every one but finished, stopped and moved cost time",
+            "Attempts at choices, by outcome; all outcomes but finished, stopped and moved delay the response",
             [MODEL, "outcome"],
         )
         self._placements = families.counter(
@@ -68,8 +68,7 @@ class GatewayMetrics:
         self._routes = families.counter(
             "tandem_gateway_route_decisions",
             "Attempts of finished requests by the source of the route decision (redis, local: without Redis, session, "
-            "router: a stand-alone one) and what spoke for them: their session, a prefix that they are to fetch, one "
-            "that they have cached, or load alone",
+            "router: a stand-alone one) and main reason: session, a prefix to fetch, a cached prefix, or only the load",
             [MODEL, "source", "reason"],
         )
         self._resumptions = families.counter(
@@ -77,38 +76,38 @@ class GatewayMetrics:
             "Attempts of finished requests that continued after tokens of an earlier one, by the outcome of that one",
             [MODEL, "cause"],
         )
-        self.choices = total("choices", "Choices of requests that began")
+        self.choices = total("choices", "Choices of requests that started")
         self.running = families.gauge(
-            "tandem_gateway_num_requests_running", "Generation requests being answered", [MODEL]
+            "tandem_gateway_num_requests_running", "Generation requests in progress", [MODEL]
         ).labels(model_name=model)
         self.ttft = seconds("time_to_first_token", "From a request's arrival to its first token")
-        self.itl = seconds("inter_token_latency", "Between two tokens of a choice", TOKEN_SECONDS)
+        self.itl = seconds("inter_token_latency", "Time between two tokens of a choice", TOKEN_SECONDS)
         self.e2e = seconds("e2e_request_latency", "From a request's arrival to its last byte")
         self.queue = seconds("request_queue_time", "On the worker, from receipt to the first scheduled step")
         self.prefill = seconds("request_prefill_time", "On the worker, from the first step to the first token")
-        self.decision = seconds(
-            "route_decision", "From asking the router for workers until it has chosen some", TRANSFER_SECONDS
-        )
+        self.decision = seconds("route_decision", "From the request to the router until its decision", TRANSFER_SECONDS)
         self.transfer = seconds(
             "kv_transfer", "On the decode worker, from granting KV pages to committing them", TRANSFER_SECONDS
         )
         self.exposed = seconds(
-            "kv_transfer_exposed", "Of a KV transfer, what came after the prompt was computed", TRANSFER_SECONDS
+            "kv_transfer_exposed", "Part of a KV transfer after the prompt was computed", TRANSFER_SECONDS
         )
         self.prompt_tokens = total("prompt_tokens", "Prompt tokens of finished requests")
         self.cached_tokens = total("cached_prompt_tokens", "Prompt tokens found in a prefix cache")
         self.output_tokens = total("generation_tokens", "Tokens generated and accepted")
         self.quarantined = families.gauge(
-            "tandem_gateway_quarantined_requests", "Digests of requests that are refused", [MODEL]
+            "tandem_gateway_quarantined_requests", "Digests of requests in quarantine", [MODEL]
         ).labels(model_name=model)
         self.convictions = total(
-            "requests_quarantined", "Requests that this gateway quarantined because workers died of them"
+            "requests_quarantined",
+            "Requests that this gateway quarantined because workers died when they computed them",
         )
-        self.quarantine_refusals = total("quarantine_refusals", "Requests refused because they are quarantined")
+        self.quarantine_refusals = total("quarantine_refusals", "Requests rejected because they are in quarantine")
         self.workers_answering_again = total(
-            "workers_answering_again", "Workers that answered after their connection was lost: the network had failed"
+            "workers_answering_again",
+            "Workers that answered a ping after their connection was lost: the network had failed",
         )
-        self.retries_refused = total("retries_refused", "Choices given up because the retry budget was spent")
+        self.retries_refused = total("retries_refused", "Choices that failed because the retry budget was spent")
         self.moved_pages = total("transferred_pages", "KV pages moved from prefill to decode workers")
         self.moved_bytes = total("transferred_bytes", "KV bytes moved from prefill to decode workers")
 

@@ -107,40 +107,44 @@ class QueueMetrics:
     def __init__(self, families: MetricFamilies, *, model: str) -> None:
         self._model = model
         self._waiting = families.gauge(
-            "tandem_gateway_num_requests_waiting", "Requests that wait here for a worker with room", [MODEL]
+            "tandem_gateway_num_requests_waiting", "Choices in the queue of this gateway", [MODEL]
         ).labels(model_name=model)
         self._by_tenant = families.gauge(
             "tandem_gateway_tenant_requests_waiting",
-            "Requests that wait here for a worker with room, by tenant",
+            "Choices in the queue of this gateway, by tenant",
             [MODEL, "tenant"],
         )
         self.wait = families.histogram(
             "tandem_gateway_queue_wait_seconds",
-            "Time in this gateway's queue, of requests that got a worker; 0 for those that found one at once",
+            "Time in this gateway's queue, of choices that were sent to a worker; 0 for those sent at once",
             [MODEL],
             buckets=(0.0, *REQUEST_SECONDS),
         ).series(model)
         self._refused = families.counter(
             "tandem_gateway_queue_refusals",
-            "Requests that got no worker: full and pushed_out for want of a seat, no_worker and no_room in time",
+            "Choices rejected by the queue: full and pushed_out at its limit; no_worker and no_room at the timeout",
             [MODEL, "reason"],
         )
         self._asked = families.counter(
-            "tandem_gateway_asked_prompt_tokens", "Prompt tokens of requests that came for a worker", [MODEL]
+            "tandem_gateway_asked_prompt_tokens", "Prompt tokens of choices that arrived at the queue", [MODEL]
         ).series(model)
         self._predicted = families.counter(
             "tandem_gateway_predicted_cached_tokens",
-            "Of prompt tokens that came for a worker, those that the worker that got them was predicted to have",
+            "Arrived prompt tokens that were predicted to be cached on the selected worker",
             [MODEL],
         ).series(model)
         self._tokens = families.gauge(
-            "tandem_gateway_waiting_prompt_tokens", "Prompt tokens of requests that wait here", [MODEL]
+            "tandem_gateway_waiting_prompt_tokens", "Prompt tokens of choices in the queue of this gateway", [MODEL]
         ).labels(model_name=model)
         self._oldest = families.gauge(
-            "tandem_gateway_oldest_wait_seconds", "How long the first request waits here", [MODEL]
+            "tandem_gateway_oldest_wait_seconds",
+            "Wait so far of the oldest choice in the queue of this gateway",
+            [MODEL],
         ).labels(model_name=model)
         self._held = families.gauge(
-            "tandem_gateway_num_requests_held", "Requests that wait here because no worker can take them", [MODEL]
+            "tandem_gateway_num_requests_held",
+            "Choices in the queue of this gateway because there is no worker",
+            [MODEL],
         ).labels(model_name=model)
         self._shown: set[str] = set()
 

@@ -138,7 +138,7 @@ def test_company_does_not_change_a_windowed_sequence_by_a_bit(name):
         start += seq.extend_len
 
 
-def test_what_lies_before_the_window_is_not_even_read():
+def test_pages_before_the_window_are_not_read():
     """NaN there would show if it were masked instead: the work is bounded, not only the result."""
     window, page_size = 20, 4
     spec = AttentionSpec(scale=SCALE, window=window)

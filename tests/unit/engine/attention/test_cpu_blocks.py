@@ -10,6 +10,7 @@ from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention import cpu
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.attention.cpu import CpuAttention
+from tandem_testing import cpu_kernel_reference as reference
 from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, PLAIN, PageDealer, Seq, make_batch, make_pool, make_qkv
 
 WINDOW = AttentionSpec(scale=0.3, window=KEYS + 9)
@@ -25,16 +26,11 @@ def attend(pool: KvPool, sequences: list[Seq], qkv, spec: AttentionSpec = PLAIN[
 def attend_in_float64(pool: KvPool, seq: Seq, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
     """After `attend`, which has stored k and v."""
     pages = pool.data[list(seq.pages), 0].double()  # [pages, 2, KV, slot, D]
-    keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : seq.seq_len]
-    group = NUM_HEADS // keys.shape[0]
-    keys, values = (side.repeat_interleave(group, 0) for side in (keys, values))
-    scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * spec.scale
-    if spec.soft_cap is not None:
-        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    distance = torch.arange(seq.seq_len - len(q), seq.seq_len)[:, None] - torch.arange(seq.seq_len)
-    seen = (distance >= 0) & (distance < (spec.window or seq.seq_len))
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    return (weights @ values).transpose(0, 1).flatten(1)
+    keys, values = pages.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : seq.seq_len].numpy()
+    found = reference.attention(
+        q.double().numpy(), keys, values, scale=spec.scale, window=spec.window, cap=spec.soft_cap
+    )
+    return torch.from_numpy(found)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -92,7 +92,7 @@ def test_members_part_where_a_tile_ends():
     assert found[0] == ([(0, 0), (1, 0)], CHUNK - 2 * TILE)
 
 
-def test_who_shares_little_is_alone():
+def test_short_shared_prefix_forms_no_group():
     pool = make_pool(num_pages=200)
     sequences = decodes(PageDealer(pool=pool), [CHUNK] * 3, prefix=CHUNK // 2 - TILE)
     assert groups_of(queries_of(pool, sequences)) == [([(query, 0)], 0) for query in range(3)]
@@ -112,7 +112,7 @@ def test_all_threads_have_groups():
     assert [len(members) for members, _ in found] == [2, 2, 2, 2]
 
 
-def test_what_lies_before_a_window_is_read_with_nobody():
+def test_pages_before_a_window_are_not_shared():
     pool = make_pool(num_pages=200)
     sequences = decodes(PageDealer(pool=pool), [PREFIX + 10] * 4)
     found = groups_of(queries_of(pool, sequences, WINDOW))

@@ -6,6 +6,7 @@ import pytest
 from tandem_engine.kernels.cpu.attention_rows import build_row_pieces, fold, highest, weigh_row
 from tandem_engine.kernels.cpu.pieces import compiled_kernel
 from tandem_engine.kernels.cpu.vectors import LANES
+from tandem_testing import cpu_kernel_reference as reference
 
 ROOM = 2 * LANES
 COUNT = LANES + 3
@@ -37,8 +38,10 @@ def test_scores_and_outputs_are_those_of_matrix_products(dice, head_dim):
     sums, scores = np.zeros((group, ROOM, LANES), np.float32), np.zeros((group, ROOM), np.float32)
     out = np.full((group, head_dim + 2), 7.0, np.float32)
     compute(queries, rows, COUNT, sums, scores, out)
-    np.testing.assert_allclose(scores[:, :COUNT], 0.5 * queries @ rows.T, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(out[:, :head_dim], 7.0 + scores[:, :COUNT] @ rows, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(scores[:, :COUNT], reference.scores(queries, rows, 0.5), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        out[:, :head_dim], 7.0 + reference.outputs(scores[:, :COUNT], rows), rtol=1e-5, atol=1e-4
+    )
     assert (out[:, head_dim:] == 7.0).all(), "written behind the outputs"
 
 
@@ -50,11 +53,11 @@ def test_weights_count_no_row_behind_the_last(dice):
 
     scores = dice.standard_normal(ROOM, np.float32)
     scores[COUNT:] = 1e30
-    expected = np.exp(scores[:COUNT] - scores[:COUNT].max())
+    (expected,), (maximum,), (expected_sum,) = reference.softmax_weights(scores[None, :COUNT])
     most, total = compute(weights := scores.copy(), COUNT)
-    assert most == scores[:COUNT].max()
+    assert most == maximum
     np.testing.assert_allclose(weights[:COUNT], expected, rtol=1e-6)
-    np.testing.assert_allclose(total, expected.sum(), rtol=1e-6)
+    np.testing.assert_allclose(total, expected_sum, rtol=1e-6)
 
 
 def test_a_score_that_is_no_number_makes_the_sum_none():

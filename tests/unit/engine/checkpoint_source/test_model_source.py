@@ -44,7 +44,7 @@ def test_a_hub_id_is_read(text, repo, revision):
         *("org/name@x/", "org/name\n", "x" * 5000, "org/" + "n" * 96, "https://huggingface.co/org/name", "a/b\0"),
     ],
 )
-def test_what_names_no_model_is_refused(text, tmp_path, monkeypatch):
+def test_name_without_a_model_is_rejected(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"no hub id|after @"):
         parse(text)
@@ -58,7 +58,7 @@ def test_a_folder_wins_over_a_hub_id(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["./org/name", "../x", "/x/y", "~/x", "."])
-def test_what_begins_like_a_path_is_one(text):
+def test_path_like_name_is_a_path(text):
     assert parse(text).folder is not None
 
 
@@ -139,6 +139,6 @@ def test_a_folder_with_another_architecture_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["absent", "file"])
-def test_what_is_no_folder_is_refused(tmp_path, name):
+def test_path_without_directory_is_rejected(tmp_path, name):
     (tmp_path / "file").write_text("text")
     assert str(tmp_path / name) in refusal(tmp_path / name)

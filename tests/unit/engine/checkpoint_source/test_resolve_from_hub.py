@@ -285,7 +285,7 @@ def test_code_of_an_architecture_of_ours_is_ignored(server, hub):
         (["README.md"], "has no config.json"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_names(server, hub, names, reason):
+def test_unsupported_repository_is_rejected_by_its_file_names(server, hub, names, reason):
     server.repos[REPO].commit(dict.fromkeys(names, b"{}"))
     server.repos[REPO].card = {"base_model": ["Q/Base"]}
     assert reason in refusal(hub)

@@ -10,6 +10,7 @@ from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.digest_words import full_digests_torch
 from tandem_engine.kernels.cpu.page_digests import full_digests
+from tandem_testing import cpu_kernel_reference as reference
 from tandem_testing.digest_pools import digest_pool, signed_words
 
 PAGE = PageId(1)
@@ -21,12 +22,15 @@ def test_kernel_and_torch_agree_on_every_width_of_word(dtype, head_dim):
     words = signed_words(digest_pool(4, dtype, head_dim=head_dim))
     pages, keys = np.array([3, 1, 1], np.int64), np.array([5, 2**64 - 1, 6], np.uint64)
     out = np.empty(3, np.uint64)
-    full_digests(words.numpy().view(f"u{words.dtype.itemsize}"), pages, keys, out)
+    unsigned = words.numpy().view(f"u{words.dtype.itemsize}")
+    full_digests(unsigned, pages, keys, out)
+    plain = [reference.full_digest(unsigned[page].tolist(), int(key)) for page, key in zip(pages, keys, strict=True)]
+    assert out.tolist() == plain
     there = full_digests_torch(words, torch.from_numpy(pages), torch.from_numpy(keys.view(np.int64)))
     assert out.tolist() == there.numpy().view(np.uint64).tolist()
 
 
-def test_of_no_pages_there_are_no_digests():
+def test_full_digests_of_no_pages_are_empty():
     words = signed_words(digest_pool())
     nothing = torch.empty(0, dtype=torch.int64)
     assert len(full_digests_torch(words, nothing, nothing)) == 0

@@ -93,7 +93,7 @@ def test_a_self_test_takes_few_of_the_free_pages_and_gives_them_back():
     pair.assert_clean()
 
 
-def test_where_memory_is_short_a_self_test_waits():
+def test_self_test_waits_while_memory_is_short():
     pair = measured_pair(prefill={"usable_pages": 400}, decode={"usable_pages": SPARE_SHARE - 1})
     pair.prefill.stage.links.meet([pair.decode.peer])
     settle(pair)
@@ -138,7 +138,7 @@ def test_a_peer_that_greeted_before_it_was_named_is_known_by_its_transport():
     assert link(pair.prefill).transport is LinkTransport.SHM
 
 
-def test_what_is_known_of_those_who_greet_is_bounded_and_goes_with_them():
+def test_records_of_greeting_peers_are_bounded_and_removed():
     side = make_pair().prefill
     links, greeting = side.stage.links, side.transport.hello()
     for number in range(MAX_CHANNELS + 3):

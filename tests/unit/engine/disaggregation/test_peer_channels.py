@@ -171,7 +171,7 @@ def test_a_wrong_endpoint_does_not_stay_with_a_peer(prefill, decode):  # [wire-r
     assert receive(decode) == [ack(prefill)]
 
 
-def test_what_is_on_its_way_arrives_though_the_peer_is_known_by_another_endpoint_too(context, prefill, decode):
+def test_messages_arrive_at_each_endpoint_of_a_peer(context, prefill, decode):
     """Grants were lost by the dozen where the registry named the address of a proxy and peers answered each other."""
     proxy: RouterChannel[PeerMessage, PeerMessage] = RouterChannel(
         context, "127.0.0.1", 0, inbound=PeerMessage, outbound=PeerMessage

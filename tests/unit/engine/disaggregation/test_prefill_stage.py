@@ -95,7 +95,7 @@ def first_token(prompt: Sequence[int] = PROMPT) -> int:
 # While a step is waited for
 
 
-def test_what_is_written_during_a_step_is_handed_over_during_that_step(sender):
+def test_pages_written_during_a_step_are_handed_off_in_it(sender):
     sender.allow()
     sender.submit()
     sender.turn()
@@ -125,7 +125,7 @@ def test_only_a_prompt_that_waits_for_its_last_pushes_is_looked_at_during_a_step
     assert len(sender.records()) == 1
 
 
-def test_what_else_the_transport_says_during_a_step_is_heard_after_it(sender):
+def test_other_transport_events_in_a_step_apply_after_it(sender):
     sender.hold_back(1)
     sender.allow()
     sender.submit()

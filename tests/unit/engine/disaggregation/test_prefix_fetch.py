@@ -65,7 +65,7 @@ def finish(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_another_engine_has_is_brought_and_the_rest_computed(overlap):
+def test_fetched_prefix_is_used_and_the_rest_computed(overlap):
     pair = make_warm_pair(enable_overlap=overlap)
     ask(pair)
     finish(pair)
@@ -78,7 +78,7 @@ def test_what_another_engine_has_is_brought_and_the_rest_computed(overlap):
     assert (lender.lent, lender.lent_pages) == (1, 4)
 
 
-def test_what_was_brought_serves_the_next_request_without_asking():
+def test_fetched_prefix_serves_the_next_request():
     pair = make_warm_pair()
     ask(pair, "first")
     pair.run()
@@ -118,7 +118,7 @@ def test_the_answer_flows_back_for_the_next_turn():
     ("fate", "lender", "moved"),
     [(Fate(), Role.BOTH, True), (Fate(fail=True), Role.BOTH, False), (Fate(), Role.DECODE, False)],
 )
-def test_what_has_moved_is_evicted_before_what_is_older_and_what_has_not_is_not(fate, lender, moved):
+def test_served_prefix_is_evicted_before_older_ones(fate, lender, moved):
     pair = make_warm_pair()
     pair.decode.stage.prefixes.lender.role = lender
     older = tuple(range(30, 38))
@@ -133,7 +133,7 @@ def test_what_has_moved_is_evicted_before_what_is_older_and_what_has_not_is_not(
     assert (memory.cache.peek(PREFIX), memory.cache.peek(older)) == ((2, 2) if moved else (4, 0))
 
 
-def test_of_a_partly_evicted_prefix_the_rest_comes():
+def test_fetch_of_partly_evicted_prefix_returns_the_rest():
     pair = make_warm_pair()
     memory = pair.decode.engine.memory
     memory.give_back(memory.cache.evict(2))
@@ -145,7 +145,7 @@ def test_of_a_partly_evicted_prefix_the_rest_comes():
     assert report(pair).pages == 2
 
 
-def test_of_an_evicted_prefix_nothing_comes_and_nobody_waits():
+def test_fetch_of_evicted_prefix_misses_immediately():
     pair = make_warm_pair()
     pair.decode.engine.memory.clear_cache()
     ask(pair)
@@ -168,7 +168,7 @@ def test_others_are_served_meanwhile():
     assert pair.prefill.engine.scheduler.stats().waiting == 1
 
 
-def test_what_does_not_come_in_time_is_computed_and_its_pages_wait_for_the_ack():
+def test_late_fetch_is_computed_and_pages_wait_for_ack():
     pair = make_warm_pair()
     pair.network.lost = lambda _message: True
     ask(pair)
@@ -424,7 +424,7 @@ def test_an_engine_does_not_ask_itself():
     assert counters(pair).skipped == 1
 
 
-def test_who_cannot_be_reached_is_not_waited_for():
+def test_fetch_from_unreachable_source_is_skipped():
     pair = make_warm_pair()
     pair.prefill.link.unreachable.add(pair.decode.peer.incarnation)
     ask(pair)
@@ -487,7 +487,7 @@ def test_no_more_is_lent_than_running_requests_can_spare():
     assert pair.decode.engine.scheduler.stats().retracted_total == 0
 
 
-def test_while_a_grammar_is_compiled_the_prefix_comes():
+def test_prefix_is_fetched_during_grammar_compilation():
     grammars, spec = ToyGrammars(hold=True), toy_grammar()
     pair = make_warm_pair(prefill={"grammars": grammars})
     ask(pair, grammar=spec)
@@ -519,7 +519,7 @@ def test_prompt_logprobs_leave_less_to_fetch():  # [logprobs-past-cache]
     assert cached_tokens(pair) == 4
 
 
-def test_what_is_in_host_memory_is_lent_and_gone_on_after():
+def test_prefix_fetch_serves_host_tier_pages():
     host = {"host_pages": 32, "host": HostConfig(enable_cache=True)}
     pair = make_pair(prefill=host, decode=host)
     warm(pair)

@@ -95,7 +95,7 @@ def test_nothing_is_launched_after_shutdown():
         executor.launch(batch(0))
 
 
-def test_who_abandons_a_hung_forward_does_not_wait_and_what_was_queued_never_starts():
+def test_abandoning_a_hung_forward_drops_queued_tasks():
     gate = Gate()
     executor = ForwardThread(gate)
     hung, queued = executor.launch(batch(0)), executor.launch(batch(1))

@@ -21,7 +21,7 @@ def test_a_context_shorter_than_a_chunk_is_the_longest_sequence():
     assert largest_step(limits, page_size=16).extend_lens.tolist() == [40, 40, 20]
 
 
-def test_what_stays_after_the_first_step_is_not_counted():
+def test_memory_kept_after_first_step_is_not_counted():
     seen: list[int] = []
 
     class Meter:

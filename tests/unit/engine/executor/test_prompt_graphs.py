@@ -111,7 +111,7 @@ def test_padding_writes_to_the_dummy_page_alone():  # [finite-padding] [dummy-pa
 
 
 @torch.inference_mode()
-def test_what_lies_in_other_pages_changes_no_bit():
+def test_contents_of_other_pages_change_no_bit():
     results = []
     for noise in (0.0, torch.nan):
         both = both_of()

@@ -66,7 +66,7 @@ def test_waiting_for_a_step_ends_after_the_time_given():
     assert not future.done()
 
 
-def test_what_the_device_raises_is_delivered_by_the_future():
+def test_device_error_is_delivered_by_the_future():
     step = Step()
     future = StreamFuture(step.queued)
     step.error = torch.AcceleratorError("an illegal memory access was encountered")
@@ -74,7 +74,7 @@ def test_what_the_device_raises_is_delivered_by_the_future():
     assert future.exception() is step.error
 
 
-def test_what_reading_a_result_raises_is_delivered_by_the_future():
+def test_read_error_is_delivered_by_the_future():
     def broken(_: ForwardResult) -> ForwardResult:
         raise ValueError("no")
 
@@ -88,7 +88,7 @@ def executor(enqueue) -> StreamExecutor:
     return StreamExecutor(enqueue, copier=lambda _: pytest.fail("no copies"), streams=TwinStreams())
 
 
-def test_what_launching_raises_is_delivered_by_the_future_and_the_executor_goes_on():
+def test_launch_error_is_delivered_and_executor_continues():
     step = Step()
     step.there = True
     answers = iter([RuntimeError("no"), step.queued])

@@ -129,7 +129,7 @@ def test_a_step_with_a_grammar_is_launched_before_its_masks_are_filled():  # [ma
 
 
 @torch.inference_mode()
-def test_what_goes_wrong_while_masks_come_is_heard_by_who_wants_the_result():
+def test_mask_error_is_raised_by_the_result():
     both = Beside()
     masks = TokenMasks(rows=(0,), bitmask=torch.zeros(1, 4, 4, dtype=torch.int32))
     batch = make_batch([prompt()], sampling=make_sampling(temperature=[0.0], all_greedy=True, masks=masks))

@@ -105,7 +105,7 @@ def test_streams_that_share_memory_need_an_event_on_the_twin():
         doubled.zero_()
 
 
-def test_what_the_host_has_seen_needs_no_further_event():
+def test_completed_work_needs_no_further_event():
     twin = TwinStreams(looks=0)
     values = on_device(twin, 1.0)
     with twin.on(FORWARD):

@@ -20,7 +20,8 @@ def _fields(seq: Seq) -> dict[str, object]:
 
 
 def rows(made: Sequence[Seq], *slots: int) -> AdapterRows | None:
-    return AdapterRows.of(make_batch(made), np.array(slots))
+    batch = make_batch(made)
+    return AdapterRows.of(np.array(slots), lens=batch.extend_lens, wanted=wanted_tokens(batch))
 
 
 def listed(entries: Sequence[SlotRows]) -> dict[int, list[int] | slice]:

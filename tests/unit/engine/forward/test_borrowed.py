@@ -13,7 +13,7 @@ def test_the_array_is_the_tensor_s_memory(shape):
     assert array.tolist() == tensor.tolist()
 
 
-def test_what_is_not_dense_or_of_another_dtype_is_not_lent():
+def test_strided_or_foreign_dtype_array_has_no_view():
     with pytest.raises(AssertionError, match="strides"):
         borrowed(torch.arange(8)[::2])
     with pytest.raises(AssertionError, match="int64"):

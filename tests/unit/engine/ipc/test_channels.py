@@ -183,7 +183,7 @@ async def test_the_end_of_the_server_is_noticed_at_once(context) -> None:
     dealer.close()
 
 
-async def test_what_the_server_said_before_its_end_can_still_be_received(context) -> None:
+async def test_messages_before_server_end_are_still_received(context) -> None:
     """A client that hears of the end first must not lose what came before it."""
     router, dealer, pongs = await said(context, 9)
     assert await asyncio.wait_for(dealer.receive(), WAIT) == pongs[0]
@@ -194,7 +194,7 @@ async def test_what_the_server_said_before_its_end_can_still_be_received(context
     dealer.close()
 
 
-async def test_who_lets_others_have_their_turn_holds_no_message_meanwhile(context, monkeypatch) -> None:
+async def test_yielding_receiver_holds_no_message(context, monkeypatch) -> None:
     """It was missing among those that are `waiting`, which came without it."""
     monkeypatch.setattr(async_channels, "MAX_PER_RECEIVE", 1)
     router, dealer, pongs = await said(context, 3)

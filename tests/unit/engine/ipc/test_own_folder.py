@@ -42,7 +42,7 @@ def test_it_is_this_users_alone_and_removed_with_all_that_is_in_it(temporary):
     assert not [*temporary.iterdir()]
 
 
-def test_what_a_killed_engine_left_is_removed_by_the_next_and_nothing_else(temporary):
+def test_directory_of_killed_engine_is_removed_by_the_next(temporary):
     left(temporary / f"{PREFIX}killed_1")
     (temporary / f"{PREFIX}filefile").write_text("no folder")
     elsewhere = left(temporary / "elsewhere")

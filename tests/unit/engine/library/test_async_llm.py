@@ -141,7 +141,7 @@ async def test_an_id_names_one_running_request(slow):
         ([1.5], GREEDY, "a prompt must be"),
     ],
 )
-async def test_what_can_never_be_served_raises_and_names_the_field(llm, prompt, params, text):
+async def test_unservable_request_raises_with_the_field(llm, prompt, params, text):
     with pytest.raises(InvalidRequestError, match=text):
         await anext(llm.generate(prompt, params))
 

@@ -45,7 +45,7 @@ def test_pooling_parameters_say_which_vector(llm):
         ([[1] * 5000], None, "the prompt has 5000 tokens"),
     ],
 )
-def test_what_has_no_vector_is_refused_before_anything_is_computed(llm, prompts, params, text):
+def test_input_without_embedding_is_rejected_at_once(llm, prompts, params, text):
     before = llm.stats().prompt_tokens_total
     with pytest.raises(InvalidRequestError, match=text):
         llm.embed(prompts, params, use_tqdm=False)

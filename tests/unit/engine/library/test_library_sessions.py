@@ -111,7 +111,7 @@ def test_the_session_used_longest_ago_gives_way(llm):
         (replace(GREEDY, max_tokens=5000), ["a"], 1, "prompt 0: max_tokens is 5000"),
     ],
 )
-def test_what_no_session_can_do_is_refused_before_anything_runs(llm, params, prompts, count, text):
+def test_options_unsupported_in_sessions_are_rejected_at_once(llm, params, prompts, count, text):
     sessions = [llm.open_session() for _ in range(count)]
     with pytest.raises(InvalidRequestError, match=text):
         llm.generate(prompts, params, session=sessions, use_tqdm=False)

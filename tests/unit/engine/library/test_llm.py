@@ -181,7 +181,7 @@ def test_prompt_logprobs_stand_beside_the_prompt_s_tokens(llm):
         (SamplingParams(min_tokens=30, max_tokens=30), lambda ids: len(ids) == 30),
     ],
 )
-def test_what_is_asked_of_the_logits_is_done(llm, params, holds):
+def test_logit_edits_are_applied(llm, params, holds):
     assert holds(llm.generate("The fox", params, use_tqdm=False)[0].outputs[0].token_ids)
 
 
@@ -286,7 +286,7 @@ def test_no_max_tokens_means_the_rest_of_the_context(llm):
         (["a", "b"], [GREEDY], "1 sampling_params for 2 prompts"),
     ],
 )
-def test_what_can_never_be_served_is_refused_before_anything_runs(llm, prompts, params, text):
+def test_unservable_prompt_is_rejected_before_generation(llm, prompts, params, text):
     before = llm.stats().output_tokens_total
     with pytest.raises(InvalidRequestError, match=text):
         llm.generate(prompts, params, use_tqdm=False)

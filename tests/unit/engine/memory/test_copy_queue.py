@@ -79,7 +79,7 @@ def test_rates_are_measured_per_direction(copies, executor):
     assert copies.pages_per_s(CopyKind.HOST_TO_DEVICE) is None
 
 
-def test_what_is_fenced_waits_for_the_newest_copy_of_its_time(copies, executor):  # [copy-acked]
+def test_fence_waits_for_the_newest_earlier_copy(copies, executor):  # [copy-acked]
     fence: CopyFence[str] = CopyFence(copies=copies)
     assert not fence.needed
     launch(copies)

@@ -203,7 +203,7 @@ def test_a_checkpointed_prefix_cannot_be_evicted_under_its_request(memory: KvMem
     assert_conserved(memory, [kv])
 
 
-def test_of_two_requests_with_one_prompt_the_later_changes_over(memory: KvMemory) -> None:
+def test_later_of_two_equal_prompts_adopts_cached_pages(memory: KvMemory) -> None:
     first, second = start_request(memory, PROMPT), start_request(memory, PROMPT)
     own = list(second.pages)
     memory.checkpoint(first, PROMPT)

@@ -60,7 +60,7 @@ def test_an_empty_cache_matches_nothing(cache: RadixCache, size: int) -> None:
     assert cache.audit([match.lock]) == []
 
 
-def test_what_was_inserted_is_matched(cache: RadixCache, size: int) -> None:
+def test_inserted_prefix_is_matched(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2, 3), pages(1, 3))
     assert cached(cache, run(size, 1, 2, 3)) == (1, 2, 3)
     assert cached(cache, run(size, 1, 2, 3, 4)) == (1, 2, 3)
@@ -386,7 +386,7 @@ def test_a_spent_path_is_evicted_before_what_is_older(cache: RadixCache, size: i
     assert cache.audit([]) == []
 
 
-def test_of_a_spent_path_what_others_go_on_after_stays(cache: RadixCache, size: int) -> None:
+def test_shared_part_of_a_spent_path_stays(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2, 3), pages(1, 3))
     store(cache, run(size, 1, 2, 4), [PageId(1), PageId(2), PageId(4)])
     store(cache, run(size, 7), pages(7, 1))

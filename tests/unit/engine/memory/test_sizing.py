@@ -100,7 +100,7 @@ def test_a_share_without_room_for_one_request_is_refused_with_what_would_fit(fra
     assert text.endswith(f"available: {advice}")
 
 
-def test_what_is_proposed_is_accepted():
+def test_proposed_sizes_are_accepted():
     assert plan(CacheConfig(mem_fraction_static=0.33), facts()).pages >= 257
     assert plan(CacheConfig(mem_fraction_static=0.32), facts(), context_length=3248).pages >= 204
 

@@ -154,7 +154,7 @@ def test_groups_are_given_pages_together_or_none() -> None:
     assert memory.ensure(kv, 12)
 
 
-def test_what_windows_have_passed_goes_before_conversations() -> None:
+def test_passed_window_pages_are_evicted_before_conversations() -> None:
     window = make_window(9, pages=12)
     memory = with_windows(window)
     first, second = [*range(24)], [*range(100, 124)]

@@ -59,6 +59,6 @@ def test_no_salt_gives_the_seed_of_an_adapter(one: str, other: str, adapter: byt
 
 
 @pytest.mark.parametrize("adapter", [b"short", bytes(DIGEST_BYTES), bytes([1] * (DIGEST_BYTES + 1))])
-def test_what_is_no_digest_of_an_adapter_has_no_seed(adapter: bytes) -> None:
+def test_invalid_adapter_digest_has_no_seed(adapter: bytes) -> None:
     with pytest.raises(AssertionError, match="is no digest of an adapter"):
         chain_seed("", adapter)

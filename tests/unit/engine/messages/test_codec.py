@@ -24,7 +24,7 @@ def codec() -> Codec[EngineRequest]:
 
 
 @pytest.mark.parametrize("message", [REQUEST, AbortRequest(rid="r"), Ping(nonce=7)])
-def test_what_is_encoded_decodes_to_an_equal_message(codec, message) -> None:
+def test_encoded_message_decodes_to_an_equal_one(codec, message) -> None:
     assert codec.decode(codec.encode(message)) == message
 
 

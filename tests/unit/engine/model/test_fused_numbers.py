@@ -6,6 +6,7 @@ import torch
 
 from tandem_engine.kernels.cpu.numbers import narrowed, rounded, widened
 from tandem_engine.kernels.cpu.tensors import as_numbers
+from tandem_testing import cpu_kernel_reference as reference
 from tandem_testing.compiled_pieces import calling
 
 narrow, wide, round_off = calling(narrowed), calling(widened), calling(rounded)
@@ -20,6 +21,7 @@ def test_every_value_is_rounded_as_torch_rounds_it():
     like = np.empty(1, np.uint16)
     bits = [narrow(np.float32(value), like) for value in values.tolist()]
     assert torch.equal(torch.tensor(bits, dtype=torch.int32).to(torch.uint16), expected.view(torch.uint16))
+    assert bits == reference.bfloat16_bits(values.numpy()).tolist()
     back = torch.tensor([wide(bit) for bit in as_numbers(expected)])
     torch.testing.assert_close(back, expected.float(), atol=0, rtol=0)
     stayed = torch.tensor([round_off(np.float32(value), like) for value in values.tolist()])

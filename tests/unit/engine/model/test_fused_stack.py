@@ -178,7 +178,7 @@ def test_a_gate_of_any_size_neither_overflows_nor_lingers(gate):
 
 
 @pytest.mark.parametrize(("ids", "positions"), [([-1], [4]), ([96], [4]), ([3], [2048]), ([3], [-1])])
-def test_what_lies_outside_of_a_table_is_refused(ids, positions):
+def test_index_outside_of_a_table_is_rejected(ids, positions):
     model = build(small_config())
     dealer = dealer_of(model)
     for batch in (make_batch([dealer.decode(5)]), make_batch([dealer.seq(40, 40)])):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tandem_engine.kernels.cpu.gemm import INT8_BLOCK, OUTPUTS
 from tandem_engine.model.layers.cpu import Int8Linear
 from tandem_engine.model.quantization.levels import INT8_MIDDLE, Levels, int8_levels
+from tandem_testing import cpu_kernel_reference as reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -30,7 +31,8 @@ def operands(rows: int, inputs: int, outputs: int, dtype: torch.dtype, seed: int
 def test_a_product_of_any_shape_is_that_of_float64(dtype, rows, inputs, outputs, biased, seed):
     x, levels = operands(rows, 2 * inputs, outputs, dtype, seed)
     bias = torch.randn(outputs).to(dtype) if biased else None
-    exact = x.double() @ levels.values().double().T + (0 if bias is None else bias)
+    offsets = None if bias is None else bias.double().numpy()
+    exact = torch.from_numpy(reference.product(x.double().numpy(), levels.values().double().numpy(), offsets))
     found = Int8Linear.of(levels, bias, dtype)(x)
     assert found.dtype is dtype
     torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=0.0 if dtype is torch.float32 else 2**-8)

@@ -43,7 +43,7 @@ def test_nobody_is_told_of_a_load_that_is_not_shown(lines, capfd) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_follows_on_the_reading_is_told_as_such(lines) -> None:
+def test_progress_lines_name_the_given_action(lines) -> None:
     clock = SetClock()
     with load_progress(4 * GIB, shown=True, doing="moving", clock=clock) as advance:
         clock.seconds += PERIOD_S

@@ -102,7 +102,7 @@ def change(path, **changes) -> None:
         ("int-quantized", {"config_groups": {}}, "config_groups must have one group"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(tmp_path, kind, changes, named):
+def test_unreadable_quantization_is_rejected_by_name(tmp_path, kind, changes, named):
     write_quantized(tmp_path, kind)
     change(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=named):

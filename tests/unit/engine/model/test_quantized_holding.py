@@ -119,7 +119,7 @@ def test_an_output_matrix_stays_as_the_checkpoint_has_it(tmp_path, kind):
     assert last.is_float8 or last.zeros_are(1 << (last.bits - 1)), "symmetric as it was"
 
 
-def test_what_no_kernel_multiplies_is_plain(tmp_path):
+def test_weights_without_kernel_are_dequantized(tmp_path):
     """Groups of eight inputs; and on a CPU anything but int8 with one scale for each output."""
     _, worths = write_quantized(tmp_path, "awq", **SIZES)
     with kernels_on("cpu"):

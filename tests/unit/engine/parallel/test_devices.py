@@ -59,7 +59,7 @@ def test_a_thread_s_kernels_run_on_its_gpu(monkeypatch, device, used):
     assert chosen == used
 
 
-def test_who_runs_the_steps_of_a_gpu_launches_kernels_there(monkeypatch):
+def test_step_thread_launches_kernels_on_its_gpu(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(("use", index)))
     monkeypatch.setattr(platform, "CudaStreams", lambda device: calls.append(("streams", device.index)))

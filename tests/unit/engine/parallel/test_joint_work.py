@@ -93,7 +93,7 @@ class NoMeeting(SingleRank):
     can_meet_again = False
 
 
-def test_where_the_others_cannot_be_freed_a_fault_ends_the_engine():
+def test_fault_ends_engine_if_other_ranks_cannot_be_freed():
     failure = FirstFailure()
     with pytest.raises(ZeroDivisionError):
         JointWork(group=NoMeeting(size=2), failure=failure).run(lambda: 1 / 0)

@@ -164,7 +164,7 @@ def test_a_node_that_is_to_leave_has_the_engine_drained_and_not_ended(running):
     assert beat(running, 1) == BeatAnswer(session=running.session, ended=True)
 
 
-def test_where_files_lie_and_how_many_cores_there_are_is_each_nodes_own():
+def test_paths_and_core_counts_may_differ_between_nodes():
     parallel = replace(PARALLEL, node_rank=2)
     other = replace(CONFIG, model_path="/data/a", threads=7, parallel=parallel)
     assert difference(SETTINGS, settings_of(other, "f1")) is None

@@ -170,7 +170,7 @@ def test_each_node_has_its_share_of_the_ranks():
     assert parallel.init_address.port == 5757
 
 
-def test_where_nobody_can_reach_this_process_all_ranks_are_on_its_machine(monkeypatch):
+def test_several_nodes_without_a_worker_service_are_rejected(monkeypatch):
     monkeypatch.setattr(launch, "require_loadable", lambda _: None)
     two = replace(CONFIG, parallel=ParallelConfig(tp_size=2, nnodes=2, dist_init_addr="a:1"))
     with (

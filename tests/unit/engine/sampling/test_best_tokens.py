@@ -5,6 +5,7 @@ import torch
 
 from tandem_engine.kernels.cpu.first_places import BLOCK
 from tandem_engine.sampling.sampler import best_tokens
+from tandem_testing import cpu_kernel_reference as reference
 
 
 @pytest.mark.parametrize("size", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7])
@@ -14,10 +15,11 @@ def test_it_is_the_one_that_torch_finds(size):
     expected, places = logits.max(dim=1)
     assert torch.equal(best, expected)
     assert torch.equal(token_ids, places)
+    assert token_ids.tolist() == reference.first_places(logits.numpy()).tolist()
 
 
 @pytest.mark.parametrize("places", [(0, 5), (3, BLOCK), (BLOCK - 1, BLOCK), (BLOCK, 2 * BLOCK + 1)])
-def test_of_equals_it_is_the_first(places):
+def test_first_of_equal_logits_is_best(places):
     logits = torch.zeros(1, 3 * BLOCK)
     logits[0, list(places)] = 2.0
     assert best_tokens(logits)[1].tolist() == [places[0]]

@@ -139,7 +139,7 @@ def test_a_bad_word_does_not_begin_in_the_prompt():
     assert forbidden(LogitEditor().edit(torch.zeros(1, VOCAB), edits)[0]) == set()
 
 
-def test_what_is_allowed_stays_possible_whatever_else_forbids_it():  # [logit-bias]
+def test_allowed_tokens_stay_possible_despite_other_rules():  # [logit-bias]
     words = SamplingParams(max_tokens=9, allowed_token_ids=(3, 5), bad_words=((3,), (1, 5)))
     assert forbidden(edit_one(words, outputs=(1,))) == {*range(VOCAB)} - {3, 5}
     assert forbidden(edit_one(words, outputs=(2,))) == {*range(VOCAB)} - {5}

@@ -54,7 +54,7 @@ def test_another_prompt_is_half_computed():
     assert why(engine) == "chunk_in_progress"
 
 
-def test_what_running_requests_are_expected_to_need_is_reserved():  # [admission-reserves]
+def test_expected_pages_of_running_requests_are_reserved():  # [admission-reserves]
     def after_one_step(ratio: float) -> str:
         settings = {"init_new_token_ratio": ratio, "min_new_token_ratio": min(ratio, 0.01)}
         engine = make_engine(usable_pages=20, page_size=4, **settings)

@@ -54,7 +54,7 @@ def test_nobody_is_asked_before_it_is_wanted_nor_after(worker):
     assert worker.asked() == ["r"]
 
 
-def test_who_was_asked_goes_on_and_is_asked_again(worker):
+def test_unplaced_migration_continues_and_is_requested_again(worker):
     worker.begin("r")
     worker.engine.scheduler.decode_elsewhere(wanted=True)
     worker.engine.step(3)
@@ -75,7 +75,7 @@ def test_few_are_asked_at_once_and_the_others_before_anybody_is_asked_again(work
     assert worker.asked()[AT_ONCE:] == [*rids[AT_ONCE:], *rids[: AT_ONCE - 3]]
 
 
-def test_who_has_left_makes_room_for_the_next_to_be_asked(worker):
+def test_finished_migration_allows_the_next_request(worker):
     rids = [f"r{i}" for i in range(AT_ONCE + 1)]
     worker.begin(*rids)
     worker.engine.scheduler.decode_elsewhere(wanted=True)

@@ -40,7 +40,7 @@ def test_a_request_is_reported_once_with_moments_in_their_order():
     assert engine.scheduler.ended.take() == []
 
 
-def test_what_is_resumed_is_told_apart_from_what_was_sampled_here():
+def test_resumed_tokens_are_reported_separately():
     engine = watched(make_engine())
     engine.add(make_message("r", [1, 2, 3], resume=[4, 5], max_tokens=6, trace=TRACE))
     engine.run()
@@ -104,7 +104,7 @@ def test_a_context_that_is_none_refuses_its_request_and_reaches_nobody(trace):
     assert engine.scheduler.ended.take() == []
 
 
-def test_what_nobody_comes_for_is_bounded_and_counted(monkeypatch):
+def test_uncollected_reports_are_bounded_and_counted(monkeypatch):
     monkeypatch.setattr(finishing, "MAX_KEPT", 2)
     engine = watched(make_engine())
     for number in range(3):

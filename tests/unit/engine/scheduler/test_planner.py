@@ -57,7 +57,7 @@ def test_prefills_do_not_pause_when_nobody_decodes():
     assert modes(engine) == [EXTEND] * 10
 
 
-def test_what_is_finished_leaves_at_once_and_frees_its_pages():  # [step-budget]
+def test_finished_request_leaves_at_once_and_frees_pages():  # [step-budget]
     engine = make_engine(radix=False)
     engine.add(make_message("short", [1, 2, 3], max_tokens=2))
     engine.add(make_message("long", [4, 5, 6], max_tokens=6))

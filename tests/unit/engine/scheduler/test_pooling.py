@@ -80,7 +80,7 @@ def test_sums_are_wider_than_the_hidden_states():
         ({"input_ids": ()}, "input_ids"),
     ],
 )
-def test_what_cannot_be_embedded_is_refused_by_name(changes, param):
+def test_unsupported_embedding_option_is_rejected_by_name(changes, param):
     engine = make_engine()
     engine.add(msgspec.structs.replace(make_embedding_request("r", [1, 2], Pooling.LAST), **changes))
     assert engine.finish().code == "invalid_request"

@@ -54,7 +54,7 @@ def test_others_are_served_meanwhile(storage):
     engine.assert_expected()
 
 
-def test_what_has_not_come_in_time_is_computed(storage):
+def test_late_prefetch_is_computed(storage):
     engine = tiered(storage)
     engine.add(make_message("r", PROMPT))
     engine.step()

@@ -87,7 +87,7 @@ def test_the_cache_is_used_up_to_the_first_token_wanted(start, cached):  # [logp
     assert engine.received["scored"].outputs[0].cached_tokens == cached
 
 
-def test_what_is_collected_is_not_computed_for_logprobs_again():
+def test_collected_logprobs_are_not_computed_again():
     engine = make_engine(page_size=4, chunked_prefill_size=8, enable_overlap=False)
     engine.add(make_message(prompt=PROMPT, max_tokens=6, prompt_logprobs=0))
     engine.step(2)

@@ -305,7 +305,7 @@ def test_a_request_whose_drafts_meet_nan_ends_alone():
     assert engine.output("bad") == expected_output(engine.messages["bad"])[: len(engine.output("bad"))]
 
 
-def test_what_became_of_drafts_is_counted():
+def test_results_of_drafts_are_counted():
     engine = drafting(mistake=wrong_every(7), num_draft_tokens=3)
     run_one(engine, max_tokens=4)
     stats = engine.scheduler.stats().speculation

@@ -72,7 +72,7 @@ def test_a_stop_string_may_begin_before_the_run():
     assert cut([B], [D, A], stop=("dab", "x")).finish.matched_stop == "dab"
 
 
-def test_of_two_stop_strings_that_complete_together_the_one_that_starts_first_is_named():
+def test_earlier_start_wins_between_two_complete_stop_strings():
     assert cut([C], [A, B], stop=("bc", "abc")).finish.matched_stop == "abc"
 
 

@@ -81,7 +81,7 @@ def test_a_step_without_drafts_is_left_alone():
     assert forward.forward(make_batch([Seq(seq_len=2, extend_len=2, pages=[1])])) is plain
 
 
-def test_what_follows_each_token_of_a_run_is_sampled():
+def test_verifier_samples_after_each_token_of_a_run():
     batch = drafted_batch(
         Seq(seq_len=9, extend_len=5, pages=[1], samples=False),
         Seq(seq_len=9, extend_len=3, pages=[2]),

@@ -81,7 +81,7 @@ def test_case_of_traced_text_keeps_or_loses_its_origin(method):
         assert origins.endswith(CONTENT * 2) or set(origins) == set(UNKNOWN)
 
 
-def test_what_is_not_followed_has_an_unknown_origin():
+def test_untracked_text_has_unknown_origin():
     text = of_origin("<|im_end|>", TEMPLATE)
     assert set(origin_of(text.encode().decode())) == set(UNKNOWN)
     assert set(origin_of(text.translate({60: "x"}))) == set(UNKNOWN)

@@ -46,7 +46,7 @@ def lend(cache: BlockCache, text: str) -> None:
     cache.let_go(chain(text), spent=True)
 
 
-def test_what_was_lent_leaves_before_what_is_older():
+def test_served_blocks_are_evicted_before_older_ones():
     cache = BlockCache(5)
     serve(cache, "abc")
     serve(cache, "xy")
@@ -56,7 +56,7 @@ def test_what_was_lent_leaves_before_what_is_older():
     assert cache.match(chain("xy")) == 0
 
 
-def test_of_what_was_lent_the_part_that_something_else_goes_on_after_stays():
+def test_served_blocks_with_other_successors_stay():
     cache = BlockCache(5)
     serve(cache, "abc")
     serve(cache, "abxy")
@@ -70,7 +70,7 @@ def test_of_what_was_lent_the_part_that_something_else_goes_on_after_stays():
     assert cache.match(chain("ab")) == 1
 
 
-def test_what_was_lent_and_is_held_stays():
+def test_held_served_blocks_stay():
     cache = BlockCache(4)
     serve(cache, "xy")
     cache.hold(chain("x"))

@@ -95,7 +95,7 @@ async def test_a_busy_worker_hears_of_the_question_and_of_the_end_of_its_writes_
     assert (await two.run())["asked"] == pytest.approx(1.4 + 0.002 + 0.05)
 
 
-async def test_what_was_evicted_meanwhile_comes_shorter():
+async def test_fetch_after_partial_eviction_is_shorter():
     two = Two(holder_blocks=4)
     two.at(1.001, two.holder, "other", tokens=150, chain="x")
     two.ask()
@@ -104,7 +104,7 @@ async def test_what_was_evicted_meanwhile_comes_shorter():
     assert two.asker.fetches.blocks == 2
 
 
-async def test_of_a_prefix_that_is_gone_nothing_comes_but_the_answer():
+async def test_fetch_of_evicted_prefix_returns_only_the_reply():
     two = Two(had="")
     two.ask()
     assert (await two.run())["asked"] == pytest.approx(1.004 + 0.35)
@@ -119,7 +119,7 @@ async def test_only_what_the_asker_lacks_moves():
     assert two.asker.fetches.blocks == 2
 
 
-async def test_who_has_it_by_now_asks_nobody():
+async def test_cached_prefix_is_not_fetched():
     two = Two()
     two.at(0.5, two.asker, "first", tokens=300, chain="abc", output=1)
     two.ask()

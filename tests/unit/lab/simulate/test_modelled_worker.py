@@ -60,7 +60,7 @@ async def test_a_prompt_takes_its_tokens_and_each_further_token_a_step():
     assert bench.worker.done.output_tokens == 5
 
 
-async def test_what_is_cached_is_not_computed_again_but_one_token_always_is():
+async def test_cached_prompt_computes_one_token():
     bench = Bench()
     bench.submit_at(0.0, bench.job("a", prompt=300, output=1, chain="abc"))
     bench.submit_at(1.0, bench.job("b", prompt=300, output=1, chain="abx"))
@@ -79,7 +79,7 @@ async def test_a_prompt_in_the_queue_finds_what_the_one_before_it_has_left():
     assert await bench.run() == [("a prompt", 0.25), ("a end", 0.25), ("b prompt", 0.3), ("b end", 0.3)]
 
 
-async def test_who_decodes_waits_for_a_chunk_and_not_for_the_whole_prompt():
+async def test_decodes_wait_for_a_chunk_of_a_prompt():
     bench = Bench()
     bench.submit_at(0.0, bench.job("a", prompt=100, output=4, chain="a"))
     bench.submit_at(0.105, bench.job("b", prompt=400, output=1, chain="bcde"))

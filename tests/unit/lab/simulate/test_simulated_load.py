@@ -20,7 +20,7 @@ def seen_load(held: Held) -> SeenLoad:
     return SeenLoad.of(Fleet(shape, simulated), shape, held=lambda: held)
 
 
-def test_what_gateways_hold_back_waits_for_both_roles():
+def test_requests_queued_in_gateways_count_for_both_roles():
     seen = seen_load(Held(requests=7, prompt_tokens=9000, oldest_wait_s=2.5, without_worker=3))
     seen.counters.asked(10_000)
     seen.counters.admitted(1000)
@@ -34,7 +34,7 @@ def test_what_gateways_hold_back_waits_for_both_roles():
     assert load.error() == ""
 
 
-def test_what_came_counts_when_it_came_and_not_when_it_was_admitted():
+def test_arrivals_count_at_arrival_not_admission():
     seen = seen_load(Held(requests=9, prompt_tokens=5400, oldest_wait_s=1.0, without_worker=0))
     for _ in range(10):
         seen.counters.asked(600)

@@ -126,7 +126,7 @@ BAD_DEPLOYMENTS = [
 
 
 @pytest.mark.parametrize(("argv", "sentence"), BAD_DEPLOYMENTS, ids=[" ".join(argv) for argv, _ in BAD_DEPLOYMENTS])
-def test_what_cannot_work_is_one_sentence_and_a_status(argv, sentence, tmp_path, monkeypatch, capfd) -> None:
+def test_invalid_setting_is_one_sentence_and_a_status(argv, sentence, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     # Of its own, not those that other tests left, to streams that are closed by now.
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
@@ -309,7 +309,7 @@ class AlwaysReady(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def test_what_cannot_be_started_is_wrong_usage(capsys) -> None:
+def test_up_without_workers_is_wrong_usage(capsys) -> None:
     assert main(["up", "--prefill", "0", "--decode", "0"]) == 2
     assert "nothing to start: ask for --prefill and --decode workers, or --both" in capsys.readouterr().err
 

@@ -19,7 +19,7 @@ def without_locks(monkeypatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refused)
 
 
-def test_of_two_that_are_made_at_once_the_second_is_refused(tmp_path, monkeypatch, capsys) -> None:
+def test_second_of_two_concurrent_creates_is_rejected(tmp_path, monkeypatch, capsys) -> None:
     """Both were told that theirs was in the file, and one of them was not."""
     path, replace = tmp_path / "keys.json", keys_command._replace
 
@@ -39,7 +39,7 @@ def test_of_two_that_are_made_at_once_the_second_is_refused(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_killed_one_left_is_named(tmp_path, capsys) -> None:
+def test_leftover_of_killed_create_is_named(tmp_path, capsys) -> None:
     left = tmp_path / ".keys.json.lock"
     left.touch()
     assert main(["keys", "create", "search", "--file", str(tmp_path / "keys.json")]) == 2

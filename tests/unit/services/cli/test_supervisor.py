@@ -128,7 +128,7 @@ signal.sigwait([signal.SIGTERM])
 """Blocked and waited for: `signal.pause` waits for the next one when the first comes right before it."""
 
 
-def test_what_the_others_need_is_stopped_after_them(tmp_path) -> None:
+def test_dependencies_are_stopped_last(tmp_path) -> None:
     gone, up = tmp_path / "gone", {name: tmp_path / f"up-{name}" for name in ("last", "first")}
     endings = {
         "last": f"sys.exit(0 if pathlib.Path({str(gone)!r}).exists() else 9)",

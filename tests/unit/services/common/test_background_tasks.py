@@ -10,7 +10,7 @@ from tandem_services.common.tasks import BackgroundTasks, for_ever
 logger = logging.getLogger(__name__)
 
 
-async def test_what_is_started_is_done_before_the_end():
+async def test_started_tasks_finish_before_the_end():
     tasks, done, go = BackgroundTasks(), [], asyncio.Event()
 
     async def work() -> None:

@@ -46,7 +46,7 @@ def test_a_token_that_was_exchanged_is_the_only_one(path):
     assert (token.admits("Bearer s3cret"), token.admits("Bearer other")) == (False, True)
 
 
-def test_while_the_file_is_gone_or_empty_nobody_is_let_in(path, caplog):
+def test_missing_or_empty_token_file_rejects_all(path, caplog):
     token = BearerToken(path=path)
     path.unlink()
     assert not token.admits("Bearer s3cret")

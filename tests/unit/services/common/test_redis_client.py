@@ -96,7 +96,7 @@ def test_an_address_never_shows_its_password():
 @pytest.mark.parametrize(
     "url", ["http://me:secret@host", "host:6379", "", "redis://host:port", "redis://u:sec/secret@h:1"]
 )
-def test_what_is_no_redis_url_is_refused_without_showing_the_password(url):  # [config-refused]
+def test_invalid_redis_url_is_rejected_without_its_password(url):  # [config-refused]
     with pytest.raises(ConfigError) as caught:
         RedisAddress(url=url).connect()
     assert "secret" not in str(caught.value)

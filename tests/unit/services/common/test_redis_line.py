@@ -119,7 +119,7 @@ async def test_the_reply_of_a_command_that_was_given_up_is_nobody_elses(line, wi
     assert len(wires.all) == 1
 
 
-async def test_what_redis_refuses_is_one_commands_business(line, wires):
+async def test_rejected_command_affects_no_other(line, wires):
     wire = wires.next
     asked = [ask(line, "GET", number) for number in range(3)]
     await wire.has_sent(3)
@@ -250,7 +250,7 @@ async def test_a_reply_that_nobody_asked_for_ends_the_connection(line, wires):
     assert await answered(line, wires.next, 2) == 2
 
 
-async def test_who_waits_for_the_connection_is_told_why_there_is_none(line, wires):
+async def test_connection_waiter_gets_the_connection_error(line, wires):
     wires.next.refuses = ConnectionRefusedError("nobody listens")
     wire = wires.next
     wire.opens.clear()

@@ -68,7 +68,7 @@ def test_a_mooncake_line_may_have_as_many_choices_as_gateways_take(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"timestamp": 1}', '"text"'])
-def test_what_is_no_request_is_named_with_its_line(tmp_path, line):
+def test_invalid_trace_line_is_named(tmp_path, line):
     with pytest.raises(ConfigError, match=r"line 1: "):
         list(read_trace(write(tmp_path, "t.jsonl", line)))
 

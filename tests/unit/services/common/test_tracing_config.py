@@ -1,7 +1,6 @@
 """Flags and variables of tracing, and what is said when they cannot work."""
 
 import builtins
-import sys
 
 import pytest
 
@@ -99,7 +98,6 @@ def test_without_the_packages_the_flag_is_refused_with_what_to_install(monkeypat
             raise ModuleNotFoundError(f"No module named {name!r}")
         return real(name, *rest)
 
-    monkeypatch.delitem(sys.modules, "tandem_services.common.span_export")
     monkeypatch.setattr(builtins, "__import__", without_sdk)
     with pytest.raises(StartupError, match=r"--otlp-traces-endpoint needs .* pip install 'tandem-llm\[otel\]'"):
         require_opentelemetry()

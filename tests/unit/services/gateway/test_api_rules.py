@@ -208,7 +208,7 @@ OF_RESPONSES = {"stream_options": {"include_obfuscation": False}, "text": {"verb
     [(CHAT, HARMLESS | OF_CHATS), (COMPLETIONS, HARMLESS | OF_CHATS), ("/v1/responses", HARMLESS | OF_RESPONSES)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_what_official_clients_send_and_changes_nothing_is_known(rack, tokenizer, path, fields):
+async def test_neutral_fields_of_official_clients_are_accepted(rack, tokenizer, path, fields):
     rack.add("solo", MockBehaviour(token=scripted_tokens([5, 6, EOS]), eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines, strict_fields=True) as strict:
         for name, value in fields.items():
@@ -227,7 +227,7 @@ async def test_what_official_clients_send_and_changes_nothing_is_known(rack, tok
         ("/v1/responses", {"session_id": "s" * 513}, "session_id"),
     ],
 )
-async def test_what_would_change_an_answer_is_refused_by_name(gateway, rack, path, fields, param):
+async def test_unsupported_effective_field_is_rejected_by_name(gateway, rack, path, fields, param):
     answer = await gateway.http.post(path, json={**POSTS[path], **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert not rack.engines[0].received
@@ -244,7 +244,7 @@ async def test_what_would_change_an_answer_is_refused_by_name(gateway, rack, pat
     ids=str,
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
-async def test_what_belongs_together_may_stay_on_one_worker(gateway, path, fields, key):
+async def test_session_key_of_a_request_reaches_the_router(gateway, path, fields, key):
     assert (await gateway.http.post(path, json={**POSTS[path], **fields})).status_code == 200
     assert gateway.chooser.queries[-1].session_key == key
 
@@ -365,7 +365,7 @@ async def test_a_body_may_name_its_request_where_the_head_does_not(gateway, path
 
 @pytest.mark.parametrize("endpoint", ["chat", "complete"])
 @pytest.mark.parametrize("fields", [{"top_k": -5}, {"model": "other"}, {"n": 0}, {"max_tokens": 10_000}], ids=str)
-async def test_what_is_wrong_before_the_first_chunk_is_a_status_not_an_event(gateway, endpoint, fields):
+async def test_error_before_the_first_chunk_is_a_status(gateway, endpoint, fields):
     answer = await ask(gateway, endpoint, stream=True, **fields)
     assert answer.status_code in (400, 404)
     assert answer.headers["content-type"] == "application/json"

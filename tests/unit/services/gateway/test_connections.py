@@ -83,7 +83,7 @@ NO_HTTP = {
 
 
 @pytest.mark.parametrize("sent", NO_HTTP.values(), ids=NO_HTTP.keys())
-async def test_what_is_no_http_is_a_400_and_the_end(gateway, rack, caplog, sent):  # [one-reading] [heads-bounded]
+async def test_non_http_bytes_get_a_400_and_close(gateway, rack, caplog, sent):  # [one-reading] [heads-bounded]
     check_refusal(await said(gateway, sent), 400)
     assert not rack.engines[0].received
     assert not [record for record in caplog.records if record.exc_info]
@@ -197,7 +197,7 @@ async def test_a_body_longer_than_it_says_is_no_request(gateway, rack):  # [one-
 
 
 @pytest.mark.parametrize("before", [1, 3])
-async def test_what_runs_is_answered_before_what_is_no_request(gateway, rack, before):  # [one-reading]
+async def test_running_request_is_answered_before_invalid_bytes(gateway, rack, before):  # [one-reading]
     request = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
     answers = (await said(gateway, request * before + b"rubbish\r\n\r\n", b"more of it")).split(b"HTTP/1.1 ")[1:]
     assert [answer[:3] for answer in answers] == [b"200"] * before + [b"400"]
@@ -231,7 +231,7 @@ async def test_a_body_in_very_many_very_small_pieces_is_refused(gateway, rack, m
     assert len(rack.engines[0].received) == 1
 
 
-async def test_who_hangs_up_in_the_middle_of_a_body_harms_nobody(gateway, rack, caplog):  # [client-leaves-aborts]
+async def test_disconnect_within_a_body_affects_no_other_client(gateway, rack, caplog):  # [client-leaves-aborts]
     async with connection(gateway) as (_, writer):
         writer.write(POST + b"Content-Length: 100\r\n\r\n{")
         await writer.drain()
@@ -240,7 +240,7 @@ async def test_who_hangs_up_in_the_middle_of_a_body_harms_nobody(gateway, rack, 
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_who_closes_one_side_has_left(gateway, rack):  # [client-leaves-aborts]
+async def test_half_closed_connection_counts_as_disconnected(gateway, rack):  # [client-leaves-aborts]
     rack.engines[0].behaviour.mute = True
     async with connection(gateway) as (reader, writer):
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
@@ -263,7 +263,7 @@ async def test_connections_are_bounded_and_idle_ones_make_room(gateway, monkeypa
     assert (await gateway.http.get("/live")).status_code == 200
 
 
-async def test_where_all_connections_are_busy_one_more_is_a_503(gateway, rack, monkeypatch):  # [connections-bounded]
+async def test_connection_beyond_busy_limit_gets_a_503(gateway, rack, monkeypatch):  # [connections-bounded]
     rack.engines[0].behaviour.mute = True
     busy = asyncio.ensure_future(gateway.complete(max_tokens=1))
     await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)

@@ -38,7 +38,7 @@ async def test_requests_at_zero_wait_for_the_first_worker(rack, tokenizer, tmp_p
         assert [answer.status_code for answer in await asyncio.gather(*answers)] == [200, 200]
 
 
-async def test_what_cannot_fit_is_refused_before_there_is_a_worker(rack, tokenizer, tmp_path):
+async def test_request_above_context_is_rejected_without_worker(rack, tokenizer, tmp_path):
     folder = write_config(tmp_path, max_position_embeddings=16)
     async with live_gateway(rack.context, tokenizer, [], path=folder, from_zero=True) as gateway:
         answer = await gateway.complete([5] * 16, max_tokens=1)

@@ -61,7 +61,7 @@ async def test_base64_is_little_endian_float32(gateway):
     assert list(struct.unpack("<3f", base64.b64decode(encoded))) == mock_vector([5, 6, 7])
 
 
-async def test_what_was_asked_for_reaches_the_engine(gateway, rack):
+async def test_embedding_options_reach_the_engine(gateway, rack):
     await embed(gateway, [5], dimensions=2, pooling="mean", normalize=False, cache_salt="s", priority=3)
     (request,) = rack.engines[0].received
     assert request.pooling == PoolingParams(pooling=Pooling.MEAN, normalize=False, dimensions=2)

@@ -24,7 +24,7 @@ def check(fetch: PrefixFetch | None) -> None:
     assert (fetch.tokens, fetch.within_s) == (48, 0.5)
 
 
-async def test_of_a_pair_the_prefill_worker_is_told(rack, gateway):
+async def test_fetch_of_a_pair_is_sent_to_the_prefill_worker(rack, gateway):
     prefill, decode = rack.add("p", healthy(), Role.PREFILL), rack.add("d", healthy(), Role.DECODE)
     async with gateway() as live:
         live.chooser.fetch = PLANNED

@@ -256,7 +256,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: json.dumps(value)[:50])
-async def test_what_cannot_be_served_is_refused_by_name(says, rack, fields, param, stream):
+async def test_unsupported_field_is_rejected_by_name(says, rack, fields, param, stream):
     async with says("ok") as gateway:
         answer = await respond(gateway, **{"stream": stream, **fields})
     error = answer.json()["error"]
@@ -274,7 +274,7 @@ async def test_what_cannot_be_served_is_refused_by_name(says, rack, fields, para
     ],
     ids=json.dumps,
 )
-async def test_what_asks_for_nothing_is_accepted(says, fields):
+async def test_neutral_values_are_accepted(says, fields):
     async with says("ok") as gateway:
         assert (await respond(gateway, **fields)).status_code == 200
 

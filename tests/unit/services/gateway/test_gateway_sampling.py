@@ -40,7 +40,7 @@ async def test_fields_reach_the_engine_as_they_are(gateway, rack):
     assert sampling.allowed_token_ids == (7, 9, 11)
 
 
-async def test_what_is_left_out_edits_nothing(gateway, rack):
+async def test_absent_fields_edit_no_logits(gateway, rack):
     assert not (await sent(gateway, rack)).edits_logits
     neutral = {
         "presence_penalty": 0,

@@ -140,7 +140,7 @@ async def test_a_first_turn_survives_its_worker_and_the_session_lives_on_the_nex
         (Finish(reason=FinishReason.ERROR, code="queue_full", retryable=True), 503, None),
     ],
 )
-async def test_what_the_worker_says_of_its_session_reaches_the_client(two, refusal, status, code):
+async def test_session_error_of_worker_reaches_the_client(two, refusal, status, code):
     gateway, (a, b) = two
     await turn(gateway, number=0)
     before = gateway.sessions.bindings[NAME]
@@ -226,7 +226,7 @@ async def test_a_session_that_fills_the_context_is_refused(two):
         ({"session_params": {"id": "s", "turn": 0}, "echo": True}, "echo"),
     ],
 )
-async def test_what_no_session_can_do_is_refused_by_name(two, fields, param):
+async def test_options_unsupported_in_sessions_are_rejected_by_name(two, fields, param):
     gateway, engines = two
     response = await gateway.complete(**{"prompt": "hi", **fields})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)

@@ -117,7 +117,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("fields", "field"), BAD, ids=lambda value: json.dumps(value, default=str)[:60])
-def test_what_is_wrong_on_its_face_is_refused_by_name(fields, field):  # [structured-output]
+def test_malformed_constraint_is_rejected_by_name(fields, field):  # [structured-output]
     with pytest.raises(ApiError) as refusal:
         asked(**fields)
     assert (refusal.value.status, refusal.value.param) == (400, field)
@@ -160,7 +160,7 @@ async def test_the_grammar_reaches_every_worker_of_every_choice(rack, tokenizer)
     ("fields", "param"),
     [({"guided_regex": "("}, "guided_regex"), ({"response_format": {"type": "json_object"}}, "response_format")],
 )
-async def test_what_an_engine_refuses_is_a_400_naming_the_clients_field(tokenizer, fields, param, stream):
+async def test_engine_rejection_is_a_400_with_the_client_field(tokenizer, fields, param, stream):
     refusal = Finish(reason=FinishReason.ERROR, error="this grammar is wrong", code="invalid_request", param="grammar")
     behaviour = MockBehaviour(token=hash_tokens(3, 250), refuse=refusal)
     with EngineRack() as engines:

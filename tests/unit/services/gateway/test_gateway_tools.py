@@ -207,7 +207,7 @@ async def test_tools_can_be_tokenized(says, tool_tokenizer):
     ("choice", "names", "most"),
     [("required", ["weather", "time"], None), ({"type": "function", "function": {"name": "time"}}, ["time"], 1)],
 )
-async def test_what_must_be_called_is_held_to_a_grammar_and_read_from_it(says, rack, choice, names, most):
+async def test_required_call_is_constrained_and_parsed_by_grammar(says, rack, choice, names, most):
     text = '[{"name": "time", "arguments": {"zone": "CET"}}]'
     async with says(text) as gateway:
         fields = {"tools": [WEATHER, TIME], "tool_choice": choice}

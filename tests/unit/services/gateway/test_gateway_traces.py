@@ -196,7 +196,7 @@ async def test_spans_of_one_request_are_bounded(rack, tokenizer, collector, span
     assert sorted(context.sampled for context in contexts) == [False, False, True, True]
 
 
-async def test_what_is_sampled_out_is_handed_on_as_such_and_sends_nothing(rack, tokenizer, collector):
+async def test_unsampled_trace_is_passed_on_and_sends_no_span(rack, tokenizer, collector):
     solo(rack)
     none = SpanExport(TracingConfig(endpoint=collector.url, sample_ratio=0.0), service="g", instance="g1")
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=none) as gateway:

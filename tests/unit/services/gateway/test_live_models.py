@@ -169,7 +169,7 @@ async def test_a_stream_of_a_model_that_goes_is_finished_before_it_is_closed(ser
         await until(lambda: live.models.retiring == 0, timeout_s=60, what="the end of all that retires")
 
 
-async def test_who_waits_in_the_queue_of_a_model_that_goes_is_answered(serve):
+async def test_queued_request_of_removed_model_is_answered(serve):
     async with serve("a", "b") as live:
         chooser = live.models.fleets[1].chooser
         chooser.room = 0
@@ -226,7 +226,7 @@ async def test_a_bad_file_changes_nothing_and_is_told_once(serve, caplog, text, 
         assert live.models.fleets == before
 
 
-async def test_what_was_opened_for_a_change_that_fails_is_closed(serve):
+async def test_fleets_opened_by_a_failed_change_are_closed(serve):
     async with serve("a") as live:
         live.door.refusal = RedisUnavailableError("away")
         await live.say("a", "b", "bad")

@@ -33,7 +33,7 @@ def write(tmp_path):
     return write
 
 
-def test_what_an_entry_leaves_out_is_as_the_flags_say(write, tmp_path):
+def test_absent_entry_fields_default_to_flags(write, tmp_path):
     entry = {
         "model": "llama",
         "served_model_name": ["llama", "gpt-4o-mini"],
@@ -114,7 +114,7 @@ def test_a_file_that_is_no_good_is_refused_by_name(write, entries, sentence):
         ("m.json", b" " * (MAX_FILE_BYTES + 1), "larger than"),
     ],
 )
-def test_what_is_no_document_is_refused(tmp_path, name, content, sentence):
+def test_invalid_models_document_is_rejected(tmp_path, name, content, sentence):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=sentence):

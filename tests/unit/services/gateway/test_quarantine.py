@@ -124,7 +124,7 @@ async def test_without_redis_each_gateway_remembers_its_own_and_tells_later(make
     assert refuses(second, Ask())
 
 
-async def test_what_an_operator_clears_is_served_again(make, board):
+async def test_cleared_request_is_served_again(make, board):
     first, second = make(), make()
     convict(first, Ask())
     await first.sync()

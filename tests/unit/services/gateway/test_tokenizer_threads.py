@@ -115,7 +115,7 @@ async def test_no_prompts_logprobs_are_written_on_the_event_loop(gateway, monkey
     assert not any(seen)
 
 
-async def test_what_was_computed_is_written_however_much_waits(threads):
+async def test_unrejectable_text_is_computed_despite_a_full_queue(threads):
     gate = Gate()
     tasks = [asyncio.create_task(threads.run(gate, characters=LONG)) for _ in range(4)]
     await gate.reached()
@@ -126,7 +126,7 @@ async def test_what_was_computed_is_written_however_much_waits(threads):
     await asyncio.gather(*tasks)
 
 
-async def test_what_is_raised_in_a_thread_is_raised_where_it_was_asked_for(threads):
+async def test_thread_error_is_raised_in_the_caller(threads):
     def refused():
         raise bad_request("no such word", "bad_words")
 
@@ -208,7 +208,7 @@ async def test_a_short_text_does_not_wait_behind_a_long_one(threads):
     assert await waiting == "through"
 
 
-async def test_what_came_while_the_thread_was_busy_is_answered_at_once(threads, monkeypatch):
+async def test_texts_that_arrive_while_busy_are_answered_together(threads, monkeypatch):
     together: list[int] = []
     deliver = prompts._deliver
 
@@ -245,7 +245,7 @@ async def test_work_that_nobody_waits_for_is_not_done(threads, characters):
     assert done == ["kept"]
 
 
-async def test_who_leaves_while_the_text_is_encoded_leaves_nothing_behind(threads):
+async def test_disconnect_during_encoding_leaves_no_state(threads):
     gate = Gate()
     left = asyncio.create_task(threads.run(gate, characters=LONG))
     await gate.reached()

@@ -51,7 +51,7 @@ def test_a_later_version_is_read_as_far_as_it_is_known_and_handed_on_as_this_one
         b"0" * 60_000,
     ],
 )
-def test_what_is_none_is_as_good_as_none(value):
+def test_invalid_trace_header_counts_as_absent(value):
     assert context(value, "a=b") is None
 
 

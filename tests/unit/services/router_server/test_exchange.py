@@ -258,7 +258,7 @@ async def test_a_stream_that_breaks_off_ends_the_pick_and_forgets_the_body(excha
     assert picker.outcome.ended == 1
 
 
-async def test_who_served_is_told_to_the_pick(exchange, picker):
+async def test_serving_endpoint_is_reported_to_the_picker(exchange, picker):
     await play(exchange, head(), body(b"{}"), answer_head(served="10.0.0.2:8000"))
     assert picker.outcome.served == ["10.0.0.2:8000"]
 
@@ -347,6 +347,6 @@ async def test_an_observed_request_is_not_answered(exchange):
     [[body(b"{}")], [answer_head()], [head(), head()], [type(head())()], [head(), type(head())()]],
     ids=["body first", "answer first", "two heads", "nothing", "nothing later"],
 )
-async def test_what_the_protocol_has_no_place_for_is_an_error(exchange, messages):
+async def test_message_out_of_protocol_order_is_an_error(exchange, messages):
     with pytest.raises(ProtocolError):
         await play(exchange, *messages)

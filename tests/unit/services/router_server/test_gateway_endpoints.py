@@ -90,7 +90,7 @@ async def test_ready_are_those_that_say_so():
     assert endpoints.complaint() is None
 
 
-async def test_what_a_name_stood_for_holds_while_it_cannot_be_resolved(monkeypatch):
+async def test_last_addresses_stay_while_name_cannot_be_resolved(monkeypatch):
     answers = [{ONE, TWO}, OSError("no such name"), {THREE}]
 
     async def addresses(place: Address) -> set[str]:

@@ -74,7 +74,7 @@ async def test_a_choice_for_a_gateway_leaves_to_it_what_it_has_redeemed(holds, l
     assert (ledger.released, ledger.unredeemed) == ([], ["a"])
 
 
-async def test_what_nobody_releases_expires(holds, ledger, clock):
+async def test_unreleased_choice_expires(holds, ledger, clock):
     holds.hold(held("old", clock))
     clock.advance(6.0)
     holds.hold(held("young", clock))

@@ -14,7 +14,7 @@ from tandem_services.router_server.protos import router_pb2
 NAME = "tandem_services/router_server/protos/router.proto"
 
 
-def test_what_is_generated_is_what_the_proto_says(tmp_path: Path):
+def test_generated_code_matches_the_proto(tmp_path: Path):
     root = Path(str(files("tandem_services"))).parent
     out = tmp_path / "set"
     # In a process of its own: the compiler and NIXL bring C++ libraries that do not bear each other in one.

@@ -122,14 +122,14 @@ def test_the_two_ends_of_a_handoff(collector):
     ],
     ids=["aborted", "never scheduled", "one token", "handed to nobody", "never transferred"],
 )
-def test_what_an_attempt_did_not_come_to_has_no_span(collector, change, names):
+def test_phase_not_reached_has_no_span(collector, change, names):
     spans = spans_of(collector, msgspec.structs.replace(ALONE, **change))
     request = only(spans, "llm_request")
     assert [span.name for span in children(spans, request)] == names
     assert children(spans, request)[-1].ended <= request.ended
 
 
-def test_where_cached_tokens_were(collector):
+def test_spans_have_cached_tokens_by_tier(collector):
     spans = spans_of(collector, msgspec.structs.replace(ALONE, cache_hits=CacheHits(host=8, disk=4)))
     for name in ("llm_request", "prefill"):
         span = only(spans, name)
@@ -154,7 +154,7 @@ def test_an_error_and_what_led_to_it(collector):
     )
 
 
-async def test_what_was_sent_and_what_was_lost_is_counted(collector):
+async def test_exported_and_lost_spans_are_counted(collector):
     traces = WorkerTraces(TracingConfig(endpoint=collector.url))
     registry = new_registry()
     registry.register(traces)

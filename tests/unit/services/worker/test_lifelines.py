@@ -136,7 +136,7 @@ async def test_a_machine_that_does_not_answer_for_a_while_is_gone(watched, monke
 
 
 @pytest.mark.asyncio
-async def test_who_has_its_endpoint_proves_that_it_has_ended_and_nobody_else_does(watched):
+async def test_only_its_endpoint_proves_that_a_process_ended(watched):
     with stopped_process() as listener:
         port = listener.getsockname()[1]
         watched.board.workers = [registered("p", port), registered("p", port + 1, number=2)]

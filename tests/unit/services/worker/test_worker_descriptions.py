@@ -100,7 +100,7 @@ async def test_a_worker_of_a_large_fleet_describes_itself_at_times(worker):
         ({"details": {"running": 3}}, False),
     ],
 )
-async def test_what_readers_have_to_know_goes_with_the_next_beat(worker, change, is_news):
+async def test_relevant_changes_are_sent_with_the_next_heartbeat(worker, change, is_news):
     worker.board.workers = 100_000
     await worker.beats(2)
     worker.record = replace(worker.record, **change)

@@ -183,7 +183,7 @@ async def test_metrics_have_vllm_like_names(probed, client):
     assert "tandem_worker_offered 0.0" in text
 
 
-async def test_what_a_worker_can_do_is_told_before_it_has_done_anything(probed, client):
+async def test_capabilities_are_reported_before_the_first_request(probed, client):
     probed.stats = None
     text = (await client.get("/metrics")).text
     assert "tandem_worker_max_running_requests 8.0" in text

@@ -195,7 +195,7 @@ async def test_a_missing_batch_leads_to_a_replay():
     assert engine.feed.replays == 1
 
 
-async def test_what_arrives_before_the_replay_begins_is_ignored():
+async def test_events_before_the_replay_are_ignored():
     index = IndexInMemory()
     engine = Engine(index)
     engine.store(block(1), delivered=False)

@@ -44,7 +44,7 @@ def test_workers_of_another_shape_or_model_and_an_older_self_are_not_met():
     assert whom_to_meet(own, strangers) == ()
 
 
-def test_of_a_large_fleet_each_worker_meets_a_bounded_part_and_together_they_meet_all():
+def test_workers_of_a_large_fleet_connect_to_bounded_peers():
     decodes = [make_view(f"d{number}", Role.DECODE) for number in range(3 * MAX_LINKS)]
     met = [whom_to_meet(make_view(f"p{number}", Role.PREFILL), decodes) for number in range(20)]
     assert {len(peers) for peers in met} == {MAX_LINKS}

@@ -165,7 +165,7 @@ def test_links_are_published_with_their_median_and_their_conditions(monitor):
     assert record.details["conditions"] == "2 of 5 links: expected rdma, got tcp"
 
 
-def test_what_people_see_of_a_worker_survives_the_hash(monitor):
+def test_displayed_worker_fields_survive_the_redis_hash(monitor):
     monitor.update(idle_stats(running=2, free_pages=10, cached_tokens_total=7, output_tokens_per_s=1.5))
     record = describe(config(), ready_message("w1@5"), monitor, health_endpoint="http://h:1")
     read_back = {name: str(value) for name, value in readable_fields(record).items()}

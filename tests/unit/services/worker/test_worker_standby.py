@@ -56,7 +56,7 @@ def sight() -> Sight:
     return Sight()
 
 
-async def test_while_another_revision_serves_it_waits_for_an_order(sight):
+async def test_standby_waits_for_offer_while_another_revision_serves(sight):
     sibling = make_record("p2", Role.PREFILL, **STANDBY)
     for _ in range(5):
         assert not await sight.look(*OLD_PAIR, sibling, later_s=ALONE_S)
@@ -78,7 +78,7 @@ async def test_a_worker_of_a_revision_that_serves_is_offered_where_nobody_tries_
     assert await sight.look(*OLD_PAIR, SIBLING, later_s=0.2)
 
 
-async def test_while_somebody_tries_it_it_waits_for_the_order(sight):
+async def test_standby_waits_for_offer_during_its_canary(sight):
     """A pod of a proved revision that fails itself, on a node with a broken device: no client ever reaches it."""
     await sight.look(*OLD_PAIR, SIBLING)
     for _ in range(5):
@@ -102,7 +102,7 @@ async def test_only_one_that_is_offered_proves_its_revision(sight, state):
     assert not await sight.look(*OLD_PAIR, make_record("p2", Role.PREFILL, state=state, **NEW), later_s=ALONE_S)
 
 
-async def test_where_nobody_serves_and_nobody_tries_it_serves_after_a_while(sight):
+async def test_standby_serves_after_a_delay_without_other_workers(sight):
     assert not await sight.look()
     assert not await sight.look(later_s=ALONE_S - 0.1)
     assert await sight.look(later_s=0.2)
@@ -119,7 +119,7 @@ async def test_a_wiped_registry_is_no_reason(sight):
     assert not await sight.look(later_s=ALONE_S - 0.1)
 
 
-def test_who_could_serve():
+def test_other_serving_workers_are_detected_by_role_and_state():
     prefill, decode = (make_record("own", role, **STANDBY).view for role in (Role.PREFILL, Role.DECODE))
     assert nobody_else_serves(decode, [])
     assert nobody_else_serves(decode, [make_record("p1", Role.PREFILL)])

@@ -33,7 +33,7 @@ def config(**changes) -> WorkerConfig:
         ({"start_timeout_s": float("nan")}, "--start-timeout"),
     ],
 )
-def test_what_cannot_work_is_refused_by_its_flag(change, flag):
+def test_invalid_worker_setting_is_rejected_by_its_flag(change, flag):
     with pytest.raises(ConfigError, match=flag):
         config(**change)
 

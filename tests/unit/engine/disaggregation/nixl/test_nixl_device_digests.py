@@ -302,7 +302,7 @@ def test_looks_come_an_eighth_of_the_time_after_each_other():
     assert looks[-1] == LONGEST_PAUSE
 
 
-def test_what_half_a_gigabyte_costs_the_host():
+def test_half_a_gigabyte_is_pushed_in_few_pieces():
     """4,096 tokens of an 8B model: pieces, not milliseconds, are what this side can promise."""
     layers, page_bytes, pages = 32, 8 << 20, 64
     region = Region(1 << 40, page_bytes, pages + 1, "DRAM", 0, layers=layers)

@@ -101,7 +101,7 @@ def test_ucx_leaves_bridges_out_so_it_may_choose(addresses, tmp_path):
     assert own_devices("tcp://10.0.0.7:5601", (), tmp_path) == "all"
 
 
-def test_what_ucx_may_use_is_watched(addresses):
+def test_interfaces_allowed_by_ucx_are_watched(addresses):
     assert watched("tcp://10.0.0.7:5601", own_devices("tcp://10.0.0.7:5601", ("mlx5_0:1",))) == {"eth0"}
 
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.nixl.layout import Region, describe
+from tandem_testing import cpu_kernel_reference as reference
 
 HERE = Region(1000, 10, 50, "DRAM", 0)
 THERE = Region(5000, 10, 50, "VRAM", 3)
@@ -37,11 +38,13 @@ def test_pages_in_falling_order_are_no_neighbours():
 @given(st.lists(st.tuples(st.integers(1, 49), st.integers(1, 49)), min_size=1, max_size=20))
 def test_ranges_move_every_page_to_its_place(moves):
     source, target = pages(*(a for a, _ in moves)), pages(*(b for _, b in moves))
-    moved = []
-    for (start, size, _), (goal, goal_size, _) in zip(*described(source, target), strict=True):
+    moved, ranges = [], described(source, target)
+    for (start, size, _), (goal, goal_size, _) in zip(*ranges, strict=True):
         assert size == goal_size
         moved += [((start + i - 1000) // 10, (goal + i - 5000) // 10) for i in range(0, size, 10)]
     assert moved == moves
+    runs = [((a - 1000) // 10, (b - 5000) // 10, size // 10) for (a, size, _), (b, _, _) in zip(*ranges, strict=True)]
+    assert runs == [*reference.merged_runs(source, target)]
 
 
 def test_some_layers_of_a_page_are_one_range_each():

@@ -169,7 +169,7 @@ def test_pushes_end_well_though_nobody_can_attend_to_peers(caplog):
     assert nixl.mishaps == nixl.happened.count("attend") > MOST_TURNS
 
 
-def test_what_was_written_is_told_though_its_write_is_not_given_back_and_the_peer_goes():
+def test_completed_write_is_reported_although_release_fails():
     """The other peer's pushes go on, and the command after it is carried out."""
     first, second = push("first"), push("second", ELSEWHERE)
     nixl = ran(StartPush(first), StartPush(second), fails=frozenset({"release"}))

@@ -22,5 +22,5 @@ def test_a_slice_is_read_as_it_was_named(room, senders, receivers, data):
 @pytest.mark.parametrize(
     "text", ["room", "2/2>0/1|room", "0/1>1/1|room", "0/65>0/1|room", "0/1>0/1|", "0/1>0/1", "²/3>0/1|r"]
 )
-def test_what_is_no_slice_is_not_taken_for_one(text):
+def test_name_without_slice_is_not_parsed_as_slice(text):
     assert read_slice_room(text) is None

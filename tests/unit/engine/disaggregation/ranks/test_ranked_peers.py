@@ -17,7 +17,7 @@ def alike(values: Sequence[int]) -> Sequence[int]:
     return values
 
 
-def test_what_rank_0_receives_is_heard_when_it_comes_back_as_an_input():
+def test_message_to_rank_0_applies_when_returned_as_input():
     network = PeerNetwork()
     socket = network.join(ME)
     first = RankedPeers(me=ME, least=alike, socket=socket)

@@ -135,7 +135,7 @@ def test_a_slice_that_never_came_is_seen_by_all(senders, receivers):
 
 
 @pytest.mark.parametrize("writers", [1, 4, 7])
-def test_what_a_record_of_another_number_of_ranks_vouches_for_proves_false(writers):
+def test_record_of_another_rank_count_fails_verification(writers):
     link = Link(2, 2)
     link.push()
     link.fabric.advance()

@@ -34,7 +34,7 @@ def test_the_least_recent_goes_first_and_everything_goes(blocks):  # [evict-exac
     assert len(blocks) == blocks.evictable == 0
 
 
-def test_what_is_touched_or_was_pinned_is_recent(blocks):
+def test_touched_or_unpinned_block_is_recent(blocks):
     a, b, _ = add(blocks, "a", "b", "c")
     blocks.touch(a)
     blocks.pin(b)

@@ -43,7 +43,7 @@ def test_settled_kv_comes_back_with_its_partial_page(tiers):
     tiers.check(kv)
 
 
-def test_what_the_cache_still_has_is_not_copied_back(tiers):
+def test_swap_in_skips_pages_still_cached(tiers):
     kv = start_request(tiers.memory, PROMPT)
     swapped = tiers.host.swap.out(kv, shared=0)
     tiers.memory.release(kv, PROMPT, checkpoint=True, after_step=None)
@@ -52,7 +52,7 @@ def test_what_the_cache_still_has_is_not_copied_back(tiers):
     assert [*tiers.device.seen[-1].source] == [swapped.pages[2]]
 
 
-def test_what_others_have_locked_is_not_copied_out(tiers):
+def test_swap_out_skips_pages_locked_by_others(tiers):
     tiers.serve(PROMPT)
     sharer = tiers.memory.begin([*PROMPT[:8], 99], space=BASE_SPACE, max_match=8)
     swapped = swap_out(tiers, PROMPT)

@@ -70,7 +70,7 @@ def test_a_large_backup_is_spread_over_turns(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_what_is_evicted_before_its_turn_is_still_backed_up_if_the_policy_wants_it(policy):
+def test_evicted_block_is_backed_up_if_policy_requires_it(policy):
     tiers = make_tiers(policy)
     tiers.serve(PROMPT)
     tiers.evict_device()
@@ -171,7 +171,7 @@ def test_a_host_pool_below_the_device_pool_keeps_taking_in_new_blocks():  # [mir
     assert tiers.host.tier.blocks.evictable == 3
 
 
-def test_of_a_prefix_the_end_goes_first():
+def test_prefix_is_evicted_from_its_end():
     tiers = make_tiers(host_pages=3)
     tiers.serve(PROMPT)
     tiers.evict_device()
@@ -258,7 +258,7 @@ def test_reading_waits_for_nobody_and_nobody_matches_what_is_being_read():
     assert tiers.matched(PROMPT, at_most=12) == 12
 
 
-def test_what_is_computed_while_it_is_read_is_on_both():
+def test_block_computed_while_read_is_on_both_tiers():
     storage = stored_before(PROMPT)
     storage.at_once = False
     tiers = make_tiers(storage=storage)

@@ -128,7 +128,7 @@ BAD: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, base: ModelConfig, case: str) -> None:
+def test_mismatched_adapter_tensor_is_rejected_by_name(tmp_path: Path, base: ModelConfig, case: str) -> None:
     edit, message = BAD[case]
     with pytest.raises(CheckpointError, match=message):
         opened(edited(tmp_path, edit), base)

@@ -16,6 +16,7 @@ from tandem_engine.model.adapters.step import StepAdapters
 from tandem_engine.model.adapters.tensor_names import Site
 from tandem_engine.model.adapters.weights import AdapterWeights
 from tandem_engine.model.cpu.adapters import PRODUCTS, AdapterTables
+from tandem_testing import cpu_kernel_reference as reference
 from tandem_testing.adapters import random_adapter
 from tandem_testing.compiled_pieces import calling
 from tandem_testing.random_weights import small_config
@@ -27,16 +28,14 @@ LISTS = ([5, 0, 3], [2], [6, 4])
 Floats = npt.NDArray[np.float64]
 
 
-def reference(x: Floats, sums: Floats, adapters: Sequence[AdapterWeights], layer: int, site: Site) -> Floats:
-    """In float64, one token after the other."""
-    result = sums.copy()
+def with_adapters(x: Floats, sums: Floats, adapters: Sequence[AdapterWeights], layer: int, site: Site) -> Floats:
+    parts = []
     for weights, tokens in zip(adapters, LISTS, strict=True):
         found = weights.sites.get((layer, site))
         for part in () if found is None else found.parts:
             a, b = found.a[part.rows].double().numpy(), part.b.double().numpy()
-            for token in tokens:
-                result[token, part.outputs] += b @ (a @ x[token] * part.scale)
-    return result
+            parts.append((tokens, part.outputs, a, b, part.scale))
+    return reference.product_with_adapters(x, sums, parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -66,7 +65,7 @@ def test_adapters_add_what_plain_numpy_does(dtype: torch.dtype) -> None:
             sums[:, : panel.stop - first] = before[:, panel]
             add(first, panel.stop - first, place, given, sums, delta, as_numbers(x))
             found[:, panel] = sums[:, : panel.stop - first]
-        expected = reference(x.double().numpy(), before.double().numpy(), adapters, layer, site)
+        expected = with_adapters(x.double().numpy(), before.double().numpy(), adapters, layer, site)
         within = 1e-5 if dtype is torch.float32 else 2**-5
         np.testing.assert_allclose(found, expected, atol=within, rtol=within)
         assert np.array_equal(found[1], before[1].numpy())

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -58,9 +59,14 @@ def compute(model: Decoder, batch: ForwardBatch, adapters: StepAdapters | None, 
         return model.forward(batch.input_ids, batch.positions, plan, wanted_tokens(batch), adapters)
 
 
-def adapters_of(model: Decoder, batch: ForwardBatch, *slots: int, dtype: torch.dtype = torch.float32) -> StepAdapters:
-    rows = AdapterRows.of(batch, np.array(slots))
+def rows_of(batch: ForwardBatch, slots: npt.NDArray[np.int64]) -> AdapterRows:
+    rows = AdapterRows.of(slots, lens=batch.extend_lens, wanted=wanted_tokens(batch))
     assert rows is not None
+    return rows
+
+
+def adapters_of(model: Decoder, batch: ForwardBatch, *slots: int, dtype: torch.dtype = torch.float32) -> StepAdapters:
+    rows = rows_of(batch, np.array(slots))
     return StepAdapters(
         rows=rows, slots=[random_adapter(model.config, seed=seed, rank=seed, dtype=dtype) for seed in (1, 3)]
     )
@@ -122,8 +128,7 @@ def slots_of(adapters: int) -> list[int]:
 def test_adapters_of_any_rank_share_one_call(rank: int, count: int, dtype: torch.dtype) -> None:
     model = build(dtype)
     batch = batch_of(model, decodes=11)
-    rows = AdapterRows.of(batch, np.array(slots_of(count)))
-    assert rows is not None
+    rows = rows_of(batch, np.array(slots_of(count)))
     weights = [random_adapter(model.config, seed=seed, rank=rank, dtype=dtype) for seed in range(1, count + 1)]
     require_small_step(model, batch, StepAdapters(rows=rows, slots=weights), dtype)
 
@@ -133,8 +138,7 @@ def test_adapters_of_any_rank_share_one_call(rank: int, count: int, dtype: torch
 def test_adapters_of_some_projections_share_one_call(subset: str, dtype: torch.dtype) -> None:
     model = build(dtype)
     batch = batch_of(model, 4, 1, decodes=3)
-    rows = AdapterRows.of(batch, np.array([0, 1, NO_ADAPTER, 1, 2]))
-    assert rows is not None
+    rows = rows_of(batch, np.array([0, 1, NO_ADAPTER, 1, 2]))
     weights = [
         random_adapter(model.config, seed=1, rank=8, dtype=dtype, modules=SUBSETS[subset]),
         random_adapter(model.config, seed=2, rank=16, dtype=dtype, layers=[1]),

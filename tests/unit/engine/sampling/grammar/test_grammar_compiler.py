@@ -77,7 +77,7 @@ def acknowledge_all(compiler: GrammarCompiler) -> None:
     wait_for(quiet, WAIT)
 
 
-def test_what_was_called_off_wakes_nobody(compiler, backend):
+def test_cancelled_compilation_wakes_no_request(compiler, backend):
     futures = [compiler.compile(toy_grammar(name=str(number))) for number in range(WORKERS + 1)]
     assert futures[-1].cancel()
     assert not readable(compiler, 0.0)

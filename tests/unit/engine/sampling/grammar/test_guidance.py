@@ -265,7 +265,7 @@ SATISFIABLE = {
 
 
 @pytest.mark.parametrize("name", SATISFIABLE)
-def test_what_only_looks_like_a_bomb_works(backend, tokenizer, name):
+def test_satisfiable_grammar_that_resembles_a_bomb_works(backend, tokenizer, name):
     grammar, text = SATISFIABLE[name]
     matcher = backend.compile(grammar).matcher()
     ids = tokenizer.encode(text).ids

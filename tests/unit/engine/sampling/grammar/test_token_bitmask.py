@@ -19,7 +19,7 @@ def masked(logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), vocab_size=st.integers(1, 100), num_rows=st.integers(1, 5))
-def test_what_a_rows_own_mask_forbids_is_impossible_and_nothing_else(data, vocab_size, num_rows):  # [mask-per-row]
+def test_mask_forbids_tokens_in_its_row_only(data, vocab_size, num_rows):  # [mask-per-row]
     masked_rows = data.draw(st.lists(st.integers(0, num_rows - 1), unique=True, min_size=1))
     allowed = {row: data.draw(st.sets(st.integers(0, vocab_size - 1))) for row in masked_rows}
     before = torch.randn(num_rows, vocab_size)

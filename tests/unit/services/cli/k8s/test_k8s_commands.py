@@ -274,7 +274,7 @@ def test_a_pod_of_a_group_drains_with_its_worker_who_is_asked_what_is_left(api, 
         (["drain", "foreign"], "belongs to no ModelService"),
     ],
 )
-def test_what_is_no_worker_gets_no_orders(kubectl, api, words, told):
+def test_pod_without_worker_gets_no_commands(kubectl, api, words, told):
     api.objects[f"{PODS}/llama-decode-5d8f-0-1"] = follower("llama-decode-5d8f-0-1")
     api.objects[f"{PODS}/foreign"] = {"metadata": {"name": "foreign", "labels": {}}}
     status, _, err = kubectl(*words)

@@ -84,7 +84,7 @@ def test_answers_can_be_read_piece_by_piece(connect):
     assert b"".join(pieces) == BIG
 
 
-def test_what_the_kubelet_complains_of_is_told(connect):
+def test_kubelet_error_is_reported(connect):
     told = "the kubelet reports: connection refused: 9090"
     with connect(complaint="connection refused: 9090") as (_, client), pytest.raises(httpx.ReadError, match=told):
         client.get("/")

@@ -154,7 +154,7 @@ def test_pods_of_one_worker_are_below_it():
     assert roles_text([shown]).count("llama-decode") == 1
 
 
-def test_what_the_operator_has_not_seen_yet_is_said():
+def test_unobserved_generation_is_shown():
     stale = service_status(observedGeneration=2)
     for one in stale["conditions"]:
         one["observedGeneration"] = 2

@@ -297,7 +297,7 @@ async def test_tokens_that_were_expected_and_not_used_are_given_back(guarded, ra
     assert answer.status_code == 200, answer.text
 
 
-async def test_what_can_never_fit_is_not_told_to_come_back(guarded):
+async def test_request_above_the_limit_has_no_retry_after(guarded):
     body = {"model": "mock", "prompt": [5] * 101, "max_tokens": 1}
     refused = await guarded.http.post("/v1/completions", json=body, headers=bearer("tpm"))
     assert refused.status_code == 429

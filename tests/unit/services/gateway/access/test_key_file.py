@@ -84,7 +84,7 @@ def test_a_fault_is_named_with_file_and_field(entries, says):
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'{"keys": 5}', b"keys: []", b"null"])
-def test_what_is_no_key_file_is_refused(content):  # [key-file-refused]
+def test_invalid_key_file_is_rejected(content):  # [key-file-refused]
     with pytest.raises(KeyFileError, match=r"keys\.json"):
         parse_keys({"keys.json": content})
 

@@ -190,7 +190,7 @@ async def test_a_gateway_that_does_not_answer_is_said_and_asked_again(see):
         await sight.shows("live")
 
 
-async def test_what_workers_say_is_text(see):
+async def test_worker_texts_are_shown_as_text(see):
     hostile = member(
         "w1", links=(link("w2", problem=ATTACK),), model=ATTACK, incarnation=f"{ATTACK}@1", worker_id=ATTACK
     )
@@ -200,7 +200,7 @@ async def test_what_workers_say_is_text(see):
         await sight.is_sound()
 
 
-async def test_what_a_model_writes_is_text_and_leads_to_its_timeline(see, tokenizer):
+async def test_model_output_is_text_with_a_timeline_link(see, tokenizer):
     tokens = script(tokenizer, ATTACK, eos=EOS)
     async with see(member("w1"), behaviour=MockBehaviour(token=scripted_tokens(tokens), eos=EOS)) as sight:
         page = sight.watched.page

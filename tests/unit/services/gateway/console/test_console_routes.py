@@ -116,7 +116,7 @@ async def test_the_page_needs_no_key_and_its_data_an_administrators(tokenizer, k
             assert (await both.api.get(path, headers=bearer("root"))).status_code == 200, path
 
 
-async def test_what_the_console_does_not_have_is_as_secret_as_any_path(tokenizer, keys):
+async def test_unknown_console_path_requires_a_key(tokenizer, keys):
     async with consoles(tokenizer, keys) as both:
         for path in ["/console/assets/nope.js", "/console/assets/", "/consoles", "/console/assets/..%2f..%2froutes.py"]:
             assert (await both.api.get(path)).status_code == 401, path

@@ -81,7 +81,7 @@ async def test_no_page_loads_scripts_from_elsewhere(gateway, path):
     assert (await gateway.http.get(path)).status_code == 404
 
 
-async def test_what_needs_a_key_is_what_the_document_says(rack, tokenizer, tmp_path):
+async def test_routes_that_need_a_key_match_the_document(rack, tokenizer, tmp_path):
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
     keys = write_keys(tmp_path, ann={})
     async with live_gateway(rack.context, tokenizer, rack.engines, api_keys=keys) as gateway:

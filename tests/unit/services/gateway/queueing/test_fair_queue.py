@@ -71,7 +71,7 @@ def test_priority_goes_before_fairness():
     assert drained(queue) == ["b", "a", "b"]
 
 
-def test_who_nobody_can_take_is_passed_over_for_a_while():
+def test_unplaceable_request_is_skipped_for_a_while():
     queue = queue_of()
     first, second = fill(queue, "a", "a")
     first.not_before = 5.0

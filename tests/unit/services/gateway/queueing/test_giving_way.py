@@ -69,7 +69,7 @@ def test_it_gives_way_to_who_has_had_less_or_goes_first(wishes, expected):
     assert here.gives_way() is expected
 
 
-def test_what_was_heard_long_ago_or_never_counts_for_nothing():  # Redis is away
+def test_stale_or_absent_offers_are_ignored():  # Redis is away
     here = Here()
     assert not here.gives_way()
     here.hear((0, 10.0))
@@ -93,7 +93,7 @@ def test_it_gives_way_for_a_while_and_then_takes():
 
 @pytest.mark.parametrize("quiet_s", [0.1, 0.3, 0.9])
 @pytest.mark.parametrize("shift_s", [0.0, 0.1, 0.5])
-def test_who_is_ahead_takes_though_others_are_next_in_between(quiet_s, shift_s):
+def test_gateway_ahead_takes_slots_between_yields(quiet_s, shift_s):
     """A tenant of little use that asked every half a second kept a flood beside it from ever taking."""
     here, tried, asked = Here(), 0, 0
     start = here.clock.seconds
@@ -112,7 +112,7 @@ def test_who_is_ahead_takes_though_others_are_next_in_between(quiet_s, shift_s):
     assert 0.1 * asked < tried < 0.6 * asked
 
 
-def test_who_is_ahead_again_after_a_while_gives_way_first():
+def test_gateway_ahead_after_a_pause_yields_first():
     here = Here()
     here.hear((0, 10.0))
     assert here.gives_way()
@@ -132,7 +132,7 @@ def test_a_place_is_wished_for_who_has_waited(waited, expected):
     heads=st.lists(st.tuples(st.integers(-2, 2), st.sampled_from("abc"), st.floats(0, 1e6)), min_size=1, max_size=6),
     counters=st.fixed_dictionaries({name: st.floats(0, 1e9) for name in "abc"}),
 )
-def test_of_gateways_that_have_heard_the_same_one_goes_on(heads, counters):
+def test_one_of_equally_informed_gateways_continues(heads, counters):
     """No deadlock: whoever is first of all of them, by priority and then by what it has had, gives way to nobody."""
     wishes = [WishElsewhere(priority=priority, value=counters[tenant]) for priority, tenant, _ in heads]
     gives = []

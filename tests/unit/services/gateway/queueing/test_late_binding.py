@@ -305,7 +305,7 @@ async def test_a_tenant_is_forgotten_after_a_while():
     await alone
 
 
-async def test_what_is_charged_is_what_was_computed_and_generated():
+async def test_charge_equals_computed_and_generated_tokens():
     desk = Desk(Fleet(places=9))
     tenant = Tenant(name="t", sha256=(), weight=2.0)
     await desk.admission.admit(lambda: desk.fleet.ask("x", 100), tenant=tenant, priority=0, prompt_tokens=100)
@@ -373,7 +373,7 @@ async def test_nobody_waits_for_ever(alive, seconds, reason):
     assert desk.value("queue_refusals_total", reason=reason) == 1
 
 
-async def test_who_waited_for_room_has_the_whole_time_for_a_new_worker():  # [streams-wait]
+async def test_wait_for_a_new_worker_has_the_whole_timeout():  # [streams-wait]
     desk = Desk(Fleet(places=0))
     waiting = desk.come("x")
     await desk.waiting(1)
@@ -449,7 +449,7 @@ async def test_a_surprise_in_one_turn_is_that_requests_alone():
     assert len(desk.binding.queue) == 0
 
 
-async def test_what_waits_is_told_in_tokens_seconds_and_those_whom_nobody_can_take():
+async def test_queue_reports_tokens_seconds_and_held_requests():
     desk = Desk(Fleet(places=1))
     first = await desk.come("first", prompt=300)
     second = desk.come("second", prompt=200)

@@ -47,7 +47,7 @@ async def test_gateways_learn_what_others_have_charged():
     assert (one.counters.value("a"), two.counters.value("a")) == (150, 150)
 
 
-async def test_what_is_charged_during_a_report_is_not_lost():
+async def test_charges_during_a_report_are_kept():
     sheet = Sheet()
     shared = gateway(sheet)
     shared.charge("a", 100)
@@ -81,7 +81,7 @@ async def test_an_answer_that_cannot_be_read_is_told_apart_from_none():
     assert (sheet.totals, shared.counters.value("a")) == ({"a": 100}, 100)
 
 
-async def test_who_waits_no_more_is_told_once_and_then_nothing_is_said():
+async def test_end_of_waiting_is_reported_once():
     sheet = Sheet()
     shared = gateway(sheet)
     await shared.sync()
