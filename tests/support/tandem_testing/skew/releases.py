@@ -1,0 +1,80 @@
+"""Older releases of Tandem, taken from git and run together with this one.
+
+1. take   `git archive` of a commit into a folder; this environment's site-packages serve it
+2. name   a `.dist-info` of its own beside the packages: the release finds the version that its pyproject.toml states
+3. run    `tandem` with PYTHONPATH of that folder alone
+"""
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[4]
+PACKAGES = ("engine", "services", "operator", "lab")
+"""Folders that hold packages; an older release may lack some."""
+
+
+class MissingCommitError(Exception):
+    """This clone does not contain a commit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """A tree of Tandem that can be run."""
+
+    name: str
+    folder: Path
+
+    def command(self, *args: str) -> list[str]:
+        """`tandem` of this release."""
+        paths = [str(self.folder), *(str(self.folder / name) for name in PACKAGES if (self.folder / name).is_dir())]
+        launcher = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", sys.executable]
+        return [*launcher, "-m", "tandem_services.cli.main", *args]
+
+
+HERE = Release(name="HEAD", folder=ROOT)
+"""The working tree."""
+
+
+def missing_commits(commits: Sequence[str]) -> list[str]:
+    """Those of `commits` that this clone lacks, as a shallow one does."""
+    return [commit for commit in commits if not _has(commit)]
+
+
+def take(commit: str, below: Path) -> Release:
+    """The release of `commit`, in a new folder. Raises `MissingCommitError`."""
+    if not _has(commit):
+        raise MissingCommitError(f"this clone has no commit {commit}: fetch the whole history (git fetch --unshallow)")
+    folder = below / commit
+    folder.mkdir(parents=True)
+    archive = subprocess.Popen(_git("archive", commit), stdout=subprocess.PIPE)
+    try:
+        subprocess.run(["tar", "-x", "-C", str(folder)], stdin=archive.stdout, check=True)
+    finally:
+        assert archive.stdout is not None
+        archive.stdout.close()
+        status = archive.wait()
+    assert status == 0, f"git archive {commit} ended with {status}"
+    _state_version(folder)
+    return Release(name=commit, folder=folder)
+
+
+def _state_version(folder: Path) -> None:
+    project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
+    name, version = project["name"], project["version"]
+    information = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", "utf-8")
+
+
+def _has(commit: str) -> bool:
+    checked = subprocess.run(_git("cat-file", "-e", f"{commit}^{{commit}}"), check=False, stderr=subprocess.DEVNULL)
+    return checked.returncode == 0
+
+
+def _git(*args: str) -> list[str]:
+    return ["git", "-C", str(ROOT), *args]
