@@ -27,6 +27,7 @@ from typing import Annotated
 import msgspec
 
 from tandem_engine.base.addresses import Address
+from tandem_engine.base.release import UNSTATED
 from tandem_engine.config import Role
 from tandem_engine.config.adapters import MAX_ADAPTERS
 from tandem_engine.messages.control import MAX_LINKS, AdapterMemory, ServedAdapter
@@ -373,6 +374,7 @@ def readable_fields(record: WorkerRecord) -> dict[str, str | int | float]:
         "peer_endpoint": view.peer_endpoint,
         **({"health_endpoint": view.health_endpoint} if view.health_endpoint else {}),
         "compat_hash": view.compat_hash,
+        "release": view.release,
         "context_length": view.context_length,
         "page_size": view.page_size,
         "queue_tokens": load.queue_tokens,
@@ -408,6 +410,7 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
             context_length=_size(fields["context_length"]),
             page_size=_size(fields["page_size"]),
             model=fields["model"],
+            release=_release(fields.get("release", str(UNSTATED))),
             adapters=_adapters(fields.get(ADAPTERS_FIELD, "[]")),
             adapter_memory=_adapter_memory(fields.get(ADAPTER_MEMORY_FIELD, "")),
             health_endpoint=_http_address(fields.get("health_endpoint", "")),
@@ -487,9 +490,13 @@ def _measure(fields: Mapping[str, str], name: str) -> float:
 
 
 def _size(text: str) -> int:
+    return int(_positive(_release(text)))
+
+
+def _release(text: str) -> int:
     if _DIGITS.fullmatch(text) is None:
-        raise ValueError(f"{text[:40]!r} is no size")
-    return int(_positive(int(text)))
+        raise ValueError(f"{text[:40]!r} is no whole number")
+    return int(text)
 
 
 def _positive(value: float) -> float:

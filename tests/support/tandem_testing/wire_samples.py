@@ -1,4 +1,4 @@
-"""A sample of every struct that processes send to each other, and files of the samples that releases have written.
+"""A sample of every struct that processes send to each other or leave in Redis, and files of those of each release.
 
     python -m tandem_testing.wire_samples     writes the file of this release
 
@@ -11,6 +11,7 @@ import json
 import pkgutil
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,29 @@ import msgspec
 from msgspec import inspect
 
 import tandem_engine.messages
+import tandem_services.router
 from tandem_engine.base.release import RELEASE
 
 FOLDER = Path(__file__).parents[2] / "unit" / "engine" / "messages" / "wire"
 DIGEST = "0123456789abcdef" * 2
 
 
+OF_ONE_PROCESS = frozenset({"Figures", "PricedOption", "PricedOptions", "PricedPrefix", "ScoreTerm"})
+"""Of the router, those that never leave a process. Nor do private ones: they read replies of the own function library."""
+
+
+@cache
 def structs() -> dict[str, type[msgspec.Struct]]:
-    """All structs of the wire format, by name."""
+    """All structs of messages and of values in Redis, by name."""
     found: dict[str, type[msgspec.Struct]] = {}
-    for module in pkgutil.iter_modules(tandem_engine.messages.__path__, "tandem_engine.messages."):
-        for value in vars(import_module(module.name)).values():
-            if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.name:
-                assert value.__name__ not in found, f"two structs are called {value.__name__}"
-                found[value.__name__] = value
+    for package in (tandem_engine.messages, tandem_services.router):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            for name, value in vars(import_module(module.name)).items():
+                if not isinstance(value, type) or not issubclass(value, msgspec.Struct):
+                    continue
+                if value.__module__ == module.name and not name.startswith("_") and name not in OF_ONE_PROCESS:
+                    assert name not in found, f"two structs are called {name}"
+                    found[name] = value
     return found
 
 
