@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             new = take(args.new, trees) if args.new else HERE
             for commit in args.old:
                 old = take(commit, trees)
-                folder = logs.absolute() / commit
+                folder = logs.absolute() / old.name
                 folder.mkdir(parents=True, exist_ok=True)
                 sound &= asyncio.run(roll(old, new, folder))
         except MissingCommitError as error:

@@ -46,10 +46,17 @@ def missing_commits(commits: Sequence[str]) -> list[str]:
 
 
 def take(commit: str, below: Path) -> Release:
-    """The release of `commit`, in a new folder. Raises `MissingCommitError`."""
-    if not _has(commit):
+    """The release of `commit`, in a folder that is made for it. Raises `MissingCommitError`."""
+    if missing_commits([commit]):
         raise MissingCommitError(f"this clone has no commit {commit}: fetch the whole history (git fetch --unshallow)")
-    folder = below / commit
+    name = subprocess.check_output(_git("rev-parse", "--short", f"{commit}^{{commit}}"), text=True).strip()
+    folder = below / name
+    if not folder.exists():
+        _unpack(name, folder)
+    return Release(name=name, folder=folder)
+
+
+def _unpack(commit: str, folder: Path) -> None:
     folder.mkdir(parents=True)
     archive = subprocess.Popen(_git("archive", commit), stdout=subprocess.PIPE)
     try:
@@ -60,7 +67,6 @@ def take(commit: str, below: Path) -> Release:
         status = archive.wait()
     assert status == 0, f"git archive {commit} ended with {status}"
     _state_version(folder)
-    return Release(name=commit, folder=folder)
 
 
 def _state_version(folder: Path) -> None:
