@@ -17,8 +17,8 @@ from pathlib import Path
 from tandem_testing.skew.releases import HERE, MissingCommitError, Release, take
 from tandem_testing.skew.rollout import run_rollout
 
-COMMITS = ("126fbc70",)
-"""The release before this one, and the one before that."""
+COMMITS = ("9d9c504f", "126fbc70")
+"""Stand for the two releases before this one."""
 
 
 async def roll(old: Release, new: Release, folder: Path) -> bool:

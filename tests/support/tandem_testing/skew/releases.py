@@ -29,10 +29,15 @@ class Release:
     name: str
     folder: Path
 
+    @property
+    def python_path(self) -> str:
+        """PYTHONPATH by which a process has the packages of this release."""
+        packages = [self.folder / name for name in PACKAGES]
+        return os.pathsep.join(map(str, (self.folder, *(folder for folder in packages if folder.is_dir()))))
+
     def command(self, *args: str) -> list[str]:
         """`tandem` of this release."""
-        paths = [str(self.folder), *(str(self.folder / name) for name in PACKAGES if (self.folder / name).is_dir())]
-        launcher = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", sys.executable]
+        launcher = ["env", f"PYTHONPATH={self.python_path}", sys.executable]
         return [*launcher, "-m", "tandem_services.cli.main", *args]
 
 
