@@ -18,4 +18,4 @@ def skew(release: int) -> str:
     """Why this release does not work with `release`; "" where it does."""
     if abs(release - RELEASE) <= WINDOW:
         return ""
-    return f"it is of release {release}, outside the window of release {RELEASE}: {WINDOW} releases before and after"
+    return f"it is of release {release}, outside the window of release {RELEASE}: {WINDOW} releases before and after it"

@@ -1,5 +1,7 @@
 """Messages of two releases: what an earlier one has written is read whole, and what a later one adds is ignored."""
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -85,3 +87,8 @@ def test_release_of_the_window_is_no_skew(release: int) -> None:
 def test_skew_names_both_releases(release: int) -> None:
     assert f"release {release}," in skew(release)
     assert f"release {RELEASE}:" in skew(release)
+
+
+def test_release_is_the_minor_version() -> None:
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["version"].split(".")[:2] == ["0", str(RELEASE)]
