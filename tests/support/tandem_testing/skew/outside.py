@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tandem_engine.base import release
 from tandem_testing.chaos.compare import compare_answers
@@ -13,6 +12,9 @@ from tandem_testing.metric_text import metric_sum
 from tandem_testing.skew.fleet import MODEL, Member, MixedFleet
 from tandem_testing.skew.releases import HERE, PACKAGES, Release, state_version
 from tandem_testing.skew.rollout import REQUESTS
+from tandem_testing.waiting import until
+
+REPORTED_S = 60.0
 
 
 def later_release(below: Path) -> Release:
@@ -31,26 +33,22 @@ def later_release(below: Path) -> Release:
     return Release(name="later", folder=folder)
 
 
-async def refusals(folder: Path, later: Release) -> dict[str, Any]:
-    """What came of requests through a gateway of each release, and which problems there were."""
+async def refusals(folder: Path, later: Release) -> list[str]:
+    """Problems of requests through a gateway of each release, which has to serve them with its own worker."""
     async with MixedFleet.running(folder) as fleet:
         workers = [fleet.add_worker(each, "both") for each in (HERE, later)]
         gateways = [fleet.add_gateway(each) for each in (HERE, later)]
         await fleet.ready()
-        expected: dict[Ask, Answer] = {}
-        row: dict[str, Any] = {"case": "outside the window", "served": 0, "equal": 0, "problems": []}
-        for number, (gateway, own, other) in enumerate(zip(gateways, workers, reversed(workers), strict=True)):
-            before = await _requests(fleet, workers)
+        expected, problems = dict[Ask, Answer](), list[str]()
+        for number, (gateway, other) in enumerate(zip(gateways, reversed(workers), strict=True)):
             answers = await _answers(gateway, f"outside-{number}")
-            after = await _requests(fleet, workers)
             expected = expected or {answer.ask.unsalted: answer for answer in answers}
-            row["served"] += len(answers)
-            row["equal"] += sum(not compare_answers(expected[answer.ask.unsalted], answer) for answer in answers)
-            if after[other.url] > before[other.url] or after[own.url] == before[own.url]:
-                row["problems"].append(f"{gateway.part.name}: requests per worker {before} -> {after}")
+            damages = [(answer.ask, compare_answers(expected[answer.ask.unsalted], answer)) for answer in answers]
+            problems += [f"{gateway.part.name}, {ask.kind.value}: {damage}" for ask, damage in damages if damage]
             if f"worker {other.part.name}@" not in _refused(gateway):
-                row["problems"].append(f"{gateway.part.name} does not name {other.part.name}")
-        return row
+                problems.append(f"{gateway.part.name} does not name {other.part.name}")
+        choices = sum(len(answer.choices) for answer in expected.values())
+        return problems + await _misplaced(fleet, workers, choices)
 
 
 async def _answers(gateway: Member, salt: str) -> Sequence[Answer]:
@@ -59,9 +57,20 @@ async def _answers(gateway: Member, salt: str) -> Sequence[Answer]:
         return await load.gathered()
 
 
-async def _requests(fleet: MixedFleet, workers: Sequence[Member]) -> dict[str, float]:
-    texts = {each.url: (await fleet.http.get(f"{each.url}/metrics")).text for each in workers}
-    return {url: metric_sum(text, "tandem_worker_requests_total") for url, text in texts.items()}
+async def _misplaced(fleet: MixedFleet, workers: Sequence[Member], choices: int) -> list[str]:
+    """Each worker has computed the choices of its own gateway. Workers report twice a second."""
+    counts: dict[str, float] = {}
+
+    async def counted() -> bool:
+        for each in workers:
+            text = (await fleet.http.get(f"{each.url}/metrics")).text
+            counts[each.part.name] = metric_sum(text, "tandem_worker_requests_total")
+        return sum(counts.values()) >= choices * len(workers)
+
+    await until(counted, REPORTED_S, "all requests are counted", counts.copy)
+    return [
+        f"{name} has computed {count:g} choices, not {choices}" for name, count in counts.items() if count != choices
+    ]
 
 
 def _refused(gateway: Member) -> str:

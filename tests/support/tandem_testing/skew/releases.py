@@ -71,10 +71,11 @@ def _unpack(commit: str, folder: Path) -> None:
         archive.stdout.close()
         status = archive.wait()
     assert status == 0, f"git archive {commit} ended with {status}"
-    _state_version(folder)
+    state_version(folder)
 
 
-def _state_version(folder: Path) -> None:
+def state_version(folder: Path) -> None:
+    """Write the `.dist-info` of the tree in `folder`."""
     project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
     name, version = project["name"], project["version"]
     information = folder / f"{name.replace('-', '_')}-{version}.dist-info"

@@ -5,13 +5,12 @@ of the old release alone. A stage that changes a member does so while most strea
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from tandem_testing.chaos.compare import Damage, compare_answers
 from tandem_testing.chaos.streams import Answer, Ask, Kind, Load, asks
-from tandem_testing.skew.fleet import MODEL, Counts, Member, MixedFleet
+from tandem_testing.skew.fleet import MODEL, Counts, MixedFleet
 from tandem_testing.skew.releases import Release
 from tandem_testing.waiting import until
 
@@ -26,7 +25,6 @@ class StageResult:
     """What a stage has measured."""
 
     stage: str
-    members: str
     served: int
     equal: int
     failed: int
@@ -39,11 +37,8 @@ class StageResult:
 
     @property
     def sound(self) -> bool:
-        """No request failed, none differs, and KV was handed over."""
-        return not self.failed and self.equal == self.served and self.handed_over > 0
-
-    def row(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "problems" or value}
+        """No request failed, and none differs."""
+        return not self.failed and self.equal == self.served
 
 
 @dataclass(kw_only=True, slots=True)
@@ -108,7 +103,6 @@ class Rollout:
     async def _stage(self, name: str, change: Change | None = None) -> StageResult:
         self._stages += 1
         before = await self.fleet.counts()
-        members = _described(self.fleet.members)
         salted = [replace(ask, salt=f"skew-{self._stages}") for ask in REQUESTS]
         async with Load(urls=[each.url for each in self.fleet.of("gateway")], model=MODEL) as load:
             load.send(salted)
@@ -119,21 +113,20 @@ class Rollout:
             answers = await load.gathered()
             if change is not None:
                 answers += await self._after(load)
-        return self._judged(name, members, answers, before, await self.fleet.counts())
+        return self._judged(name, answers, before, await self.fleet.counts())
 
     async def _after(self, load: Load) -> list[Answer]:
         """The same requests once the change is over."""
         load.send([replace(ask, salt=f"skew-{self._stages}-after") for ask in REQUESTS])
         return (await load.gathered())[len(REQUESTS) :]
 
-    def _judged(self, name: str, members: str, answers: list[Answer], before: Counts, after: Counts) -> StageResult:
+    def _judged(self, name: str, answers: list[Answer], before: Counts, after: Counts) -> StageResult:
         if not self._expected:
             self._expected = {answer.ask.unsalted: answer for answer in answers if answer.error is None}
         damages = [self._damage(answer) for answer in answers]
         transfers = (value - before.transfers.get(url, 0.0) for url, value in after.transfers.items())
         return StageResult(
             stage=name,
-            members=members,
             served=len(answers),
             equal=sum(not damage for damage in damages),
             failed=sum(damage.failed for damage in damages),
@@ -150,11 +143,6 @@ class Rollout:
     def _damage(self, answer: Answer) -> Damage:
         expected = self._expected.get(answer.ask.unsalted)
         return Damage(failed=1) if expected is None else compare_answers(expected, answer)
-
-
-def _described(members: list[Member]) -> str:
-    """Roles, in order, with the names of their releases."""
-    return ", ".join(sorted(f"{member.role} {member.release.name}" for member in members))
 
 
 async def run_rollout(old: Release, new: Release, folder: Path) -> AsyncIterator[StageResult]:
