@@ -38,6 +38,8 @@ class FleetMember:
     record: WorkerRecord
     suspect: bool
     """This gateway has lost its connection to it and does not choose it."""
+    skewed: bool = False
+    """Its release is outside the window of this gateway's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +209,11 @@ class Membership:
     def members(self) -> tuple[FleetMember, ...]:
         """All workers in the view, dead ones included."""
         return tuple(
-            FleetMember(record=self._as_known(record), suspect=not self._usable(incarnation))
+            FleetMember(
+                record=self._as_known(record),
+                suspect=not self._usable(incarnation),
+                skewed=incarnation in self._skewed,
+            )
             for incarnation, record in self._records.items()
         )
 

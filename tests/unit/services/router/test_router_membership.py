@@ -232,7 +232,10 @@ async def test_worker_outside_the_window_gets_nothing(members):
     assert members.unusable == {"b@1"}
     assert proofs.workers == {"a@1"}
     assert not await members.prove("b@1", within_s=0.0)
-    assert {member.record.view.incarnation for member in members.members()} == {"a@1", "b@1"}
+    assert {member.record.view.incarnation: member.skewed for member in members.members()} == {
+        "a@1": False,
+        "b@1": True,
+    }
 
 
 def test_worker_outside_the_window_is_named_in_the_log_once(members, caplog):
