@@ -24,6 +24,8 @@ COMMITS = ("9d9c504f", "126fbc70")
 """Stand for the two releases before this one. Their KV has another identity than this release's."""
 LAST = "HEAD"
 """The last commit, whose KV is that of the working tree unless a change of KV is not committed yet."""
+TREES = Path.home() / ".cache" / "tandem-skew"
+"""Older releases stay there, with the kernels that they have compiled."""
 LINE = "{:<34} {:>6} {:>6} {:>6} {:>11} {:>6} {:>10}"
 
 
@@ -67,15 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     sound = True
     with tempfile.TemporaryDirectory(prefix="tandem-skew-") as temporary:
-        trees, logs = Path(temporary) / "releases", (args.keep or Path(temporary) / "logs").absolute()
+        logs = (args.keep or Path(temporary) / "logs").absolute()
         try:
-            new = take(args.new, trees) if args.new else HERE
+            new = take(args.new, TREES) if args.new else HERE
             for commit in args.old:
-                old = take(commit, trees)
+                old = take(commit, TREES)
                 sound &= asyncio.run(roll(old, new, new_folder(logs / old.name), shares_kv=commit == LAST))
         except MissingCommitError as error:
             parser.error(str(error))
-        sound &= asyncio.run(refuse(new_folder(logs / "outside"), later_release(trees)))
+        sound &= asyncio.run(refuse(new_folder(logs / "outside"), later_release(Path(temporary))))
     return int(not sound)
 
 

@@ -8,6 +8,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +52,10 @@ def missing_commits(commits: Sequence[str]) -> list[str]:
 
 
 def take(commit: str, below: Path) -> Release:
-    """The release of `commit`, in a folder that is made for it. Raises `MissingCommitError`."""
+    """The release of `commit`, in a folder in `below` that is named after it and made if there is none.
+
+    Raises `MissingCommitError`.
+    """
     if missing_commits([commit]):
         raise MissingCommitError(f"this clone has no commit {commit}: fetch the whole history (git fetch --unshallow)")
     name = subprocess.check_output(_git("rev-parse", "--short", f"{commit}^{{commit}}"), text=True).strip()
@@ -62,7 +66,17 @@ def take(commit: str, below: Path) -> Release:
 
 
 def _unpack(commit: str, folder: Path) -> None:
-    folder.mkdir(parents=True)
+    """`folder` is there once it is complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{commit}-", dir=folder.parent) as temporary:
+        tree = Path(temporary) / commit
+        tree.mkdir()
+        _extract(commit, tree)
+        state_version(tree)
+        tree.rename(folder)
+
+
+def _extract(commit: str, folder: Path) -> None:
     archive = subprocess.Popen(_git("archive", commit), stdout=subprocess.PIPE)
     try:
         subprocess.run(["tar", "-x", "-C", str(folder)], stdin=archive.stdout, check=True)
@@ -71,7 +85,6 @@ def _unpack(commit: str, folder: Path) -> None:
         archive.stdout.close()
         status = archive.wait()
     assert status == 0, f"git archive {commit} ended with {status}"
-    state_version(folder)
 
 
 def state_version(folder: Path) -> None:
