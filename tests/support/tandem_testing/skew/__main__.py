@@ -25,7 +25,8 @@ COMMITS = ("9d9c504f", "126fbc70")
 LAST = "HEAD"
 """The last commit, whose KV is that of the working tree unless a change of KV is not committed yet."""
 TREES = Path.home() / ".cache" / "tandem-skew"
-"""Older releases stay there, with the kernels that they have compiled."""
+"""Trees of `COMMITS` stay there, with the kernels that they have compiled."""
+
 LINE = "{:<34} {:>6} {:>6} {:>6} {:>11} {:>6} {:>10}"
 
 
@@ -71,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="tandem-skew-") as temporary:
         logs = (args.keep or Path(temporary) / "logs").absolute()
         try:
-            new = take(args.new, TREES) if args.new else HERE
+            new = take(args.new, Path(temporary)) if args.new else HERE
             for commit in args.old:
-                old = take(commit, TREES)
+                old = take(commit, TREES if commit in COMMITS else Path(temporary))
                 sound &= asyncio.run(roll(old, new, new_folder(logs / old.name), shares_kv=commit == LAST))
         except MissingCommitError as error:
             parser.error(str(error))
