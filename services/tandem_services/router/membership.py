@@ -139,8 +139,7 @@ class Membership:
 
     @property
     def unusable(self) -> frozenset[str]:
-        """Incarnations that nothing may be sent to: dead, not proven, outside the window, or without a
-        signed row."""
+        """Incarnations that nothing may be sent to: dead, not proven, outside the window, or without a signed row."""
         return frozenset(name for name in self._records if not self._usable(name)) | self.dead | self._nameless.keys()
 
     @property

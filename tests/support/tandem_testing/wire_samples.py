@@ -28,7 +28,7 @@ DIGEST = "0123456789abcdef" * 2
 
 
 OF_ONE_PROCESS = frozenset({"Figures", "PricedOption", "PricedOptions", "PricedPrefix", "ScoreTerm"})
-"""Of the router, those that never leave a process. Nor do private ones, which read replies of its own functions."""
+"""Of the router, those that never leave a process. Nor do private ones, which read replies of its Redis functions."""
 
 
 @cache

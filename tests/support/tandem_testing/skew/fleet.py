@@ -25,8 +25,8 @@ from tandem_testing.waiting import until
 
 CLUSTER = "skew"
 MODEL = "tandem-mini"
-START_TIMEOUT_S = 300.0
-"""The first start of a release compiles what the next ones find in the cache."""
+START_TIMEOUT_S = 600.0
+"""A hang, not a promise: the first start of an older release compiles what the next ones find in its cache."""
 DRAIN_S = 60
 
 

@@ -58,7 +58,7 @@ async def _answers(gateway: Member, salt: str) -> Sequence[Answer]:
 
 
 async def _misplaced(fleet: MixedFleet, workers: Sequence[Member], choices: int) -> list[str]:
-    """Each worker has computed the choices of its own gateway. Workers report twice a second."""
+    """What contradicts that each worker has computed the choices of one gateway. Workers report twice a second."""
     counts: dict[str, float] = {}
 
     async def counted() -> bool:

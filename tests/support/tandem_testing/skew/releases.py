@@ -1,8 +1,7 @@
 """Older releases of Tandem, taken from git and run together with this one.
 
-1. take   `git archive` of a commit into a folder; this environment's site-packages serve it
-2. name   a `.dist-info` of its own beside the packages: the release finds the version that its pyproject.toml states
-3. run    `tandem` with PYTHONPATH of that folder alone
+A release is what `git archive` of its commit contains, in a folder; the site-packages of this environment serve it. A
+`.dist-info` next to its packages states the version of its pyproject.toml. `tandem` runs with that folder's PYTHONPATH.
 """
 
 import os

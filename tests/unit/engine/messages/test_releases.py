@@ -7,11 +7,24 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem_engine.base.errors import WireError
 from tandem_engine.base.release import RELEASE, WINDOW, skew
+from tandem_engine.messages.codec import Codec
+from tandem_engine.messages.control import EngineToWorker, WorkerToEngine
+from tandem_engine.messages.kv_events import KvEvent
+from tandem_engine.messages.nodes import LeaderToNode, NodeToLeader
+from tandem_engine.messages.outputs import EngineReply
+from tandem_engine.messages.requests import EngineRequest
+from tandem_engine.messages.transfer import PeerMessage
 from tandem_testing.wire_samples import encoded_samples, files, sample, structs
 
 FILES = dict(files())
 WRITTEN = [(release, name, data) for release, samples in FILES.items() for name, data in samples.items()]
+UNIONS: tuple[object, ...] = (
+    *(EngineRequest, EngineReply, EngineToWorker, WorkerToEngine),
+    *(PeerMessage, NodeToLeader, LeaderToNode, KvEvent),
+)
+CHANNELS: list[Codec[Any]] = [*map(Codec, UNIONS)]
 LATER = "field_of_a_later_release"
 
 
@@ -45,6 +58,14 @@ def without_later_fields(value: Any) -> Any:
     return [*map(without_later_fields, value)] if isinstance(value, list) else value
 
 
+def reads(channel: Codec[Any], data: bytes) -> bool:
+    try:
+        channel.decode(data)
+    except WireError:
+        return False
+    return True
+
+
 def plain(message: msgspec.Struct) -> Any:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message))
 
@@ -54,6 +75,12 @@ def test_message_of_a_release_is_read_whole(release: int, name: str, data: bytes
     assert name in structs(), f"release {release} sends {name}: keep it until that release is outside the window"
     read = msgspec.msgpack.decode(data, type=structs()[name])
     assert missing_from(msgspec.msgpack.decode(data), plain(read)) == []
+
+
+@pytest.mark.parametrize(("release", "name", "data"), WRITTEN, ids=[f"{r}-{name}" for r, name, _ in WRITTEN])
+def test_tagged_message_of_a_release_has_a_channel(release: int, name: str, data: bytes) -> None:
+    if structs()[name].__struct_config__.tag is not None:
+        assert any(reads(channel, b"\x01" + data) for channel in CHANNELS), f"nothing reads {name} of release {release}"
 
 
 @pytest.mark.parametrize("name", structs())
