@@ -133,6 +133,12 @@ class OtherRankFailedError(EngineError):
     code = "engine_error"
 
 
+class ReleaseSkewError(EngineError):
+    """The other process is of a release outside the window of this one. The message names both releases."""
+
+    code = "release_skew"
+
+
 class WireError(EngineError):
     """Bytes from another process that are not a message of ours: wrong version, shape or size."""
 

@@ -41,7 +41,7 @@ from tandem_engine.disaggregation.notifications import (
     tell_ended,
     transfer_failed,
 )
-from tandem_engine.disaggregation.peers import PeerLink
+from tandem_engine.disaggregation.peers import PeerLink, obstacle
 from tandem_engine.disaggregation.prealloc import PreallocQueue, Waiting
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, KvTransport
 from tandem_engine.memory.request_kv import RequestKv
@@ -250,8 +250,8 @@ class DecodeStage:
 
     def _problem_with(self, waiting: Waiting) -> str | None:
         peer = waiting.handoff.peer
-        if peer.compat_hash != self.peers.me.compat_hash:
-            return f"prefill worker {peer.incarnation} holds KV or states of another shape"
+        if problem := obstacle(self.peers.me, peer):
+            return f"no KV from prefill worker {peer.incarnation}: {problem}"
         if waiting.key in self.holds or self.prealloc.in_room(waiting.key) is not None:
             return f"room {waiting.key} is in use"
         if peer.incarnation == self.peers.me.incarnation:

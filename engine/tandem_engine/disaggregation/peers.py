@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from tandem_engine.base.errors import WireError
+from tandem_engine.base.release import skew
 from tandem_engine.ipc.channels import DealerChannel, IpcContext, RouterChannel
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import DrainAck, PeerMessage, PrefixAsk, TransferAborted, WriteGrant
@@ -62,6 +63,13 @@ class Incarnations:
     def is_superseded(self, peer: Peer) -> bool:
         """Whether a newer incarnation of the same worker has spoken."""
         return incarnation_number(peer) < self.newest.get(peer.worker_id, -1)
+
+
+def obstacle(me: Peer, peer: Peer) -> str:
+    """Why the engine `me` exchanges no KV with `peer`: KV of another shape, or another release; "" where it does."""
+    if peer.compat_hash != me.compat_hash:
+        return f"its KV or states are of another shape: {peer.compat_hash}, ours {me.compat_hash}"
+    return skew(peer.release)
 
 
 def incarnation_number(peer: Peer) -> int:
@@ -181,8 +189,8 @@ class PeerChannels:
 
     def _admit(self, message: PeerMessage) -> Iterator[PeerEvent]:
         sender = message.sender
-        if sender.compat_hash != self.me.compat_hash and not isinstance(message, ENDINGS):
-            raise WireError(f"its KV has shape {sender.compat_hash}, ours {self.me.compat_hash}")
+        if not isinstance(message, ENDINGS) and (problem := obstacle(self.me, sender)):
+            raise WireError(problem)
         grant = message.grant if isinstance(message, PrefixAsk) else message
         if isinstance(grant, WriteGrant) and grant.writer != self.me.incarnation:
             raise WireError(f"granted to {grant.writer}")

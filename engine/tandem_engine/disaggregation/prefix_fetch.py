@@ -40,7 +40,7 @@ from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.base import PrefixCounters, RoomKey, StageHost, room_key
 from tandem_engine.disaggregation.holds import HoldTable, TransferHold
 from tandem_engine.disaggregation.notifications import ask_for_ack, digests_of, problem_with_groups, tell_ended
-from tandem_engine.disaggregation.peers import PeerEvent, PeerLink
+from tandem_engine.disaggregation.peers import PeerEvent, PeerLink, obstacle
 from tandem_engine.disaggregation.prefill import PrefillStage
 from tandem_engine.disaggregation.prefix_source import PrefixLender
 from tandem_engine.disaggregation.transport import (
@@ -302,7 +302,7 @@ class PrefixFetcher:
 
     def _may_ask(self, peer: Peer) -> bool:
         me = self.peers.me
-        known = peer.compat_hash == me.compat_hash and peer.incarnation != me.incarnation
+        known = not obstacle(me, peer) and peer.incarnation != me.incarnation
         return known and len(self._fetches) < MAX_FETCHES
 
     def _ask(self, fetch: Fetch) -> bool:

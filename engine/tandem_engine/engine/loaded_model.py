@@ -201,6 +201,9 @@ def _context_length(config: EngineConfig, facts: ModelConfig) -> int:
 LAYOUT_VERSION = 2
 """Of `KvPool`, [page, layer, kv, kv_head, slot, head_dim], and of the digests of its pages."""
 
+NUMERICS_REVISION = 0
+"""Of `KvGeometry.numerics`. `make skew` fails where it should have grown: outputs then differ between releases."""
+
 
 def compat_hash(geometry: KvGeometry, kv_heads: int, peer_group: str = "") -> str:
     """Digest of everything two workers must share before one writes into the other's pages.
@@ -225,6 +228,7 @@ def kv_geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
         page_size=config.cache.page_size,
         dtype=dtype_name(dtype),
         layout_version=LAYOUT_VERSION,
+        numerics=NUMERICS_REVISION,
         tp_size=loaded.parallel.size,
         model_dtype="" if dtype is loaded.dtype else dtype_name(loaded.dtype),
         kv_scales=kv_scales_name(loaded, dtype),

@@ -15,6 +15,7 @@ import msgspec
 
 from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.clock import MonotonicClock
+from tandem_engine.base.release import RELEASE
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
 from tandem_engine.disaggregation.ranks.peers import PeerInputs, RankedPeers
@@ -65,6 +66,7 @@ class PeerSide:
             incarnation=port.incarnation,
             endpoint=inbound.endpoint,
             compat_hash=served.compat_hash,
+            release=RELEASE,
         )
         self.socket = PeerChannels(context=port.context, inbound=inbound, me=me)
 

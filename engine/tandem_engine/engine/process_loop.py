@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tandem_engine.base.errors import RankLostError
+from tandem_engine.base.errors import RankLostError, ReleaseSkewError
 from tandem_engine.base.freed_memory import AtRest
 from tandem_engine.base.names import RequestId
+from tandem_engine.base.release import skew
 from tandem_engine.engine import Engine
 from tandem_engine.engine.control import Operations
 from tandem_engine.engine.watchdog import Watchdog
@@ -49,6 +50,7 @@ from tandem_engine.messages.kv_events import KvEvent, KvEventBatch
 from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, Taken, TokenOutput
 from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
 from tandem_engine.messages.stats import MAX_REPORTED, EndedRequests
+from tandem_engine.scheduler.finishing import error_finish
 
 Requests = RouterChannel[EngineRequest, EngineReply]
 Control = PairChannel[WorkerToEngine, EngineToWorker]
@@ -167,6 +169,28 @@ class Reports:
             self.tell(KvEventBatch(sequence=self._event_sequence, events=chunk))
 
 
+MAX_NAMED_RELEASES = 16
+"""Releases of refused gateways that the log names."""
+
+
+@dataclass(slots=True)
+class GatewayReleases:
+    """Refuses requests of gateways whose release is outside the window, and logs each such release once."""
+
+    _named: set[int] = field(default_factory=set)
+
+    def refusal(self, message: GenerateRequest) -> OutputBatch | None:
+        """The answer to a request that is refused; None for any other."""
+        problem = skew(message.release)
+        if not problem:
+            return None
+        if message.release not in self._named and len(self._named) < MAX_NAMED_RELEASES:
+            self._named.add(message.release)
+            logger.warning("requests of a gateway are refused: %s", problem)
+        finish = error_finish(ReleaseSkewError(f"this worker refuses requests of the gateway: {problem}"))
+        return OutputBatch(outputs=(TokenOutput(rid=message.rid, index=len(message.resume_ids), finish=finish),))
+
+
 LONGEST_SLEEP = 0.05
 """Bounds how late a deadline or a lease is noticed; everything else is announced by a socket or the transport."""
 
@@ -190,6 +214,7 @@ class EngineLoop:
     reports: Reports
     poller: Poller
     """Of all of their sockets and descriptors."""
+    _gateways: GatewayReleases = field(default_factory=GatewayReleases)
     _stopping: bool = False
     _at_rest: AtRest = field(default_factory=AtRest)
     _early: deque[tuple[bytes, EngineRequest]] = field(default_factory=deque)
@@ -252,6 +277,8 @@ class EngineLoop:
 
     def _handle_request(self, client: bytes, message: EngineRequest) -> None:
         match message:
+            case GenerateRequest() if (refusal := self._gateways.refusal(message)) is not None:
+                self.requests.send(client, refusal)
             case GenerateRequest():
                 self.engine.add(message, client)
                 self.requests.send(client, Taken(rid=message.rid))

@@ -39,6 +39,9 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of pages of latents, the numbers at the beginning of each that are V; 0 for pages of K and V."""
     states: str = ""
     """What a rank keeps of a sequence in layers with states, and of how many ranks; "" where there are none."""
+    numerics: int = 0
+    """Revision of the numbers: grows when a release computes other KV of equal tokens, with layout and dtype as before.
+    As all fields with defaults, it changes no `compat_hash` until it has another value."""
     rows: str = ""
     """Heads and their width in each layer, and of how many ranks, where layers differ; "" where they do not."""
 

@@ -20,6 +20,7 @@ import msgspec
 
 from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.base.logs import about_request
+from tandem_engine.base.release import UNSTATED
 from tandem_engine.messages.kv_events import CacheSpace
 from tandem_engine.messages.sampling import SamplingParams
 
@@ -121,6 +122,8 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     """ZMQ endpoint of the engine's peer socket, e.g. tcp://10.0.0.7:5601."""
     compat_hash: str
     """Workers with different hashes hold KV in different shapes and are never paired."""
+    release: int = UNSTATED
+    """`base.release.RELEASE` of the engine."""
 
 
 class HandoffSide(StrEnum):
@@ -235,6 +238,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Seconds from receipt after which the request is aborted."""
     trace: TraceContext | None = None
     """The span of this attempt, whether it is sampled or not; None when nobody traces."""
+    release: int = UNSTATED
+    """`base.release.RELEASE` of the gateway. Engines refuse the requests of one outside their window."""
 
 
 def space_of(message: GenerateRequest) -> CacheSpace:

@@ -22,6 +22,7 @@ Some checkpoints store an output matrix although config.json declares it equal t
 stored matrix that differs is used; an equal copy, as older exporters wrote it, is left out, which saves its memory.
 """
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Mapping
@@ -82,15 +83,28 @@ BLOCKS_PER_TENSOR = 4
 def fingerprint(config: ModelConfig, tensors: Mapping[str, ReadableTensor]) -> str:
     """Hexadecimal digest of `config`, of the name, dtype and shape of all tensors, and of samples of their bytes.
 
+    Two releases share KV of models with equal fingerprints, so a field that a release adds to `ModelConfig` counts only
+    for models that have another value than its default.
+
     Raises:
         CheckpointError: a file became unreadable since its header was checked.
     """
-    digest = hashlib.blake2b(msgspec.json.encode(config), digest_size=DIGEST_BYTES)
+    digest = hashlib.blake2b(msgspec.json.encode(stated(config)), digest_size=DIGEST_BYTES)
     for name in sorted(tensors):
         for tensor in tensors[name].sources:
             digest.update(msgspec.json.encode((name, str(tensor.dtype), tensor.shape)))
             digest.update(_sample(tensor))
     return digest.hexdigest()
+
+
+def stated(value: object) -> object:
+    """`value` for JSON, without the fields of dataclasses that have their defaults."""
+    if isinstance(value, tuple):
+        return [*map(stated, value)]
+    if not dataclasses.is_dataclass(value):
+        return value
+    values = ((each, getattr(value, each.name)) for each in dataclasses.fields(value))
+    return {each.name: stated(held) for each, held in values if held != each.default}
 
 
 def _sample(tensor: StoredTensor) -> bytes:

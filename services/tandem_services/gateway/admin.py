@@ -45,6 +45,7 @@ from starlette.routing import Route
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import WireError
 from tandem_engine.base.logs import quoted
+from tandem_engine.base.release import RELEASE
 from tandem_engine.config import Role
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest, HandoffSide, attempt_id
@@ -201,6 +202,7 @@ class Canary:
             sampling=SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True),
             cache_salt=rid,
             deadline_s=within_s,
+            release=RELEASE,
         )
 
     def _send(self, attempt: Attempt, pair: Pair, request: GenerateRequest) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from tandem_engine.base.release import RELEASE
 from tandem_engine.config import Role
 from tandem_engine.messages.control import AdapterMemory, ServedAdapter
 from tandem_engine.messages.kv_events import CacheSpace
@@ -62,6 +63,8 @@ class WorkerView:
     """Those that it has a name for."""
     adapter_memory: AdapterMemory | None = field(default=None, hash=False)
     """Which adapters are in its memory; None: those that it has a name for, and it loads no others."""
+    release: int = RELEASE
+    """Of the worker's image (`base.release`)."""
     health_endpoint: str = ""
     """http:// address of its port for commands; "" where it reports none."""
 

@@ -8,20 +8,23 @@ Redis is a hint: it contains addresses and loads, but a worker's own answer prov
     3. Redis away    the view does not change
     4. no proofs     a router without proofs relies on rows. After a wipe (new epoch), or with new malformed rows,
                      workers of the old view stay for one lease, in which live ones register again
-    5. `mark_dead`   the gateway lost the connection: the worker is excluded until `mark_alive`, because it has answered
+    5. skew          a worker outside the window of this release is named in the log once, and nothing is sent to it
+    6. `mark_dead`   the gateway lost the connection: the worker is excluded until `mark_alive`, because it has answered
                      since, until it leaves the registry, or until it was listed for another `RETRY_LOST_AFTER_S`
-    6. `note_refusal`  the worker answers but rejects requests: its state is recorded until a newer view (`Refusals`)
+    7. `note_refusal`  the worker answers but rejects requests: its state is recorded until a newer view (`Refusals`)
 
 `Refusals` tracks workers that rejected a request because they drain or are paused. Redis has the state of such a worker
 within milliseconds, but the local view is up to a heartbeat old; local routing would send it every request until then.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tandem_engine.base.clock import Clock
+from tandem_engine.base.release import skew
 from tandem_services.router.decision import MemberProofs, WorkerView
 from tandem_services.router.deployment import supersedes
 from tandem_services.router.fleet_reader import FleetSnapshot
@@ -35,6 +38,8 @@ class FleetMember:
     record: WorkerRecord
     suspect: bool
     """This gateway has lost its connection to it and does not choose it."""
+    skewed: bool = False
+    """Its release is outside the window of this gateway's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +58,9 @@ VIEW_DELAY_S = 0.25
 
 RETRY_REJECTED_AFTER_S = 2.0
 """While Redis is unavailable there is no view, and only the worker can report that it accepts requests: it is tried."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class _Refusal(NamedTuple):
@@ -99,6 +107,8 @@ class Membership:
     """None: rows alone count."""
     _records: dict[str, WorkerRecord] = field(default_factory=dict)
     _unlisted: frozenset[str] = frozenset()
+    _skewed: frozenset[str] = frozenset()
+    """Incarnations of the view that are of a release outside the window."""
     _marked_dead: dict[str, float] = field(default_factory=dict)
     _nameless: dict[str, float] = field(default_factory=dict)
     """Incarnations that Redis chose and no signed row describes, and when that was."""
@@ -129,7 +139,7 @@ class Membership:
 
     @property
     def unusable(self) -> frozenset[str]:
-        """Incarnations that nothing may be sent to: dead, not proven, or without a signed row."""
+        """Incarnations that nothing may be sent to: dead, not proven, outside the window, or without a signed row."""
         return frozenset(name for name in self._records if not self._usable(name)) | self.dead | self._nameless.keys()
 
     @property
@@ -152,6 +162,7 @@ class Membership:
             name: at for name, at in self._nameless.items() if name not in seen and now - at < LEASE_MS / 1000
         }
         self._retry_lost(seen)
+        self._note_skewed()
         self._watch()
         self._refusals.settle(requested_at=self.clock.now() if requested_at is None else requested_at)
 
@@ -163,7 +174,7 @@ class Membership:
     async def prove(self, incarnation: str, *, within_s: float) -> bool:
         """Whether something may be sent to this incarnation; one that is new gets `within_s` to answer."""
         record = self._records.get(incarnation)
-        if record is None or incarnation in self._marked_dead:
+        if record is None or incarnation in self._marked_dead or incarnation in self._skewed:
             return False
         if self.proofs is None or self._usable(incarnation):
             return True
@@ -197,7 +208,11 @@ class Membership:
     def members(self) -> tuple[FleetMember, ...]:
         """All workers in the view, dead ones included."""
         return tuple(
-            FleetMember(record=self._as_known(record), suspect=not self._usable(incarnation))
+            FleetMember(
+                record=self._as_known(record),
+                suspect=not self._usable(incarnation),
+                skewed=incarnation in self._skewed,
+            )
             for incarnation, record in self._records.items()
         )
 
@@ -237,14 +252,21 @@ class Membership:
         return ready and self._usable(incarnation)
 
     def _usable(self, incarnation: str) -> bool:
-        if incarnation not in self._records or incarnation in self._marked_dead:
+        if incarnation not in self._records or incarnation in self._marked_dead or incarnation in self._skewed:
             return False
         return self.proofs is None or self.proofs.proven(incarnation)
 
     def _watch(self) -> None:
         if self.proofs is not None:
-            living = [record.view for name, record in self._records.items() if name not in self._marked_dead]
-            self.proofs.watch(living)
+            without = self._marked_dead.keys() | self._skewed
+            self.proofs.watch([record.view for name, record in self._records.items() if name not in without])
+
+    def _note_skewed(self) -> None:
+        problems = {name: skew(record.view.release) for name, record in self._records.items()}
+        skewed = frozenset(name for name, problem in problems.items() if problem)
+        for name in sorted(skewed - self._skewed):
+            logger.warning("worker %s gets no requests: %s", name, problems[name])
+        self._skewed = skewed
 
     def _survivors(self, seen: Iterable[WorkerRecord], *, fenced: frozenset[str]) -> dict[str, WorkerRecord]:
         """Records of the previous view that no current row replaces and that are still valid."""

@@ -13,23 +13,17 @@ All content of Redis is untrusted. A record, claim or verdict without a valid si
 counted and dropped. Malformed statistics are dropped without their worker.
 """
 
-import re
 import secrets
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
 from hashlib import blake2b
-from math import inf
-from typing import Annotated
 
 import msgspec
 
-from tandem_engine.base.addresses import Address
+from tandem_engine.base.release import UNSTATED
 from tandem_engine.config import Role
-from tandem_engine.config.adapters import MAX_ADAPTERS
-from tandem_engine.messages.control import MAX_LINKS, AdapterMemory, ServedAdapter
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.router.cost import ASSUMED_TRANSFER_RATE, Load, token_s
 from tandem_services.router.decision import WorkerView
@@ -37,6 +31,18 @@ from tandem_services.router.deployment import PROOF_FIELD, Deployment
 from tandem_services.router.figures import kept_figures
 from tandem_services.router.keys import Keys, worker_id_of
 from tandem_services.router.redis_functions import FunctionLibrary
+from tandem_services.router.row_values import (
+    positive,
+    read_adapter_memory,
+    read_adapters,
+    read_endpoint,
+    read_http_address,
+    read_incarnation,
+    read_links,
+    read_measure,
+    read_number,
+    read_size,
+)
 
 ROW = struct.Struct("<BBII8s16s7d")
 """The routing row after its Redis times; its fields are documented in scripts/fleet_row.lua."""
@@ -50,17 +56,7 @@ ADAPTER_MEMORY_FIELD = "adapter_memory"
 DESCRIBED_FIELD = "described"
 """Of the readable hash: `description_digest`. When it changes, readers read the worker again."""
 
-_INCARNATION = re.compile(r"[A-Za-z0-9._-]{1,128}@[0-9]{1,40}")
-
-_DIGITS = re.compile(r"[0-9]{1,9}")
-"""Tokens: a field of 32 bits has room for them."""
-
-MOST = 1e18
-"""No rate, time or number of tokens that is measured comes near it."""
-
 _ROLE_BITS = {Role.PREFILL: 1, Role.DECODE: 2, Role.BOTH: 3}
-_Links = Annotated[tuple[LinkReport, ...], msgspec.Meta(max_length=MAX_LINKS)]
-_Adapters = Annotated[tuple[ServedAdapter, ...], msgspec.Meta(max_length=MAX_ADAPTERS)]
 
 
 class WorkerState(StrEnum):
@@ -373,6 +369,7 @@ def readable_fields(record: WorkerRecord) -> dict[str, str | int | float]:
         "peer_endpoint": view.peer_endpoint,
         **({"health_endpoint": view.health_endpoint} if view.health_endpoint else {}),
         "compat_hash": view.compat_hash,
+        "release": view.release,
         "context_length": view.context_length,
         "page_size": view.page_size,
         "queue_tokens": load.queue_tokens,
@@ -396,103 +393,36 @@ def _text(value: str | float) -> str:
 def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
     """The inverse of `readable_fields`; None for a hash that is not a worker of ours."""
     try:
-        incarnation = _incarnation(fields["incarnation"])
+        incarnation = read_incarnation(fields["incarnation"])
         worker_id = worker_id_of(incarnation)
         view = WorkerView(
             worker_id=worker_id,
             incarnation=incarnation,
             role=Role(fields["role"]),
-            request_endpoint=_endpoint(fields["request_endpoint"]),
-            peer_endpoint=_endpoint(fields["peer_endpoint"]),
+            request_endpoint=read_endpoint(fields["request_endpoint"]),
+            peer_endpoint=read_endpoint(fields["peer_endpoint"]),
             compat_hash=fields["compat_hash"],
-            context_length=_size(fields["context_length"]),
-            page_size=_size(fields["page_size"]),
+            context_length=read_size(fields["context_length"]),
+            page_size=read_size(fields["page_size"]),
             model=fields["model"],
-            adapters=_adapters(fields.get(ADAPTERS_FIELD, "[]")),
-            adapter_memory=_adapter_memory(fields.get(ADAPTER_MEMORY_FIELD, "")),
-            health_endpoint=_http_address(fields.get("health_endpoint", "")),
+            release=read_number(fields.get("release", str(UNSTATED))),
+            adapters=read_adapters(fields.get(ADAPTERS_FIELD, "[]")),
+            adapter_memory=read_adapter_memory(fields.get(ADAPTER_MEMORY_FIELD, "")),
+            health_endpoint=read_http_address(fields.get("health_endpoint", "")),
         )
         load = Load(
-            queue_tokens=_measure(fields, "queue_tokens"),
-            prefill_rate=_positive(_measure(fields, "prefill_tokens_per_s")),
-            sequences=_measure(fields, "sequences"),
-            step_s=_measure(fields, "decode_step_s"),
-            room_tokens=_measure(fields, "room_tokens"),
-            max_sequences=_positive(_measure(fields, "max_sequences")),
-            token_bytes=_measure(fields, "token_bytes"),
-            host_token_s=_measure(fields, "host_token_s") if "host_token_s" in fields else 0.0,
-            transfer_rate=_measure(fields, "transfer_bytes_per_s") or ASSUMED_TRANSFER_RATE,
+            queue_tokens=read_measure(fields, "queue_tokens"),
+            prefill_rate=positive(read_measure(fields, "prefill_tokens_per_s")),
+            sequences=read_measure(fields, "sequences"),
+            step_s=read_measure(fields, "decode_step_s"),
+            room_tokens=read_measure(fields, "room_tokens"),
+            max_sequences=positive(read_measure(fields, "max_sequences")),
+            token_bytes=read_measure(fields, "token_bytes"),
+            host_token_s=read_measure(fields, "host_token_s") if "host_token_s" in fields else 0.0,
+            transfer_rate=read_measure(fields, "transfer_bytes_per_s") or ASSUMED_TRANSFER_RATE,
         )
-        links = _links(fields.get("links", "[]"))
+        links = read_links(fields.get("links", "[]"))
         state = WorkerState(fields["state"])
         return WorkerRecord(view=view, state=state, load=load, details=kept_figures(fields), links=links)
     except (KeyError, ValueError):
         return None
-
-
-def _incarnation(text: str) -> str:
-    if _INCARNATION.fullmatch(text) is None:
-        raise ValueError(f"{text[:200]!r} is no incarnation")
-    return text
-
-
-def _endpoint(text: str) -> str:
-    """`text`, the endpoint that an engine reports. Anything else would reach ZMQ, which has more transports."""
-    if not Address.of_endpoint(text).port:
-        raise ValueError(f"{text[:200]!r} has no port")
-    return text
-
-
-def _http_address(text: str) -> str:
-    """`text`, if it is "" or http://HOST:PORT: the order token is sent there."""
-    # A URL escapes the % before the zone of an IPv6 address.
-    if text and Address.parse(text.removeprefix("http://").replace("%25", "%")).url() != text:
-        raise ValueError(f"{text[:200]!r} is not http://HOST:PORT")
-    return text
-
-
-@lru_cache(maxsize=256)
-def _adapters(text: str) -> Mapping[str, ServedAdapter]:
-    """By name. Most workers of a fleet have the same, heartbeat after heartbeat."""
-    try:
-        adapters = msgspec.json.decode(text, type=_Adapters)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"adapters: {error}") from error
-    return {adapter.name: adapter for adapter in adapters}
-
-
-@lru_cache(maxsize=256)
-def _adapter_memory(text: str) -> AdapterMemory | None:
-    try:
-        return msgspec.json.decode(text, type=AdapterMemory) if text else None
-    except msgspec.DecodeError as error:
-        raise ValueError(f"adapter_memory: {error}") from error
-
-
-def _links(text: str) -> tuple[LinkReport, ...]:
-    try:
-        links = msgspec.json.decode(text, type=_Links)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"links: {error}") from error
-    if not all(0.0 <= link.bytes_per_s < inf for link in links):
-        raise ValueError("a link has no sensible rate")
-    return links
-
-
-def _measure(fields: Mapping[str, str], name: str) -> float:
-    value = float(fields[name])
-    if not 0 <= value <= MOST:
-        raise ValueError(f"{name} is {value}")
-    return value
-
-
-def _size(text: str) -> int:
-    if _DIGITS.fullmatch(text) is None:
-        raise ValueError(f"{text[:40]!r} is no size")
-    return int(_positive(int(text)))
-
-
-def _positive(value: float) -> float:
-    if value <= 0:
-        raise ValueError(f"{value} is not positive")
-    return value

@@ -1,9 +1,9 @@
 """Tracks the peers of this worker: which ones its engine may exchange KV with, and which have ended.
 
     PeerWatch       which incarnations ended, from the claims in the registry
-    Introductions   names to the engine the peers of complementary role and equal `compat_hash`. When the fleet or this
-                    worker's KV format changes, or after `REFRESH_S`, it reads the registry after a random delay, so
-                    that the workers of a rollout do not read at once
+    Introductions   names to the engine the peers of complementary role, equal `compat_hash` and a release of the
+                    window. When the fleet or this worker's KV format changes, or after `REFRESH_S`, it reads the
+                    registry after a random delay, so that the workers of a rollout do not read at once
     PeerChecks      pings peers that the registry lists no longer, and reports those that ended
     Lifelines       whether the process of a fenced peer has exited
     WarmLinks       whether the links to the first peers are measured; until then, at most for
@@ -38,6 +38,7 @@ from typing import Protocol
 
 from tandem_engine.base.addresses import Address
 from tandem_engine.base.clock import Clock
+from tandem_engine.base.release import skew
 from tandem_engine.config import Role
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.control import MAX_LINKS, MeetPeers, PeerEnded
@@ -166,6 +167,7 @@ def whom_to_meet(own: WorkerView, others: Iterable[WorkerView]) -> tuple[Peer, .
             incarnation=view.incarnation,
             endpoint=view.peer_endpoint,
             compat_hash=view.compat_hash,
+            release=view.release,
         )
         for view in views[:MAX_LINKS]
     )
@@ -173,7 +175,8 @@ def whom_to_meet(own: WorkerView, others: Iterable[WorkerView]) -> tuple[Peer, .
 
 def _complementary(own: WorkerView, other: WorkerView) -> bool:
     alike = own.role is other.role and own.role is not Role.BOTH
-    return own.compat_hash == other.compat_hash and own.model == other.model and not alike
+    same = own.compat_hash == other.compat_hash and own.model == other.model
+    return same and not alike and not skew(other.release)
 
 
 def _affinity(own: str, other: str) -> bytes:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from tandem_engine.base.clock import Clock
+from tandem_engine.base.release import RELEASE
 from tandem_engine.config import Role
 from tandem_engine.messages.control import EngineReady
 from tandem_engine.messages.stats import EngineStats, LinkReport
@@ -320,6 +321,7 @@ def _view(config: WorkerConfig, ready: EngineReady, role: Role, health_endpoint:
         request_endpoint=ready.request_endpoint,
         peer_endpoint=ready.peer_endpoint,
         compat_hash=ready.compat_hash,
+        release=RELEASE,
         context_length=ready.context_length,
         page_size=ready.geometry.page_size,
         model=config.model_name,

@@ -6,9 +6,11 @@ from functools import partial
 
 import pytest
 
+from tandem_engine.base.release import RELEASE, WINDOW
 from tandem_engine.config import Role
 from tandem_engine.messages.control import ServedAdapter
 from tandem_services.router.decision import NoWorkersError, Placement, Source
+from tandem_services.router.registry import ROW
 from tandem_testing.router_builders import (
     PAGE,
     chain_of,
@@ -327,3 +329,16 @@ async def test_without_a_prefill_worker_a_choice_is_degraded(fleet, router):  # 
     await fleet.join(router, make_record("d", Role.DECODE))
     assert (await router.choose(query())).placement is Placement.DEGRADED
     assert router.counters.placements[Placement.DEGRADED] == 1
+
+
+async def test_worker_outside_the_window_gets_no_reservation(fleet, router):
+    later = make_record("later", release=RELEASE + WINDOW + 1)
+    await fleet.join(router, later)
+    with pytest.raises(NoWorkersError):
+        await router.choose(query())
+    await fleet.join(router, make_record("ours"))
+    await fleet.cache(later, chain_of(PROMPT))
+    for _ in range(4):
+        assert (await router.choose(query())).decode.worker_id == "ours"
+    row = await fleet.client.command("HGET", fleet.keys.shared[0], later.view.incarnation)
+    assert len(row) == ROW.size + 16, "a reservation for it stands in its row"

@@ -35,12 +35,13 @@ def member(
     *,
     state: WorkerState = WorkerState.READY,
     suspect: bool = False,
+    skewed: bool = False,
     links: tuple[LinkReport, ...] = (),
     figures: dict[str, str] | None = None,
     **changes: Any,
 ) -> FleetMember:
     record = make_record(name, role, state=state, links=links, load=make_load(queue_tokens=40, sequences=4), **changes)
-    return FleetMember(record=replace(record, details=FIGURES | (figures or {})), suspect=suspect)
+    return FleetMember(record=replace(record, details=FIGURES | (figures or {})), suspect=suspect, skewed=skewed)
 
 
 def starting(name: str, role: Role = Role.BOTH, **changes: Any) -> StartingWorker:

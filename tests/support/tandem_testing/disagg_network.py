@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from tandem_engine.base.release import RELEASE
 from tandem_engine.disaggregation.peers import PeerEvent, Superseded
 from tandem_engine.messages.codec import Codec
 from tandem_engine.messages.requests import Peer
@@ -15,12 +16,13 @@ COMPAT = "shape-1"
 M = TypeVar("M")
 
 
-def make_peer(worker_id: str, number: int = 1, *, compat_hash: str = COMPAT) -> Peer:
+def make_peer(worker_id: str, number: int = 1, *, compat_hash: str = COMPAT, release: int = RELEASE) -> Peer:
     return Peer(
         worker_id=worker_id,
         incarnation=f"{worker_id}@{number}",
         endpoint=f"tcp://{worker_id}:1",
         compat_hash=compat_hash,
+        release=release,
     )
 
 

@@ -159,6 +159,9 @@ MAX_ADAPTERS_SHOWN = 32
 SUSPECT = "suspect"
 """State of a worker to which this gateway lost its connection, whatever the registry contains."""
 
+SKEWED = "skewed"
+"""State of a worker whose release is outside the window of this gateway's: it gets no requests."""
+
 _ROLES = {role: place for place, role in enumerate(Role)}
 
 
@@ -170,7 +173,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     model: str
     state: str
-    """ready, standby, draining, paused, stalled or suspect."""
+    """ready, standby, draining, paused, stalled, suspect or skewed."""
     page_size: int
     context_length: int
     queue_tokens: float
@@ -309,7 +312,7 @@ def _worker(member: FleetMember) -> WorkerRow:
         incarnation=_cut(view.incarnation),
         role=view.role.value,
         model=_cut(view.model),
-        state=SUSPECT if member.suspect else record.state.value,
+        state=_state(member),
         page_size=view.page_size,
         context_length=view.context_length,
         queue_tokens=load.queue_tokens,
@@ -320,6 +323,12 @@ def _worker(member: FleetMember) -> WorkerRow:
         adapters=tuple(_cut(name) for name in sorted(view.adapters)[:MAX_ADAPTERS_SHOWN]),
         figures=read_figures(record.details),
     )
+
+
+def _state(member: FleetMember) -> str:
+    if member.skewed:
+        return SKEWED
+    return SUSPECT if member.suspect else member.record.state.value
 
 
 def _starting(views: Sequence[FleetView]) -> tuple[StartingRow, ...]:

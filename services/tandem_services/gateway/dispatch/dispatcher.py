@@ -27,6 +27,7 @@ import msgspec
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import WireError
+from tandem_engine.base.release import RELEASE
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer, PrefixFetch
 from tandem_services.common.errors import ApiError
@@ -62,6 +63,7 @@ def request_alone(
         session=None if request.turn is None else request.turn.ref,
         deadline_s=deadline_s,
         trace=trace.context,
+        release=RELEASE,
     )
 
 
@@ -100,6 +102,7 @@ def _address(worker: WorkerView) -> Peer:
         incarnation=worker.incarnation,
         endpoint=worker.peer_endpoint,
         compat_hash=worker.compat_hash,
+        release=worker.release,
     )
 
 

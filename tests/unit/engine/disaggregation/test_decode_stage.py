@@ -3,6 +3,7 @@
 import pytest
 
 from tandem_engine.base.names import RequestId
+from tandem_engine.base.release import RELEASE, WINDOW
 from tandem_engine.config import SchedulePolicy
 from tandem_engine.disaggregation.base import StageHost
 from tandem_engine.messages.outputs import CacheHits, FinishReason, TokenLogprob
@@ -76,6 +77,14 @@ def test_a_writer_with_kv_of_another_shape_is_refused(receiver):
     receiver.side.engine.add(make_message("r", handoff=handoff(HandoffSide.RECEIVE, alien, ROOM)))
     receiver.turn()
     receiver.assert_failed("another shape")
+    receiver.side.assert_clean()
+
+
+def test_writer_outside_the_window_is_refused_by_name(receiver):
+    later = make_peer("p", release=RELEASE + WINDOW + 1)
+    receiver.side.engine.add(make_message("r", handoff=handoff(HandoffSide.RECEIVE, later, ROOM)))
+    receiver.turn()
+    receiver.assert_failed(f"of release {RELEASE + WINDOW + 1}, outside the window of release {RELEASE}")
     receiver.side.assert_clean()
 
 

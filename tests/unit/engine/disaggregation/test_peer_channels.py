@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from tandem_engine.base.names import DigestKind
+from tandem_engine.base.release import RELEASE, WINDOW
 from tandem_engine.disaggregation import peers
 from tandem_engine.disaggregation.peers import PeerChannels, PeerEvent, Superseded
 from tandem_engine.ipc.channels import DealerChannel, IpcContext, RouterChannel
@@ -25,7 +26,13 @@ def context():
 
 
 def open_channels(
-    context: IpcContext, worker_id: str, number: int = 1, *, port: int = 0, compat: str = COMPAT
+    context: IpcContext,
+    worker_id: str,
+    number: int = 1,
+    *,
+    port: int = 0,
+    compat: str = COMPAT,
+    release: int = RELEASE,
 ) -> PeerChannels:
     inbound: RouterChannel[PeerMessage, PeerMessage] = RouterChannel(
         context, "127.0.0.1", port, inbound=PeerMessage, outbound=PeerMessage
@@ -35,6 +42,7 @@ def open_channels(
         incarnation=f"{worker_id}@{number}",
         endpoint=inbound.endpoint,
         compat_hash=compat,
+        release=release,
     )
     return PeerChannels(context=context, inbound=inbound, me=me)
 
@@ -246,3 +254,20 @@ def test_a_fenced_peer_that_speaks_again_is_answered(prefill, decode):
     receive(decode)
     assert decode.send(prefill.me, ack(decode))
     assert receive(prefill) == [ack(decode)]
+
+
+def test_grant_from_outside_the_window_is_dropped_by_name(context, decode, caplog):
+    later = open_channels(context, "p", release=RELEASE + WINDOW + 1)
+    later.send(decode.me, grant(later, "d@1"))
+    assert refuse(decode) == []
+    assert f"release {RELEASE + WINDOW + 1}, outside the window of release {RELEASE}" in caplog.text
+    later.send(decode.me, aborted(later))
+    assert receive(decode) == [aborted(later)]
+    later.close()
+
+
+def test_grant_from_the_edge_of_the_window_is_accepted(context, decode):
+    later = open_channels(context, "p", release=RELEASE + WINDOW)
+    later.send(decode.me, grant(later, "d@1"))
+    assert receive(decode) == [grant(later, "d@1")]
+    later.close()

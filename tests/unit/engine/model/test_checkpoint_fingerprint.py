@@ -1,11 +1,17 @@
 """Two workers share KV only when their models have one fingerprint."""
 
+import dataclasses
+from dataclasses import dataclass
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tandem_engine.config import ModelConfig
+from tandem_engine.config.model import RopeConfig
 from tandem_engine.model import checkpoint as fingerprint_module
 from tandem_engine.model.checkpoint import read_model_config
+from tandem_services.cli.flags import bundled_model
 from tandem_testing.checkpoint_files import write_checkpoint, write_config, write_sharded
 
 
@@ -71,3 +77,30 @@ def test_a_large_tensor_is_sampled_at_both_ends_and_between(tmp_path, monkeypatc
         save_file({**tensors, "model.embed_tokens.weight": changed}, tmp_path / "model.safetensors")
         prints.add(fingerprint(tmp_path))
     assert len(prints) == 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaterRope(RopeConfig):
+    """As a later release might have it."""
+
+    added: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaterModel(ModelConfig):
+    added: int = 0
+
+
+def test_fingerprint_of_a_model_stays_with_added_fields():
+    config = read_model_config(bundled_model())
+    names = {field.name for field in dataclasses.fields(config)}
+    rope = LaterRope(**{field.name: getattr(config.rope, field.name) for field in dataclasses.fields(config.rope)})
+    later = LaterModel(**{name: getattr(config, name) for name in names - {"rope"}}, rope=rope)
+    assert fingerprint_module.fingerprint(later, {}) == fingerprint_module.fingerprint(config, {})
+    with_value = dataclasses.replace(later, added=7)
+    assert fingerprint_module.fingerprint(with_value, {}) != fingerprint_module.fingerprint(config, {})
+
+
+def test_fingerprint_of_the_bundled_model_stays():
+    """Another one ends the exchange of KV between two releases: only for a reason that the changelog names."""
+    assert fingerprint(bundled_model()) == "dd27098acfeac60cae166dcb6a52dfc1"

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from tandem_engine.base.release import RELEASE
 from tandem_engine.config import Role
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
@@ -20,6 +21,11 @@ async def sent(gateway, rack, **fields) -> SamplingParams:
     answer = await gateway.complete("hi", max_tokens=2, **fields)
     assert answer.status_code == 200, answer.text
     return rack.engines[0].received[-1].sampling
+
+
+async def test_request_names_the_release_of_the_gateway(gateway, rack):
+    await sent(gateway, rack)
+    assert rack.engines[0].received[-1].release == RELEASE
 
 
 # Fields

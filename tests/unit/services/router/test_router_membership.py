@@ -1,5 +1,6 @@
 import pytest
 
+from tandem_engine.base.release import RELEASE, WINDOW
 from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.router.membership import RETRY_LOST_AFTER_S, RETRY_REJECTED_AFTER_S, VIEW_DELAY_S, Membership
 from tandem_services.router.registry import WorkerState
@@ -202,3 +203,49 @@ def test_a_new_incarnation_of_a_worker_that_refused_is_offered_at_once(members):
     members.note_refusal("a@1", WorkerState.DRAINING)
     members.update(snapshot(make_record("a", number=2)))
     assert offered(members) == {"a"}
+
+
+class Watched:
+    """Proofs of a gateway to which every worker answers."""
+
+    def __init__(self) -> None:
+        self.workers: set[str] = set()
+
+    def watch(self, workers) -> None:
+        self.workers = {worker.incarnation for worker in workers}
+
+    def proven(self, incarnation: str) -> bool:
+        return True
+
+    async def prove(self, worker, *, within_s: float) -> bool:
+        return True
+
+
+OUTSIDE = RELEASE + WINDOW + 1
+
+
+async def test_worker_outside_the_window_gets_nothing(members):
+    proofs = Watched()
+    members.rely_on(proofs)
+    members.update(snapshot(make_record("a"), make_record("b", release=OUTSIDE)))
+    assert names(members) == {"a@1"}
+    assert members.unusable == {"b@1"}
+    assert proofs.workers == {"a@1"}
+    assert not await members.prove("b@1", within_s=0.0)
+    assert {member.record.view.incarnation: member.skewed for member in members.members()} == {
+        "a@1": False,
+        "b@1": True,
+    }
+
+
+def test_worker_outside_the_window_is_named_in_the_log_once(members, caplog):
+    for _ in range(3):
+        members.update(snapshot(make_record("b", release=OUTSIDE)))
+    (line,) = caplog.messages
+    assert line.startswith(f"worker b@1 gets no requests: it is of release {OUTSIDE}, outside the window")
+
+
+def test_worker_that_is_upgraded_is_offered(members):
+    members.update(snapshot(make_record("b", release=OUTSIDE)))
+    members.update(snapshot(make_record("b", number=2)))
+    assert names(members) == {"b@2"}

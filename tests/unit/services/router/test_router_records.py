@@ -116,7 +116,7 @@ def test_addresses_and_names_are_endpoints(endpoint):
 
 
 def test_a_hash_with_a_missing_field_is_no_worker():
-    for name in readable_fields(make_record("w1")).keys() - {"links", "host_token_s"}:  # of a release that has none
+    for name in readable_fields(make_record("w1")).keys() - {"links", "host_token_s", "release"}:  # of one without
         fields = written()
         del fields[name]
         assert read_record(fields) is None, name
@@ -124,3 +124,22 @@ def test_a_hash_with_a_missing_field_is_no_worker():
 
 def test_the_routing_row_has_the_size_that_the_script_expects():
     assert len(pack_row(make_record("w1"))) == ROW.size == 90
+
+
+@pytest.mark.parametrize("release", ["", "-1", "1.0", "one", "9999999999"])
+def test_row_with_a_malformed_release_is_no_worker(release):  # [redis-values-untrusted]
+    assert read_record(written(release=release)) is None
+
+
+def test_row_that_names_no_release_is_of_release_0():
+    fields = written()
+    del fields["release"]
+    record = read_record(fields)
+    assert record is not None
+    assert record.view.release == 0
+
+
+def test_release_survives_the_hash():
+    record = read_record(written(release="7"))
+    assert record is not None
+    assert record.view.release == 7

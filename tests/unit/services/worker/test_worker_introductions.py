@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tandem_engine.base.release import RELEASE, WINDOW
 from tandem_engine.config import Role
 from tandem_engine.messages.control import MAX_LINKS, MeetPeers
 from tandem_services.common.redis_client import RedisUnavailableError
@@ -34,11 +35,12 @@ def test_workers_of_complementary_roles_meet(own, known):
     assert {peer.worker_id for peer in whom_to_meet(view, FLEET)} == known
 
 
-def test_workers_of_another_shape_or_model_and_an_older_self_are_not_met():
+def test_workers_of_another_kind_and_an_older_self_are_not_met():
     own = make_view("d", Role.DECODE, number=2)
     strangers = [
         make_view("p1", Role.PREFILL, compat_hash="other"),
         make_view("p2", Role.PREFILL, model="other"),
+        make_view("p3", Role.PREFILL, release=RELEASE + WINDOW + 1),
         make_view("d", Role.BOTH, number=1),
     ]
     assert whom_to_meet(own, strangers) == ()
@@ -96,3 +98,8 @@ async def test_a_change_of_the_fleet_is_answered_without_waiting_for_the_next_ro
         await told.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def test_release_of_a_peer_is_named_to_the_engine():
+    (peer,) = whom_to_meet(make_view("d", Role.DECODE), [make_view("p", Role.PREFILL, release=RELEASE + 1)])
+    assert peer.release == RELEASE + 1

@@ -13,6 +13,7 @@ const STATES = {
   standby: "its revision is being tried: it takes no ordinary requests yet",
   stalled: "its engine shows no sign of life",
   suspect: "this gateway has lost its connection to it",
+  skewed: "its release is too far from this gateway's: it gets no requests",
   left: "has drained and left",
   lost: "has gone without a word",
 };

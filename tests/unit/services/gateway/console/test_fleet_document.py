@@ -61,8 +61,9 @@ def test_states_are_the_registrys_but_for_lost_connections():
         member("b", state=WorkerState.PAUSED),
         member("c", suspect=True),
         member("d"),
+        member("e", suspect=True, skewed=True),
     )
-    assert [worker.state for worker in document.workers] == ["draining", "paused", "suspect", "ready"]
+    assert [worker.state for worker in document.workers] == ["draining", "paused", "suspect", "ready", "skewed"]
 
 
 def test_redis_is_away_once_a_lease_has_passed_without_an_answer():

@@ -1,0 +1,104 @@
+"""Values of a worker's readable fields in Redis, each read and bounded. All functions raise `ValueError`."""
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from math import inf
+from typing import Annotated
+
+import msgspec
+
+from tandem_engine.base.addresses import Address
+from tandem_engine.config.adapters import MAX_ADAPTERS
+from tandem_engine.messages.control import MAX_LINKS, AdapterMemory, ServedAdapter
+from tandem_engine.messages.stats import LinkReport
+
+_INCARNATION = re.compile(r"[A-Za-z0-9._-]{1,128}@[0-9]{1,40}")
+
+_DIGITS = re.compile(r"[0-9]{1,9}")
+"""Tokens: a field of 32 bits has room for them."""
+
+MOST = 1e18
+"""No rate, time or number of tokens that is measured comes near it."""
+
+_Links = Annotated[tuple[LinkReport, ...], msgspec.Meta(max_length=MAX_LINKS)]
+_Adapters = Annotated[tuple[ServedAdapter, ...], msgspec.Meta(max_length=MAX_ADAPTERS)]
+
+
+def read_incarnation(text: str) -> str:
+    """`text`, if it is worker_id@number."""
+    if _INCARNATION.fullmatch(text) is None:
+        raise ValueError(f"{text[:200]!r} is no incarnation")
+    return text
+
+
+def read_endpoint(text: str) -> str:
+    """`text`, the endpoint that an engine reports. Anything else would reach ZMQ, which has more transports."""
+    if not Address.of_endpoint(text).port:
+        raise ValueError(f"{text[:200]!r} has no port")
+    return text
+
+
+def read_http_address(text: str) -> str:
+    """`text`, if it is "" or http://HOST:PORT: the order token is sent there."""
+    # A URL escapes the % before the zone of an IPv6 address.
+    if text and Address.parse(text.removeprefix("http://").replace("%25", "%")).url() != text:
+        raise ValueError(f"{text[:200]!r} is not http://HOST:PORT")
+    return text
+
+
+@lru_cache(maxsize=256)
+def read_adapters(text: str) -> Mapping[str, ServedAdapter]:
+    """By name. Most workers of a fleet have the same, heartbeat after heartbeat."""
+    try:
+        adapters = msgspec.json.decode(text, type=_Adapters)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"adapters: {error}") from error
+    return {adapter.name: adapter for adapter in adapters}
+
+
+@lru_cache(maxsize=256)
+def read_adapter_memory(text: str) -> AdapterMemory | None:
+    """None for a worker that reports none."""
+    try:
+        return msgspec.json.decode(text, type=AdapterMemory) if text else None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"adapter_memory: {error}") from error
+
+
+def read_links(text: str) -> tuple[LinkReport, ...]:
+    """Those of a worker to its peers."""
+    try:
+        links = msgspec.json.decode(text, type=_Links)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"links: {error}") from error
+    if not all(0.0 <= link.bytes_per_s < inf for link in links):
+        raise ValueError("a link has no sensible rate")
+    return links
+
+
+def read_measure(fields: Mapping[str, str], name: str) -> float:
+    """A number that was measured."""
+    value = float(fields[name])
+    if not 0 <= value <= MOST:
+        raise ValueError(f"{name} is {value}")
+    return value
+
+
+def read_size(text: str) -> int:
+    """A whole number above 0."""
+    return int(positive(read_number(text)))
+
+
+def read_number(text: str) -> int:
+    """A whole number."""
+    if _DIGITS.fullmatch(text) is None:
+        raise ValueError(f"{text[:40]!r} is no whole number")
+    return int(text)
+
+
+def positive(value: float) -> float:
+    """`value`, if it is above 0."""
+    if value <= 0:
+        raise ValueError(f"{value} is not positive")
+    return value
