@@ -20,7 +20,7 @@ from tandem_operator.planning.plan import make_plan, revision_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_services.cli.main import build_parser
 from tandem_services.common.allowed_hosts import AllowedHosts
-from tandem_services.common.redis_client import RedisAddress
+from tandem_services.common.redis_url import RedisUrl
 from tandem_services.common.settings import read_settings
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.worker.service import ORDER_TIMEOUT_S, SHUTDOWN_GRACE_S
@@ -209,7 +209,7 @@ def test_private_redis_ca_is_mounted_and_in_its_address():
         mount = next(one for one in container["volumeMounts"] if one["name"] == "redis-ca")
         url = container["args"][container["args"].index("--redis-url") + 1]
         assert url == f"rediss://tandem@redis.example:6380/0?ssl_ca_certs={mount['mountPath']}/ca.crt"
-        assert RedisAddress(url=url).connect().connection_pool.connection_kwargs["ssl_ca_certs"].endswith("/ca.crt")
+        assert RedisUrl.parse(url).files["ssl_ca_certs"].name == "ca.crt"
 
 
 def flag(args: list[str], name: str) -> float:
