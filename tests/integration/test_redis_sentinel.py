@@ -1,7 +1,5 @@
 """A primary that Sentinels name, over a plain connection and over TLS."""
 
-from functools import partial
-
 import pytest
 
 from tandem_services.common.redis_client import RedisAddress, RedisClient, RedisUnavailableError
@@ -34,32 +32,32 @@ async def answers(client: RedisClient) -> bool:
         return False
 
 
-async def wrote_to(watched: WatchedPair) -> bool:
+def has_it(watched: WatchedPair) -> bool:
     return watched.primary.command("GET", "tandem:{default}:x").startswith("$1")
 
 
 async def test_the_primary_that_sentinels_name_is_used_and_followed(watched):
     watched.sentinels[0].stop()  # the URL names it first
     del watched.sentinels[0]
-    fleet = Fleet(Place(watched.url(database=0)))
+    fleet = Fleet(Place(watched.url_of(database=0)))
     await every_call(fleet)
     await watched.in_step()
     await watched.fail_over()
-    await until(partial(answers, fleet.client), PATIENT_S, "the new primary answers")
-    assert await wrote_to(watched)
+    await until(lambda: answers(fleet.client), PATIENT_S, "the new primary answers")
+    assert has_it(watched)
     await fleet.close()
 
 
 async def test_another_database_of_a_sentinels_primary_is_used(watched):
-    client = RedisClient(RedisAddress(url=watched.url(database=2)), timeout_s=PATIENT_S)
+    client = RedisClient(RedisAddress(url=watched.url_of(database=2)), timeout_s=PATIENT_S)
     assert await answers(client)
-    assert not await wrote_to(watched)
+    assert not has_it(watched)
     assert "db2:keys=1" in watched.primary.command("INFO", "keyspace")
     await client.close()
 
 
 async def test_a_service_that_sentinels_do_not_have_is_named(watched):
-    url = watched.url().replace(f"/{SERVICE}/", "/absent/")
+    url = watched.url.replace(f"/{SERVICE}/", "/absent/")
     client = RedisClient(RedisAddress(url=url), timeout_s=PATIENT_S)
     with pytest.raises(RedisUnavailableError, match="it has no service 'absent'"):
         await client.require(wait_s=0)
@@ -75,7 +73,7 @@ async def test_sentinels_and_their_primary_have_separate_users(watched, tmp_path
         )
         sentinel.command("ACL", "SETUSER", "default", "-sentinel|get-master-addr-by-name")
     watched.primary.command("ACL", "SETUSER", "tandem", "on", ">pass", "~*", "+@all")
-    url = watched.url(user="tandem:pass@")
+    url = watched.url_of(user="tandem:pass@")
     client = RedisClient(RedisAddress(url=url), timeout_s=PATIENT_S)
     with pytest.raises(RedisUnavailableError, match="(?i)no permissions"):
         await client.command("PING")

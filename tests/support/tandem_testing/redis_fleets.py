@@ -22,7 +22,9 @@ UP_S = 60.0
 REPLICATED = ("--repl-diskless-sync-delay", "0")
 SERVICE = "main"
 QUIET_MS = 3_600_000
-"""No server takes another one for dead, however long a machine stalls: failovers are made by commands."""
+"""No Sentinel takes a server for dead, however long a machine stalls: failovers are made by commands."""
+ORDERED = ("--cluster-node-timeout", "10000", "--cluster-replica-no-failover", "yes")
+"""Failovers are made by commands. A longer timeout repeats a lost message of a node that joins too late."""
 
 BeforeExec = Callable[[], None] | None
 
@@ -110,10 +112,14 @@ class RedisCluster:
         await in_step(owner, replica)
         owner.kill()
         assert replica.command("CLUSTER", "FAILOVER", "TAKEOVER").startswith("+OK")
-        moved = f":{replica.port}"
-        others = [node for node in self.alive if node is not replica]
-        await until(lambda: all(moved in node.command("GET", key) for node in others), UP_S, "all have the new owner")
+        await self.is_taken_over(key, replica)
         return replica
+
+    async def is_taken_over(self, key: str, owner: RedisServer) -> None:
+        """Wait until all other nodes redirect to `owner`."""
+        others = [node for node in self.alive if node is not owner]
+        moved = f":{owner.port}"
+        await until(lambda: all(moved in node.command("GET", key) for node in others), UP_S, "all have the new owner")
 
     def slot(self, key: str) -> str:
         return self.primaries[0].command("CLUSTER", "KEYSLOT", key).strip()[1:]
@@ -124,18 +130,22 @@ class RedisCluster:
         taker.command("CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(owner))
         owner.command("CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(taker))
 
-    def move_keys(self, owner: RedisServer, taker: RedisServer, slot: str, *only: str) -> None:
-        """All keys of the slot, or these."""
-        listed = owner.command("CLUSTER", "GETKEYSINSLOT", slot, "10000").split("\r\n")
-        keys = only or tuple(line for line in listed if line.startswith("tandem:"))
-        for key in keys:
-            reply = owner.command("MIGRATE", taker.host, str(taker.port), key, "0", "10000")
-            assert reply.startswith(("+OK", "+NOKEY")), reply
+    def move_keys(self, owner: RedisServer, taker: RedisServer, slot: str) -> None:
+        """All keys of the slot."""
+        while keys := _keys_in(owner, slot):
+            for key in keys:
+                reply = owner.command("MIGRATE", taker.host, str(taker.port), key, "0", "10000")
+                assert reply.startswith(("+OK", "+NOKEY")), reply
 
     def end_move(self, owner: RedisServer, taker: RedisServer, slot: str) -> None:
         for node in (taker, owner, *self.primaries):
             if node in self.alive:
                 node.command("CLUSTER", "SETSLOT", slot, "NODE", node_id(taker))
+
+
+def _keys_in(owner: RedisServer, slot: str) -> list[str]:
+    listed = owner.command("CLUSTER", "GETKEYSINSLOT", slot, "1000").split("\r\n")
+    return [line for line in listed if line.startswith("tandem:")]
 
 
 def node_id(node: RedisServer) -> str:
@@ -148,21 +158,23 @@ def own_line(node: RedisServer) -> str:
 
 @contextlib.asynccontextmanager
 async def redis_cluster(
-    folder: Path, *options: str, replicas: int = 1, timeout_ms: int = QUIET_MS, before_exec: BeforeExec = None
+    folder: Path, *options: str, replicas: int = 1, before_exec: BeforeExec = None
 ) -> AsyncIterator[RedisCluster]:
-    """Three primaries, and `replicas` of each."""
+    """Three primaries, and `replicas` of each. `options` of all; none: failovers are made by commands."""
     cluster, numbers = RedisCluster(), itertools.count()
 
     def start() -> RedisServer:
         files = ("--cluster-enabled", "yes", "--cluster-config-file", str(folder / f"node-{next(numbers)}.conf"))
-        bus = ("--cluster-port", str(free_port()), "--cluster-node-timeout", str(timeout_ms))
-        return RedisServer.start(*files, *bus, *REPLICATED, *options, before_exec=before_exec)
+        bus = ("--cluster-port", str(free_port()))
+        return RedisServer.start(*files, *bus, *REPLICATED, *(options or ORDERED), before_exec=before_exec)
 
     try:
         for first, last in ((0, 5460), (5461, 10922), (10923, 16383)):
             cluster.primaries.append(start())
             cluster.primaries[-1].command("CLUSTER", "ADDSLOTSRANGE", str(first), str(last))
         cluster.replicas += [start() for _ in range(3 * replicas)]
+        for epoch, node in enumerate(cluster.nodes, 1):
+            node.command("CLUSTER", "SET-CONFIG-EPOCH", str(epoch))
         await _meet(cluster)
         for number, replica in enumerate(cluster.replicas):
             reply = replica.command("CLUSTER", "REPLICATE", node_id(cluster.primaries[number % 3]))
@@ -203,7 +215,11 @@ class WatchedPair:
     replica: RedisServer
     sentinels: list[RedisServer] = field(default_factory=list)
 
-    def url(self, *, user: str = "", database: int = 0) -> str:
+    @property
+    def url(self) -> str:
+        return self.url_of()
+
+    def url_of(self, *, user: str = "", database: int = 0) -> str:
         hosts = ",".join(f"{one.host}:{one.port}" for one in self.sentinels)
         return f"redis+sentinel://{user}{hosts}/{SERVICE}/{database}"
 
@@ -215,7 +231,8 @@ class WatchedPair:
         return sentinel.command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
 
     async def fail_over(self) -> None:
-        """As an operator does it: all Sentinels name the former replica, and the former primary follows it."""
+        """The primary dies, and a Sentinel is ordered to promote the replica at once."""
+        self.primary.kill()
         await until(lambda: "+OK" in self.sentinels[0].command("SENTINEL", "FAILOVER", SERVICE), UP_S, "a failover")
         await self.is_failed_over()
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ from tandem_testing.chaos.namespaces import Namespace, Switch
 from tandem_testing.chaos.parts import Gateway, Part, Worker
 from tandem_testing.chaos.worker_main import WorkerSettings
 from tandem_testing.metric_text import metric_sum
+from tandem_testing.redis_fleets import (
+    RedisCluster,
+    RedisPair,
+    WatchedPair,
+    redis_cluster,
+    redis_pair,
+    redis_sentinels,
+)
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.system import tandem_command
 from tandem_testing.tcp_proxy import TcpProxy
@@ -45,6 +54,8 @@ CLUSTER = "chaos"
 START_TIMEOUT_S = 400.0
 """A hang, not a promise: a machine with ten times more work than cores takes minutes to load a fleet."""
 RESTART_AFTER_S = 0.5
+DOWN_AFTER_MS = 1_000
+"""Sentinels take a server for dead that has not answered for so long."""
 KEEPER_POLL_S = 0.05
 SHORT_REST = "64"
 """Tokens up to which decode workers may compute themselves; whatever is longer has two workers, at any rates of the
@@ -60,6 +71,14 @@ ENGINE_FLAGS = (
 )
 
 
+class Rented(StrEnum):
+    """Redis that consists of several servers."""
+
+    PAIR = "a primary and its replica behind one address"
+    SENTINELS = "a primary and its replica, which Sentinels watch"
+    CLUSTER = "a cluster"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """What a fleet consists of."""
@@ -72,6 +91,7 @@ class Shape:
     """Proxies stand before every worker, and before Redis one for each process."""
     named: bool = False
     """Redis is reached by `REDIS_NAME`, whose address a scenario decides."""
+    rented: Rented | None = None
     wired: bool = False
     """Every worker has a network namespace, and so an address, of its own; KV goes over TCP."""
     engine_flags: tuple[str, ...] = ()
@@ -89,6 +109,8 @@ class Fleet:
     folder: Path
     shape: Shape
     redis: RedisServer
+    """Of a rented Redis the server that has the data at the start."""
+    rented: RedisPair | WatchedPair | RedisCluster | None = None
     host: str = LOOPBACK
     """Loopback address of every process of a fleet that is not wired."""
     switch: Switch | None = None
@@ -108,13 +130,20 @@ class Fleet:
         """Raises `AssertionError` with the logs when it does not come up."""
         # From the main thread, like all that shall die with it, and with no moment at which it could be forgotten.
         with contextlib.closing(Switch.open()) if shape.wired else contextlib.nullcontext() as switch:
-            fleet = cls(folder=folder, shape=shape, redis=_redis(switch, host), host=host, switch=switch)
-            try:
-                await fleet.launch()
-                await fleet.all_ready(START_TIMEOUT_S)
-                yield fleet
-            finally:
-                await fleet.close()
+            async with _rented(shape.rented, folder) as rented:
+                redis = _redis(switch, host) if rented is None else _owner(rented)
+                fleet = cls(folder=folder, shape=shape, redis=redis, rented=rented, host=host, switch=switch)
+                async with fleet._served():
+                    yield fleet
+
+    @contextlib.asynccontextmanager
+    async def _served(self) -> "AsyncIterator[None]":
+        try:
+            await self.launch()
+            await self.all_ready(START_TIMEOUT_S)
+            yield
+        finally:
+            await self.close()
 
     async def launch(self) -> None:
         """Start every process without waiting for any."""
@@ -226,6 +255,11 @@ class Fleet:
         return Keys(CLUSTER, Deployment.of(KeyPair.load(self._keys)).namespace)
 
     def _redis_url(self, user: str) -> str:
+        if isinstance(self.rented, RedisCluster):
+            # Of six nodes: the others are found.
+            return self.rented.url(self.rented.primaries[0], self.rented.replicas[1])
+        if self.rented is not None:
+            return self.rented.url
         line = self.redis_lines.get(user)
         port = self.redis.port if line is None else line.port
         host = REDIS_NAME if self.shape.named else self.redis.host
@@ -340,6 +374,27 @@ class Fleet:
                 elif self._restarting and time.monotonic() - part.ended_at >= RESTART_AFTER_S:
                     dead.remove(id(part))
                     part.start()
+
+
+@contextlib.asynccontextmanager
+async def _rented(kind: Rented | None, folder: Path) -> "AsyncIterator[RedisPair | WatchedPair | RedisCluster | None]":
+    match kind:
+        case Rented.PAIR:
+            async with redis_pair(before_exec=die_with_parent) as pair:
+                yield pair
+        case Rented.SENTINELS:
+            down = DOWN_AFTER_MS
+            async with redis_sentinels(folder, down_after_ms=down, before_exec=die_with_parent) as watched:
+                yield watched
+        case Rented.CLUSTER:
+            async with redis_cluster(folder, before_exec=die_with_parent) as cluster:
+                yield cluster
+        case None:
+            yield None
+
+
+def _owner(rented: RedisPair | WatchedPair | RedisCluster) -> RedisServer:
+    return rented.owner(Keys(CLUSTER).starting) if isinstance(rented, RedisCluster) else rented.primary
 
 
 def _redis(switch: Switch | None, host: str) -> RedisServer:
