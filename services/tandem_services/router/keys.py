@@ -44,6 +44,10 @@ For instance:
         +exists +strlen +hlen +hexists +hget +hset +hdel +hgetall +hrandfield +zadd +zscore +zremrangebyscore
         +zcard +zrange +zrem +zremrangebyrank
         +sadd +srem +sismember +get +getdel +set +unlink +pexpire
+        +cluster|slots
+
+CLUSTER SLOTS is for a cluster alone, so that a client finds another node when the one that its URL names is gone; a
+Sentinel needs SENTINEL GET-MASTER-ADDR-BY-NAME, of its own user.
 """
 
 import re

@@ -103,7 +103,7 @@ class RedisCluster:
 
     def replica_of(self, primary: RedisServer) -> RedisServer:
         identity = node_id(primary)
-        return next(node for node in self.replicas if f"slave {identity}" in own_line(node))
+        return next(node for node in self.replicas if own_line(node).split()[3] == identity)
 
     async def take_over(self, key: str) -> RedisServer:
         """The owner of `key` dies, its replica is promoted without a vote; the new owner, once all agree."""

@@ -215,7 +215,7 @@ def test_redis_that_is_missing_is_named_with_what_installs_it(tmp_path):
 
 @pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 def test_named_redis_fails_until_it_runs_and_has_functions():
-    server = RedisServer.start("--rename-command", "FUNCTION", "")
+    server = RedisServer.start("--rename-command", "FCALL", "")
     try:
         finding = services.redis_server(RedisAddress(url=server.url))
         assert_found(finding, Status.FAIL, "", "start Redis 7 or later there")
