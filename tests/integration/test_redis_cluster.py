@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 import pytest_asyncio
+from redis.crc import key_slot
 
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress, RedisClient, RedisUnavailableError
@@ -13,8 +14,16 @@ from tandem_services.router.keys import Keys
 from tandem_services.router.registry import LeaseStatus
 from tandem_services.router.router import Router
 from tandem_services.router.shared_state import SessionBinding, SessionBindings, SessionName
-from tandem_testing.redis_calls import every_call, every_call_noted, functions_of, registered_functions
-from tandem_testing.redis_fleets import RedisCluster, redis_cluster
+from tandem_testing.redis_calls import (
+    KEYLESS,
+    documented_rules,
+    every_call,
+    every_call_noted,
+    functions_of,
+    keys_of,
+    registered_functions,
+)
+from tandem_testing.redis_fleets import RedisCluster, grant, redis_cluster
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import LASTING, PAGE, PATIENT_S, Fleet, make_query, make_record, patient_router
 
@@ -83,10 +92,14 @@ def other(cluster: RedisCluster) -> RedisServer:
 
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
 async def test_any_node_leads_to_the_owner_of_all_keys(cluster, scheme):
-    fleet = Fleet(Place(cluster.url(other(cluster), scheme=scheme)))
+    grant(cluster.nodes, documented_rules(), user="tandem", password="secret")
+    fleet = Fleet(Place(cluster.url(other(cluster), scheme=scheme)), user="tandem:secret")
     with every_call_noted() as calls:
         await every_call(fleet)
     assert (fleet.client.failures, functions_of(calls)) == (0, registered_functions())
+    keys = [keys_of(call) for call in calls if call[0] not in KEYLESS]
+    assert all(keys), "a call without a key has no owner"
+    assert {key_slot(key.encode()) for each in keys for key in each} == {key_slot(KEY.encode())}
     await fleet.close()
 
 

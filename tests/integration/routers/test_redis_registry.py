@@ -6,10 +6,16 @@ import time
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.router import keys
 from tandem_services.router.cost import Demand
 from tandem_services.router.registry import Endings, LeaseStatus, WorkerState
-from tandem_testing.redis_calls import every_call, every_call_noted, functions_of, registered_functions
+from tandem_testing.redis_calls import (
+    documented_rules,
+    every_call,
+    every_call_noted,
+    functions_of,
+    registered_functions,
+)
+from tandem_testing.redis_fleets import grant
 from tandem_testing.router_builders import HOUR_MS, MODEL, PAGE, Fleet, chain_of, make_link, make_load, make_record
 
 BRIEF = {"LEASE_MS": 400, "FENCE_AFTER_MS": HOUR_MS, "SWEEP_EVERY_MS": 0}
@@ -248,10 +254,7 @@ async def test_a_wiped_registry_has_a_new_epoch_and_fills_by_heartbeats(server, 
 
 
 async def test_a_user_with_only_the_documented_commands_can_do_everything(server, fleet):
-    words = (keys.__doc__ or "").partition("-@all")[2].split()
-    rules = [word for word in words if word.startswith("+")]
-    assert len(rules) > 10, "the ACL example has moved"
-    server.command("ACL", "SETUSER", "tandem", "reset", "on", ">secret", "~tandem:{default}:*", "-@all", *rules)
+    grant([server], documented_rules(), user="tandem", password="secret")
     user = Fleet(server, user="tandem:secret")
     with every_call_noted() as calls:
         await every_call(user)

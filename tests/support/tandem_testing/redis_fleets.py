@@ -9,7 +9,7 @@ All end with the block.
 
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,13 @@ ORDERED = ("--cluster-node-timeout", "10000", "--cluster-replica-no-failover", "
 """Failovers are made by commands. A longer timeout repeats a lost message of a node that joins too late."""
 
 BeforeExec = Callable[[], None] | None
+
+
+def grant(servers: Iterable[RedisServer], rules: Iterable[str], *, user: str, password: str) -> None:
+    """ACLs are not replicated: each server has its own."""
+    for server in servers:
+        reply = server.command("ACL", "SETUSER", user, "reset", "on", f">{password}", *rules)
+        assert reply.startswith("+OK"), reply
 
 
 async def in_step(primary: RedisServer, replica: RedisServer) -> None:

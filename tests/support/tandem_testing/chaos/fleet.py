@@ -36,10 +36,12 @@ from tandem_testing.chaos.namespaces import Namespace, Switch
 from tandem_testing.chaos.parts import Gateway, Part, Worker
 from tandem_testing.chaos.worker_main import WorkerSettings
 from tandem_testing.metric_text import metric_sum
+from tandem_testing.redis_calls import documented_rules
 from tandem_testing.redis_fleets import (
     RedisCluster,
     RedisPair,
     WatchedPair,
+    grant,
     redis_cluster,
     redis_pair,
     redis_sentinels,
@@ -54,6 +56,8 @@ CLUSTER = "chaos"
 START_TIMEOUT_S = 400.0
 """A hang, not a promise: a machine with ten times more work than cores takes minutes to load a fleet."""
 RESTART_AFTER_S = 0.5
+USER, PASSWORD = "tandem", "secret"
+"""Of all processes, at a rented Redis."""
 DOWN_AFTER_MS = 1_000
 """Sentinels take a server for dead that has not answered for so long."""
 KEEPER_POLL_S = 0.05
@@ -255,11 +259,8 @@ class Fleet:
         return Keys(CLUSTER, Deployment.of(KeyPair.load(self._keys)).namespace)
 
     def _redis_url(self, user: str) -> str:
-        if isinstance(self.rented, RedisCluster):
-            # Of six nodes: the others are found.
-            return self.rented.url(self.rented.primaries[0], self.rented.replicas[1])
         if self.rented is not None:
-            return self.rented.url
+            return _rented_url(self.rented).replace("://", f"://{USER}:{PASSWORD}@", 1)
         line = self.redis_lines.get(user)
         port = self.redis.port if line is None else line.port
         host = REDIS_NAME if self.shape.named else self.redis.host
@@ -378,19 +379,31 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def _rented(kind: Rented | None, folder: Path) -> "AsyncIterator[RedisPair | WatchedPair | RedisCluster | None]":
+    """Its user has the least rights."""
+    rules = documented_rules(CLUSTER)
     match kind:
         case Rented.PAIR:
             async with redis_pair(before_exec=die_with_parent) as pair:
+                grant((pair.primary, pair.replica), rules, user=USER, password=PASSWORD)
                 yield pair
         case Rented.SENTINELS:
             down = DOWN_AFTER_MS
             async with redis_sentinels(folder, down_after_ms=down, before_exec=die_with_parent) as watched:
+                grant((watched.primary, watched.replica), rules, user=USER, password=PASSWORD)
                 yield watched
         case Rented.CLUSTER:
             async with redis_cluster(folder, before_exec=die_with_parent) as cluster:
+                grant(cluster.nodes, rules, user=USER, password=PASSWORD)
                 yield cluster
         case None:
             yield None
+
+
+def _rented_url(rented: RedisPair | WatchedPair | RedisCluster) -> str:
+    """Of a cluster by two of its six nodes: the others are found."""
+    if isinstance(rented, RedisCluster):
+        return rented.url(rented.primaries[0], rented.replicas[1])
+    return rented.url
 
 
 def _owner(rented: RedisPair | WatchedPair | RedisCluster) -> RedisServer:

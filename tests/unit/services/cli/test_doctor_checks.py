@@ -15,6 +15,8 @@ from tandem_services.cli.doctor import limits, memory, processor, services, soft
 from tandem_services.cli.doctor.finding import Check, Finding, Machine, Status, ok, run_all
 from tandem_services.common.errors import StartupError
 from tandem_services.common.redis_client import RedisAddress
+from tandem_testing.redis_calls import documented_rules
+from tandem_testing.redis_fleets import grant
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 
 V2 = "cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3"
@@ -223,6 +225,8 @@ def test_named_redis_fails_until_it_runs_and_has_functions():
         assert services.redis_server(RedisAddress(url=server.url)).status is Status.FAIL
         server.extra = ()
         server.restart()
+        grant([server], documented_rules(), user="tandem", password="secret")
+        assert_ok(services.redis_server(RedisAddress(url=server.url.replace("//", "//tandem:secret@"))), "functions")
         assert_ok(services.redis_server(RedisAddress(url=server.url)), "has functions")
     finally:
         server.stop()
