@@ -115,11 +115,11 @@ async def test_calls_follow_a_slot_while_and_after_it_moves(cluster):
     async with served(cluster.url(owner)) as (fleet, router):
         sessions = SessionBindings(client=fleet.client, keys=fleet.keys)
         cluster.begin_move(KEY, taker)
-        # Functions look for keys that there may not be, and the owner cannot tell whether these have been moved.
+        # Functions look for keys that there may not be, and the owner has no record of those that have left.
         assert await sources(router, 1) == [Source.LOCAL]
         assert await sessions.open(SessionName(id="new"), ttl_s=60), "the taker has what is new"
         cluster.move_keys(owner, taker, slot)
-        # The taker gets the functions with the first call that it is asked for.
+        # The taker gets the functions with the first call that it gets.
         assert await sources(router) == [Source.REDIS] * 2
         assert await sessions.find(SessionName(id="new")) == SessionBinding()
         cluster.end_move(owner, taker, slot)

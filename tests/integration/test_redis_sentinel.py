@@ -3,9 +3,11 @@
 import pytest
 
 from tandem_services.common.redis_client import RedisAddress, RedisClient, RedisUnavailableError
+from tandem_services.common.sockets import free_port
+from tandem_testing.certificates import certify, tls_flags
 from tandem_testing.redis_calls import every_call
 from tandem_testing.redis_fleets import SERVICE, WatchedPair, redis_sentinels
-from tandem_testing.redis_server import REDIS_SERVER
+from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import PATIENT_S, Fleet
 from tandem_testing.waiting import until
 
@@ -82,3 +84,26 @@ async def test_sentinels_and_their_primary_have_separate_users(watched, tmp_path
     client = RedisClient(RedisAddress(url=url + options), timeout_s=PATIENT_S)
     assert await answers(client)
     await client.close()
+
+
+async def test_sentinels_and_their_primary_speak_tls(tmp_path):
+    if REDIS_SERVER is None:
+        pytest.skip("redis-server is not installed")
+    certify(tmp_path)
+    flags, ports = (*tls_flags(tmp_path), "--tls-replication", "yes"), (free_port(), free_port())
+    primary = RedisServer.start("--tls-port", str(ports[0]), *flags)
+    config = tmp_path / "sentinel.conf"
+    config.write_text(f"sentinel monitor {SERVICE} 127.0.0.1 {ports[0]} 1\n")
+    sentinel = RedisServer.start("--tls-port", str(ports[1]), *flags, sentinel=config)
+    try:
+        url = f"rediss+sentinel://localhost:{ports[1]}/{SERVICE}"
+        trusting = RedisClient(RedisAddress(url=f"{url}?ssl_ca_certs={tmp_path / 'tls.crt'}"), timeout_s=PATIENT_S)
+        assert await answers(trusting)
+        await trusting.close()
+        strange = RedisClient(RedisAddress(url=url), timeout_s=PATIENT_S)
+        with pytest.raises(RedisUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
+            await strange.require(wait_s=0)
+        await strange.close()
+    finally:
+        primary.stop()
+        sentinel.stop()

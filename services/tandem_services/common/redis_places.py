@@ -4,7 +4,7 @@
     cluster       the owner that a MOVED has named; at first, or when that one does not answer, any node in turn
     Sentinels     the primary that one of them names, each in turn
 
-A connection that is open says HELLO, which needs no rights and answers in which mode the server runs. A node of a
+A connection that is open begins with HELLO, which needs no rights and returns mode and role of the server. A node of a
 cluster then lists the other nodes (CLUSTER SLOTS), so that one address is enough to survive its loss.
 """
 
@@ -205,7 +205,7 @@ class Nodes(Places):
         owner, self._owner = self._owner, None
         address = owner or self._next()
         async with connected(self._dial(address)) as wire:
-            if (await said_at_hello(wire)).get("mode") == "cluster":
+            if (await hello_of(wire)).get("mode") == "cluster":
                 self._listed = await nodes_listed(wire, address.host) or self._listed
             # It answers, so that it stays the owner until a MOVED names another one.
             self._owner = owner
@@ -218,7 +218,7 @@ class Nodes(Places):
 
 
 class Sentinels(Places):
-    """The primary of a service. A Sentinel that names a server which is none is asked again after the others."""
+    """The primary of a service. Each search begins at another Sentinel."""
 
     def __init__(self, dial: Dial, dial_sentinel: Dial, url: RedisUrl) -> None:
         self._dial = dial
@@ -244,7 +244,7 @@ class Sentinels(Places):
 
     async def _named_by(self, sentinel: Address) -> Address:
         async with asyncio.timeout(SENTINEL_S), connected(self._dial_sentinel(sentinel)) as wire:
-            named = await asked(wire, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
+            named = await reply_of(wire, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
             await wire.disconnect(nowait=True)
         if named is None:
             raise ValueError(f"it has no service {self._service!r}; correct the path of --redis-url")
@@ -253,7 +253,7 @@ class Sentinels(Places):
 
     async def _primary_at(self, address: Address) -> Wire:
         async with connected(self._dial(address)) as wire:
-            if (role := (await said_at_hello(wire)).get("role", "master")) != "master":
+            if (role := (await hello_of(wire)).get("role", "master")) != "master":
                 raise ConnectionError(f"{address} is a {role}")
             return wire
 
@@ -274,26 +274,26 @@ async def connected(wire: Wire) -> AsyncIterator[Wire]:
         raise
 
 
-async def asked(wire: Wire, *command: str) -> Any:
+async def reply_of(wire: Wire, *command: str) -> Any:
     """The answer to the only command in flight."""
     await wire.send_packed_command(wire.pack_command(*command), check_health=False)
     return await wire.read_response()
 
 
-async def said_at_hello(wire: Wire) -> dict[str, str]:
-    """What a server says about itself; nothing if it, or a proxy before it, has no HELLO."""
+async def hello_of(wire: Wire) -> dict[str, str]:
+    """Mode, role and more of a server; nothing if it, or a proxy before it, has no HELLO."""
     try:
-        said = await asked(wire, "HELLO")
+        reply = await reply_of(wire, "HELLO")
     except ResponseError:
         return {}
-    pairs = zip(said[::2], said[1::2], strict=True)
+    pairs = zip(reply[::2], reply[1::2], strict=True)
     return {name.decode(): value.decode() for name, value in pairs if isinstance(value, bytes)}
 
 
 async def nodes_listed(wire: Wire, host: str) -> tuple[Address, ...]:
-    """Primaries and replicas of a cluster, as the node at `host` knows them; none if the user may not ask."""
+    """Primaries and replicas of a cluster, as the node at `host` lists them; none if the user lacks the right."""
     try:
-        ranges = await asked(wire, "CLUSTER", "SLOTS")
+        ranges = await reply_of(wire, "CLUSTER", "SLOTS")
     except ResponseError:
         return ()
     return tuple(dict.fromkeys(_nodes(ranges, host)))

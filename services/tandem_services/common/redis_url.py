@@ -78,7 +78,8 @@ class RedisUrl:
         except (ValueError, KeyError):
             schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise _refused(url, f"a Redis URL starts with one of {schemes}: redis://user@host:6379/0") from None
-        if "@" in parts.path + parts.query + parts.fragment:
+        misplaced = parts.path + parts.query + parts.fragment
+        if "@" in misplaced and not (kind is Kind.SOCKET and not parts.netloc):
             raise _refused(url, "special characters of a password must be %-encoded")
         if parts.fragment:
             raise _refused(url, "it has a part after #, which means nothing here")

@@ -19,6 +19,7 @@ from tandem_services.common.redis_url import Kind, RedisUrl
         ("redis+sentinel://a,b:7/main", Kind.SENTINEL, False, "a:26379 b:7", "main", 0),
         ("rediss+sentinel://a/main/3", Kind.SENTINEL, True, "a:26379", "main", 3),
         ("unix:///run/redis.sock?db=1", Kind.SOCKET, False, "", "", 1),
+        ("unix:///home/me@here/redis.sock", Kind.SOCKET, False, "", "", 0),
     ],
 )
 def test_a_url_means_its_servers(url, kind, tls, addresses, service, database):

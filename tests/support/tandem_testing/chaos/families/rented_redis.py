@@ -70,14 +70,14 @@ async def the_slot_of_a_cluster_moves_then_its_owner_dies(run: Run) -> None:
         cluster.end_move(owner, taker, cluster.slot(key))
         await steady(run, load)
         await until(lambda: routed_by_redis(run), PATIENCE_S, "the slot's new owner is used")
-        heir = cluster.replica_of(taker)
-        await in_step(taker, heir)
+        promoted = cluster.replica_of(taker)
+        await in_step(taker, promoted)
         for node in cluster.alive:
             for name, value in VOTES.items():
                 node.command("CONFIG", "SET", name, value)
         taker.kill()
         await more(run, load, 500)
-        await cluster.is_taken_over(key, heir)
+        await cluster.is_taken_over(key, promoted)
         await more(run, load, 600)
 
     await run.under_fault(run.asks(Kind.GREEDY, Kind.PLAIN), fault)
