@@ -145,12 +145,12 @@ class RedisLine:
         for hop in range(HOPS + 1):
             line = self._current()
             try:
-                answer = await self._sent(line, args, within_s if hop == 0 else ends - clock())
+                answer = await self._sent(line, args, within_s if hop == 0 else ends - clock(), within_s)
             except AskError as error:
                 refusal, where = error, self._places.named(error, line.wire)
             else:
                 if self._taker is not None and args[0] == "FUNCTION":
-                    await self._sent(self._taker[1], args, ends - clock())
+                    await self._sent(self._taker[1], args, ends - clock(), within_s)
                 return answer
             if where is None:
                 self._left(line, within_s)
@@ -158,7 +158,7 @@ class RedisLine:
             if isinstance(refusal, MovedError):
                 self._moved(line, where, within_s)
             else:
-                return await self._sent(self._taking(where, within_s), args, ends - clock(), asking=True)
+                return await self._sent(self._taking(where, within_s), args, ends - clock(), within_s, asking=True)
         raise refusal
 
     async def close(self) -> None:
@@ -169,10 +169,13 @@ class RedisLine:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
 
-    async def _sent(self, line: Line, args: tuple[Any, ...], within_s: float, *, asking: bool = False) -> Any:
+    async def _sent(
+        self, line: Line, args: tuple[Any, ...], left_s: float, within_s: float, *, asking: bool = False
+    ) -> Any:
+        """`left_s`: of the `within_s` that each command of this client has."""
         awaits_opening = line.opening
         try:
-            return await _reply(line, args, within_s, asking=asking)
+            return await _reply(line, args, left_s, asking=asking)
         except TimeoutError:
             if not awaits_opening:
                 self._retire(line, within_s)

@@ -189,4 +189,6 @@ def _options(url: str, kind: Kind, tls: bool, query: str) -> dict[str, str]:
         if not value or (values and value not in values):
             raise _refused(url, f"option {name} must be {' or '.join(values) or 'given a value'}")
         options[name] = value
+    if "sentinel_username" in options and "sentinel_password_file" not in options:
+        raise _refused(url, "option sentinel_username needs sentinel_password_file")
     return options

@@ -58,6 +58,7 @@ REFUSED = {
     "rediss://h?ssl_ca_certs=": "ssl_ca_certs must be given",
     "redis://h?password=secret": "--redis-password-file",
     "redis://h?sentinel_username=me": "'sentinel_username' is unknown",
+    "redis+sentinel://h/main?sentinel_username=me": "needs sentinel_password_file",
     "unix://": "path of the socket",
     "unix:///s?db=x": "database 'x'",
     "redis://u:sec/ret@h": "%-encoded",
