@@ -31,7 +31,7 @@ OTHER_COLONS = {
     "engine/tandem_engine/kernels/cpu/kept.py": {"spec.function.partition(':')"},
     "services/tandem_services/cli/doctor/processor.py": {"line.partition(':')"},
     "lab/tandem_lab/cli/simulate.py": {"part.partition(':')"},
-    "services/tandem_services/common/redis_client.py": {"credentials.partition(':')"},
+    "services/tandem_services/common/redis_url.py": {"credentials.partition(':')"},
     # Names of fields of server-sent events.
     "services/tandem_services/cli/chat/conversation.py": {"line.partition(':')"},
     # An adapter and its base: base:adapter.

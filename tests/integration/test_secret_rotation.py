@@ -3,9 +3,6 @@
 API keys of gateways: tests/unit/services/gateway/access/test_key_watch.py. Both processes reach Redis alike.
 """
 
-import subprocess
-from pathlib import Path
-
 import pytest
 
 from tandem_services.common.redis_client import RedisAddress, RedisClient, RedisUnavailableError
@@ -13,14 +10,13 @@ from tandem_services.common.sockets import free_port
 from tandem_services.router.keys import Keys
 from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import FleetChanges, Registry
+from tandem_testing.certificates import certify, tls_flags
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.waiting import until
 
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 
 PATIENCE_S = 60.0
-CERTIFICATE = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-"""With openssl: signed by itself, so each certificate is its own authority."""
 
 
 @pytest.fixture
@@ -51,13 +47,6 @@ class Heart:
             return False
 
 
-def certify(folder: Path) -> None:
-    """A new key and certificate for this host."""
-    names = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
-    files = ("-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt"))
-    subprocess.run(("openssl", *CERTIFICATE, *names, *files), check=True, capture_output=True)
-
-
 async def test_a_password_of_redis(start, tmp_path):
     server, path = start(), tmp_path / "password"
     grant = ("~*", "&*", "+@all")
@@ -77,19 +66,16 @@ async def test_a_password_of_redis(start, tmp_path):
 async def test_a_certificate_of_redis_and_its_authority(start, tmp_path):
     certify(tmp_path)
     port = free_port()
-    files = {"tls-cert-file": tmp_path / "tls.crt", "tls-key-file": tmp_path / "tls.key"}
-    options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
-    authority = ("--tls-ca-cert-file", str(tmp_path / "tls.crt"), "--tls-auth-clients", "no")
-    server = start("--tls-port", str(port), *options, *authority)
+    server = start("--tls-port", str(port), *tls_flags(tmp_path))
     trusted = tmp_path / "ca.crt"
-    trusted.write_bytes(files["tls-cert-file"].read_bytes())
+    trusted.write_bytes((tmp_path / "tls.crt").read_bytes())
     heart = Heart(RedisAddress(url=f"rediss://localhost:{port}/0?ssl_ca_certs={trusted}"))
     await until(heart.beats, PATIENCE_S, "with the first certificate")
     certify(tmp_path)
-    changed = [word for name, path in files.items() for word in (name, str(path))]
+    changed = [word.removeprefix("--") for word in tls_flags(tmp_path)[:4]]
     assert server.command("CONFIG", "SET", *changed).startswith("+OK")
     server.command("CLIENT", "KILL", "TYPE", "NORMAL", "SKIPME", "yes")
     assert not await heart.beats(), "nobody knows this certificate"
-    trusted.write_bytes(files["tls-cert-file"].read_bytes())
+    trusted.write_bytes((tmp_path / "tls.crt").read_bytes())
     await until(heart.beats, PATIENCE_S, "with the second certificate")
     await heart.client.close()

@@ -67,9 +67,13 @@ VIOLATIONS = {
     "pageSize, dtype, kvCacheDtype, contextLength, quantization and modelImpl must be equal for both roles: set them "
     "in spec.engine": Violation({"engine": {"dtype": "float32"}}),
     "give managed or external, not both": Violation({"managed": {}, "external": {"url": "redis://r:6379"}}),
-    "caSecret is for TLS: a url with rediss://": Violation(
+    "caSecret is for TLS: a url with rediss": Violation(
         {"url": "redis://r:6379", "caSecret": {"name": "redis", "key": "ca.crt"}}
     ),
+    "sentinelPassword is for Sentinels: a url with +sentinel://": Violation(
+        {"url": "redis://r:6379", "sentinelPassword": {"name": "redis", "key": "sentinel"}}
+    ),
+    "sentinelUser needs sentinelPassword": Violation({"url": "redis+sentinel://r/main", "sentinelUser": "reader"}),
     "keys of ucx begin with UCX_": Violation({"ucx": {"TLS": "rc"}}),
     "maxSurge and maxUnavailable are both 0: nothing could ever be replaced; raise one": Violation({"maxSurge": 0}),
     "decode.replicas is 0 while prefill has workers: no worker could decode; set both to 0 to stop serving": Violation(

@@ -196,20 +196,37 @@ class ManagedRedis(Api, frozen=True, kw_only=True):
     """Changes to its pod."""
 
 
+_REDIS_USER = r"([-._a-zA-Z0-9]+@)?"
+_REDIS_HOST = r"[-._a-zA-Z0-9\[\]:]+"
+_REDIS_URL = (
+    rf"^(rediss?://{_REDIS_USER}{_REDIS_HOST}(/[0-9]+)?"
+    rf"|rediss?\+cluster://{_REDIS_USER}{_REDIS_HOST}(,{_REDIS_HOST})*(/0?)?"
+    rf"|rediss?\+sentinel://{_REDIS_USER}{_REDIS_HOST}(,{_REDIS_HOST})*/[-._a-zA-Z0-9]+(/[0-9]+)?)$"
+)
+
+
 class ExternalRedis(Api, frozen=True, kw_only=True):
     """An existing Redis (7 or later) or Valkey; several services may share it."""
 
-    url: Annotated[
-        str, msgspec.Meta(pattern=r"^rediss?://([-._a-zA-Z0-9]+@)?[-._a-zA-Z0-9\[\]:]+(/[0-9]+)?$", max_length=512)
-    ]
-    """redis:// or rediss:// for TLS, with the ACL user before an @. No password."""
+    url: Annotated[str, msgspec.Meta(pattern=_REDIS_URL, max_length=512)]
+    """redis://, redis+cluster:// for nodes of a cluster, redis+sentinel:// for Sentinels and the name of a service; the
+    same with rediss for TLS. The ACL user stands before an @. No password."""
     password: SecretKey | None = None
     """Its password."""
+    sentinel_user: Annotated[str, msgspec.Meta(pattern=r"^[-._a-zA-Z0-9]+$", max_length=128)] | None = None
+    """ACL user of the Sentinels; default: their default user."""
+    sentinel_password: SecretKey | None = None
+    """Password of the Sentinels; default: none."""
     ca_secret: SecretKey | None = None
-    """Certificate authority of a rediss:// address, PEM; default: those of the image."""
+    """Certificate authority of an address with rediss, PEM; default: those of the image."""
 
     RULES: ClassVar = (
-        Rule("!has(self.caSecret) || self.url.startsWith('rediss://')", "caSecret is for TLS: a url with rediss://"),
+        Rule("!has(self.caSecret) || self.url.startsWith('rediss')", "caSecret is for TLS: a url with rediss"),
+        Rule(
+            "!has(self.sentinelPassword) || self.url.matches('^rediss?[+]sentinel://')",
+            "sentinelPassword is for Sentinels: a url with +sentinel://",
+        ),
+        Rule("!has(self.sentinelUser) || has(self.sentinelPassword)", "sentinelUser needs sentinelPassword"),
     )
 
 

@@ -20,6 +20,7 @@ from tandem_operator.builders.naming import (
     selector_of,
 )
 from tandem_operator.builders.redis import PORT as REDIS_PORT
+from tandem_operator.builders.redis import redis_ports
 from tandem_operator.builders.served import Served
 from tandem_operator.builders.worker import FOLLOWER, HEALTH_PORT, worker_labels
 from tandem_operator.settings import OperatorSettings
@@ -134,7 +135,7 @@ def _egress(service: Served, part: str, parts: Manifest) -> list[Manifest]:
     rules: list[Manifest] = [{"to": [parts]}, {"ports": [_port(port, kind) for port in DNS for kind in ("UDP", "TCP")]}]
     reached = []
     if spec.redis.external is not None:
-        reached.append(urlsplit(spec.redis.external.url).port or REDIS_PORT)
+        reached += redis_ports(spec.redis.external)
     if spec.observability.otlp_traces_endpoint is not None:
         collector = urlsplit(spec.observability.otlp_traces_endpoint)
         reached.append(collector.port or (HTTPS if collector.scheme == "https" else HTTP))

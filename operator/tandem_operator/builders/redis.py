@@ -8,9 +8,10 @@ files: kubelets renew them when their Secrets change, and both are read at each 
 """
 
 from decimal import Decimal
+from urllib.parse import urlsplit
 
 from tandem_engine.base.addresses import Address
-from tandem_operator.api.model_service import Redis
+from tandem_operator.api.model_service import ExternalRedis, Redis
 from tandem_operator.api.pods import Resources
 from tandem_operator.builders.containers import (
     Manifest,
@@ -30,9 +31,11 @@ from tandem_operator.builders.served import Served
 
 PASSWORD_FOLDER = "/etc/tandem/redis"  # noqa: S105 - a folder
 PASSWORD_KEY = "password"  # noqa: S105 - a name
+SENTINEL_FOLDER = "/etc/tandem/redis-sentinel"
 CA_FOLDER = "/etc/tandem/redis-ca"
 CA_FILE = "ca.crt"
 PORT = 6379
+SENTINEL_PORT = 26379
 
 
 def redis_words(redis: Redis, service: str) -> list[str]:
@@ -49,14 +52,33 @@ def redis_volumes(redis: Redis, service: str) -> list[tuple[Manifest, Manifest]]
     if redis.external is not None and redis.external.ca_secret is not None:
         ca = redis.external.ca_secret
         found.append(secret_volume("redis-ca", ca.name, CA_FOLDER, {ca.key: CA_FILE}))
+    if redis.external is not None and redis.external.sentinel_password is not None:
+        secret = redis.external.sentinel_password
+        found.append(secret_volume("redis-sentinel", secret.name, SENTINEL_FOLDER, {secret.key: PASSWORD_KEY}))
     return [pair for pair in found if pair is not None]
+
+
+def redis_ports(external: ExternalRedis) -> list[int]:
+    """Those that its URL names; of nodes that a cluster or Sentinels name the default one."""
+    scheme, _, rest = external.url.partition("://")
+    default = SENTINEL_PORT if scheme.endswith("+sentinel") else PORT
+    hosts = urlsplit(f"//{rest}").netloc.rpartition("@")[2].split(",")
+    named = [urlsplit(f"//{host}").port or default for host in hosts]
+    return [*named, PORT] if "+" in scheme else named
 
 
 def _url(redis: Redis, service: str) -> str:
     if redis.external is None:
         return Address(redis_name(service), PORT).url("/0", scheme="redis")
-    authority = f"?ssl_ca_certs={CA_FOLDER}/{CA_FILE}" if redis.external.ca_secret is not None else ""
-    return redis.external.url + authority
+    external = redis.external
+    options: list[str] = []
+    if external.ca_secret is not None:
+        options.append(f"ssl_ca_certs={CA_FOLDER}/{CA_FILE}")
+    if external.sentinel_user is not None:
+        options.append(f"sentinel_username={external.sentinel_user}")
+    if external.sentinel_password is not None:
+        options.append(f"sentinel_password_file={SENTINEL_FOLDER}/{PASSWORD_KEY}")
+    return external.url + ("?" + "&".join(options) if options else "")
 
 
 def _password_volume(redis: Redis, service: str) -> tuple[Manifest, Manifest] | None:

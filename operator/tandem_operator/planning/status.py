@@ -164,7 +164,9 @@ def referenced_secrets(service: Served) -> list[str]:
     spec = service.spec
     names = [spec.security.curve_secret, spec.gateway.auth_secret]
     if spec.redis.external is not None:
-        names += [one.name for one in (spec.redis.external.password, spec.redis.external.ca_secret) if one is not None]
+        external = spec.redis.external
+        secrets = (external.password, external.sentinel_password, external.ca_secret)
+        names += [one.name for one in secrets if one is not None]
     if spec.model.hugging_face is not None and spec.model.hugging_face.token_secret is not None:
         names.append(spec.model.hugging_face.token_secret.name)
     return [name for name in dict.fromkeys(names) if name is not None]

@@ -183,8 +183,8 @@ def add_redis(parser: argparse._ActionsContainer, *, required: bool) -> None:
         required=required and settings.redis_url is None,
         default=settings.redis_url,
         metavar="URL",
-        help="redis://[user@]host:port/db, rediss:// for TLS (TANDEM_REDIS_URL)"
-        + ("" if required else "; default: start a private Redis"),
+        help="redis://[user@]host:port/db, redis+cluster://host:port,…, redis+sentinel://host:port,…/service or "
+        "unix://; rediss for TLS (TANDEM_REDIS_URL)" + ("" if required else "; default: start a private Redis"),
     )
     parser.add_argument(
         "--redis-password-file",

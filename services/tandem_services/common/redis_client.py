@@ -4,9 +4,9 @@
 
 Redis contains only hints [redis-is-optional], so the client neither retries nor waits: a command is answered within its
 deadline or fails with `RedisUnavailableError`, and the caller continues without it. All failures count the same:
-refused, hung, LOADING, READONLY, OOM, NOPERM, MOVED, or bytes that are no Redis protocol.
+refused, hung, LOADING, READONLY, OOM, NOPERM, or bytes that are no Redis protocol.
 
-Its one connection is a `redis_line.RedisLine`.
+Its one connection is a `redis_line.RedisLine`, which follows a cluster's redirections.
 """
 
 import asyncio
@@ -21,9 +21,6 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 import msgspec
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.credentials import CredentialProvider
 from redis.exceptions import (
     RedisError,
     ResponseError,
@@ -32,6 +29,8 @@ from redis.exceptions import (
 from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.base.errors import ConfigError
 from tandem_services.common.redis_line import RedisLine
+from tandem_services.common.redis_places import Places, places_of
+from tandem_services.common.redis_url import RedisUrl, mask_password
 
 logger = logging.getLogger(__name__)
 
@@ -128,33 +127,20 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-class FilePassword(CredentialProvider):
-    """Reads the password at every connect, so that a rotated Secret needs no restart."""
-
-    def __init__(self, username: str | None, path: Path) -> None:
-        self._username = username
-        self._path = path
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        password = self._path.read_text("utf-8").strip()
-        return (self._username, password) if self._username else (password,)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RedisAddress:
     """Where Redis is. `repr` and `str` never show the password."""
 
     url: str = field(repr=False)
-    """redis://, rediss:// (TLS; options as in redis-py, e.g. ?ssl_ca_certs=/etc/ca.pem) or unix://."""
+    """See `redis_url`."""
     password_file: Path | None = None
     """Takes the place of a password in the URL."""
 
     def __post_init__(self) -> None:
-        if urlsplit(self.url).scheme not in {"redis", "rediss", "unix"}:
-            raise ConfigError(
-                f"--redis-url {self}: a Redis URL starts with redis://, rediss:// or unix://, "
-                "e.g. redis://user:password@host:6379/0"
-            )
+        files = RedisUrl.parse(self.url).files
+        for name, path in files.items():
+            if not path.is_file():
+                raise ConfigError(f"--redis-url {self}: {name} {path}: no such file")
         if self.password_file is not None and not self.password_file.is_file():
             raise ConfigError(f"--redis-password-file {self.password_file}: no such file")
 
@@ -171,44 +157,9 @@ class RedisAddress:
         place = user + parts.netloc.rpartition("@")[2]
         return RedisAddress(url=urlunsplit(parts._replace(netloc=place)), password_file=path)
 
-    def connect(self) -> "Redis":
-        """A client that has not connected yet. Raises `ConfigError` for a URL that cannot be parsed."""
-        url, credentials = self.url, None
-        if self.password_file is not None:
-            parts = urlsplit(url)
-            credentials = FilePassword(unquote(parts.username or "") or None, self.password_file)
-            url = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-        try:
-            return Redis.from_url(
-                url,
-                credential_provider=credentials,
-                # RESP2 needs no handshake; replies are the same bytes for every server version.
-                protocol=2,
-                # One attempt: the deadline of the whole command is ours, and so is the next try.
-                retry=Retry(NoBackoff(), 0),
-                socket_timeout=None,
-                socket_connect_timeout=None,
-                # A socket in the file system has no other end on a network.
-                **({} if urlsplit(url).scheme == "unix" else {"socket_keepalive": True}),
-            )
-        except (ValueError, TypeError):
-            # Not chained: redis-py's message may quote a part of the password.
-            raise ConfigError(
-                f"--redis-url {self}: its host, port or database cannot be read; "
-                "special characters of a password must be %-encoded"
-            ) from None
-
-
-def mask_password(url: str) -> str:
-    """`url` without its password and without its options, which may hold one too.
-
-    Everything before the last @ counts as credentials, so that a password with a stray / or # stays hidden.
-    """
-    scheme, separator, rest = url.partition("://")
-    credentials, at, place = rest.rpartition("@")
-    if ":" in credentials:
-        credentials = credentials.partition(":")[0] + ":***"
-    return scheme + separator + credentials + at + place.partition("?")[0]
+    def places(self) -> Places:
+        """Where a client's connections lead. None is open yet."""
+        return places_of(RedisUrl.parse(self.url), self.password_file)
 
 
 class RedisClient:
@@ -220,9 +171,8 @@ class RedisClient:
         self.breaker = breaker or CircuitBreaker()
         self.failures = 0
         """Commands without a usable answer since start, those that the breaker refused not counted."""
-        redis = address.connect()
-        self._line = RedisLine(redis.connection_pool.make_connection)
-        self._readers = cast("Mapping[str, Callable[[Reply], Reply]]", redis.response_callbacks)
+        self._line = RedisLine(address.places())
+        self._readers = cast("Mapping[str, Callable[[Reply], Reply]]", Redis(protocol=2).response_callbacks)
         """redis-py's, of commands whose replies mean more than their bytes."""
         self._log = RarelyLogged(clock=self.breaker.clock)
         self._unreadable: dict[str, RarelyLogged] = {}

@@ -14,7 +14,14 @@ name resolution and connecting may take longer than the deadline of a command.
 
 A connection is retired as well when its server refuses a command because it is not the primary (`NOT_PRIMARY`). After a
 failover the address leads to another server, while connections to the former primary stay open for as long as it runs.
-The next command resolves the name again. The circuit breaker bounds how often that happens.
+The next command finds the server again (`redis_places`). The circuit breaker bounds how often that happens.
+
+All keys of a client are in one slot of a cluster, so one connection, to the slot's owner, is enough:
+
+    MOVED  another node has the slot: that connection is retired, and the command goes to the owner. Nothing is sent
+           twice that may have been executed: a redirected command was not.
+    ASK    the slot is on its way to another node: this command goes there over a second connection, after ASKING.
+           Commands without a key, which load functions, then go to both.
 
 Redis executes commands one at a time, so a connection for each concurrent command gains nothing; opening, pooling and
 checking them costs a gateway more than the commands.
@@ -22,45 +29,34 @@ checking them costs a gateway more than the commands.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from redis.exceptions import AskError, ClusterDownError, InvalidResponse, ReadOnlyError, ResponseError, TryAgainError
+from redis.exceptions import AskError, ClusterDownError, InvalidResponse, MovedError, ReadOnlyError, ResponseError
+
+from tandem_engine.base.addresses import Address
+from tandem_services.common.redis_places import Places, Wire
 
 OPEN_S = 1.0
 """A connection that is not there by then is given up."""
 
-NOT_PRIMARY = (ReadOnlyError, ClusterDownError, AskError, TryAgainError)
-"""READONLY, CLUSTERDOWN, MASTERDOWN, ASK, MOVED, TRYAGAIN: the server is not, or not yet, the one that takes commands.
+NOT_PRIMARY = (ReadOnlyError, ClusterDownError, AskError)
+"""READONLY, CLUSTERDOWN, MASTERDOWN, and MOVED or ASK that lead nowhere: the server is not the one that takes commands.
 
 LOADING ends the connection by itself, as redis-py counts it among the connection errors.
 """
 
+HOPS = 4
+"""Redirections of one command. A failover in the middle of a slot's move takes three."""
+
 READING_TURNS = 4
 """Turns of the event loop in which bytes that have arrived become a reply: read, parsed, handed out, one to spare."""
-
-
-class Wire(Protocol):
-    """What is used of redis-py's connections, which know addresses, TLS, passwords and the protocol."""
-
-    async def connect(self) -> None: ...
-
-    def pack_command(self, *args: Any) -> list[bytes]: ...
-
-    async def send_packed_command(self, command: list[bytes], check_health: bool = True) -> None:
-        """Writes before it waits for anything."""
-        ...
-
-    async def read_response(self) -> Any: ...
-
-    async def disconnect(self, nowait: bool = False) -> None: ...
 
 
 class Line:
     """One connection, from its opening to its end. Raises what ended it in all queued commands."""
 
     def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+        self.wire = wire
         self._waiting: deque[asyncio.Future[Any]] = deque()
         self._opened = asyncio.Event()
         self._failure: Exception | None = None
@@ -75,22 +71,28 @@ class Line:
         """Neither open yet nor broken."""
         return not self._opened.is_set()
 
-    async def send(self, args: tuple[Any, ...]) -> "asyncio.Future[Any]":
-        """The reply to one command, to come; it fails with `ResponseError` when Redis refuses the command."""
+    async def send(self, args: tuple[Any, ...], *, asking: bool) -> "asyncio.Future[Any]":
+        """The reply to one command, to come; it fails with `ResponseError` when Redis refuses the command.
+
+        `asking`: the command comes after ASKING, which is valid for the next command alone.
+        """
         if not self._opened.is_set():
             await self._opened.wait()
         if self._failure is not None:
             raise self._failure
-        packed = self._wire.pack_command(*args)
+        packed = self.wire.pack_command(*args)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if asking:
+            packed = [*self.wire.pack_command("ASKING"), *packed]
+            self._waiting.append(_dropped())
         self._waiting.append(reply)
-        await self._wire.send_packed_command(packed, check_health=False)
+        await self.wire.send_packed_command(packed, check_health=False)
         return reply
 
     async def _serve(self) -> None:
         try:
             async with asyncio.timeout(OPEN_S):
-                await self._wire.connect()
+                await self.wire.connect()
             self._opened.set()
             while True:
                 await self._hand_out()
@@ -98,12 +100,12 @@ class Line:
             self._break(error)
         finally:
             self._break(ConnectionError("the connection was closed"))
-            await self._wire.disconnect(nowait=True)
+            await self.wire.disconnect(nowait=True)
 
     async def _hand_out(self) -> None:
         refused = None
         try:
-            answer = await self._wire.read_response()
+            answer = await self.wire.read_response()
         except ResponseError as error:
             answer, refused = None, error
         if not self._waiting:
@@ -129,53 +131,117 @@ class Line:
 class RedisLine:
     """The line of one client: the one connection that there is now. Belongs to one event loop."""
 
-    def __init__(self, make: Callable[[], Wire]) -> None:
-        self._make = make
+    def __init__(self, places: Places) -> None:
+        self._places = places
         self._line: Line | None = None
+        self._taker: tuple[Address, Line] | None = None
+        """Where the slot goes, since an ASK and until a MOVED."""
         self._readers: set[asyncio.Task[None]] = set()
 
     async def command(self, *args: Any, within_s: float) -> Any:
         """Raises `ResponseError` for what Redis refuses, `TimeoutError`, or what broke the connection."""
-        line = self._line
-        if line is None or line.broken:
-            line = self._line = self._open()
-        awaits_opening = line.opening
-        try:
-            return await _asked(line, args, within_s)
-        except TimeoutError:
-            if not awaits_opening:
-                self._retire(line, within_s)
-            raise
-        except NOT_PRIMARY:
-            self._retire(line, within_s)
-            raise
+        clock = asyncio.get_running_loop().time
+        ends = clock() + within_s
+        for hop in range(HOPS + 1):
+            line = self._current()
+            try:
+                answer = await self._sent(line, args, within_s if hop == 0 else ends - clock(), within_s)
+            except AskError as error:
+                refusal, where = error, self._places.named(error, line.wire)
+            else:
+                if self._taker is not None and args[0] == "FUNCTION":
+                    await self._sent(self._taker[1], args, ends - clock(), within_s)
+                return answer
+            if where is None:
+                self._left(line, within_s)
+                raise refusal
+            if isinstance(refusal, MovedError):
+                self._moved(line, where, within_s)
+            else:
+                return await self._sent(self._taking(where, within_s), args, ends - clock(), within_s, asking=True)
+        raise refusal
 
     async def close(self) -> None:
         """Idempotent."""
-        self._line = None
+        self._line = self._taker = None
         readers = [*self._readers]
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
 
+    async def _sent(
+        self, line: Line, args: tuple[Any, ...], left_s: float, within_s: float, *, asking: bool = False
+    ) -> Any:
+        """`left_s`: of the `within_s` that each command of this client has."""
+        awaits_opening = line.opening
+        try:
+            return await _reply(line, args, left_s, asking=asking)
+        except TimeoutError:
+            if not awaits_opening:
+                self._retire(line, within_s)
+            raise
+        except AskError:
+            raise
+        except NOT_PRIMARY:
+            self._left(line, within_s)
+            raise
+
+    def _current(self) -> Line:
+        if self._line is None or self._line.broken:
+            self._line = self._open(self._places.wire())
+        return self._line
+
+    def _left(self, line: Line, within_s: float) -> None:
+        if line is self._line:
+            self._places.left()
+        self._retire(line, within_s)
+
+    def _moved(self, line: Line, owner: Address, within_s: float) -> None:
+        """Commands that the former owner refuses later find the connection to the new one."""
+        if line is not self._line:
+            return
+        self._places.moved(owner)
+        self._retire(line, within_s)
+        if self._taker is not None and self._taker[0] == owner and not self._taker[1].broken:
+            self._line = self._taker[1]
+        elif self._taker is not None:
+            self._end(self._taker[1], within_s)
+        self._taker = None
+
+    def _taking(self, address: Address, within_s: float) -> Line:
+        """The connection to the node that takes the slot over."""
+        if self._taker is not None and (self._taker[0] != address or self._taker[1].broken):
+            self._end(self._taker[1], within_s)
+            self._taker = None
+        if self._taker is None:
+            self._taker = (address, self._open(self._places.wire_to(address)))
+        return self._taker[1]
+
     def _retire(self, line: Line, within_s: float) -> None:
         """Later commands get a new connection; earlier ones may still be answered within `within_s` seconds."""
         if line is self._line:
             self._line = None
-            asyncio.get_running_loop().call_later(within_s, line.reader.cancel)
+        elif self._taker is not None and line is self._taker[1]:
+            self._taker = None
+        else:
+            return
+        self._end(line, within_s)
 
-    def _open(self) -> Line:
-        line = Line(self._make())
+    def _end(self, line: Line, within_s: float) -> None:
+        asyncio.get_running_loop().call_later(within_s, line.reader.cancel)
+
+    def _open(self, wire: Wire) -> Line:
+        line = Line(wire)
         self._readers.add(line.reader)
         line.reader.add_done_callback(self._readers.discard)
         return line
 
 
-async def _asked(line: Line, args: tuple[Any, ...], within_s: float) -> Any:
+async def _reply(line: Line, args: tuple[Any, ...], within_s: float, *, asking: bool) -> Any:
     reply = None
     try:
         async with asyncio.timeout(within_s):
-            reply = await line.send(args)
+            reply = await line.send(args, asking=asking)
             return await asyncio.shield(reply)
     except TimeoutError:
         if reply is None:
@@ -189,3 +255,10 @@ async def _asked(line: Line, args: tuple[Any, ...], within_s: float) -> Any:
     finally:
         if reply is not None:
             reply.cancel()
+
+
+def _dropped() -> "asyncio.Future[Any]":
+    """A reply that is read and that no command waits for."""
+    reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    reply.cancel()
+    return reply

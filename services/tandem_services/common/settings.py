@@ -26,7 +26,7 @@ SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 KNOWN = {
-    "TANDEM_REDIS_URL": "redis://, rediss:// or unix:// address of Redis",
+    "TANDEM_REDIS_URL": "address of Redis: redis://, redis+cluster://, redis+sentinel://, unix://; rediss for TLS",
     "TANDEM_REDIS_PASSWORD_FILE": "file with the Redis password",
     "TANDEM_CLUSTER": "name of the deployment within Redis",
     "TANDEM_CURVE_KEYS": "file with the key pair of worker and gateway sockets",

@@ -33,17 +33,9 @@ Why one set per incarnation and not one key per block: the entries of a dead inc
 UNLINK or one expiry instead of a sweep over millions of keys; publishing n blocks is one SADD; and a
 routing decision costs a look or a few per worker (scripts/settle.lua).
 
-Commands used, for the ACL. Inside functions: TIME TYPE EXISTS STRLEN HLEN HEXISTS HGET HSET HDEL HGETALL
-HRANDFIELD ZADD ZSCORE ZCARD ZRANGE ZREM ZREMRANGEBYRANK ZREMRANGEBYSCORE SADD SREM SISMEMBER GET SET UNLINK PEXPIRE.
-From clients: FCALL, PING, for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME TYPE
-ZADD ZRANGE ZREM ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library
-(`router.redis_functions`).
-For instance:
-
-    ACL SETUSER tandem on >secret resetkeys ~tandem:{default}:* -@all +fcall +ping +function|load +time +type
-        +exists +strlen +hlen +hexists +hget +hset +hdel +hgetall +hrandfield +zadd +zscore +zremrangebyscore
-        +zcard +zrange +zrem +zremrangebyrank
-        +sadd +srem +sismember +get +getdel +set +unlink +pexpire
+docs/operations.md lists the commands, as an ACL rule that tests use: those inside functions, and from clients FCALL,
+PING, for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME TYPE ZADD ZRANGE ZREM
+ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.redis_functions`).
 """
 
 import re

@@ -6,12 +6,16 @@ import time
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.router import keys
 from tandem_services.router.cost import Demand
-from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import Endings, LeaseStatus, WorkerState
-from tandem_services.router.shared_state import Charge, FairBoard, QuarantineBoard, Report, UsageBoard
-from tandem_services.router.usage_counters import Ask, Refused, UsageLimits
+from tandem_testing.redis_calls import (
+    documented_rules,
+    every_call,
+    every_call_noted,
+    functions_of,
+    registered_functions,
+)
+from tandem_testing.redis_fleets import grant
 from tandem_testing.router_builders import HOUR_MS, MODEL, PAGE, Fleet, chain_of, make_link, make_load, make_record
 
 BRIEF = {"LEASE_MS": 400, "FENCE_AFTER_MS": HOUR_MS, "SWEEP_EVERY_MS": 0}
@@ -250,34 +254,9 @@ async def test_a_wiped_registry_has_a_new_epoch_and_fills_by_heartbeats(server, 
 
 
 async def test_a_user_with_only_the_documented_commands_can_do_everything(server, fleet):
-    words = (keys.__doc__ or "").partition("-@all")[2].split()
-    rules = [word for word in words if word.startswith("+")]
-    assert len(rules) > 10, "the ACL example has moved"
-    server.command("ACL", "SETUSER", "tandem", "reset", "on", ">secret", "~tandem:{default}:*", "-@all", *rules)
+    grant([server], documented_rules(), user="tandem", password="secret")
     user = Fleet(server, user="tandem:secret")
-    await user.client.require(wait_s=0)
-    record = make_record("w1")
-    assert (await user.beat(record)).status is LeaseStatus.RENEWED
-    await user.cache(record, chain_of(tuple(range(64))))
-    routed = await route(user, tuple(range(128)))
-    assert routed is not None
-    assert routed.matched_tokens == 64
-    await user.index.release(routed.reservation)
-    assert await names(user) == {"w1@1"}
-    await user.registry.deregister("w1@1")
-    board = QuarantineBoard(client=user.client, keys=user.keys)
-    await board.put("aa", ttl_s=60, capacity=8)
-    assert list(await board.digests()) == ["aa"]
-    assert await board.clear("aa") == 1
-    await board.clear()
-    library = FunctionLibrary(user.client)
-    limits = UsageLimits(requests=1, tokens=9, concurrency=1)
-    usage = UsageBoard(library=library, keys=user.keys)
-    taken = await usage.take("t", limits, Ask(requests=1, tokens=9, lease="r"))
-    assert (taken.refused, taken.requests, taken.tokens) == (Refused.NOTHING, 1, 9)
-    await usage.renew("t", ["r"])
-    await usage.settle("t", second=taken.second, tokens=-9, lease="r")
-    report = Report(gateway="g", charges=[Charge(tenant="t", cost=1.5, waits=True)], left=2, wanted=1)
-    standing = await FairBoard(library=library, keys=user.keys).sync(report)
-    assert (standing.values, standing.places) == ({"t": 1.5}, 1)
+    with every_call_noted() as calls:
+        await every_call(user)
+    assert functions_of(calls) == registered_functions()
     await user.close()

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from tandem_engine.base.addresses import Address
 from tandem_services.common.sockets import free_port
@@ -32,13 +33,19 @@ class RedisServer:
     before_exec: Callable[[], None] | None = None
     """Called in the new process, e.g. `die_with_parent`."""
     process: "subprocess.Popen[bytes] | None" = None
+    sentinel: Path | None = None
+    """The configuration of a Sentinel, which it rewrites; None: a server."""
 
     @classmethod
     def start(
-        cls, *extra: str, host: str = "127.0.0.1", before_exec: Callable[[], None] | None = None
+        cls,
+        *extra: str,
+        host: str = "127.0.0.1",
+        before_exec: Callable[[], None] | None = None,
+        sentinel: Path | None = None,
     ) -> "RedisServer":
         for _ in range(TRIES):
-            server = cls(port=free_port(host), host=host, extra=extra, before_exec=before_exec)
+            server = cls(port=free_port(host), host=host, extra=extra, before_exec=before_exec, sentinel=sentinel)
             if server._comes_up():
                 return server
         raise AssertionError(f"redis-server ended {TRIES} times when it was started")
@@ -54,9 +61,11 @@ class RedisServer:
     def _comes_up(self) -> bool:
         """False if it ends instead: somebody else has taken the port since it was found free."""
         assert REDIS_SERVER is not None, "redis-server is not installed"
-        options = ("--port", str(self.port), "--bind", self.host, "--save", "", "--appendonly", "no", "--dir", "/tmp")
+        place = ("--port", str(self.port), "--bind", self.host, "--dir", "/tmp")
+        kind = ("--save", "", "--appendonly", "no") if self.sentinel is None else ("--sentinel",)
+        config = () if self.sentinel is None else (str(self.sentinel),)
         self.process = subprocess.Popen(
-            [REDIS_SERVER, *options, *self.extra],
+            [REDIS_SERVER, *config, *place, *kind, *self.extra],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             preexec_fn=self.before_exec,  # noqa: PLW1509  only prctl runs between fork and exec

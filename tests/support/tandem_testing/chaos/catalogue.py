@@ -79,6 +79,9 @@ PROMISES: tuple[Promise, ...] = (
     _line(65, "a second deployment takes the cluster name", "neither deployment notices the other", 1.0),
     _line(66, "peers are reached in one direction only", "as 22; no process ends", 10.0),
     _line(67, "workers with adapters die", "as 1 and 6, with the right adapter; what was loaded is loaded again", 3.0),
+    _line(69, "Redis fails over behind one address", "no request fails; the new primary is used", 1.0),
+    _line(70, "Redis dies, and Sentinels promote its replica", "as 69", 1.0),
+    _line(71, "the slot of a cluster moves, then its owner dies", "as 69", 1.0),
 )
 
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,16 @@ from tandem_testing.chaos.namespaces import Namespace, Switch
 from tandem_testing.chaos.parts import Gateway, Part, Worker
 from tandem_testing.chaos.worker_main import WorkerSettings
 from tandem_testing.metric_text import metric_sum
+from tandem_testing.redis_calls import documented_rules
+from tandem_testing.redis_fleets import (
+    RedisCluster,
+    RedisPair,
+    WatchedPair,
+    grant,
+    redis_cluster,
+    redis_pair,
+    redis_sentinels,
+)
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.system import tandem_command
 from tandem_testing.tcp_proxy import TcpProxy
@@ -45,6 +56,10 @@ CLUSTER = "chaos"
 START_TIMEOUT_S = 400.0
 """A hang, not a promise: a machine with ten times more work than cores takes minutes to load a fleet."""
 RESTART_AFTER_S = 0.5
+USER, PASSWORD = "tandem", "secret"
+"""Of all processes, at a rented Redis."""
+DOWN_AFTER_MS = 1_000
+"""Sentinels take a server for dead that has not answered for so long."""
 KEEPER_POLL_S = 0.05
 SHORT_REST = "64"
 """Tokens up to which decode workers may compute themselves; whatever is longer has two workers, at any rates of the
@@ -60,6 +75,14 @@ ENGINE_FLAGS = (
 )
 
 
+class Rented(StrEnum):
+    """Redis that consists of several servers."""
+
+    PAIR = "a primary and its replica behind one address"
+    SENTINELS = "a primary and its replica, which Sentinels watch"
+    CLUSTER = "a cluster"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """What a fleet consists of."""
@@ -72,6 +95,7 @@ class Shape:
     """Proxies stand before every worker, and before Redis one for each process."""
     named: bool = False
     """Redis is reached by `REDIS_NAME`, whose address a scenario decides."""
+    rented: Rented | None = None
     wired: bool = False
     """Every worker has a network namespace, and so an address, of its own; KV goes over TCP."""
     engine_flags: tuple[str, ...] = ()
@@ -89,6 +113,8 @@ class Fleet:
     folder: Path
     shape: Shape
     redis: RedisServer
+    """Of a rented Redis the server that has the data at the start."""
+    rented: RedisPair | WatchedPair | RedisCluster | None = None
     host: str = LOOPBACK
     """Loopback address of every process of a fleet that is not wired."""
     switch: Switch | None = None
@@ -108,13 +134,20 @@ class Fleet:
         """Raises `AssertionError` with the logs when it does not come up."""
         # From the main thread, like all that shall die with it, and with no moment at which it could be forgotten.
         with contextlib.closing(Switch.open()) if shape.wired else contextlib.nullcontext() as switch:
-            fleet = cls(folder=folder, shape=shape, redis=_redis(switch, host), host=host, switch=switch)
-            try:
-                await fleet.launch()
-                await fleet.all_ready(START_TIMEOUT_S)
-                yield fleet
-            finally:
-                await fleet.close()
+            async with _rented(shape.rented, folder) as rented:
+                redis = _redis(switch, host) if rented is None else _owner(rented)
+                fleet = cls(folder=folder, shape=shape, redis=redis, rented=rented, host=host, switch=switch)
+                async with fleet._served():
+                    yield fleet
+
+    @contextlib.asynccontextmanager
+    async def _served(self) -> "AsyncIterator[None]":
+        try:
+            await self.launch()
+            await self.all_ready(START_TIMEOUT_S)
+            yield
+        finally:
+            await self.close()
 
     async def launch(self) -> None:
         """Start every process without waiting for any."""
@@ -226,6 +259,8 @@ class Fleet:
         return Keys(CLUSTER, Deployment.of(KeyPair.load(self._keys)).namespace)
 
     def _redis_url(self, user: str) -> str:
+        if self.rented is not None:
+            return _rented_url(self.rented).replace("://", f"://{USER}:{PASSWORD}@", 1)
         line = self.redis_lines.get(user)
         port = self.redis.port if line is None else line.port
         host = REDIS_NAME if self.shape.named else self.redis.host
@@ -340,6 +375,39 @@ class Fleet:
                 elif self._restarting and time.monotonic() - part.ended_at >= RESTART_AFTER_S:
                     dead.remove(id(part))
                     part.start()
+
+
+@contextlib.asynccontextmanager
+async def _rented(kind: Rented | None, folder: Path) -> "AsyncIterator[RedisPair | WatchedPair | RedisCluster | None]":
+    """Its user has the least rights."""
+    rules = documented_rules(CLUSTER)
+    match kind:
+        case Rented.PAIR:
+            async with redis_pair(before_exec=die_with_parent) as pair:
+                grant((pair.primary, pair.replica), rules, user=USER, password=PASSWORD)
+                yield pair
+        case Rented.SENTINELS:
+            down = DOWN_AFTER_MS
+            async with redis_sentinels(folder, down_after_ms=down, before_exec=die_with_parent) as watched:
+                grant((watched.primary, watched.replica), rules, user=USER, password=PASSWORD)
+                yield watched
+        case Rented.CLUSTER:
+            async with redis_cluster(folder, before_exec=die_with_parent) as cluster:
+                grant(cluster.nodes, rules, user=USER, password=PASSWORD)
+                yield cluster
+        case None:
+            yield None
+
+
+def _rented_url(rented: RedisPair | WatchedPair | RedisCluster) -> str:
+    """Of a cluster by two of its six nodes: the others are found."""
+    if isinstance(rented, RedisCluster):
+        return rented.url(rented.primaries[0], rented.replicas[1])
+    return rented.url
+
+
+def _owner(rented: RedisPair | WatchedPair | RedisCluster) -> RedisServer:
+    return rented.owner(Keys(CLUSTER).starting) if isinstance(rented, RedisCluster) else rented.primary
 
 
 def _redis(switch: Switch | None, host: str) -> RedisServer:

@@ -16,6 +16,7 @@ from tandem_testing.chaos.families import (
     outages,
     partitions,
     redis_faults,
+    rented_redis,
     steps,
     transfers,
 )
@@ -28,6 +29,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     outages,
     clients,
     redis_faults,
+    rented_redis,
     networks,
     partitions,
     membership,

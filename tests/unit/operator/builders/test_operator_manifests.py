@@ -20,7 +20,7 @@ from tandem_operator.planning.plan import make_plan, revision_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_services.cli.main import build_parser
 from tandem_services.common.allowed_hosts import AllowedHosts
-from tandem_services.common.redis_client import RedisAddress
+from tandem_services.common.redis_url import RedisUrl
 from tandem_services.common.settings import read_settings
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.worker.service import ORDER_TIMEOUT_S, SHUTDOWN_GRACE_S
@@ -208,8 +208,14 @@ def test_private_redis_ca_is_mounted_and_in_its_address():
         container, *_ = template["spec"]["containers"]
         mount = next(one for one in container["volumeMounts"] if one["name"] == "redis-ca")
         url = container["args"][container["args"].index("--redis-url") + 1]
-        assert url == f"rediss://tandem@redis.example:6380/0?ssl_ca_certs={mount['mountPath']}/ca.crt"
-        assert RedisAddress(url=url).connect().connection_pool.connection_kwargs["ssl_ca_certs"].endswith("/ca.crt")
+        assert url == (
+            "rediss+sentinel://tandem@sentinel-0.example:26380,sentinel-1.example/main/0"
+            f"?ssl_ca_certs={mount['mountPath']}/ca.crt"
+            "&sentinel_username=reader&sentinel_password_file=/etc/tandem/redis-sentinel/password"
+        )
+        files = RedisUrl.parse(url).files
+        mounts = {one["mountPath"] for one in container["volumeMounts"]}
+        assert {str(path.parent) for path in files.values()} <= mounts
 
 
 def flag(args: list[str], name: str) -> float:

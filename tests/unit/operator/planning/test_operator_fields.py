@@ -31,7 +31,7 @@ WORDS = """
 tcp none full error float32 int8 transformers swap ClusterIP Never fcfs write_back
 NoExecute FailClose Equal Exists NGRAM NoSchedule internal
 512Mi 1 cpu 2h 10.2.0.0/16
-redis://elsewhere:1/0 rediss://elsewhere:1/0
+rediss+sentinel://elsewhere:1/main/0
 """.split()
 """For fields that take one of a few."""
 

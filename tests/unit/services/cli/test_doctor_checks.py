@@ -15,6 +15,8 @@ from tandem_services.cli.doctor import limits, memory, processor, services, soft
 from tandem_services.cli.doctor.finding import Check, Finding, Machine, Status, ok, run_all
 from tandem_services.common.errors import StartupError
 from tandem_services.common.redis_client import RedisAddress
+from tandem_testing.redis_calls import documented_rules
+from tandem_testing.redis_fleets import grant
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 
 V2 = "cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3"
@@ -215,7 +217,7 @@ def test_redis_that_is_missing_is_named_with_what_installs_it(tmp_path):
 
 @pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 def test_named_redis_fails_until_it_runs_and_has_functions():
-    server = RedisServer.start("--rename-command", "FUNCTION", "")
+    server = RedisServer.start("--rename-command", "FCALL", "")
     try:
         finding = services.redis_server(RedisAddress(url=server.url))
         assert_found(finding, Status.FAIL, "", "start Redis 7 or later there")
@@ -223,6 +225,8 @@ def test_named_redis_fails_until_it_runs_and_has_functions():
         assert services.redis_server(RedisAddress(url=server.url)).status is Status.FAIL
         server.extra = ()
         server.restart()
+        grant([server], documented_rules(), user="tandem", password="secret")
+        assert_ok(services.redis_server(RedisAddress(url=server.url.replace("//", "//tandem:secret@"))), "functions")
         assert_ok(services.redis_server(RedisAddress(url=server.url)), "has functions")
     finally:
         server.stop()

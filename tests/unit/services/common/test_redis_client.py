@@ -4,13 +4,13 @@ from tandem_engine.base.errors import ConfigError
 from tandem_services.common.redis_client import (
     BreakerState,
     CircuitBreaker,
-    FilePassword,
     RarelyLogged,
     RedisAddress,
     RedisClient,
     RedisUnavailableError,
-    mask_password,
 )
+from tandem_services.common.redis_places import FilePassword
+from tandem_services.common.redis_url import mask_password
 from tandem_testing.service_clock import ServiceClock
 
 
@@ -98,7 +98,7 @@ def test_an_address_never_shows_its_password():
 )
 def test_invalid_redis_url_is_rejected_without_its_password(url):  # [config-refused]
     with pytest.raises(ConfigError) as caught:
-        RedisAddress(url=url).connect()
+        RedisAddress(url=url)
     assert "secret" not in str(caught.value)
     assert "--redis" in str(caught.value)
 
@@ -106,18 +106,22 @@ def test_invalid_redis_url_is_rejected_without_its_password(url):  # [config-ref
 def test_a_password_file_is_read_at_each_connect(tmp_path):  # [secrets-reread]
     path = tmp_path / "password"
     path.write_text("first\n")
-    provider = FilePassword("me", path)
+    provider = FilePassword(username="me", path=path)
     assert provider.get_credentials() == ("me", "first")
     path.write_text("second")
     assert provider.get_credentials() == ("me", "second")
-    assert FilePassword(None, path).get_credentials() == ("second",)
+    assert FilePassword(username=None, path=path).get_credentials() == ("second",)
 
 
 def test_a_password_can_move_from_the_url_to_a_private_file(tmp_path):  # [secrets-in-files]
     path = tmp_path / "password"
     path.touch(mode=0o644)
-    moved = RedisAddress(url="rediss://us%40er:p%2Fw@h:6380/1?ssl_ca_certs=/ca.pem").with_password_in(path)
-    assert (moved.url, moved.password_file) == ("rediss://us%40er@h:6380/1?ssl_ca_certs=/ca.pem", path)
+    authority = tmp_path / "ca.pem"
+    authority.touch()
+    moved = RedisAddress(url=f"rediss://us%40er:p%2Fw@h:6380/1?ssl_ca_certs={authority}").with_password_in(path)
+    assert (moved.url, moved.password_file) == (f"rediss://us%40er@h:6380/1?ssl_ca_certs={authority}", path)
+    several = RedisAddress(url="redis+sentinel://me:p%2Fw@h,[::1]:7/main/2").with_password_in(path)
+    assert several.url == "redis+sentinel://me@h,[::1]:7/main/2"
     assert (path.read_text(), path.stat().st_mode & 0o777) == ("p/w", 0o600)
     plain = RedisAddress(url="redis://h")
     assert plain.with_password_in(path) is plain

@@ -14,7 +14,9 @@ from redis.exceptions import (
     TryAgainError,
 )
 
+from tandem_engine.base.addresses import Address
 from tandem_services.common.redis_line import RedisLine
+from tandem_services.common.redis_places import Places, Wire
 from tandem_testing.loop_time import set_forward
 from tandem_testing.waiting import until
 
@@ -56,17 +58,44 @@ class ScriptedWire:
         await until(lambda: len(self.sent) >= count, PATIENT_S, f"{count} commands are sent")
 
 
-class Wires:
+class Wires(Places):
     """Those that were opened, in order."""
 
     def __init__(self) -> None:
         self.all: list[ScriptedWire] = []
         self.next = ScriptedWire()
+        self.times_left = 0
 
-    def __call__(self) -> ScriptedWire:
+    def wire(self) -> ScriptedWire:
         wire, self.next = self.next, ScriptedWire()
         self.all.append(wire)
         return wire
+
+    def left(self) -> None:
+        self.times_left += 1
+
+
+class ClusterWires(Wires):
+    """Those to nodes of a cluster; where each one leads is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner: Address | None = None
+        self.leads_to: list[Address | None] = []
+
+    def wire(self) -> ScriptedWire:
+        self.leads_to.append(self.owner)
+        return super().wire()
+
+    def named(self, redirection: AskError, by: Wire) -> Address:
+        return Address(redirection.host, redirection.port)
+
+    def wire_to(self, address: Address) -> ScriptedWire:
+        self.leads_to.append(address)
+        return super().wire()
+
+    def moved(self, owner: Address) -> None:
+        self.owner = owner
 
 
 @pytest.fixture
@@ -139,7 +168,6 @@ async def test_rejected_command_affects_no_other(line, wires):
         ClusterDownError("The cluster is down"),
         MovedError("3999 127.0.0.1:6381"),
         AskError("3999 127.0.0.1:6381"),
-        TryAgainError("Multiple keys request during rehashing of slot"),
     ],
     ids=lambda refusal: type(refusal).__name__,
 )
@@ -154,7 +182,112 @@ async def test_a_server_that_is_not_the_primary_is_left(line, wires, refusal):
     for reply in (b"1", b"2"):
         former.replies.put_nowait(reply)
     assert await asyncio.gather(*asked[1:]) == [b"1", b"2"], "commands in flight are answered"
-    assert len(wires.all) == 2
+    assert (len(wires.all), wires.times_left) == (2, 1)
+
+
+FIRST, SECOND = "10.0.0.1:6379", "10.0.0.2:6379"
+
+
+@pytest.fixture
+async def cluster():
+    wires = ClusterWires()
+    yield wires
+    assert all(wire.disconnected for wire in wires.all)
+
+
+@pytest.fixture
+async def cluster_line(cluster):
+    line = RedisLine(cluster)
+    yield line
+    await line.close()
+
+
+async def test_commands_follow_a_slot_that_has_moved(cluster_line, cluster):
+    former = cluster.next
+    asked = [ask(cluster_line, "GET", number) for number in range(3)]
+    await former.has_sent(3)
+    owner = cluster.next
+    for _ in asked:
+        former.replies.put_nowait(MovedError(f"3999 {FIRST}"))
+    await owner.has_sent(3)
+    for number in range(3):
+        owner.replies.put_nowait(number)
+    assert await asyncio.gather(*asked) == [0, 1, 2]
+    assert cluster.leads_to == [None, Address.parse(FIRST)], "one connection for all that were redirected"
+    assert (await answered(cluster_line, owner, "later"), len(cluster.all)) == ("later", 2)
+
+
+async def test_a_slot_that_moves_in_circles_ends_in_an_error(cluster_line, cluster):
+    asked = ask(cluster_line, "GET", "x")
+    for number in range(5):
+        await until(lambda: len(cluster.all) > number, PATIENT_S, "a connection")  # noqa: B023
+        wire = cluster.all[-1]
+        await wire.has_sent(1)
+        wire.replies.put_nowait(MovedError(f"3999 {FIRST if number % 2 else SECOND}"))
+    with pytest.raises(MovedError):
+        await asked
+
+
+async def test_what_a_moving_slot_has_given_away_is_asked_there(cluster_line, cluster):
+    owner = cluster.next
+    asked = ask(cluster_line, "GET", "gone")
+    await owner.has_sent(1)
+    taker = cluster.next
+    owner.replies.put_nowait(AskError(f"3999 {SECOND}"))
+    await taker.has_sent(2)
+    assert taker.sent == [b"ASKING", b"GET gone"]
+    taker.replies.put_nowait(b"OK")
+    taker.replies.put_nowait(b"found")
+    assert await asked == b"found"
+    assert await answered(cluster_line, owner, "here") == "here"
+
+
+async def test_functions_are_loaded_on_both_ends_of_a_moving_slot(cluster_line, cluster):
+    owner = cluster.next
+    asked = ask(cluster_line, "GET", "gone")
+    await owner.has_sent(1)
+    taker = cluster.next
+    owner.replies.put_nowait(AskError(f"3999 {SECOND}"))
+    await taker.has_sent(2)
+    taker.replies.put_nowait(b"OK")
+    taker.replies.put_nowait(ResponseError("Function not found"))
+    with pytest.raises(ResponseError):
+        await asked
+    loaded = ask(cluster_line, "FUNCTION", "LOAD", "source")
+    await owner.has_sent(2)
+    owner.replies.put_nowait(b"name")
+    await taker.has_sent(3)
+    taker.replies.put_nowait(b"name")
+    assert await loaded == b"name"
+    assert owner.sent[-1] == taker.sent[-1] == b"FUNCTION LOAD source"
+
+
+async def test_the_connection_to_a_taker_becomes_that_to_the_owner(cluster_line, cluster):
+    owner = cluster.next
+    asked = ask(cluster_line, "GET", "gone")
+    await owner.has_sent(1)
+    taker = cluster.next
+    owner.replies.put_nowait(AskError(f"3999 {SECOND}"))
+    await taker.has_sent(2)
+    taker.replies.put_nowait(b"OK")
+    taker.replies.put_nowait(b"found")
+    await asked
+    asked = ask(cluster_line, "GET", "all")
+    await owner.has_sent(2)
+    owner.replies.put_nowait(MovedError(f"3999 {SECOND}"))
+    await taker.has_sent(3)
+    taker.replies.put_nowait(b"moved")
+    assert (await asked, taker.sent[-1], len(cluster.all)) == (b"moved", b"GET all", 2)
+
+
+async def test_a_slot_between_two_nodes_keeps_its_connection(cluster_line, cluster):
+    owner = cluster.next
+    asked = ask(cluster_line, "FCALL", "f")
+    await owner.has_sent(1)
+    owner.replies.put_nowait(TryAgainError("Multiple keys request during rehashing of slot"))
+    with pytest.raises(TryAgainError):
+        await asked
+    assert (await answered(cluster_line, owner, "later"), len(cluster.all)) == ("later", 1)
 
 
 async def test_a_server_that_loads_its_data_is_left(line, wires):
