@@ -13,8 +13,9 @@ from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.worker_pool import WorkerPool
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.engine_flags import ENGINE_FLAGS
-from tandem_operator.builders.gateway import allowed_hosts, may_be_zero
+from tandem_operator.builders.gateway import allowed_hosts
 from tandem_operator.builders.naming import ROLE_LABEL
+from tandem_operator.builders.served import may_be_zero
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan, revision_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
