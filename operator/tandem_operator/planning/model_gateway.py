@@ -224,7 +224,7 @@ def make_gateway_plan(
     if problems:
         return refused_gateway(problems, observed, before, generation)
     if observed.foreign:
-        return GatewayPlan(status=_status(before, [name_taken(observed.foreign)], observed, generation))
+        return GatewayPlan(status=_status(before, [name_taken(observed.foreign, "ModelGateway")], observed, generation))
     patched, unfit = with_patches(gateway, _manifests(gateway, models, settings), settings)
     if unfit:
         shown = [text.replace("spec.gateway.", "spec.") for text in unfit]

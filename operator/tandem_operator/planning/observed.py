@@ -53,6 +53,8 @@ class Canary:
 
     passed: bool
     message: str = ""
+    unserved: bool = False
+    """The gateway has several models, and not this one yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

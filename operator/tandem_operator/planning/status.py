@@ -115,17 +115,17 @@ def invalid(problems: list[str]) -> Condition:
     return condition(VALID, False, "InvalidSpec", "; ".join(problems))
 
 
-def name_taken(foreign: Iterable[Ref]) -> Condition:
+def name_taken(foreign: Iterable[Ref], kind: str = "ModelService") -> Condition:
     """Objects of others have names that ours would need; they are left alone."""
     names = ", ".join(sorted(f"{ref.kind} {ref.name!r}" for ref in foreign))
     message = (
-        f"{names} exist but are not owned by this ModelService; delete them, or rename the service. Those of a deleted "
-        f"service of this name are removed when its gateways have drained"
+        f"{names} exist but are not owned by this {kind}; delete them, or rename it. Those of a deleted one of this "
+        f"name are removed when its gateways have drained"
     )
     return condition(VALID, False, "NameTaken", message)
 
 
-AnyStatus = TypeVar("AnyStatus", ModelServiceStatus, ModelGatewayStatus)
+AnyStatus = TypeVar("AnyStatus", bound=ModelServiceStatus | ModelGatewayStatus)
 
 
 def not_applied(planned: AnyStatus, before: AnyStatus, reason: str, message: str, now: str) -> AnyStatus:

@@ -92,6 +92,8 @@ class CanaryReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     passed: bool
     message: str
     """One sentence."""
+    unserved: bool = False
+    """The model is not served here, or not yet."""
     prefill: str = ""
     decode: str = ""
     """Names of the workers."""
@@ -275,7 +277,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
         body = await decode_body(canaries.decode, await read_body(request))
         service = next(iter(gateway.models), None) if body.model is None else gateway.models.find(body.model)
         if service is None:
-            return json_response(CanaryReport(passed=False, message=_not_served(gateway, body.model)))
+            return json_response(CanaryReport(passed=False, unserved=True, message=_not_served(gateway, body.model)))
         return json_response(await Canary(service, gateway.clock).run(body))
 
     async def list_models(request: Request) -> Response:
